@@ -1,0 +1,33 @@
+# make demo   from nothing to the whole pipeline on the embedded model
+# make test   lint, types and tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test lint bench clean
+
+# torch goes first and by its exact version, so that no other package's range picks another build of it.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(VENV)/.installed
+	@$(BIN)/moetool demo
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/bench -m ''
+
+clean:
+	rm -rf $(VENV) demo-output dist build

@@ -1,0 +1,20 @@
+"""Finds data/ and recipes/: beside the package in a checkout, inside it in a wheel."""
+
+from pathlib import Path
+
+from moetool.errors import MoetoolError
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def path(*parts: str) -> Path:
+    """The path of an asset, such as `path("data", "reference-moe")`.
+
+    Raises:
+        MoetoolError: the installation lacks it.
+    """
+    for root in (_PACKAGE / "_assets", _PACKAGE.parent):
+        found = root.joinpath(*parts)
+        if found.exists():
+            return found
+    raise MoetoolError(f"this installation lacks {'/'.join(parts)}; install moetool again")

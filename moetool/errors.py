@@ -1,0 +1,40 @@
+"""The errors that a user meets, and their exit codes.
+
+Every message says in one line what was found, what was expected and what to do next. Any other exception
+that reaches the command line is a bug of ours and shows its traceback.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class MoetoolError(Exception):
+    """Something outside moetool is not as it has to be (exit code 1)."""
+
+    exit_code = 1
+
+
+class UsageError(MoetoolError):
+    """The command was given something that does not exist or makes no sense (exit code 2)."""
+
+    exit_code = 2
+
+
+class MismatchError(MoetoolError):
+    """Two artefacts do not belong together, or one is damaged (exit code 3)."""
+
+    exit_code = 3
+
+
+class CapacityError(MoetoolError):
+    """It does not fit: memory, disk, context length (exit code 4)."""
+
+    exit_code = 4
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
+    """The error for a name that no plugin, dataset or option has, with the nearest right one."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return UsageError(f"unknown {kind} {name!r}: {hint}known: {', '.join(names) or 'none'}")

@@ -1,0 +1,39 @@
+"""The folder is the registry.
+
+A policy, planner or predictor is one module in its folder; the file's name is its name. Nothing is registered
+by hand. A dotted name (`my_lab.policy`) loads a stranger's module the same way.
+"""
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+from moetool.errors import UsageError, unknown_name
+
+FOLDERS = {"policy": "moetool.caching", "predictor": "predictors"}
+
+
+def names(kind: str) -> list[str]:
+    """The plugins of a kind (`policy`, `predictor`), sorted. Modules that begin with `_` are not plugins."""
+    package = importlib.import_module(FOLDERS[kind])
+    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
+
+
+def load(kind: str, name: str) -> ModuleType:
+    """Import the plugin `name` of a kind.
+
+    Effects: imports the module; an error inside it propagates as it is.
+
+    Raises:
+        UsageError: there is no such plugin; the nearest name is suggested.
+    """
+    if "." in name:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and name.startswith(error.name):
+                raise UsageError(f"cannot import {kind} {name!r}: no module {error.name!r} on the path") from None
+            raise
+    if name.startswith("_") or name not in names(kind):
+        raise unknown_name(kind, name, names(kind))
+    return importlib.import_module(f"{FOLDERS[kind]}.{name}")

@@ -1,0 +1,521 @@
+"""The trace: what a model's routers did, token by token, as a folder of Parquet files.
+
+    manifest.json           schema version, ModelSpec, how batches were composed, provenance, sha256 of each file
+    requests.parquet        one row a request
+    tokens/*.parquet        one row a forwarded token, in the order of the forwards
+    iterations/*.parquet    one row an iteration of a request: the mean output of the embedding layer
+
+Per-layer columns are fixed-size lists, layer-major: `experts` and `weights` hold the K of layer 0, then those of
+layer 1 and so on; `logits` the E of each layer; `hidden` the D that each router saw. The offsets are in the
+schema metadata. Readers stream and name the columns that they need.
+"""
+
+import itertools
+import json
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from moetool import __version__, durable
+from moetool.errors import MismatchError, MoetoolError, UsageError
+from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
+
+SCHEMA_VERSION = 1
+KEEP = ("topk", "logits", "embeddings", "hidden")
+_ROW_GROUP_TOKENS = 8192
+_PART_TOKENS = 1 << 20
+
+_REQUESTS = pa.schema(
+    [
+        ("request", pa.int32()),
+        ("dataset", pa.string()),
+        ("task", pa.string()),
+        ("prompt_id", pa.string()),
+        ("prompt_tokens", pa.int32()),
+        ("new_tokens", pa.int32()),
+        ("tokens", pa.int32()),  # rows of this request in tokens/
+    ]
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenBatch:
+    """Rows of tokens/, as arrays.
+
+    Shapes:
+        request_T, forward_T, iteration_T, position_T, token_id_T int32; phase_T uint8 (`Phase`);
+        experts_TS uint16 and weights_TS float16 with S = sum of top_k_L; logits_TF float16 with F = sum of
+        num_experts_L; hidden_TH float16 with H = L * D. `None` where not recorded or not asked for.
+        A token id of -1 was withheld.
+    """
+
+    request_T: np.ndarray
+    forward_T: np.ndarray
+    phase_T: np.ndarray
+    iteration_T: np.ndarray
+    position_T: np.ndarray
+    token_id_T: np.ndarray
+    experts_TS: np.ndarray
+    weights_TS: np.ndarray | None = None
+    logits_TF: np.ndarray | None = None
+    hidden_TH: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.request_T)
+
+    def select(self, index: Any) -> "TokenBatch":
+        """The rows that `index` (a slice, a mask or an index array) picks."""
+        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return TokenBatch(**{name: None if column is None else column[index] for name, column in columns.items()})
+
+    @staticmethod
+    def concatenate(batches: Sequence["TokenBatch"]) -> "TokenBatch":
+        """The rows of several batches, one after the other. All must have the same columns."""
+        columns: dict[str, Any] = {f.name: [getattr(b, f.name) for b in batches] for f in fields(TokenBatch)}
+        return TokenBatch(**{name: None if c[0] is None else np.concatenate(c) for name, c in columns.items()})
+
+
+_COLUMNS = {
+    "request": "request_T",
+    "forward": "forward_T",
+    "phase": "phase_T",
+    "iteration": "iteration_T",
+    "position": "position_T",
+    "token_id": "token_id_T",
+    "experts": "experts_TS",
+    "weights": "weights_TS",
+    "logits": "logits_TF",
+    "hidden": "hidden_TH",
+}
+_ALWAYS = ("request", "forward", "phase", "iteration", "position", "token_id", "experts")
+
+
+def _widths(spec: ModelSpec) -> dict[str, int]:
+    return {
+        "experts": sum(spec.top_k_L),
+        "weights": sum(spec.top_k_L),
+        "logits": sum(spec.num_experts_L),
+        "hidden": spec.num_layers * spec.hidden_size,
+    }
+
+
+def _token_schema(spec: ModelSpec, columns: Iterable[str]) -> pa.Schema:
+    widths = _widths(spec)
+    types: dict[str, pa.DataType] = {
+        **dict.fromkeys(("request", "forward", "iteration", "position", "token_id"), pa.int32()),
+        "phase": pa.uint8(),
+        "experts": pa.list_(pa.uint16(), widths["experts"]),
+        **{name: pa.list_(pa.float16(), widths[name]) for name in ("weights", "logits", "hidden")},
+    }
+    offsets = {
+        "moetool.top_k_offsets": [0, *np.cumsum(spec.top_k_L).tolist()],
+        "moetool.expert_offsets": [0, *np.cumsum(spec.num_experts_L).tolist()],
+    }
+    return pa.schema(
+        [(name, types[name]) for name in _COLUMNS if name in columns],
+        metadata={"moetool.schema_version": str(SCHEMA_VERSION), **{k: json.dumps(v) for k, v in offsets.items()}},
+    )
+
+
+class TraceWriter:
+    """Writes a trace into a folder, from a thread of its own, so that the model need not wait for the disk.
+
+    Args:
+        folder: an empty folder; a `durable.staged_directory`, so that a killed run leaves no trace.
+        keep: which of `KEEP` to record; `topk` always is.
+
+    Effects: starts one thread; `finish` or `abort` ends it.
+    """
+
+    def __init__(self, folder: Path, spec: ModelSpec, keep: Iterable[str]) -> None:
+        self.keep = frozenset(keep) | {"topk"}
+        if unknown := self.keep - set(KEEP):
+            raise UsageError(f"cannot keep {', '.join(sorted(unknown))}: known are {', '.join(KEEP)}")
+        self.columns = [*_ALWAYS, "weights", *(c for c in ("logits", "hidden") if c in self.keep)]
+        self._folder = folder
+        self._spec = spec
+        self._schema = _token_schema(spec, self.columns)
+        self._requests: list[dict[str, Any]] = []
+        self._rows_of: dict[int, int] = {}
+        self._tokens = 0
+        self._embeddings: list[tuple[int, int, np.ndarray]] = []
+        self._queue: queue.Queue[TokenBatch | None] = queue.Queue(maxsize=64)
+        self._error: BaseException | None = None
+        (folder / "tokens").mkdir()
+        self._thread = threading.Thread(target=self._write, name="trace-writer", daemon=True)
+        self._thread.start()
+
+    def add_request(
+        self, request: int, *, dataset: str, task: str, prompt_id: str, prompt_tokens: int, new_tokens: int
+    ) -> None:
+        """Record one request; its rows in tokens/ may have been appended before or come later."""
+        self._requests.append(
+            {
+                "request": request,
+                "dataset": dataset,
+                "task": task,
+                "prompt_id": prompt_id,
+                "prompt_tokens": prompt_tokens,
+                "new_tokens": new_tokens,
+            }
+        )
+
+    def add_embedding(self, request: int, iteration: int, embedding_D: np.ndarray) -> None:
+        """Record the mean output of the embedding layer over one iteration of a request."""
+        self._embeddings.append((request, iteration, embedding_D.astype(np.float16)))
+
+    def append(self, batch: TokenBatch) -> None:
+        """Queue the rows of one forward.
+
+        Raises:
+            MoetoolError: the writer thread failed earlier (a full disk, say).
+        """
+        self._check()
+        for request, rows in zip(*np.unique(batch.request_T, return_counts=True), strict=True):
+            self._rows_of[int(request)] = self._rows_of.get(int(request), 0) + int(rows)
+        self._tokens += len(batch)
+        self._queue.put(batch)
+
+    def finish(self, *, composition: dict[str, Any], provenance: dict[str, Any]) -> None:
+        """Write what is queued, the requests and the manifest.
+
+        Args:
+            composition: how batches were composed: `{"kind": "sequential"}`, `{"kind": "batch", "size": 8}`
+                (batches by prompt index) or `{"kind": "log"}` (as clients came).
+            provenance: model, data, versions and options, for people and for checks.
+
+        Raises:
+            MoetoolError: anything could not be written.
+        """
+        self._queue.put(None)
+        self._thread.join()
+        self._check()
+        rows = [{**r, "tokens": self._rows_of.get(r["request"], 0)} for r in self._requests]
+        rows.sort(key=lambda r: r["request"])
+        try:
+            pq.write_table(
+                pa.Table.from_pylist(rows, schema=_REQUESTS),
+                self._folder / "requests.parquet",
+                compression="zstd",
+                write_page_checksum=True,
+            )
+            if "embeddings" in self.keep:
+                self._write_embeddings()
+            files = {
+                str(file.relative_to(self._folder)): {
+                    "bytes": file.stat().st_size,
+                    "sha256": durable.sha256_file(file),
+                }
+                for file in sorted(self._folder.rglob("*.parquet"))
+            }
+            manifest = {
+                "kind": "trace",
+                "schema_version": SCHEMA_VERSION,
+                "moetool_version": __version__,
+                "spec": self._spec.to_json(),
+                "columns": [*self.columns, *(["embeddings"] if "embeddings" in self.keep else [])],
+                "composition": composition,
+                "requests": len(rows),
+                "tokens": self._tokens,
+                "provenance": provenance,
+                "files": files,
+            }
+            durable.write_text(self._folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+        except OSError as error:
+            raise MoetoolError(f"cannot write the trace to {self._folder}: {error}") from error
+
+    def abort(self) -> None:
+        """Stop the thread and drop what is queued."""
+        if self._thread.is_alive():
+            self._error = self._error or MoetoolError("the trace was abandoned")
+            self._queue.put(None)
+            self._thread.join()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise MoetoolError(f"cannot write the trace to {self._folder}: {self._error}") from self._error
+
+    def _write(self) -> None:
+        writer: pq.ParquetWriter | None = None
+        pending: list[TokenBatch] = []
+        pending_tokens = part = part_tokens = 0
+        try:
+            while True:
+                batch = self._queue.get()
+                if batch is not None and self._error is None:
+                    pending.append(batch)
+                    pending_tokens += len(batch)
+                if self._error is None and pending and (batch is None or pending_tokens >= _ROW_GROUP_TOKENS):
+                    if writer is None:
+                        path = self._folder / "tokens" / f"part-{part:05d}.parquet"
+                        writer = pq.ParquetWriter(path, self._schema, compression="zstd", write_page_checksum=True)
+                    writer.write_table(self._table(pending))
+                    part_tokens += pending_tokens
+                    pending, pending_tokens = [], 0
+                    if part_tokens >= _PART_TOKENS:
+                        writer.close()
+                        writer, part, part_tokens = None, part + 1, 0
+                if batch is None:
+                    break
+        except BaseException as error:  # handed to the thread that appends; the queue is drained so it never blocks
+            self._error = error
+            while self._queue.get() is not None:
+                pass
+        finally:
+            if writer is not None:
+                try:
+                    writer.close()
+                except OSError as error:
+                    self._error = self._error or error
+
+    def _table(self, batches: list[TokenBatch]) -> pa.Table:
+        arrays = []
+        for name in self._schema.names:
+            values = np.concatenate([getattr(b, _COLUMNS[name]) for b in batches])
+            kind = self._schema.field(name).type
+            if pa.types.is_fixed_size_list(kind):
+                flat = pa.array(np.ascontiguousarray(values).reshape(-1), type=kind.value_type)
+                arrays.append(pa.FixedSizeListArray.from_arrays(flat, type=kind))
+            else:
+                arrays.append(pa.array(values, type=kind))
+        return pa.Table.from_arrays(arrays, schema=self._schema)
+
+    def _write_embeddings(self) -> None:
+        (self._folder / "iterations").mkdir()
+        width = self._spec.hidden_size
+        kind = pa.list_(pa.float16(), width)
+        flat = np.concatenate([e for _, _, e in self._embeddings]) if self._embeddings else np.zeros(0, np.float16)
+        table = pa.table(
+            {
+                "request": pa.array([r for r, _, _ in self._embeddings], pa.int32()),
+                "iteration": pa.array([i for _, i, _ in self._embeddings], pa.int32()),
+                "embedding": pa.FixedSizeListArray.from_arrays(pa.array(flat, pa.float16()), type=kind),
+            }
+        )
+        path = self._folder / "iterations" / "part-00000.parquet"
+        pq.write_table(table, path, compression="zstd", write_page_checksum=True)
+
+
+class Trace:
+    """A trace on disk, read as a stream.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        UsageError: there is no such folder.
+        MismatchError: it is not a whole trace of this schema version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_dir():
+            raise UsageError(f"no trace at {path}; make one with: moetool capture MODEL --data NAME --out {path}")
+        try:
+            self.manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise MismatchError(
+                f"{path} is not a whole trace: it has no manifest.json (a capture that was stopped leaves none); "
+                f"capture again"
+            ) from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise MismatchError(f"{path}/manifest.json is damaged ({error}); capture again") from None
+        kind, version = self.manifest.get("kind"), self.manifest.get("schema_version")
+        if kind != "trace" or version != SCHEMA_VERSION:
+            raise MismatchError(
+                f"{path} holds {kind or 'something else'} of schema version {version}, expected a trace of version "
+                f"{SCHEMA_VERSION}; capture again with this version of moetool"
+            )
+        for name, facts in self.manifest["files"].items():
+            file = path / name
+            size = file.stat().st_size if file.is_file() else None
+            if size != facts["bytes"]:
+                raise MismatchError(
+                    f"{file} is {'missing' if size is None else f'{size:,} bytes long'}, expected "
+                    f"{facts['bytes']:,} bytes; copy the trace again or capture again"
+                )
+        self.spec = ModelSpec.from_json(self.manifest["spec"])
+        self.requests = self._read(path / "requests.parquet")
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """What was recorded: `experts`, `weights` and perhaps `logits`, `hidden`, `embeddings`."""
+        return frozenset(self.manifest["columns"])
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of tokens/."""
+        return int(self.manifest["tokens"])
+
+    @property
+    def sha256(self) -> str:
+        """Identifies the content: sha256 of the manifest, which holds that of every file."""
+        return durable.sha256_file(self.path / "manifest.json")
+
+    def require(self, columns: Iterable[str], user: str) -> None:
+        """Raises: MismatchError if a column that `user` needs was not recorded."""
+        if missing := sorted(set(columns) - self.columns):
+            keep = {"experts": "topk", "weights": "topk"}
+            flags = ",".join(keep.get(c, c) for c in missing)
+            raise MismatchError(
+                f"{user} needs {', '.join(missing)}, but {self.path} holds {', '.join(sorted(self.columns))}; "
+                f"capture with --keep topk,{flags}"
+            )
+
+    def verify(self) -> None:
+        """Raises: MismatchError if any file's sha256 is not the manifest's."""
+        for name, facts in self.manifest["files"].items():
+            if durable.sha256_file(self.path / name) != facts["sha256"]:
+                raise MismatchError(f"{self.path / name} is damaged: its sha256 is not the manifest's; capture again")
+
+    def batches(self, columns: Iterable[str] = ()) -> Iterator[TokenBatch]:
+        """Stream the rows of tokens/ in the order of the forwards, some thousands at a time.
+
+        Args:
+            columns: any of `weights`, `logits`, `hidden`, besides those that always come.
+
+        Raises:
+            MismatchError: a column was not recorded, or a file is damaged.
+        """
+        wanted = set(columns)
+        self.require(wanted, "this reader")
+        names = [c for c in _COLUMNS if c in _ALWAYS or c in wanted]
+        widths = _widths(self.spec)
+        for file in sorted((self.path / "tokens").glob("*.parquet")):
+            try:
+                with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+                    for record in parquet.iter_batches(_ROW_GROUP_TOKENS, columns=names):
+                        yield TokenBatch(
+                            **{
+                                _COLUMNS[name]: (
+                                    record[name].flatten().to_numpy(zero_copy_only=False).reshape(-1, widths[name])
+                                    if name in widths
+                                    else record[name].to_numpy(zero_copy_only=False)
+                                )
+                                for name in names
+                            }
+                        )
+            except (pa.ArrowException, OSError) as error:
+                raise MismatchError(f"{file} is damaged ({_first_line(error)}); capture again") from error
+
+    def embeddings(self) -> Iterator[tuple[int, int, np.ndarray]]:
+        """(request, iteration, embedding_D float16) of every iteration."""
+        self.require(["embeddings"], "this reader")
+        for file in sorted((self.path / "iterations").glob("*.parquet")):
+            table = self._read(file)
+            values = table["embedding"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+            rows = values.reshape(-1, self.spec.hidden_size)
+            yield from zip(table["request"].to_pylist(), table["iteration"].to_pylist(), rows, strict=True)
+
+    def forwards(
+        self, *, sequential: bool, columns: Iterable[str] = (), requests: frozenset[int] | None = None
+    ) -> Iterator[tuple[ForwardInfo, list[GateEvent]]]:
+        """Stream the trace as forwards with their gate events, layer by layer.
+
+        Args:
+            sequential: one request after the other, each prompt in one forward; otherwise the forwards as they
+                were recorded.
+            columns: `weights` and `logits` fill the events' weights and scores.
+            requests: only these requests (all by default).
+        """
+        groups = self._by_request(columns) if sequential else self._by_forward(columns)
+        forward_id = 0
+        for rows in groups:
+            if requests is not None:
+                rows = rows.select(np.isin(rows.request_T, list(requests)))
+                if not len(rows):
+                    continue
+            yield to_events(self.spec, rows, forward_id)
+            forward_id += 1
+
+    def _by_forward(self, columns: Iterable[str]) -> Iterator[TokenBatch]:
+        held: TokenBatch | None = None
+        for batch in self.batches(columns):
+            rows = batch if held is None else TokenBatch.concatenate([held, batch])
+            cuts = np.flatnonzero(np.diff(rows.forward_T)) + 1
+            starts = [0, *cuts.tolist()]
+            for start, end in itertools.pairwise(starts):
+                yield rows.select(slice(start, end))
+            held = rows.select(slice(starts[-1], None))
+        if held is not None and len(held):
+            yield held
+
+    def _by_request(self, columns: Iterable[str]) -> Iterator[TokenBatch]:
+        order = self.requests["request"].to_pylist()
+        total = dict(zip(order, self.requests["tokens"].to_pylist(), strict=True))
+        held: dict[int, list[TokenBatch]] = {}
+        seen: dict[int, int] = {}
+        nxt = 0
+        for batch in self.batches(columns):
+            for request in np.unique(batch.request_T).tolist():
+                rows = batch.select(batch.request_T == request)
+                held.setdefault(request, []).append(rows)
+                seen[request] = seen.get(request, 0) + len(rows)
+            while nxt < len(order) and seen.get(order[nxt], 0) == total[order[nxt]]:
+                if total[order[nxt]]:
+                    whole = TokenBatch.concatenate(held.pop(order[nxt]))
+                    cuts = np.flatnonzero(np.diff(whole.iteration_T)) + 1
+                    starts = [0, *cuts.tolist(), len(whole)]
+                    for start, end in itertools.pairwise(starts):
+                        yield whole.select(slice(start, end))
+                nxt += 1
+
+    def _read(self, file: Path) -> pa.Table:
+        try:
+            return pq.read_table(file, page_checksum_verification=True)
+        except (pa.ArrowException, OSError) as error:
+            raise MismatchError(f"{file} is damaged ({_first_line(error)}); capture again") from error
+
+
+def to_events(spec: ModelSpec, rows: TokenBatch, forward_id: int) -> tuple[ForwardInfo, list[GateEvent]]:
+    """The rows of one forward as a ForwardInfo and its gate events, one a layer."""
+    info = ForwardInfo(
+        forward_id=forward_id,
+        request_T=tuple(rows.request_T.tolist()),
+        phase_T=tuple(rows.phase_T.tolist()),
+        position_T=tuple(rows.position_T.tolist()),
+    )
+    events = []
+    top = np.concatenate([[0], np.cumsum(spec.top_k_L)])
+    wide = np.concatenate([[0], np.cumsum(spec.num_experts_L)])
+    for layer in range(spec.num_layers):
+        span = slice(top[layer], top[layer + 1])
+        weights = None if rows.weights_TS is None else rows.weights_TS[:, span].astype(np.float32)
+        scores = None
+        if rows.logits_TF is not None:
+            logits = rows.logits_TF[:, wide[layer] : wide[layer + 1]].astype(np.float32)
+            scores = router_scores(logits, spec.score_function)
+        events.append(
+            GateEvent(
+                forward=info,
+                layer=layer,
+                experts_TK=tuple(map(tuple, rows.experts_TS[:, span].tolist())),
+                weights_TK=weights,
+                scores_TE=scores,
+            )
+        )
+    return info, events
+
+
+def router_scores(logits_TE: np.ndarray, score_function: str) -> np.ndarray:
+    """Scores of a router from its logits: float32 [T, E], by `ModelSpec.score_function`."""
+    if score_function == "sigmoid":
+        return 1.0 / (1.0 + np.exp(-logits_TE))
+    shifted = np.exp(logits_TE - logits_TE.max(axis=1, keepdims=True))
+    return shifted / shifted.sum(axis=1, keepdims=True)
+
+
+def phase_of(iteration: int) -> Phase:
+    """The phase of an iteration: 0 is the prompt."""
+    return Phase.PREFILL if iteration == 0 else Phase.DECODE
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,165 @@
+"""The types that every part of moetool speaks, and the legend of its shape letters.
+
+Shape letters, used as suffixes of array names:
+
+    L  MoE layers, counted 0..L-1 in the order of the model (`ModelSpec.layer_ids_L` has the absolute ids)
+    E  experts of a layer            K  experts that a token uses (top-k)
+    T  tokens of one forward         D  hidden size
+    B  requests                      P  physical slots
+    G  GPUs                          N  servers
+
+An *expert* is logical, a *slot* is physical.
+"""
+
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from moetool.errors import MismatchError
+
+
+class Phase(IntEnum):
+    """What a token's request was doing when the token was forwarded."""
+
+    PREFILL = 0
+    DECODE = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """What moetool has to know of a model to decide about its experts.
+
+    Attributes:
+        name: model type and path name, for people.
+        revision: sha256 of the model's config and weight index; two checkpoints never share it.
+        layer_ids_L: absolute indices of the MoE layers among the model's layers.
+        num_experts_L: routed experts of each MoE layer.
+        top_k_L: experts that one token uses in each MoE layer.
+        has_logits_L: whether the layer's router has logits over all experts that can be recorded.
+        num_shared_experts: experts that every token uses; they are never offloaded.
+        num_groups: router groups (1 where the router does not group).
+        hidden_size: width D of the residual stream.
+        expert_bytes_L: bytes of one routed expert in the checkpoint's own data type.
+        score_function: `softmax` or `sigmoid`: how the router turns logits into scores.
+        renormalize: whether the top-k weights are divided by their sum.
+    """
+
+    name: str
+    revision: str
+    layer_ids_L: tuple[int, ...]
+    num_experts_L: tuple[int, ...]
+    top_k_L: tuple[int, ...]
+    has_logits_L: tuple[bool, ...]
+    num_shared_experts: int
+    num_groups: int
+    hidden_size: int
+    expert_bytes_L: tuple[int, ...]
+    score_function: str
+    renormalize: bool
+
+    @property
+    def num_layers(self) -> int:
+        """L, the number of MoE layers."""
+        return len(self.layer_ids_L)
+
+    @property
+    def num_experts(self) -> int:
+        """E of the widest layer; the stride of `expert_key`."""
+        return max(self.num_experts_L)
+
+    @property
+    def total_experts(self) -> int:
+        """Routed experts of the whole model."""
+        return sum(self.num_experts_L)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that any expert of the model fits into."""
+        return max(self.expert_bytes_L)
+
+    def expert_key(self, layer: int, expert: int) -> int:
+        """One integer for (layer, expert): layer * E + expert."""
+        return layer * self.num_experts + expert
+
+    def expert_of(self, key: int) -> tuple[int, int]:
+        """(layer, expert) of a key."""
+        return divmod(key, self.num_experts)
+
+    def to_json(self) -> dict[str, Any]:
+        """A dictionary that `from_json` reads back."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "ModelSpec":
+        """Raises: MismatchError where fields are missing or unknown (another schema)."""
+        try:
+            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+            return cls(**values)
+        except TypeError as error:
+            raise MismatchError(f"model spec has other fields than this version of moetool: {error}") from None
+
+    def require_same(self, other: "ModelSpec", mine: str, theirs: str) -> None:
+        """Refuse two artefacts of different models.
+
+        Args:
+            mine: what this spec belongs to, for the message ("the trace").
+            theirs: what `other` belongs to ("the predictor").
+
+        Raises:
+            MismatchError: the revisions differ.
+        """
+        if self.revision != other.revision:
+            raise MismatchError(
+                f"{theirs} was made for {other.name} ({other.revision[:12]}), but {mine} is of "
+                f"{self.name} ({self.revision[:12]}); make {theirs} again for this model"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardInfo:
+    """One forward pass of a batch, prefill and decode tokens mixed.
+
+    Attributes:
+        forward_id: running number of the forward.
+        request_T: the request that each token belongs to, as running numbers given by the scheduler.
+        phase_T: `Phase` of each token, from the state of its request (never from the query length).
+        position_T: position of each token in its sequence.
+        embedding_TD: output of the embedding layer, float16 or float32, where it was recorded.
+    """
+
+    forward_id: int
+    request_T: tuple[int, ...]
+    phase_T: tuple[int, ...]
+    position_T: tuple[int, ...]
+    embedding_TD: np.ndarray | None = None
+
+    @property
+    def prefill(self) -> bool:
+        """Whether any token of this forward belongs to a prompt."""
+        return Phase.PREFILL in self.phase_T
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateEvent:
+    """The experts that one forward needs at one MoE layer.
+
+    Attributes:
+        forward: the forward that the event belongs to.
+        layer: index of the MoE layer, 0..L-1.
+        experts_TK: the experts that each token uses, as the model's own router gave them.
+        weights_TK: their weights in the sum (float32), or None where nobody asked for them.
+        scores_TE: the router's scores over all experts (float32), or None.
+        needed: the distinct experts of the event, ascending.
+    """
+
+    forward: ForwardInfo
+    layer: int
+    experts_TK: tuple[tuple[int, ...], ...]
+    weights_TK: np.ndarray | None = None
+    scores_TE: np.ndarray | None = None
+    needed: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needed", tuple(sorted({e for row in self.experts_TK for e in row})))
