@@ -72,14 +72,19 @@ class TokenBatch:
 
     def select(self, index: Any) -> "TokenBatch":
         """The rows that `index` (a slice, a mask or an index array) picks."""
-        columns: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TokenBatch(**{name: None if column is None else column[index] for name, column in columns.items()})
+        picked: dict[str, Any] = {
+            f.name: None if (column := getattr(self, f.name)) is None else column[index] for f in fields(self)
+        }
+        return TokenBatch(**picked)
 
     @staticmethod
     def concatenate(batches: Sequence["TokenBatch"]) -> "TokenBatch":
         """The rows of several batches, one after the other. All must have the same columns."""
-        columns: dict[str, Any] = {f.name: [getattr(b, f.name) for b in batches] for f in fields(TokenBatch)}
-        return TokenBatch(**{name: None if c[0] is None else np.concatenate(c) for name, c in columns.items()})
+        joined: dict[str, Any] = {}
+        for f in fields(TokenBatch):
+            parts = [getattr(batch, f.name) for batch in batches]
+            joined[f.name] = None if parts[0] is None else np.concatenate(parts)
+        return TokenBatch(**joined)
 
 
 _COLUMNS = {
