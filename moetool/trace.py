@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moetool import __version__, durable
-from moetool.errors import MismatchError, MoetoolError, UsageError
+from moetool.errors import MismatchError, MoetoolError, UsageError, first_line
 from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 
 SCHEMA_VERSION = 1
@@ -408,7 +408,7 @@ class Trace:
                             }
                         )
             except (pa.ArrowException, OSError) as error:
-                raise MismatchError(f"{file} is damaged ({_first_line(error)}); capture again") from error
+                raise MismatchError(f"{file} is damaged ({first_line(error)}); capture again") from error
 
     def embeddings(self) -> Iterator[tuple[int, int, np.ndarray]]:
         """(request, iteration, embedding_D float16) of every iteration."""
@@ -476,7 +476,7 @@ class Trace:
         try:
             return pq.read_table(file, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
-            raise MismatchError(f"{file} is damaged ({_first_line(error)}); capture again") from error
+            raise MismatchError(f"{file} is damaged ({first_line(error)}); capture again") from error
 
 
 def to_events(spec: ModelSpec, rows: TokenBatch, forward_id: int) -> tuple[ForwardInfo, list[GateEvent]]:
@@ -520,7 +520,3 @@ def router_scores(logits_TE: np.ndarray, score_function: str) -> np.ndarray:
 def phase_of(iteration: int) -> Phase:
     """The phase of an iteration: 0 is the prompt."""
     return Phase.PREFILL if iteration == 0 else Phase.DECODE
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from moetool.errors import MoetoolError
+
 Finish = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -51,3 +53,7 @@ class Output(NamedTuple):
 
 Sink = Callable[[Output], None]
 """Called on the engine's thread; must not block."""
+
+
+class Unavailable(MoetoolError):
+    """The engine takes no request now: it is starting, draining or has failed."""

@@ -1,0 +1,292 @@
+"""The engine: one thread that forwards the batch, takes requests and cancellations between forwards.
+
+submit -> queue -> forward (experts from the pool) -> tokens to each request's sink
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Literal
+
+from moetool.errors import MoetoolError
+from moetool.models.batching import Batch, Batcher
+from moetool.models.loading import LoadedModel
+from moetool.request import Output, SamplingParams, Sink, TokenLogprob, Unavailable
+from moetool.residency import Policy, Residency
+from moetool.serving.experts import ExpertRuntime
+from moetool.serving.log import ServeLog
+from moetool.serving.store import ExpertStore
+
+State = Literal["starting", "ready", "draining", "failed"]
+
+
+class Engine:
+    """Serves a model by a cache policy.
+
+    `submit`, `cancel`, `prompt_logprobs` and `metrics` may be called from any thread.
+
+    Args:
+        loaded: a model from `load_lazy`.
+        policy: decides about the expert slots; its `num_slots` is the size of the pool.
+        batcher: continuous batching over the same model.
+        model_name: what clients call the model.
+        log: records the gate stream and the decisions.
+
+    Effects: allocates the pool. `start` starts the thread, `close` ends it and frees the pool's threads.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        tokenizer: Any,
+        policy: Policy,
+        batcher: Batcher,
+        *,
+        model_name: str,
+        io_threads: int = 2,
+        log: ServeLog | None = None,
+    ) -> None:
+        if loaded.files is None:
+            raise ValueError("the engine takes a model without its experts: load_lazy")
+        self.model_name = model_name
+        self.tokenizer = tokenizer
+        self.spec = loaded.spec
+        self.max_context = batcher.max_context
+        self.vocab_size = int(loaded.model.config.get_text_config().vocab_size)
+        self.state: State = "starting"
+        self.store = ExpertStore(loaded.files, policy.num_slots, io_threads)
+        self.residency = Residency(policy, sink=log.on_step if log else None)
+        self.runtime = ExpertRuntime(loaded, self.residency, self.store)
+        self._batcher = batcher
+        batcher.on_forward = self._on_forward
+        self._log = log
+        if log is not None:
+            log.attach(loaded)
+        self._sinks: dict[int, Sink] = {}
+        self._next_request = 0
+        self._in_forward: tuple[int, ...] = ()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._forwards = self._failures = self._prompt_tokens = self._new_tokens = 0
+        self._forward_seconds = 0.0
+
+    # -- from any thread ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread; the engine is ready when this returns."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.state = "ready"
+        self._thread.start()
+
+    def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> int:
+        """Queue a request; its tokens go to `sink`, on the engine's thread.
+
+        Returns:
+            The number of the request, for `cancel`.
+
+        Raises:
+            UsageError: the prompt is empty or has ids outside the vocabulary.
+            CapacityError: prompt and answer do not fit into the context.
+            Unavailable: the engine is starting, draining or has failed.
+        """
+        self._batcher.check(prompt, params)
+        with self._wake:
+            if self.state != "ready":
+                raise Unavailable(f"the server is {self.state}; try again later")
+            request = self._take_number()
+            self._sinks[request] = sink
+            if params.max_tokens == 0:
+                self._commands.append(lambda: self._deliver(Output(request, None, finish="length")))
+            else:
+                self._commands.append(lambda: self._add(request, prompt, params))
+            self._wake.notify()
+        return request
+
+    def cancel(self, request: int) -> None:
+        """Stop a request; its sink gets a last message `cancelled` unless it has ended already."""
+        with self._wake:
+            self._commands.append(lambda: self._cancel(request))
+            self._wake.notify()
+
+    def prompt_logprobs(self, prompt: list[int], top: int) -> list[TokenLogprob | None]:
+        """Log-probabilities of the tokens of a prompt, None for the first; blocks until its forward has run.
+
+        Raises: as `submit`.
+        """
+        self._batcher.check(prompt, SamplingParams(max_tokens=0))
+        answer: Future[list[TokenLogprob | None]] = Future()
+        with self._wake:
+            if self.state != "ready":
+                raise Unavailable(f"the server is {self.state}; try again later")
+            request = self._take_number()
+            self._commands.append(lambda: self._score(request, prompt, top, answer))
+            self._wake.notify()
+        return answer.result()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take no new request and let the running ones end.
+
+        Returns:
+            Whether all of them ended within `timeout_s`.
+        """
+        with self._wake:
+            if self.state == "ready":
+                self.state = "draining"
+            self._wake.notify()
+        end = time.monotonic() + timeout_s
+        while self._sinks and time.monotonic() < end and self.state == "draining":
+            time.sleep(0.02)
+        return not self._sinks
+
+    def close(self) -> None:
+        """Cancel what is left, end the thread, write the log."""
+        with self._wake:
+            if self.state != "failed":
+                self.state = "draining"
+            for request in list(self._sinks):
+                self._commands.append(partial(self._cancel, request))
+            self._commands.append(self._stop)
+            self._wake.notify()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join()
+        self.store.close()
+        self._batcher.close()
+        if self._log is not None:
+            self._log.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges by name, for /metrics and for reports."""
+        counts, stats = self.residency.counts, self.store.stats
+        return {
+            "hits_kept": counts.kept,
+            "hits_prefetched": max(0, counts.prefetched - stats.late),
+            "hits_late": stats.late,
+            "misses": counts.missed,
+            "prefetch_wasted": counts.wasted,
+            "expert_reads": stats.reads,
+            "bytes_read": stats.bytes_read,
+            "prefetch_bytes_read": stats.prefetch_bytes,
+            "reads_retried": stats.retried,
+            "stall_seconds": stats.stall_seconds,
+            "forward_seconds": self._forward_seconds,
+            "queue_running": self._batcher.running,
+            "queue_waiting": max(0, len(self._sinks) - self._batcher.running),
+            "tokens_prompt": self._prompt_tokens,
+            "tokens_generated": self._new_tokens,
+            "forwards": self._forwards,
+            "failures": self._failures,
+            "slots": self.store.num_slots,
+            "slots_bytes": self.store.pool_bytes,
+            "kv_bytes": self._batcher.kv_bytes,
+        }
+
+    # -- on the engine's thread --------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Carry out what was asked for and run one forward, if there is anything to forward."""
+        while self._commands:
+            self._commands.popleft()()
+        if self._batcher.idle:
+            return
+        began = time.perf_counter()
+        outputs = self._batcher.step()
+        self._forward_seconds += time.perf_counter() - began
+        self.runtime.end_forward()
+        ended = {output.request for output in outputs if output.finish is not None}
+        failed = any(output.finish == "error" for output in outputs)
+        if self._log is not None and self._in_forward:
+            self._log.end_forward(failed)
+        self._forwards += bool(self._in_forward)
+        self._failures += failed
+        for request in self._in_forward:
+            if request in ended:
+                self.residency.end_request(request)
+        self._in_forward = ()
+        for output in outputs:
+            self._new_tokens += output.token is not None
+            self._deliver(output)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or running."""
+        return not self._commands and self._batcher.idle
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    while self.idle and self.state in ("ready", "draining"):
+                        self._wake.wait()
+                self.step()
+        except _Stop:
+            pass
+        except BaseException as error:
+            self.state = "failed"
+            for request in list(self._sinks):
+                self._deliver(Output(request, None, finish="error", error=f"the engine failed: {error}"))
+            raise
+
+    def _take_number(self) -> int:
+        number = self._next_request
+        self._next_request += 1
+        return number
+
+    def _on_forward(self, batch: Batch) -> None:
+        self._in_forward = tuple(dict.fromkeys(batch.info.request_T))
+        if self._log is not None:
+            self._log.begin_forward(batch)
+        self.runtime.begin_forward(batch.info)
+
+    def _add(self, request: int, prompt: list[int], params: SamplingParams) -> None:
+        if request in self._sinks:  # not cancelled before it began
+            self._prompt_tokens += len(prompt)
+            if self._log is not None:
+                self._log.add_request(request, len(prompt))
+            self._batcher.add(request, prompt, params)
+
+    def _cancel(self, request: int) -> None:
+        if request in self._sinks:
+            self._batcher.cancel(request)
+            self.residency.end_request(request)
+            self._deliver(Output(request, None, finish="cancelled"))
+
+    def _score(self, request: int, prompt: list[int], top: int, answer: "Future[Any]") -> None:
+        try:
+            if self._log is not None:
+                self._log.add_request(request, len(prompt))
+            logits_TV = self._batcher.score(request, prompt)
+            self.runtime.end_forward()
+            if self._log is not None:
+                self._log.end_forward(failed=False)
+            self._forwards += 1
+            self.residency.end_request(request)
+            logprobs: list[TokenLogprob | None] = [None]
+            for row_V, token in zip(logits_TV.log_softmax(-1), prompt[1:], strict=False):
+                values, ids = row_V.topk(top)
+                pairs = list(zip(ids.tolist(), values.tolist(), strict=True))
+                logprobs.append(TokenLogprob(float(row_V[token]), pairs))
+            answer.set_result(logprobs)
+        except Exception as error:
+            self.runtime.end_forward()
+            if self._log is not None:
+                self._log.end_forward(failed=True)
+            self._failures += 1
+            answer.set_exception(MoetoolError(str(error)))
+
+    def _deliver(self, output: Output) -> None:
+        sink = self._sinks.get(output.request)
+        if output.finish is not None:
+            self._sinks.pop(output.request, None)
+        if sink is not None:
+            sink(output)
+
+    def _stop(self) -> None:
+        raise _Stop
+
+
+class _Stop(Exception):
+    """Ends the engine's thread from inside its commands."""

@@ -1,0 +1,88 @@
+"""The server's own trace: every forward's gate stream as it happened, and the decisions about it.
+
+`moetool replay` reads it like any other trace, in the recorded order, and takes the same decisions.
+"""
+
+import contextlib
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from moetool import durable
+from moetool.models.batching import Batch
+from moetool.models.loading import LoadedModel
+from moetool.models.recording import GateRecorder
+from moetool.residency import Step
+from moetool.trace import TraceWriter
+
+
+class ServeLog:
+    """Writes a trace of kind `log` into `out` when it is closed.
+
+    Args:
+        keep: columns besides the experts, as in `moetool capture --keep`.
+
+    Effects: `attach` hooks the model and opens `out.partial`.
+    """
+
+    def __init__(self, out: Path, keep: tuple[str, ...] = ("topk",), overwrite: bool = False) -> None:
+        durable.require_absent(out, overwrite)
+        self._out, self._keep, self._overwrite = out, keep, overwrite
+        self._stack = contextlib.ExitStack()
+        self._writer: TraceWriter | None = None
+        self._recorder: GateRecorder | None = None
+        self._loaded: LoadedModel | None = None
+        self._batch: Batch | None = None
+        self._prompt_tokens: dict[int, int] = {}
+        self._new_tokens: dict[int, int] = {}
+        self._digest = hashlib.sha256()
+
+    def attach(self, loaded: LoadedModel) -> None:
+        """Begin to record the model."""
+        folder = self._stack.enter_context(durable.staged_directory(self._out, self._overwrite))
+        self._loaded = loaded
+        self._writer = TraceWriter(folder, loaded.spec, self._keep)
+        self._recorder = GateRecorder(loaded.model, loaded.layers, self._keep)
+
+    def add_request(self, request: int, prompt_tokens: int) -> None:
+        """Take in a request."""
+        self._prompt_tokens[request] = prompt_tokens
+
+    def begin_forward(self, batch: Batch) -> None:
+        """A forward begins."""
+        self._batch = batch
+
+    def on_step(self, forward: int, layer: int, step: Step) -> None:
+        """A decision was taken."""
+        self._digest.update(f"{forward},{layer},{int(step.kind)},{step.key},{step.slot},{step.evicted};".encode())
+
+    def end_forward(self, failed: bool) -> None:
+        """Write the forward that has run; one that failed leaves no rows."""
+        assert self._recorder is not None and self._writer is not None
+        if failed or self._batch is None:
+            self._recorder.discard()
+        else:
+            rows, _ = self._recorder.take(self._batch)
+            for request, phase in zip(self._batch.info.request_T, self._batch.info.phase_T, strict=True):
+                self._new_tokens[request] = self._new_tokens.get(request, 0) + phase
+            self._writer.append(rows)
+        self._batch = None
+
+    def close(self) -> None:
+        """Write what is left and put the trace in its place."""
+        if self._writer is None or self._recorder is None or self._loaded is None:
+            return
+        self._recorder.close()
+        with self._stack:
+            for request, prompt_tokens in self._prompt_tokens.items():
+                self._writer.add_request(
+                    request,
+                    dataset="serve",
+                    task="",
+                    prompt_id=str(request),
+                    prompt_tokens=prompt_tokens,
+                    new_tokens=self._new_tokens.get(request, 0),
+                )
+            provenance: dict[str, Any] = {"model": str(self._loaded.path), "decisions_sha256": self._digest.hexdigest()}
+            self._writer.finish(composition={"kind": "log"}, provenance=provenance)
+        self._writer = None
