@@ -138,8 +138,8 @@ class _Run:
                 encoded.append((prompt, ids))
         if not encoded:
             raise CapacityError(
-                f"none of {len(prompts)} prompts fits: the longest has {longest:,} tokens, {self._params.max_tokens} new "
-                f"ones are asked for, and the model's context holds {limit:,}; give shorter prompts"
+                f"none of {len(prompts)} prompts fits: the longest has {longest:,} tokens, {self._params.max_tokens} "
+                f"new ones are asked for, and the model's context holds {limit:,}; give shorter prompts"
             )
         width = max(len(ids) for _, ids in encoded) + self._params.max_tokens
         batcher = Batcher(self.loaded.model, max_requests=self._batch_size, kv_tokens=self._batch_size * (width + 16))

@@ -33,7 +33,7 @@ class ModelSpec:
 
     Attributes:
         name: model type and path name, for people.
-        revision: sha256 of the model's config and weight index; two checkpoints never share it.
+        revision: tells this checkpoint from others (`moetool.models.spec.revision`).
         layer_ids_L: absolute indices of the MoE layers among the model's layers.
         num_experts_L: routed experts of each MoE layer.
         top_k_L: experts that one token uses in each MoE layer.

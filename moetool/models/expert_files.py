@@ -1,19 +1,18 @@
 """Where each expert lies in the safetensors shards, and reading one without the page cache."""
 
 import contextlib
-import json
 import mmap
 import os
 import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from moetool.errors import MismatchError
-from moetool.models.spec import MoeLayer, weight_files
+from moetool.models.spec import MoeLayer, read_header, weight_files
 from moetool.types import ModelSpec
 
 _BLOCK = 4096
@@ -115,15 +114,7 @@ class Shards:
 
     def _index(self, number: int, file: Path) -> None:
         size = file.stat().st_size
-        try:
-            with file.open("rb") as stream:
-                length = int.from_bytes(stream.read(8), "little")
-                if length > size:
-                    raise ValueError("the header is longer than the file")
-                header: dict[str, Any] = json.loads(stream.read(length))
-        except (ValueError, UnicodeDecodeError) as error:
-            raise MismatchError(f"{file} is not a safetensors file ({error}); download the model again") from None
-        base = 8 + length
+        header, base = read_header(file)
         for name, entry in header.items():
             if name == "__metadata__":
                 continue

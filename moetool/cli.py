@@ -1,0 +1,358 @@
+"""The command line: commands, and the one place where errors become messages and exit codes."""
+
+import os
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moetool import __version__, tables
+from moetool.config import parse, parse_bytes, parse_settings
+from moetool.errors import MoetoolError, UsageError
+
+app = typer.Typer(
+    name="moetool",
+    help="Capture the routing of Mixture-of-Experts models, learn it, plan by it, and serve a model larger than memory.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+trace_app = typer.Typer(help="Look at traces.", no_args_is_help=True)
+plan_app = typer.Typer(help="Decide where experts live.", no_args_is_help=True)
+app.add_typer(trace_app, name="trace")
+app.add_typer(plan_app, name="plan")
+
+
+def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Take the defaults of a command's flags from a TOML file; flags that are given win."""
+    if path is None:
+        return None
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the recipe {path}: {error}") from None
+    known = {parameter.name for parameter in ctx.command.params}
+    for name in values:
+        if name.replace("-", "_") not in known:
+            raise UsageError(f"{path} sets {name!r}, which {ctx.command_path} does not have; see --help")
+    ctx.default_map = {name.replace("-", "_"): value for name, value in values.items()}
+    return path
+
+
+Model = Annotated[str, typer.Argument(help="'reference', a folder in Hugging Face format, or a hub name.")]
+TraceDir = Annotated[Path, typer.Option("--trace", help="Folder of a trace.")]
+Out = Annotated[Path, typer.Option("--out", help="Where the result goes; it appears there whole or not at all.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result that is there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Settings = Annotated[list[str], typer.Option("--set", help="An option by name, as in --set width=64. Repeatable.")]
+Recipe = Annotated[
+    Path | None,
+    typer.Option("--recipe", help="TOML file with values for these flags.", is_eager=True, callback=_use_recipe),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _top(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def capture(
+    model: Model,
+    data: Annotated[list[str], typer.Option(help="Embedded prompt sets (or 'all') and JSONL, Parquet or text files.")],
+    out: Out,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of each source.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode for each prompt.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are forwarded together.")] = 1,
+    keep: Annotated[str, typer.Option(help="Columns: topk,logits,embeddings,hidden.")] = "topk,logits",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    recipe: Recipe = None,
+) -> None:
+    """Run a model over prompts and record what its routers do, token by token."""
+    from moetool import prompts
+
+    texts = list(prompts.load(_split(data), max_prompts=max_prompts))
+    from moetool.capture import capture as run
+
+    with tables.progress(f"capturing {model}", len(texts)) as on_progress:
+        made = run(
+            model,
+            texts,
+            out,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            keep=_split([keep]),
+            dtype=dtype,
+            overwrite=overwrite,
+            on_progress=on_progress,
+        )
+    if as_json:
+        tables.print_json(made.to_json())
+        return
+    tokens = made.prompt_tokens + made.new_tokens
+    skipped = f", {made.skipped} prompts left out (empty, or too long for the context)" if made.skipped else ""
+    print(
+        f"{out}: {made.requests:,} prompts, {tokens:,} tokens, {tables.count(made.bytes, 'B')} "
+        f"({made.bytes / tokens:,.0f} bytes a token) in {made.seconds:,.1f} s{skipped}"
+    )
+
+
+@trace_app.command("info")
+def trace_info(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace.")], as_json: Json = False
+) -> None:
+    """Check a trace and say what is in it."""
+    from moetool.trace import Trace
+
+    trace = Trace(path)
+    trace.verify()
+    info = trace.describe()
+    if as_json:
+        tables.print_json(info)
+        return
+    spec = trace.spec
+    print(f"{path}: {spec.name}, {spec.num_layers} MoE layers x {spec.num_experts} experts, top-{max(spec.top_k_L)}")
+    print(f"columns {', '.join(info['columns'])}; batches {info['composition']}; whole and unchanged")
+    rows = [
+        [
+            f"{row['dataset']} / {row['task']}",
+            *(tables.count(row[c]) for c in ("requests", "prompt_tokens", "new_tokens")),
+        ]
+        for row in info["tasks"]
+    ]
+    rows.append(["in all", *(tables.count(info[c]) for c in ("requests", "prompt_tokens", "new_tokens"))])
+    tables.print_table("", ["dataset / task", "prompts", "prompt tokens", "new tokens"], rows)
+    print(f"{tables.count(info['bytes'], 'B')}, {info['bytes'] / max(1, info['tokens']):,.0f} bytes a token")
+
+
+@app.command()
+def train(
+    predictor: Annotated[str, typer.Argument(help="Name of a predictor, such as expert_mlp.")],
+    trace: TraceDir,
+    out: Out,
+    settings: Settings = [],  # noqa: B006 - Typer copies defaults
+    seed: Annotated[int, typer.Option(help="Of the split, the weights and the order of the samples.")] = 0,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    recipe: Recipe = None,
+) -> None:
+    """Fit a predictor of the experts that will be used next."""
+    from moetool.training import train as run
+
+    card = run(predictor, trace, out, options=parse_settings(settings), seed=seed, overwrite=overwrite)
+    if as_json:
+        tables.print_json(card)
+        return
+    print(f"{out}: {summarize_card(card)}")
+
+
+def summarize_card(card: dict[str, Any]) -> str:
+    """One line about a trained predictor."""
+    return (
+        f"{card['predictor']}, {tables.count(card['parameters'])} parameters, trained on "
+        f"{tables.count(card['tokens'])} tokens of {len(card['train_requests'])} prompts in {card['seconds']:,.1f} s"
+    )
+
+
+@app.command()
+def evaluate(
+    predictors: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of trained predictors.")],
+    trace: TraceDir,
+    as_json: Json = False,
+) -> None:
+    """Score predictors on requests that they were not trained on, beside popularity and affinity."""
+    from moetool.evaluation import evaluate as run
+
+    result = run(predictors, trace)
+    if as_json:
+        tables.print_json(result.to_json())
+    else:
+        result.print()
+
+
+@plan_app.command("cache")
+def plan_cache(
+    trace: TraceDir,
+    device_memory: Annotated[str, typer.Option(help="For the whole model on the device, such as 64MB or 20GiB.")],
+    out: Annotated[Path, typer.Option("--out", help="The plan, a JSON file.")],
+    predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor.")] = None,
+    model: Annotated[str | None, typer.Option(help="The trace's model, if it is no longer where it was.")] = None,
+    settings: Settings = [],  # noqa: B006
+    as_json: Json = False,
+    recipe: Recipe = None,
+) -> None:
+    """Choose a cache policy and its slots for a device, by replaying the trace."""
+    from moetool.models.spec import locate, read_spec
+    from moetool.planning import plan_cache as run
+    from moetool.serving.assembly import ServeOptions, fixed_bytes
+    from moetool.trace import Trace
+
+    source = Trace(trace)
+    options = parse(ServeOptions, parse_settings(settings), "--set")
+    path = locate(model or str(source.manifest["provenance"].get("model", "")))
+    source.spec.require_same(read_spec(path), "the trace", f"the model at {path}")
+    dense, kv = fixed_bytes(path, options)
+    plan = run(
+        source,
+        predictor,
+        parse_bytes(device_memory),
+        dense_bytes=dense,
+        kv_bytes=kv,
+        kv_tokens=options.kv_tokens,
+        dtype=options.dtype,
+    )
+    plan.save(out)
+    if as_json:
+        tables.print_json(plan.to_json())
+        return
+    print(
+        f"{out}: {plan.policy} with {plan.slots} expert slots ({tables.count(plan.slots * plan.spec.slot_bytes, 'B')})"
+    )
+    print(plan.reason)
+
+
+@app.command()
+def replay(
+    trace: TraceDir,
+    policy: Annotated[list[str], typer.Option(help="Cache policies; repeat, or separate by commas.")],
+    budget: Annotated[list[str], typer.Option(help="For experts: bytes (64MB) or a share of all experts (25%).")],
+    predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor.")] = None,
+    order: Annotated[str, typer.Option(help="auto, sequential (one request after the other) or recorded.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Run cache policies over a trace: hits, loads and bytes, in seconds and without the model."""
+    from moetool.replay import replay as run
+    from moetool.trace import Trace
+
+    orders = {"auto": None, "sequential": True, "recorded": False}
+    if order not in orders:
+        raise UsageError(f"unknown --order {order!r}: known are {', '.join(orders)}")
+    source = Trace(trace)
+    whole = source.spec.total_experts * source.spec.slot_bytes
+    budgets = [parse_bytes(text, whole) for text in _split(budget)]
+    predicts = None
+    if predictor is not None:
+        from moetool.training import load_predictor
+
+        predicts = load_predictor(predictor)
+    rows = run(source, _split(policy), budgets, predictor=predicts, sequential=orders[order])
+    if as_json:
+        tables.print_json([row.to_json() for row in rows])
+        return
+    tables.print_table(
+        f"{trace}: {len(source.requests):,} requests, {source.num_tokens:,} tokens",
+        ["policy", "budget", "slots", "hit rate", "in decode", "loads", "loaded", "MB / decode token"],
+        [
+            [
+                row.policy,
+                tables.count(row.budget_bytes, "B"),
+                str(row.slots),
+                f"{row.counts.hit_rate:.3f}",
+                f"{row.decode.hit_rate:.3f}",
+                tables.count(row.counts.loads),
+                tables.count(row.loaded_bytes, "B"),
+                f"{row.bytes_per_decode_token / 1e6:,.3f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+@app.command()
+def serve(
+    model: Model,
+    plan: Annotated[Path | None, typer.Option(help="A plan made by 'moetool plan cache'.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Cache policy; the plan's, or lru.")] = None,
+    predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor; the plan's.")] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="For everything together, such as 64MB; the plan's.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes any free one.")] = 8000,
+    log: Annotated[
+        Path | None, typer.Option(help="Record gates and decisions as a trace, for 'moetool replay'.")
+    ] = None,
+    settings: Settings = [],  # noqa: B006
+    recipe: Recipe = None,
+) -> None:
+    """Serve a model through an OpenAI-compatible API, its experts in a pool smaller than the model."""
+    from moetool.plan import CachePlan
+
+    chosen = CachePlan.load(plan) if plan is not None else None
+    values = parse_settings(settings)
+    if chosen is not None:
+        values = {"kv_tokens": chosen.kv_tokens, "dtype": chosen.dtype, **values}
+    from moetool.serving import server
+    from moetool.serving.assembly import ServeOptions, build_engine
+
+    sock = server.bind(host, port)
+    try:
+        options = parse(ServeOptions, values, "--set")
+        if options.threads:
+            import torch
+
+            torch.set_num_threads(options.threads)
+        engine = build_engine(
+            model,
+            options=options,
+            plan=chosen,
+            policy=policy,
+            predictor=predictor,
+            device_memory_bytes=None if device_memory is None else parse_bytes(device_memory),
+            log=log,
+        )
+    except BaseException:
+        sock.close()
+        raise
+    engine.start()
+    slots = engine.store.num_slots
+    tables.narrate(
+        f"moetool: {model} under {policy or (chosen.policy if chosen else 'lru')}: {slots} of "
+        f"{engine.spec.total_experts} experts fit ({tables.count(engine.store.pool_bytes, 'B')})"
+    )
+    try:
+        server.run(engine, sock, on_ready=lambda url: tables.narrate(f"moetool: serving on {url}/v1"))
+    finally:
+        engine.close()
+    if log is not None:
+        tables.narrate(f"moetool: the gate stream is in {log}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where its files go; replaced if they are there.")] = Path("moetool-demo"),
+) -> None:
+    """The whole pipeline on the embedded model: capture, train, evaluate, plan, serve, compare."""
+    from moetool.demo import run
+
+    run(out)
+
+
+def _split(values: list[str]) -> list[str]:
+    """Repeated flags and commas alike make a list; a path with a comma in it stays whole if it exists."""
+    return [part for value in values for part in ([value] if Path(value).exists() else value.split(",")) if part]
+
+
+def main() -> None:
+    """The console script.
+
+    Effects: exits with 0, with the code of the MoetoolError that was raised, or, on a bug, with a traceback.
+    """
+    try:
+        app()
+    except MoetoolError as error:
+        if os.environ.get("MOETOOL_DEBUG") == "1":
+            raise
+        message = " ".join(str(error).split())
+        tables.narrate(f"moetool: {message}")
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Putting an engine together: a model, a memory budget and a policy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moetool.errors import CapacityError, MismatchError, UsageError
+from moetool.models.batching import Batcher, kv_cache_bytes
+from moetool.models.loading import load_lazy, load_tokenizer, parse_dtype
+from moetool.models.spec import dense_bytes, locate, read_config
+from moetool.plan import CachePlan
+from moetool.policy import MIN_SLOTS, build_policy, policy_class
+from moetool.serving.engine import Engine
+from moetool.serving.log import ServeLog
+from moetool.types import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What `moetool serve --set` sets.
+
+    Attributes:
+        dtype: data type of everything but the experts, which stay as the checkpoint has them.
+        kv_tokens: tokens that the KV cache holds, over all requests; the longest context of one.
+        max_requests: requests that are forwarded together; the rest queue.
+        io_threads: threads that read experts.
+        threads: threads of the model's own arithmetic (0: torch's choice).
+        policy: options of the cache policy.
+    """
+
+    dtype: str = "float32"
+    kv_tokens: int = 4096
+    max_requests: int = 8
+    io_threads: int = 2
+    threads: int = 0
+    policy: dict[str, Any] = field(default_factory=dict)
+
+
+def fixed_bytes(path: Path, options: ServeOptions) -> tuple[int, int]:
+    """What a model takes besides its experts: bytes of its dense weights and of its KV cache."""
+    dtype = parse_dtype(options.dtype)
+    return dense_bytes(path, dtype), kv_cache_bytes(read_config(path), dtype, options.kv_tokens)
+
+
+def build_engine(
+    model: str,
+    *,
+    options: ServeOptions,
+    plan: CachePlan | None = None,
+    policy: str | None = None,
+    predictor: Path | None = None,
+    device_memory_bytes: int | None = None,
+    log: Path | None = None,
+) -> Engine:
+    """Load a model without its experts and put an engine around it.
+
+    Args:
+        plan: decides policy, predictor and slots where the other arguments do not.
+        policy: `lru` where neither this nor a plan says.
+        device_memory_bytes: for dense weights, KV cache, predictor and expert slots together; without it (and
+            without a plan) every expert gets a slot.
+        log: where to write the server's own trace.
+
+    Effects: allocates all of that. The engine is not started.
+
+    Raises:
+        UsageError: unknown model, policy or option, or a policy without the predictor that it needs.
+        MismatchError: the plan, the predictor and the model do not belong together, or weights are damaged.
+        CapacityError: it does not fit.
+    """
+    path = locate(model)
+    dtype = parse_dtype(options.dtype)
+    name = policy or (plan.policy if plan else "lru")
+    kind = policy_class(name)
+    if kind.needs_future:
+        raise UsageError(f"policy {name} has to know the future: it works in replay only; choose another to serve")
+    from_plan = plan is not None and plan.policy == name
+    loaded = load_lazy(path, dtype)
+    assert loaded.files is not None
+    if plan is not None:
+        plan.check(loaded.spec)
+    predicts = _predictor(predictor, plan if from_plan else None) if kind.needs_predictor else None
+    if device_memory_bytes is None:
+        slots = plan.slots if plan is not None else loaded.spec.total_experts
+    else:
+        dense, kv = fixed_bytes(path, options)
+        extra = sum(p.numel() * p.element_size() for p in predicts.state_dict().values()) if predicts else 0
+        slots = _slots(loaded.spec, device_memory_bytes, dense, kv, extra)
+    policy_options: Mapping[str, Any] = {**(plan.options if plan and from_plan else {}), **options.policy}
+    return Engine(
+        loaded,
+        load_tokenizer(path),
+        build_policy(name, loaded.spec, policy_options, slots, predictor=predicts),
+        Batcher(loaded.model, max_requests=options.max_requests, kv_tokens=options.kv_tokens),
+        model_name=model,
+        io_threads=options.io_threads,
+        log=ServeLog(log) if log else None,
+    )
+
+
+def _predictor(path: Path | None, plan: CachePlan | None) -> Any:
+    from moetool.training import load_predictor
+
+    if path is not None:
+        return load_predictor(path)
+    if plan is None or plan.predictor is None:
+        return None  # build_policy says that one is needed
+    predictor = load_predictor(Path(plan.predictor.path))
+    if predictor.sha256 != plan.predictor.sha256:
+        raise MismatchError(
+            f"the predictor at {plan.predictor.path} is {predictor.sha256[:12]}, but the plan was made with "
+            f"{plan.predictor.sha256[:12]}; make the plan again, or give the right one with --predictor"
+        )
+    return predictor
+
+
+def _slots(spec: ModelSpec, memory_bytes: int, dense: int, kv: int, predictor: int) -> int:
+    slots = (memory_bytes - dense - kv - predictor) // spec.slot_bytes
+    if slots < MIN_SLOTS:
+        raise CapacityError(
+            f"--device-memory {memory_bytes:,} does not hold {spec.name}: {dense:,} bytes of dense weights, {kv:,} of "
+            f"KV cache, {predictor:,} of predictor and at least {MIN_SLOTS} expert slots of {spec.slot_bytes:,} make "
+            f"{dense + kv + predictor + MIN_SLOTS * spec.slot_bytes:,}; give it that much or set fewer kv_tokens"
+        )
+    return min(slots, spec.total_experts)

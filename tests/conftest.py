@@ -1,0 +1,49 @@
+"""What all tests share: one thread, no network, and the embedded model."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # sums are compared to the bit; more threads may add in another order
+
+
+@pytest.fixture(scope="session")
+def reference() -> Path:
+    """The folder of the embedded model."""
+    from moetool.models.spec import locate
+
+    return locate("reference")
+
+
+@pytest.fixture(scope="session")
+def tokenizer(reference: Path) -> Any:
+    """Its tokenizer."""
+    from moetool.models.loading import load_tokenizer
+
+    return load_tokenizer(reference)
+
+
+@pytest.fixture(scope="session")
+def full(reference: Path) -> Any:
+    """The plain model in float32, experts and all."""
+    from moetool.models.loading import load_full
+
+    return load_full(reference, torch.float32)
+
+
+@pytest.fixture
+def lazy(reference: Path) -> Iterator[Any]:
+    """The model with its experts on disk, in float32."""
+    from moetool.models.loading import load_lazy
+
+    loaded = load_lazy(reference, torch.float32)
+    yield loaded
+    loaded.files.shards.close()

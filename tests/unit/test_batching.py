@@ -1,0 +1,197 @@
+"""The adapter around transformers' continuous batching: who is in a forward, and what a failure takes with it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from moetool.errors import CapacityError, UsageError
+from moetool.models.batching import Batch, Batcher, kv_cache_bytes
+from moetool.models.recording import GateRecorder
+from moetool.request import Output, SamplingParams
+from moetool.types import Phase
+
+PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 ="]
+
+
+@pytest.fixture
+def batcher(full: Any) -> Iterator[Batcher]:
+    batcher = Batcher(full.model, max_requests=4, kv_tokens=512, max_batch_tokens=64)
+    yield batcher
+    batcher.close()
+
+
+def _ids(tokenizer: Any) -> list[list[int]]:
+    return [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+
+
+def _run(batcher: Batcher) -> dict[int, list[Output]]:
+    outputs: dict[int, list[Output]] = {}
+    while not batcher.idle:
+        for output in batcher.step():
+            outputs.setdefault(output.request, []).append(output)
+    return outputs
+
+
+def _tokens(outputs: list[Output]) -> list[int]:
+    return [o.token for o in outputs if o.token is not None]
+
+
+def test_batches_tell_requests_phases_and_iterations(batcher: Batcher, tokenizer: Any) -> None:
+    seen: list[Batch] = []
+    batcher.on_forward = seen.append
+    ids = _ids(tokenizer)
+    for i, prompt in enumerate(ids):
+        batcher.add(10 + i, prompt, SamplingParams(max_tokens=3 + i, ignore_eos=True))
+    outputs = _run(batcher)
+    assert [b.info.forward_id for b in seen] == list(range(len(seen)))
+    for i, prompt in enumerate(ids):
+        rows = [
+            (phase, position, token, iteration)
+            for b in seen
+            for request, phase, position, token, iteration in zip(
+                b.info.request_T, b.info.phase_T, b.info.position_T, b.token_id_T, b.iteration_T, strict=True
+            )
+            if request == 10 + i
+        ]
+        generated = _tokens(outputs[10 + i])
+        assert len(generated) == 3 + i
+        assert outputs[10 + i][-1].finish == "length"
+        # the last token of an answer is never forwarded
+        assert [token for _, _, token, _ in rows] == prompt + generated[:-1]
+        assert [position for _, position, _, _ in rows] == list(range(len(rows)))
+        assert [phase for phase, *_ in rows] == [Phase.PREFILL] * len(prompt) + [Phase.DECODE] * (2 + i)
+        assert [it for *_, it in rows] == [0] * len(prompt) + list(range(1, 3 + i))
+
+
+def test_a_prompt_in_chunks_gives_the_same_tokens(full: Any, tokenizer: Any, batcher: Batcher) -> None:
+    prompt = tokenizer("The first day of the month, " * 30)["input_ids"]
+    assert len(prompt) > 2 * 64
+    seen: list[Batch] = []
+    batcher.on_forward = seen.append
+    batcher.add(1, prompt, SamplingParams(max_tokens=8))
+    tokens = _tokens(_run(batcher)[1])
+    assert sum(b.iteration_T[0] == 0 for b in seen) > 2
+    assert all(p is Phase.PREFILL for b in seen[:2] for p in b.info.phase_T)
+    with torch.inference_mode():
+        whole = full.model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+    assert tokens == whole[0, len(prompt) :].tolist()[: len(tokens)]
+
+
+def test_recorded_experts_and_weights_are_those_of_the_router(full: Any, tokenizer: Any, batcher: Batcher) -> None:
+    recorder = GateRecorder(full.model, full.layers, ["logits", "hidden", "embeddings"])
+    seen: list[Batch] = []
+    batcher.on_forward = seen.append
+    prompt = _ids(tokenizer)[0]
+    batcher.add(1, prompt, SamplingParams(max_tokens=1))
+    batcher.step()
+    rows, embedding_TD = recorder.take(seen[-1])
+    recorder.close()
+    with torch.inference_mode():
+        plain = full.model(torch.tensor([prompt]), output_router_logits=True, output_hidden_states=True)
+    for layer, logits_TE in enumerate(plain.router_logits):
+        probabilities = logits_TE.softmax(-1)
+        weights, experts = probabilities.topk(4)
+        weights = weights / weights.sum(-1, keepdim=True)
+        span = slice(4 * layer, 4 * layer + 4)
+        assert (torch.from_numpy(rows.experts_TS[:, span].astype("int64")) == experts).all()
+        assert torch.allclose(torch.from_numpy(rows.weights_TS[:, span]).float(), weights, atol=1e-3)
+        logits = torch.from_numpy(rows.logits_TF[:, 32 * layer : 32 * layer + 32]).float()
+        assert torch.allclose(logits, logits_TE, atol=2e-3, rtol=1e-3)
+    assert rows.hidden_TH is not None and rows.hidden_TH.shape == (len(prompt), 8 * 192)
+    assert torch.allclose(torch.from_numpy(embedding_TD), plain.hidden_states[0][0])
+
+
+def test_a_failure_takes_only_the_forward_it_was_in(full: Any, tokenizer: Any, batcher: Batcher) -> None:
+    ids = _ids(tokenizer)
+    batcher.add(0, ids[0], SamplingParams(max_tokens=6, ignore_eos=True))
+    alone = _tokens(_run(batcher)[0])
+    fuse = {"left": 3}
+
+    def blow(module: Any, args: Any) -> None:
+        fuse["left"] -= 1
+        if fuse["left"] == 0:
+            raise RuntimeError("the fuse is blown")
+
+    hook = full.layers[3].experts.register_forward_pre_hook(blow)
+    for i in range(3):
+        batcher.add(1 + i, ids[i], SamplingParams(max_tokens=6, ignore_eos=True))
+    outputs = _run(batcher)
+    hook.remove()
+    assert {i: o[-1].finish for i, o in outputs.items()} == {1: "error", 2: "error", 3: "error"}
+    assert outputs[1][-1].error == "the fuse is blown"
+    batcher.add(9, ids[0], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert _tokens(_run(batcher)[9]) == alone
+    assert batcher.running == batcher.waiting == 0
+
+
+def test_a_failure_while_composing_the_batch_begins_afresh(tokenizer: Any, batcher: Batcher, monkeypatch) -> None:
+    ids = _ids(tokenizer)
+    batcher.add(0, ids[0], SamplingParams(max_tokens=6, ignore_eos=True))
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no batch today")
+
+    monkeypatch.setattr(batcher._processor.scheduler, "schedule_batch", broken)
+    assert _run(batcher)[0][-1].finish == "error"
+    batcher.add(1, ids[0], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert len(_tokens(_run(batcher)[1])) == 6
+
+
+def test_cancelled_requests_leave_the_batch(tokenizer: Any, batcher: Batcher) -> None:
+    ids = _ids(tokenizer)
+    for i in range(2):
+        batcher.add(i, ids[i], SamplingParams(max_tokens=20, ignore_eos=True))
+    batcher.step()
+    batcher.cancel(0)
+    batcher.cancel(77)
+    outputs = _run(batcher)
+    assert 0 not in outputs
+    assert len(_tokens(outputs[1])) == 19
+
+
+def test_seeded_text_is_the_same_alone_and_in_a_batch(tokenizer: Any, batcher: Batcher) -> None:
+    ids = _ids(tokenizer)
+    params = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True)
+    batcher.add(0, ids[0], params)
+    alone = _tokens(_run(batcher)[0])
+    batcher.add(1, ids[1], SamplingParams(max_tokens=12, temperature=1.5, ignore_eos=True))
+    batcher.step()
+    batcher.add(2, ids[0], params)
+    batcher.add(3, ids[2], SamplingParams(max_tokens=5))
+    assert _tokens(_run(batcher)[2]) == alone
+
+
+def test_scores_of_a_prompt_are_those_of_a_plain_forward(full: Any, tokenizer: Any, batcher: Batcher) -> None:
+    prompt = _ids(tokenizer)[0]
+    logits_TV = batcher.score(5, prompt)
+    batcher.close()
+    with torch.inference_mode():
+        plain = full.model(torch.tensor([prompt])).logits[0]
+    assert torch.allclose(logits_TV, plain, atol=1e-4)
+
+
+def test_what_cannot_run_is_refused_before_it_is_queued(batcher: Batcher) -> None:
+    assert batcher.max_context == 512
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        batcher.check([], SamplingParams(max_tokens=1))
+    with pytest.raises(UsageError, match="token id 4096, expected 0 to 4095"):
+        batcher.check([0, 4096], SamplingParams(max_tokens=1))
+    with pytest.raises(CapacityError, match="500 tokens and 13 more are asked for, but the context holds 512"):
+        batcher.check([1] * 500, SamplingParams(max_tokens=13))
+
+
+def test_kv_bytes_are_known_before_they_are_taken(full: Any, batcher: Batcher) -> None:
+    assert kv_cache_bytes(full.model.config, torch.float32, 512) == batcher.kv_bytes
+    assert batcher.kv_tokens == 512
+
+
+def test_a_family_that_cannot_be_batched_is_refused(full: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise ValueError("linear attention")
+
+    monkeypatch.setattr(type(full.model), "init_continuous_batching", refuse)
+    with pytest.raises(UsageError, match="cannot batch Qwen3MoeForCausalLM continuously: linear attention"):
+        Batcher(full.model, max_requests=1, kv_tokens=64)
+    assert full.model.config._attn_implementation == "sdpa"
