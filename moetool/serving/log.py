@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from moetool import durable
 from moetool.models.batching import Batch
 from moetool.models.loading import LoadedModel
 from moetool.models.recording import GateRecorder
+from moetool.replay import DecisionDigest
 from moetool.residency import Step
 from moetool.trace import TraceWriter
 
@@ -35,7 +35,7 @@ class ServeLog:
         self._batch: Batch | None = None
         self._prompt_tokens: dict[int, int] = {}
         self._new_tokens: dict[int, int] = {}
-        self._digest = hashlib.sha256()
+        self._digest = DecisionDigest()
 
     def attach(self, loaded: LoadedModel) -> None:
         """Begin to record the model."""
@@ -54,7 +54,7 @@ class ServeLog:
 
     def on_step(self, forward: int, layer: int, step: Step) -> None:
         """A decision was taken."""
-        self._digest.update(f"{forward},{layer},{int(step.kind)},{step.key},{step.slot},{step.evicted};".encode())
+        self._digest(forward, layer, step)
 
     def end_forward(self, failed: bool) -> None:
         """Write the forward that has run; one that failed leaves no rows."""
@@ -83,6 +83,6 @@ class ServeLog:
                     prompt_tokens=prompt_tokens,
                     new_tokens=self._new_tokens.get(request, 0),
                 )
-            provenance: dict[str, Any] = {"model": str(self._loaded.path), "decisions_sha256": self._digest.hexdigest()}
+            provenance: dict[str, Any] = {"model": str(self._loaded.path), "decisions": self._digest.hexdigest()}
             self._writer.finish(composition={"kind": "log"}, provenance=provenance)
         self._writer = None

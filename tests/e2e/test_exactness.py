@@ -1,0 +1,103 @@
+"""The main invariant: no policy, budget or order of loads changes what the model says."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moetool import prompts as prompt_sets
+from tests.engines import Chaos, engine, generate
+
+MIXED = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello"]
+
+
+@pytest.fixture(scope="module")
+def baseline(reference: Path, tokenizer: Any) -> Any:
+    """Every expert has a slot: tokens and logits of one batch."""
+    ids = [tokenizer(text)["input_ids"] for text in MIXED]
+    made = engine(reference, tokenizer, "lru", 256)
+    result = generate(made, ids, 8)
+    made.close()
+    return ids, *result
+
+
+def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["on_demand", "lru", "lfu"])
+@pytest.mark.parametrize("slots", [2, 5, 64])
+def test_logits_are_the_same_to_the_bit(
+    policy: str, slots: int, baseline: Any, reference: Path, tokenizer: Any
+) -> None:
+    ids, tokens, logits = baseline
+    made = engine(reference, tokenizer, policy, slots)
+    found_tokens, found_logits = generate(made, ids, 8)
+    made.close()
+    assert found_tokens == tokens
+    assert _same(found_logits, logits)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(slots=st.integers(2, 256), seed=st.integers(0, 1000), io_threads=st.integers(1, 3))
+def test_no_order_of_loads_changes_a_bit(
+    slots: int, seed: int, io_threads: int, baseline: Any, reference: Path, tokenizer: Any
+) -> None:
+    ids, tokens, logits = baseline
+    made = engine(reference, tokenizer, Chaos(_spec(reference), slots, seed), slots, io_threads=io_threads)
+    found_tokens, found_logits = generate(made, ids, 8)
+    made.close()
+    assert found_tokens == tokens
+    assert _same(found_logits, logits)
+
+
+@cache
+def _spec(reference: Path) -> Any:
+    from moetool.models.spec import read_spec
+
+    return read_spec(reference)
+
+
+@pytest.fixture(scope="module")
+def fifty(full: Any, tokenizer: Any) -> Any:
+    """50 prompts with the plain model's greedy answers and the gap between its two likeliest tokens at each step."""
+    texts = [prompt.text for prompt in prompt_sets.load(["all"], max_prompts=8)][:50]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    answers = []
+    for prompt in ids:
+        with torch.inference_mode():
+            made = full.model.generate(
+                torch.tensor([prompt]),
+                max_new_tokens=12,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        top = torch.stack(made.logits)[:, 0].topk(2).values
+        answers.append((made.sequences[0, len(prompt) :].tolist(), (top[:, 0] - top[:, 1]).tolist()))
+    return ids, answers
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_tokens_are_those_of_the_plain_model(
+    batch: int, fifty: Any, reference: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids, answers = fifty
+    made = engine(reference, tokenizer, "lru", 64, max_requests=batch)
+    tokens = []
+    for start in range(0, len(ids), batch):
+        tokens += generate(made, ids[start : start + batch], 12)[0]
+    made.close()
+    ties = 0
+    for found, (expected, gaps) in zip(tokens, answers, strict=True):
+        if found != expected:
+            first = next(i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b)
+            assert gaps[first] < 1e-4, f"another token at a gap of {gaps[first]}"
+            ties += 1
+    with capsys.disabled():
+        print(f"\nbatch {batch}: {len(ids) - ties} of {len(ids)} answers equal the plain model's, {ties} ties ", end="")
+    assert ties <= 1

@@ -1,0 +1,66 @@
+"""Faults at every place where moetool touches the disk to write."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import safetensors.torch
+
+PLACES: tuple[tuple[Any, str], ...] = (
+    (Path, "mkdir"),
+    (Path, "write_text"),
+    (Path, "write_bytes"),
+    (Path, "rename"),
+    (Path, "replace"),
+    (os, "fsync"),
+    (pq, "write_table"),
+    (pq.ParquetWriter, "write_table"),
+    (pq.ParquetWriter, "close"),
+    (safetensors.torch, "save_file"),
+)
+
+
+class Fault(OSError):
+    """The injected fault."""
+
+
+@contextmanager
+def fault_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bool]]:
+    """Make the `number`-th write operation fail, counted over all places; gives whether it came to that."""
+    state = {"left": number}
+
+    def failing(real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if state["left"] == 0:
+                state["left"] = -1
+                raise Fault(28, "No space left on device")
+            if state["left"] > 0:
+                state["left"] -= 1
+            return real(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for owner, name in PLACES:
+            patch.setattr(owner, name, failing(getattr(owner, name)))
+        yield lambda: state["left"] < 0
+
+
+def every_fault(run: Callable[[], Any], check: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run once for each write operation, failing it, and check what is left; gives how many there are."""
+    number = 0
+    while True:
+        with fault_at(number, monkeypatch) as struck:
+            try:
+                run()
+            except Exception as error:
+                assert struck(), error
+        if not struck():
+            return number
+        check()
+        number += 1
+        assert number < 500
