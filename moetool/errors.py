@@ -32,6 +32,11 @@ class CapacityError(MoetoolError):
     exit_code = 4
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of a foreign exception, to quote inside a one-line message."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """The error for a name that no plugin, dataset or option has, with the nearest right one."""
     names = sorted(known)
