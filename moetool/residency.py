@@ -5,21 +5,18 @@ load that one into the slot it frees, prefetch a third). The order is the schedu
 loads without waiting and waits only before computing overlaps all that may overlap. Nothing here knows a clock
 or a byte's arrival, so a replayed trace and a live model take the same decisions.
 
-A `Policy` says what to prefetch, in which order to load misses and whom to evict. It gets Python integers:
-an expert is one key, `ModelSpec.expert_key(layer, expert)`.
+A `moetool.policy.Policy` says what to prefetch, in which order to load misses and whom to evict.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from moetool.errors import CapacityError
-from moetool.types import ForwardInfo, GateEvent, ModelSpec
-
-MIN_SLOTS = 2
-"""The smallest legal pool: one expert being computed and one in flight."""
+from moetool.policy import MIN_SLOTS, Policy
+from moetool.types import ForwardInfo, GateEvent
 
 
 class StepKind(IntEnum):
@@ -81,77 +78,6 @@ class Counts:
         return {**asdict(self), "loads": self.loads, "hit_rate": self.hit_rate}
 
 
-class Policy:
-    """What a cache policy answers; the defaults load on demand and prefetch nothing.
-
-    A policy file defines a frozen dataclass `Options` and a subclass `Policy` of this class. It keeps whatever
-    order it needs over the residents by `admit` and `removed`, does no I/O and reads no clock.
-
-    Class attributes:
-        needs: trace columns without which it cannot decide (`experts`, `logits`, `embeddings`, `hidden`).
-        needs_predictor: whether it cannot work without a trained predictor.
-        needs_future: whether it must know the coming events (replay only); `foresee` then gets them first.
-        in_order: load and compute one expert after the other, residents first, with no overlap.
-    """
-
-    needs: ClassVar[frozenset[str]] = frozenset({"experts"})
-    needs_predictor: ClassVar[bool] = False
-    needs_future: ClassVar[bool] = False
-    in_order: ClassVar[bool] = False
-
-    def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
-        self.spec = spec
-        self.options = options
-        self.num_slots = num_slots
-        self.predictor = predictor
-
-    @classmethod
-    def slots_used(cls, spec: ModelSpec, options: Any, num_slots: int) -> int:
-        """How many of the `num_slots` that fit the policy makes use of (all of them by default)."""
-        return num_slots
-
-    def foresee(self, events: Sequence[Sequence[int]]) -> None:
-        """The keys that each coming event needs, in order; only called where `needs_future` is true."""
-
-    def begin_request(self, request: int) -> None:
-        """A request appears for the first time."""
-
-    def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
-        """A forward begins; answers what to prefetch before its first MoE layer, most wanted first."""
-        return ()
-
-    def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
-        """The router has chosen; answers the misses in the order in which to load them."""
-        return misses
-
-    def after_first_expert(self, event: GateEvent) -> Sequence[int]:
-        """The event's first expert is computed; answers what to prefetch, most wanted first.
-
-        A prefetch is placed only when every miss of the event has its slot.
-        """
-        return ()
-
-    def admit(self, key: int, prefetched: bool) -> None:
-        """A slot was given to `key`."""
-
-    def removed(self, key: int) -> None:
-        """`key` lost its slot."""
-
-    def evict(self, locked: Collection[int]) -> int:
-        """The resident to give up for a demand load; never one of `locked`."""
-        raise NotImplementedError
-
-    def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
-        """The resident to give up for prefetching `key`, or None if `key` is worth none of them."""
-        return self.evict(locked)
-
-    def end_forward(self, info: ForwardInfo) -> None:
-        """The forward is complete."""
-
-    def end_request(self, request: int) -> None:
-        """A request is over, finished or cancelled."""
-
-
 class Residency:
     """The slots, who is in them, and the program of each event.
 
@@ -201,6 +127,10 @@ class Residency:
 
         Every needed expert is computed exactly once, while it is in its slot; nothing that the event still
         needs is evicted before it is computed; an event larger than the pool goes through it in waves.
+
+        Raises:
+            ValueError: the policy left out a miss or gave up an expert that is still needed. That is a bug in the
+                policy, and it stops here, before a wrong weight can be used.
         """
         base = event.layer * self.policy.spec.num_experts
         slot_of, policy, counts = self.slot_of, self.policy, self._counts
@@ -217,7 +147,9 @@ class Residency:
         counts.missed += len(misses)
 
         steps: list[Step] = []
-        to_load = deque(policy.gate(event, hits, misses))
+        to_load = deque(policy.gate(event, hits, list(misses)))
+        if sorted(to_load) != misses:
+            raise ValueError(f"{type(policy).__module__} answered {sorted(to_load)} for the misses {misses}")
         to_compute = deque(hits)
         locked = set(hits)
         prefetches: deque[int] | None = None
@@ -228,7 +160,8 @@ class Residency:
                     break  # the pool is full of experts that wait to be computed
                 key = to_load.popleft()
                 evicted = -1 if self._free else policy.evict(locked)
-                steps.append(Step(StepKind.LOAD, key, self._place(key, evicted, prefetched=False), evicted))
+                slot = self._place(key, evicted, locked, prefetched=False)
+                steps.append(Step(StepKind.LOAD, key, slot, evicted))
                 locked.add(key)
                 to_compute.append(key)
             key = to_compute.popleft()
@@ -238,6 +171,8 @@ class Residency:
                 prefetches = deque(policy.after_first_expert(event))
             if not to_load:
                 self._prefetch(prefetches, locked, wanted, steps)
+        for key in policy.after_last_expert(event):
+            self._free.append(self._remove(key))
         return self._emit(event.forward.forward_id, event.layer, steps)
 
     def end_forward(self, info: ForwardInfo) -> None:
@@ -255,8 +190,8 @@ class Residency:
         while keys:
             key = keys[0]
             evicted: int | None = -1
+            kept = locked | wanted
             if key not in self.slot_of and not self._free:
-                kept = locked | wanted
                 if len(kept) == len(self.slot_of):
                     return  # until another expert of the event is computed
                 evicted = self.policy.evict_for_prefetch(key, kept)
@@ -265,21 +200,25 @@ class Residency:
                 continue
             wanted.add(key)
             if key not in self.slot_of:
-                steps.append(Step(StepKind.PREFETCH, key, self._place(key, evicted, prefetched=True), evicted))
+                slot = self._place(key, evicted, kept, prefetched=True)
+                steps.append(Step(StepKind.PREFETCH, key, slot, evicted))
                 self._unused.add(key)
                 self._counts.prefetch_loads += 1
 
-    def _place(self, key: int, evicted: int, prefetched: bool) -> int:
-        if evicted < 0:
-            slot = self._free.pop()
-        else:
-            slot = self.slot_of.pop(evicted)
-            if evicted in self._unused:
-                self._unused.discard(evicted)
-                self._counts.wasted += 1
-            self.policy.removed(evicted)
+    def _place(self, key: int, evicted: int, locked: Collection[int], prefetched: bool) -> int:
+        if evicted in locked:
+            raise ValueError(f"{type(self.policy).__module__} gave up expert {evicted}, which is still needed")
+        slot = self._free.pop() if evicted < 0 else self._remove(evicted)
         self.slot_of[key] = slot
         self.policy.admit(key, prefetched)
+        return slot
+
+    def _remove(self, key: int) -> int:
+        slot = self.slot_of.pop(key)
+        if key in self._unused:
+            self._unused.discard(key)
+            self._counts.wasted += 1
+        self.policy.removed(key)
         return slot
 
     def _emit(self, forward: int, layer: int, steps: list[Step]) -> list[Step]:

@@ -1,0 +1,88 @@
+"""DuoServe: K slots in all; a pipeline of two streams for prompts, learned prefetching for new tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moetool.caching import lru
+from moetool.policy import MIN_SLOTS
+from moetool.types import ForwardInfo, GateEvent, ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How large DuoServe's cache is.
+
+    Attributes:
+        slots_per_layer: None for the paper's K slots in all; n for n slots for each MoE layer, n * L in all.
+    """
+
+    slots_per_layer: int | None = None
+
+
+class Policy(lru.Policy):
+    """Prefetches the predictor's top-k experts of the next layer once a layer's first expert is computed.
+
+    A forward with prompt tokens is not predicted: nearly all experts are needed. While one is computed the next
+    is fetched, and the first expert of the next layer is fetched before that layer's router has chosen.
+
+    Source: DuoServe-MoE, section 5. Where the print leaves room or one batch mixes phases:
+        - A pool of K slots holds two experts in a prompt only for K = 2; with more slots fetching runs further
+          ahead of computing. The order and number of loads are the same.
+        - The first expert of a layer is expert 0. A short prompt may not need it; then that load is wasted.
+        - A forward that mixes prompts and new tokens is treated as a prompt.
+        - With several new tokens in a forward: the union of their top-k, by summed score, as far as slots go.
+        - Table 2's cache holds K experts, so an expert survives from one token to the next only by chance.
+          `slots_per_layer` makes the pool larger. All layers share it: a prediction that turned out wrong goes
+          first, then the least recently used expert.
+    """
+
+    needs_predictor = True
+    prefetch_distance = 1
+
+    def __init__(self, spec: ModelSpec, options: Options, num_slots: int, predictor: Any = None) -> None:
+        super().__init__(spec, options, num_slots, predictor)
+        self._predicted: Sequence[int] = ()  # for the coming event
+
+    @classmethod
+    def slots_used(cls, spec: ModelSpec, options: Options, num_slots: int) -> int:
+        per_layer = options.slots_per_layer
+        wanted = max(spec.top_k_L) if per_layer is None else per_layer * spec.num_layers
+        return min(num_slots, max(MIN_SLOTS, wanted))
+
+    def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
+        self._predicted = (self.spec.expert_key(0, 0),) if info.prefill else ()
+        return self._predicted
+
+    def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
+        if not event.forward.prefill:
+            self.predictor.observe(event)
+        for key in self._predicted:
+            if key in self._order:
+                self._order.move_to_end(key, last=False)
+        return super().gate(event, hits, misses)  # brings those that are needed after all to the other end
+
+    def after_first_expert(self, event: GateEvent) -> Sequence[int]:
+        layer = event.layer + 1
+        if layer == self.spec.num_layers:
+            self._predicted = ()
+        elif event.forward.prefill:
+            self._predicted = (self.spec.expert_key(layer, 0),)
+        else:
+            experts = likeliest(self.predictor.scores(layer), self.spec.top_k_L[layer])
+            self._predicted = [self.spec.expert_key(layer, e) for e in experts[: self.num_slots]]
+        return self._predicted
+
+
+def likeliest(scores_TE: np.ndarray, top_k: int) -> list[int]:
+    """The union of the tokens' `top_k` best experts, by score summed over the tokens, highest first.
+
+    Ties go to the expert with the lower number, so that a replay decides as the server did.
+    """
+    top_TK = np.argsort(-scores_TE, axis=1, kind="stable")[:, :top_k]
+    total_E = scores_TE.sum(axis=0, dtype=np.float64)
+    union = np.unique(top_TK)
+    chosen: list[int] = union[np.argsort(-total_E[union], kind="stable")].tolist()
+    return chosen

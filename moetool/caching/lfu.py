@@ -1,0 +1,72 @@
+"""LFU: one pool for all layers, and the least often used expert goes first."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+from typing import Any
+
+from moetool import policy
+from moetool.types import GateEvent, ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What LFU counts.
+
+    Attributes:
+        forget: count from zero again when an expert comes back; otherwise counts outlive evictions.
+    """
+
+    forget: bool = False
+
+
+class Policy(policy.Policy):
+    """Evicts the expert with the fewest uses, of several the least recently used one; loads on demand.
+
+    A use is an event that needs the expert, however many of its tokens do.
+    """
+
+    def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
+        super().__init__(spec, options, num_slots, predictor)
+        self._uses: dict[int, tuple[int, int]] = {}  # key -> (uses, time of the last one)
+        self._resident: set[int] = set()
+        # An entry may be older than its key's uses. Uses only grow, so it is then too near the top, never too
+        # far: it is put right when it gets there, and a use costs no heap operation.
+        self._heap: list[tuple[int, int, int]] = []  # (uses, time, key), an entry at least for each resident
+        self._time = 0
+
+    def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
+        for key in hits:
+            self._use(key)
+        for key in misses:
+            self._use(key)
+        return misses
+
+    def admit(self, key: int, prefetched: bool) -> None:
+        self._resident.add(key)
+        heappush(self._heap, (*self._uses.get(key, (0, 0)), key))
+
+    def removed(self, key: int) -> None:
+        self._resident.discard(key)
+        if self.options.forget:
+            self._uses.pop(key, None)
+
+    def evict(self, locked: Collection[int]) -> int:
+        heap, held = self._heap, []
+        while True:
+            uses, time, key = heap[0]
+            if key not in self._resident:
+                heappop(heap)
+            elif (uses, time) != (now := self._uses.get(key, (0, 0))):
+                heapreplace(heap, (*now, key))
+            elif key in locked:
+                held.append(heappop(heap))
+            else:
+                heappop(heap)
+                for entry in held:
+                    heappush(heap, entry)
+                return key
+
+    def _use(self, key: int) -> None:
+        self._time += 1
+        self._uses[key] = (self._uses.get(key, (0, 0))[0] + 1, self._time)

@@ -1,0 +1,40 @@
+"""LRU: one pool for all layers, and the least recently used expert goes first."""
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moetool import policy
+from moetool.types import GateEvent, ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """LRU has nothing to choose."""
+
+
+class Policy(policy.Policy):
+    """Evicts the expert whose last use is longest ago; loads on demand.
+
+    At batch 1 with at most (L-1)*K slots it hits nothing: before an expert comes round again, the other layers
+    have used that many others.
+    """
+
+    def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
+        super().__init__(spec, options, num_slots, predictor)
+        self._order: OrderedDict[int, None] = OrderedDict()  # the residents, least recently used first
+
+    def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
+        for key in hits:
+            self._order.move_to_end(key)
+        return misses
+
+    def admit(self, key: int, prefetched: bool) -> None:
+        self._order[key] = None
+
+    def removed(self, key: int) -> None:
+        del self._order[key]
+
+    def evict(self, locked: Collection[int]) -> int:
+        return next(key for key in self._order if key not in locked)

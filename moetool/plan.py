@@ -1,0 +1,109 @@
+"""Plans: what was decided about a model, for whom, from what and why. A plan is one JSON file."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moetool import __version__, config, durable
+from moetool.errors import MismatchError, UsageError, first_line
+from moetool.types import ModelSpec
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictorReference:
+    """A predictor that a plan depends on: its name, its content and where it lay."""
+
+    name: str
+    sha256: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePlan:
+    """How the experts of a model are cached on one device.
+
+    Attributes:
+        spec: the model it is for.
+        policy: name of the cache policy.
+        options: values of the policy's `Options`.
+        slots: expert slots of the pool.
+        pinned: (layer, expert) of experts that never leave the device.
+        prefetch_distance: how many layers ahead the policy prefetches (0: nothing).
+        device_memory_bytes: what the whole model may use.
+        dense_bytes: what its weights outside the routed experts take of that.
+        kv_bytes: what is kept of it for keys and values.
+        budget_bytes: what is left for experts.
+        predictor: what the policy predicts with, if it does.
+        trace_sha256: the trace that the choice was made from.
+        requests_used: the requests of it that the choice was made on.
+        requests_held_out: the other requests, on which `evidence` was gathered.
+        evidence: rows of a replay (`moetool.replay.Row.to_json`) of every candidate and of the bound.
+        reason: why this policy, in one sentence.
+    """
+
+    spec: ModelSpec
+    policy: str
+    options: dict[str, Any]
+    slots: int
+    pinned: tuple[tuple[int, int], ...] = ()
+    prefetch_distance: int
+    device_memory_bytes: int
+    dense_bytes: int
+    kv_bytes: int
+    budget_bytes: int
+    predictor: PredictorReference | None
+    trace_sha256: str
+    requests_used: tuple[int, ...]
+    requests_held_out: tuple[int, ...]
+    evidence: tuple[dict[str, Any], ...]
+    reason: str
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises: MismatchError if the plan is of another model than `spec`."""
+        spec.require_same(self.spec, "the model", "the plan")
+
+    def save(self, path: Path) -> None:
+        """Write the plan as a whole or not at all; the predictor's path is written relative to the plan's folder."""
+        values = asdict(self)
+        if self.predictor is not None:
+            values["predictor"]["path"] = os.path.relpath(self.predictor.path, path.parent.resolve())
+        values["spec"] = self.spec.to_json()
+        head = {"kind": "cache_plan", "schema_version": SCHEMA_VERSION, "moetool_version": __version__}
+        durable.write_text(path, json.dumps({**head, **values}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "CachePlan":
+        """Read a plan; the predictor's path becomes absolute.
+
+        Raises:
+            UsageError: there is no such file.
+            MismatchError: it is not a cache plan of this schema version, or it is damaged.
+        """
+        advice = "make the plan again with: moetool plan cache"
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UsageError(f"no plan at {path}; make one with: moetool plan cache --out {path}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise MismatchError(f"{path} is not a plan ({first_line(error)}); {advice}") from None
+        if not isinstance(values, dict):
+            raise MismatchError(f"{path} is not a plan (it holds no JSON object); {advice}")
+        kind, version = values.pop("kind", "something else"), values.pop("schema_version", None)
+        if (kind, version) != ("cache_plan", SCHEMA_VERSION):
+            raise MismatchError(
+                f"{path} holds {kind} of schema version {version}, expected a cache_plan of version "
+                f"{SCHEMA_VERSION}; {advice}"
+            )
+        values.pop("moetool_version", None)
+        try:
+            plan = config.parse(cls, values, str(path))
+        except UsageError as error:
+            raise MismatchError(f"{first_line(error)}; {advice}") from None
+        if plan.predictor is not None:
+            located = str((path.parent.resolve() / plan.predictor.path).resolve())
+            return replace(plan, predictor=replace(plan.predictor, path=located))
+        return plan

@@ -1,0 +1,164 @@
+"""From a trace and what a machine has to a checked plan, with its evidence and its bound."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from moetool import plugins
+from moetool.errors import CapacityError, UsageError
+from moetool.plan import CachePlan, PredictorReference
+from moetool.policy import MIN_SLOTS, policy_class
+from moetool.replay import Row, replay
+from moetool.trace import Trace
+from moetool.types import ModelSpec
+
+_BOUND = "belady"
+
+
+def plan_cache(trace: Trace, predictor_dir: Path | None, device_memory_bytes: int, **choices: Any) -> CachePlan:
+    """Choose a cache policy, with the predictor in a folder; see `choose_cache` for the rest.
+
+    Raises:
+        MismatchError: the predictor is of another model.
+    """
+    if predictor_dir is None:
+        return choose_cache(trace, device_memory_bytes, **choices)
+    from moetool.training import load_predictor  # type: ignore[import-not-found, unused-ignore]
+
+    predictor = load_predictor(predictor_dir)
+    trace.spec.require_same(predictor.spec, "the trace", "the predictor")
+    return choose_cache(
+        trace,
+        device_memory_bytes,
+        predictor=predictor,
+        reference=PredictorReference(name=predictor.name, sha256=predictor.sha256, path=str(predictor_dir.resolve())),
+        trained_on=_trained_on(trace, predictor.card),
+        **choices,
+    )
+
+
+def choose_cache(
+    trace: Trace,
+    device_memory_bytes: int,
+    *,
+    dense_bytes: int = 0,
+    kv_bytes: int = 0,
+    predictor: Any = None,
+    reference: PredictorReference | None = None,
+    trained_on: Iterable[int] = (),
+    policies: Sequence[str] | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    seed: int = 0,
+) -> CachePlan:
+    """Choose the cache policy that moves the fewest bytes per decode token, and show it on other requests.
+
+    The requests that the predictor was not trained on are halved at random. Every candidate is replayed on the
+    first half, where the choice is made, and again on the second, which gives the plan's evidence.
+
+    Args:
+        device_memory_bytes: what the whole model may use on the device.
+        dense_bytes: what its weights outside the routed experts take of that.
+        kv_bytes: what is kept of it for keys, values and activations.
+        predictor: a `moetool.predictor.Predictor`, if there is one.
+        reference: names `predictor` in the plan.
+        trained_on: requests of the trace that the predictor has seen.
+        policies: candidates; by default every lossless policy that can serve with what there is.
+        options: values for the `Options` of policies, by the policy's name.
+        seed: of the split.
+
+    Raises:
+        CapacityError: what is left for experts is below the smallest legal pool.
+        UsageError: too few requests to choose on some and show on others, or no candidate.
+    """
+    spec = trace.spec
+    budget = _expert_budget(spec, device_memory_bytes, dense_bytes, kv_bytes)
+    candidates = list(policies) if policies else servable(trace, predictor)
+    used, held_out = _split(trace, frozenset(trained_on), seed)
+    asked: dict[str, Any] = {"predictor": predictor, "options": options}
+    choice = _cheapest(replay(trace, candidates, [budget], requests=used, **asked))
+    evidence = replay(trace, [*candidates, _BOUND], [budget], requests=held_out, **asked)
+    kind = policy_class(choice.policy)
+    return CachePlan(
+        spec=spec,
+        policy=choice.policy,
+        options=dict((options or {}).get(choice.policy, {})),
+        slots=choice.slots,
+        prefetch_distance=kind.prefetch_distance,
+        device_memory_bytes=device_memory_bytes,
+        dense_bytes=dense_bytes,
+        kv_bytes=kv_bytes,
+        budget_bytes=budget,
+        predictor=reference if kind.needs_predictor else None,
+        trace_sha256=trace.sha256,
+        requests_used=tuple(sorted(used)),
+        requests_held_out=tuple(sorted(held_out)),
+        evidence=tuple(row.to_json() for row in evidence),
+        reason=_reason(choice.policy, evidence, len(used), len(held_out)),
+    )
+
+
+def servable(trace: Trace, predictor: Any) -> list[str]:
+    """The policies that keep the model's text and can work with this trace's columns and this predictor, if any."""
+    kinds = {name: policy_class(name) for name in plugins.names("policy")}
+    return [
+        name
+        for name, kind in kinds.items()
+        if kind.lossless
+        and not kind.needs_future
+        and kind.needs <= trace.columns
+        and (predictor is not None or not kind.needs_predictor)
+    ]
+
+
+def _expert_budget(spec: ModelSpec, device_memory_bytes: int, dense_bytes: int, kv_bytes: int) -> int:
+    """What is left for experts once everything else is on the device."""
+    smallest_bytes = MIN_SLOTS * spec.slot_bytes
+    needed_bytes = dense_bytes + kv_bytes + smallest_bytes
+    if device_memory_bytes < needed_bytes:
+        raise CapacityError(
+            f"{device_memory_bytes:,} bytes of device memory cannot hold {spec.name}: it needs at least "
+            f"{needed_bytes:,} ({dense_bytes:,} for the weights outside the experts, {kv_bytes:,} for keys and "
+            f"values, {smallest_bytes:,} for the smallest pool of {MIN_SLOTS} experts); raise --device-memory"
+        )
+    return device_memory_bytes - dense_bytes - kv_bytes
+
+
+def _trained_on(trace: Trace, card: Mapping[str, Any]) -> frozenset[int]:
+    """The requests of this trace that a predictor has seen, by its card."""
+    if card.get("trace_sha256", trace.sha256) != trace.sha256:
+        return frozenset()  # its numbers are of another trace's requests
+    return frozenset(card.get("train_requests", ()))
+
+
+def _split(trace: Trace, trained_on: frozenset[int], seed: int) -> tuple[frozenset[int], frozenset[int]]:
+    """The requests to choose on and those to show the choice on."""
+    table = trace.requests
+    tokens = zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True)
+    unseen = sorted(request for request, num_tokens in tokens if num_tokens and request not in trained_on)
+    if len(unseen) < 2:
+        raise UsageError(
+            f"{trace.path} has {len(unseen)} requests that the predictor was not trained on, and a plan needs two "
+            f"(one to choose on, one to show it on); capture more prompts"
+        )
+    Random(seed).shuffle(unseen)
+    half = len(unseen) // 2
+    return frozenset(unseen[:half]), frozenset(unseen[half:])
+
+
+def _cheapest(rows: Sequence[Row]) -> Row:
+    """The fewest bytes per decode token; then the fewest in all; then the smallest pool."""
+    return min(rows, key=lambda row: (row.bytes_per_decode_token, row.loaded_bytes, row.slots))
+
+
+def _reason(chosen: str, evidence: Sequence[Row], num_used: int, num_held_out: int) -> str:
+    """One sentence with the numbers of the held-out requests."""
+    moved = {row.policy: f"{row.bytes_per_decode_token:,.0f}" for row in evidence}
+    hits = {row.policy: f"{100 * row.decode.hit_rate:.1f} %" for row in evidence}
+    others = ", ".join(f"{name} {moved[name]}" for name in moved if name not in (chosen, _BOUND))
+    return (
+        f"{chosen} moved the fewest bytes per decode token on {num_used} requests; on {num_held_out} others, held out, "
+        f"it moves {moved[chosen]} at a decode hit rate of {hits[chosen]}"
+        f"{f' (the other candidates: {others})' if others else ''}, and {_BOUND}, which knows the future and makes "
+        f"the fewest loads in all, {moved[_BOUND]}"
+    )

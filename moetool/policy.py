@@ -1,0 +1,151 @@
+"""What a cache policy is, and how one is made from its name.
+
+A policy says what to prefetch, in which order to load misses and whom to evict; `moetool.residency` turns its
+answers into programs. It gets Python integers: an expert is one key, `ModelSpec.expert_key(layer, expert)`.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+from moetool import config, plugins
+from moetool.errors import CapacityError, UsageError
+from moetool.types import ForwardInfo, GateEvent, ModelSpec
+
+MIN_SLOTS = 2
+"""The smallest legal pool: one expert being computed and one in flight."""
+
+
+class Policy:
+    """What a cache policy answers; the defaults load on demand and prefetch nothing.
+
+    A policy file defines a frozen dataclass `Options` and a subclass `Policy` of this class. It keeps whatever
+    order it needs over the residents by `admit` and `removed`, does no I/O and reads no clock.
+
+    Class attributes:
+        needs: trace columns without which it cannot decide (`experts`, `logits`, `embeddings`, `hidden`).
+        needs_predictor: whether it cannot work without a trained predictor.
+        needs_future: whether it must know the coming events (replay only); `foresee` then gets them first.
+        in_order: load and compute one expert after the other, residents first, with no overlap.
+        lossless: whether the model's text stays as it is without the policy.
+        prefetch_distance: how many layers ahead it prefetches (0: nothing).
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"experts"})
+    needs_predictor: ClassVar[bool] = False
+    needs_future: ClassVar[bool] = False
+    in_order: ClassVar[bool] = False
+    lossless: ClassVar[bool] = True
+    prefetch_distance: ClassVar[int] = 0
+
+    def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
+        self.spec = spec
+        self.options = options
+        self.num_slots = num_slots
+        self.predictor = predictor
+
+    @classmethod
+    def slots_used(cls, spec: ModelSpec, options: Any, num_slots: int) -> int:
+        """How many of the `num_slots` that fit the policy makes use of (all of them by default)."""
+        return num_slots
+
+    def foresee(self, events: Sequence[Sequence[int]]) -> None:
+        """The keys that each coming event needs, in order; only called where `needs_future` is true."""
+
+    def begin_request(self, request: int) -> None:
+        """A request appears for the first time."""
+
+    def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
+        """A forward begins; answers what to prefetch before its first MoE layer, most wanted first."""
+        return ()
+
+    def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
+        """The router has chosen; answers the misses (ascending keys) in the order in which to load them."""
+        return misses
+
+    def after_first_expert(self, event: GateEvent) -> Sequence[int]:
+        """The event's first expert is computed; answers what to prefetch, most wanted first.
+
+        A prefetch is placed only when every miss of the event has its slot.
+        """
+        return ()
+
+    def after_last_expert(self, event: GateEvent) -> Sequence[int]:
+        """The event is complete; answers the residents to give up at once, so that their slots are free."""
+        return ()
+
+    def admit(self, key: int, prefetched: bool) -> None:
+        """A slot was given to `key`."""
+
+    def removed(self, key: int) -> None:
+        """`key` lost its slot."""
+
+    def evict(self, locked: Collection[int]) -> int:
+        """The resident to give up for a demand load; never one of `locked`. It is given up: `removed` follows."""
+        raise NotImplementedError
+
+    def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
+        """The resident to give up for prefetching `key`, or None if `key` is worth none of them."""
+        return self.evict(locked)
+
+    def end_forward(self, info: ForwardInfo) -> None:
+        """The forward is complete."""
+
+    def end_request(self, request: int) -> None:
+        """A request is over, finished or cancelled."""
+
+
+def slots_within(spec: ModelSpec, budget_bytes: int) -> int:
+    """How many expert slots a budget holds; never more than the model has experts.
+
+    Raises:
+        CapacityError: not even the smallest legal pool fits.
+    """
+    num_slots = min(budget_bytes // spec.slot_bytes, spec.total_experts)
+    if num_slots < MIN_SLOTS:
+        raise CapacityError(
+            f"a budget of {budget_bytes:,} bytes holds {num_slots} expert slots of {spec.slot_bytes:,} bytes, and the "
+            f"smallest legal pool has {MIN_SLOTS}; give it at least {MIN_SLOTS * spec.slot_bytes:,} bytes"
+        )
+    return num_slots
+
+
+def policy_class(name: str) -> type[Policy]:
+    """The `Policy` of the plugin `name`. Raises: UsageError for an unknown name."""
+    found: type[Policy] = plugins.load("policy", name).Policy
+    return found
+
+
+def build_policy(
+    name: str,
+    spec: ModelSpec,
+    options: Mapping[str, Any],
+    num_slots: int,
+    *,
+    predictor: Any = None,
+    future: Sequence[Sequence[int]] | None = None,
+) -> Policy:
+    """Make the policy `name` for a model, the same way for replay, planning and serving.
+
+    Args:
+        options: values for the policy's `Options`; the rest keep their defaults.
+        num_slots: how many slots fit; the policy may make use of fewer.
+        predictor: a `moetool.predictor.Predictor` of the same model, for policies that predict.
+        future: the keys of every coming event, where they are known (in a replay).
+
+    Raises:
+        UsageError: an unknown policy or option, no predictor where one is needed, or a policy that must know the
+            future where nobody does.
+        MismatchError: the predictor is of another model.
+    """
+    kind = policy_class(name)
+    chosen = config.parse(plugins.load("policy", name).Options, options, f"policy {name}")
+    if predictor is not None:
+        spec.require_same(predictor.spec, "the model", "the predictor")
+    elif kind.needs_predictor:
+        raise UsageError(f"policy {name} needs a predictor and got none; train one and pass it with --predictor DIR")
+    policy = kind(spec, chosen, kind.slots_used(spec, chosen, num_slots), predictor)
+    if kind.needs_future:
+        if future is None:
+            raise UsageError(f"policy {name} has to know the future: it works in replay only; choose another to serve")
+        policy.foresee(future)
+    return policy

@@ -1,0 +1,297 @@
+"""Replaying a trace under cache policies: what would have been hit, loaded and moved, without a model.
+
+The policies are driven exactly as the server drives them, so on the same gate stream they decide the same.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moetool.errors import UsageError
+from moetool.policy import Policy, build_policy, policy_class, slots_within
+from moetool.residency import Counts, Residency, Step, StepKind
+from moetool.trace import Trace
+from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one policy did with one budget.
+
+    Attributes:
+        policy: its name.
+        budget_bytes: what it was given.
+        slots: how many expert slots it made of that.
+        prefill: counts over the forwards with prompt tokens.
+        decode: counts over the forwards without.
+        decode_tokens: tokens of the forwards without prompt tokens.
+        prefill_bytes: bytes loaded in the forwards with prompt tokens, on demand and ahead.
+        decode_bytes: the same in the forwards without.
+        digest: of all decisions, in order; equal digests mean equal decisions.
+    """
+
+    policy: str
+    budget_bytes: int
+    slots: int
+    prefill: Counts
+    decode: Counts
+    decode_tokens: int
+    prefill_bytes: int
+    decode_bytes: int
+    digest: str
+
+    @property
+    def counts(self) -> Counts:
+        """Prefill and decode together."""
+        return self.prefill + self.decode
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes loaded in all."""
+        return self.prefill_bytes + self.decode_bytes
+
+    @property
+    def loads_per_decode_token(self) -> float:
+        """Experts loaded for each token of the forwards without prompt tokens (0 without such tokens)."""
+        return self.decode.loads / self.decode_tokens if self.decode_tokens else 0.0
+
+    @property
+    def bytes_per_decode_token(self) -> float:
+        """Bytes loaded for each token of the forwards without prompt tokens (0 without such tokens)."""
+        return self.decode_bytes / self.decode_tokens if self.decode_tokens else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """One flat object: the row of a table."""
+        counts = self.counts
+        return {
+            "policy": self.policy,
+            "budget_bytes": self.budget_bytes,
+            "slots": self.slots,
+            "hit_rate": counts.hit_rate,
+            "hit_rate_decode": self.decode.hit_rate,
+            "needed": counts.needed,
+            "kept": counts.kept,
+            "prefetched": counts.prefetched,
+            "missed": counts.missed,
+            "wasted": counts.wasted,
+            "loads": counts.loads,
+            "loaded_bytes": self.loaded_bytes,
+            "decode_tokens": self.decode_tokens,
+            "loads_per_decode_token": self.loads_per_decode_token,
+            "bytes_per_decode_token": self.bytes_per_decode_token,
+            "digest": self.digest,
+        }
+
+
+class DecisionDigest:
+    """A short digest of a run's decisions; give it to `Residency` as its sink."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=8)
+
+    def __call__(self, forward: int, layer: int, step: Step) -> None:
+        self._hash.update(struct.pack("<6q", forward, layer, *step))
+
+    def hexdigest(self) -> str:
+        """16 hexadecimal digits over every step so far, with its forward and layer."""
+        return self._hash.hexdigest()
+
+
+def replay(
+    trace: Trace,
+    policies: Sequence[str],
+    budgets: Sequence[int],
+    *,
+    predictor: Any = None,
+    sequential: bool | None = None,
+    requests: frozenset[int] | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Row]:
+    """Run each policy with each budget over a trace.
+
+    The trace is read once for all of them (twice where one must know the future), and a prediction is computed
+    once for all.
+
+    Args:
+        budgets: bytes for experts.
+        predictor: a `moetool.predictor.Predictor`, for the policies that need one.
+        sequential: one request after the other, or the forwards as recorded; by default as recorded where the
+            trace is the log of a server.
+        requests: only these requests; all by default.
+        options: values for the `Options` of policies, by the policy's name.
+
+    Returns:
+        A row for each policy and budget: the policies in their order, each with the budgets in theirs.
+
+    Raises:
+        UsageError: an unknown policy or option, no predictor where one is needed, or nothing to replay.
+        MismatchError: the trace lacks a column that a policy needs, or the predictor is of another model.
+        CapacityError: a budget is below the smallest legal pool.
+    """
+    source = _Source(trace, sequential, requests)
+    runs = _prepare(source, policies, budgets, predictor, options or {})
+    forwards = decode_tokens = 0
+    for info, events, ended in source.forwards(_columns(policies, predictor)):
+        for run in runs:
+            run.begin(info)
+        for event in events:
+            for run in runs:
+                run.event(event)
+        for run in runs:
+            run.end(info, ended)
+        forwards += 1
+        decode_tokens += 0 if info.prefill else len(info.request_T)
+    if not forwards:
+        raise UsageError(f"nothing to replay: {trace.path} has no forwards of the requests asked for")
+    return [run.row(decode_tokens) for run in runs]
+
+
+def decisions(
+    trace: Trace,
+    policy: str,
+    budget_bytes: int,
+    *,
+    predictor: Any = None,
+    sequential: bool | None = None,
+    requests: frozenset[int] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Iterator[tuple[int, int, Step]]:
+    """Every step of one run, as (forward, layer, step), to compare with the log of a server.
+
+    Arguments and errors are those of `replay`. Layer -1 is before the first MoE layer.
+    """
+    source = _Source(trace, sequential, requests)
+    (run,) = _prepare(source, [policy], [budget_bytes], predictor, {policy: options or {}})
+    for info, events, ended in source.forwards(_columns([policy], predictor)):
+        for step in run.begin(info):
+            yield info.forward_id, -1, step
+        for event in events:
+            for step in run.event(event):
+                yield info.forward_id, event.layer, step
+        run.end(info, ended)
+
+
+class _Source:
+    """The part of a trace to replay, in the order to replay it."""
+
+    def __init__(self, trace: Trace, sequential: bool | None, requests: frozenset[int] | None) -> None:
+        self.trace = trace
+        self._sequential = trace.manifest["composition"]["kind"] != "log" if sequential is None else sequential
+        self._requests = requests
+
+    def forwards(self, columns: Iterable[str]) -> Iterator[tuple[ForwardInfo, list[GateEvent], list[int]]]:
+        """Each forward with its events and the requests that end with it, in the order of the forward."""
+        table = self.trace.requests
+        left = dict(zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True))
+        for info, events in self.trace.forwards(sequential=self._sequential, columns=columns, requests=self._requests):
+            for request in info.request_T:
+                left[request] -= 1
+            yield info, events, [request for request in dict.fromkeys(info.request_T) if not left[request]]
+
+
+class _Run:
+    """One policy with one budget, and what it has loaded."""
+
+    def __init__(self, name: str, budget_bytes: int, policy: Policy) -> None:
+        self._name = name
+        self._budget_bytes = budget_bytes
+        self._spec = policy.spec
+        self._digest = DecisionDigest()
+        self._residency = Residency(policy, self._digest)
+        self._bytes = [0, 0]  # prefill, decode
+        self._phase = Phase.DECODE
+
+    def begin(self, info: ForwardInfo) -> list[Step]:
+        self._phase = Phase.PREFILL if info.prefill else Phase.DECODE
+        return self._weigh(self._residency.begin_forward(info))
+
+    def event(self, event: GateEvent) -> list[Step]:
+        return self._weigh(self._residency.event(event))
+
+    def end(self, info: ForwardInfo, ended: list[int]) -> None:
+        self._residency.end_forward(info)
+        for request in ended:
+            self._residency.end_request(request)
+
+    def row(self, decode_tokens: int) -> Row:
+        return Row(
+            policy=self._name,
+            budget_bytes=self._budget_bytes,
+            slots=self._residency.num_slots,
+            prefill=self._residency.prefill,
+            decode=self._residency.decode,
+            decode_tokens=decode_tokens,
+            prefill_bytes=self._bytes[Phase.PREFILL],
+            decode_bytes=self._bytes[Phase.DECODE],
+            digest=self._digest.hexdigest(),
+        )
+
+    def _weigh(self, steps: list[Step]) -> list[Step]:
+        spec = self._spec
+        self._bytes[self._phase] += sum(
+            spec.expert_bytes_L[spec.expert_of(step.key)[0]] for step in steps if step.kind != StepKind.COMPUTE
+        )
+        return steps
+
+
+class _SharedPredictor:
+    """Lets several runs that are driven side by side ask one predictor: each question is computed once."""
+
+    def __init__(self, predictor: Any) -> None:
+        self.spec: ModelSpec = predictor.spec
+        self._predictor = predictor
+        self._observed: GateEvent | None = None
+        self._scores: dict[int, np.ndarray] = {}
+
+    def observe(self, event: GateEvent) -> None:
+        if event is not self._observed:
+            self._observed = event
+            self._scores.clear()
+            self._predictor.observe(event)
+
+    def scores(self, layer: int) -> np.ndarray:
+        if layer not in self._scores:
+            self._scores[layer] = self._predictor.scores(layer)
+        return self._scores[layer]
+
+
+def _prepare(
+    source: _Source,
+    policies: Sequence[str],
+    budgets: Sequence[int],
+    predictor: Any,
+    options: Mapping[str, Mapping[str, Any]],
+) -> list[_Run]:
+    """Make a run of each policy and budget; refuses what cannot be replayed before any forward is read."""
+    spec = source.trace.spec
+    kinds = {name: policy_class(name) for name in policies}
+    for name, kind in kinds.items():
+        source.trace.require(kind.needs, f"policy {name}")
+    if predictor is not None:
+        source.trace.require(predictor.needs, "the predictor")
+    slots = [slots_within(spec, budget) for budget in budgets]
+    shared = None if predictor is None else _SharedPredictor(predictor)
+    future = None
+    if any(kind.needs_future for kind in kinds.values()):
+        future = [
+            [spec.expert_key(event.layer, expert) for expert in event.needed]
+            for _, events, _ in source.forwards(())
+            for event in events
+        ]
+    return [
+        _Run(name, budget, build_policy(name, spec, options.get(name, {}), num_slots, predictor=shared, future=future))
+        for name in policies
+        for budget, num_slots in zip(budgets, slots, strict=True)
+    ]
+
+
+def _columns(policies: Sequence[str], predictor: Any) -> frozenset[str]:
+    """What the events must carry besides the experts."""
+    needs = [policy_class(name).needs for name in policies]
+    if predictor is not None:
+        needs.append(predictor.needs)
+    return frozenset[str]().union(*needs) & {"weights", "logits"}

@@ -1,0 +1,107 @@
+"""What holds for every cache policy: its programs are legal, whatever the stream and the pool."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moetool import plugins
+from moetool.policy import MIN_SLOTS, Policy, build_policy, policy_class
+from moetool.replay import DecisionDigest
+from moetool.residency import Residency, StepKind
+from moetool.types import ModelSpec
+from tests.synthetic import MadeUpPredictor, make_spec, random_stream
+
+NAMES = plugins.names("policy")
+
+streams = {
+    "num_slots": st.integers(MIN_SLOTS, 40),
+    "layers": st.integers(1, 4),
+    "top_k": st.integers(1, 4),
+    "prompt_tokens": st.integers(0, 9),
+    "seed": st.integers(0, 1 << 16),
+}
+
+
+def build(name: str, spec: ModelSpec, num_slots: int, stream: list) -> Policy:
+    future = [[spec.expert_key(e.layer, x) for x in e.needed] for _, events in stream for e in events]
+    return build_policy(name, spec, {}, num_slots, predictor=MadeUpPredictor(spec), future=future)
+
+
+def run(policy: Policy, stream: list) -> str:
+    """Drive a policy, checking each program as an executor would suffer it; gives the digest of all decisions."""
+    spec = policy.spec
+    digest = DecisionDigest()
+    residency = Residency(policy, digest)
+    in_slot: dict[int, int] = {}  # what an executor that only sees the steps believes
+    needed = hits = loads = 0
+    requests: list[int] = []
+    for info, events in stream:
+        programs = [(set(), set(), residency.begin_forward(info))]
+        requests += [r for r in info.request_T if r not in requests]
+        for event in events:
+            resident = set(residency.slot_of)
+            keys = {spec.expert_key(event.layer, expert) for expert in event.needed}
+            needed, hits = needed + len(keys), hits + len(keys & resident)
+            programs.append((keys, keys & resident, residency.event(event)))
+            assert len(residency.slot_of) <= policy.num_slots
+            assert len(set(residency.slot_of.values())) == len(residency.slot_of)
+        for waiting, ready, program in programs:
+            for step in program:
+                assert 0 <= step.slot < policy.num_slots
+                if step.kind == StepKind.COMPUTE:
+                    assert in_slot[step.slot] == step.key, "computed with the weights of another expert"
+                    waiting.remove(step.key)  # once, and only if needed
+                    ready.remove(step.key)
+                    continue
+                loads += 1
+                held = in_slot.get(step.slot)
+                assert held not in ready, "overwritten before it was computed"
+                assert step.evicted in (-1, held)
+                in_slot[step.slot] = step.key
+                if step.kind == StepKind.LOAD:
+                    ready.add(step.key)
+            assert not waiting, "needed and never computed"
+        assert all(in_slot[slot] == key for key, slot in residency.slot_of.items())
+        residency.end_forward(info)
+    for request in requests:
+        residency.end_request(request)
+    counts = residency.counts
+    assert (counts.needed, counts.kept + counts.prefetched, counts.loads) == (needed, hits, loads)
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25, deadline=None)
+@given(**streams)
+def test_programs_are_legal(name: str, num_slots: int, layers: int, top_k: int, prompt_tokens: int, seed: int) -> None:
+    spec = make_spec(layers=layers, experts=8, top_k=top_k)
+    stream = list(random_stream(spec, num_requests=2, prompt_tokens=prompt_tokens, new_tokens=5, seed=seed))
+    policy = build(name, spec, num_slots, stream)
+    used = policy.slots_used(spec, policy.options, num_slots)
+    assert MIN_SLOTS <= used <= num_slots
+    assert used == policy.num_slots
+    assert run(policy, stream) == run(build(name, spec, num_slots, stream), stream), "not deterministic"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pool_of_all_experts_loads_each_at_most_once(name: str) -> None:
+    spec = make_spec(layers=3, experts=8, top_k=2)
+    stream = list(random_stream(spec, num_requests=3, prompt_tokens=6, new_tokens=9, seed=1))
+    policy = build(name, spec, spec.total_experts, stream)
+    if policy.num_slots < spec.total_experts:
+        pytest.skip(f"{name} makes use of {policy.num_slots} slots only")
+    residency = Residency(policy)
+    for info, events in stream:
+        residency.begin_forward(info)
+        for event in events:
+            residency.event(event)
+        residency.end_forward(info)
+    assert residency.counts.loads <= spec.total_experts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_says_what_it_is(name: str) -> None:
+    module, kind = plugins.load("policy", name), policy_class(name)
+    assert module.__doc__ and kind.__doc__ and module.Options.__doc__
+    assert module.Options.__dataclass_params__.frozen
+    assert module.Options() == module.Options()

@@ -1,0 +1,97 @@
+"""Cache plans: made from a trace, saved, loaded, refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moetool.errors import CapacityError, MismatchError, UsageError
+from moetool.plan import CachePlan, PredictorReference
+from moetool.planning import choose_cache, servable
+from moetool.trace import Trace
+from tests.synthetic import MadeUpPredictor, make_spec, write_trace
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    return write_trace(tmp_path_factory.mktemp("traces") / "t", make_spec(), num_requests=6)
+
+
+def test_the_cheapest_on_some_requests_is_shown_on_others(trace: Trace) -> None:
+    plan = choose_cache(trace, 13_500, dense_bytes=3_000, kv_bytes=500, trained_on=[0, 3])
+    assert plan.budget_bytes == 10_000
+    assert plan.slots == 10
+    assert sorted((*plan.requests_used, *plan.requests_held_out)) == [1, 2, 4, 5]
+    moved = {row["policy"]: row["bytes_per_decode_token"] for row in plan.evidence}
+    assert set(moved) == {"on_demand", "lru", "lfu", "belady"}
+    assert plan.policy in ("lru", "lfu")
+    assert f"{moved[plan.policy]:,.0f}" in plan.reason
+    assert f"{moved['belady']:,.0f}" in plan.reason
+    assert "\n" not in plan.reason
+    plan.check(trace.spec)
+
+
+def test_the_split_follows_from_the_seed(trace: Trace) -> None:
+    plans = [choose_cache(trace, 10_000, seed=seed) for seed in (0, 0, 1)]
+    assert plans[0] == plans[1]
+    assert plans[0].requests_used != plans[2].requests_used
+
+
+def test_candidates_are_those_that_can_serve(trace: Trace) -> None:
+    assert servable(trace, None) == ["lfu", "lru", "on_demand"]
+    assert servable(trace, MadeUpPredictor(trace.spec)) == ["duoserve", "lfu", "lru", "on_demand"]
+
+
+def test_a_plan_comes_back_as_it_was_saved_even_when_its_folder_has_moved(trace: Trace, tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    plan = choose_cache(
+        trace,
+        10_000,
+        predictor=MadeUpPredictor(trace.spec),
+        reference=PredictorReference(name="made_up", sha256="0" * 64, path=str(old / "predictor")),
+        policies=["duoserve"],
+        options={"duoserve": {"slots_per_layer": 2}},
+    )
+    assert (plan.slots, plan.prefetch_distance, plan.options) == (6, 1, {"slots_per_layer": 2})
+    plan.save(old / "plan.json")
+    assert CachePlan.load(old / "plan.json") == plan
+    old.rename(new)
+    moved = CachePlan.load(new / "plan.json")
+    assert moved.predictor is not None
+    assert moved.predictor.path == str(new / "predictor")
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(trace: Trace) -> None:
+    with pytest.raises(CapacityError, match=r"5,000 bytes .* at least 5,300 \(3,000 .* 300 .* 2,000 .*--device-memory"):
+        choose_cache(trace, 5_000, dense_bytes=3_000, kv_bytes=300)
+    with pytest.raises(UsageError, match="has 1 requests that the predictor was not trained on"):
+        choose_cache(trace, 10_000, trained_on=range(5))
+
+
+def test_foreign_and_damaged_plans_are_refused_in_one_line(trace: Trace, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan = choose_cache(trace, 10_000)
+    plan.save(path)
+    values = json.loads(path.read_text())
+
+    def refused(text: str, error: type[Exception], match: str) -> None:
+        path.write_text(text)
+        with pytest.raises(error, match=match) as caught:
+            CachePlan.load(path)
+        assert "\n" not in str(caught.value)
+
+    refused("{", MismatchError, "not a plan")
+    refused("[]", MismatchError, "no JSON object")
+    refused("{}", MismatchError, "something else of schema version None, expected a cache_plan of version 1")
+    refused(json.dumps({**values, "schema_version": 9}), MismatchError, "of schema version 9, expected")
+    refused(json.dumps({**values, "slots": "many"}), MismatchError, "slots: .*integer.*again")
+    refused(json.dumps({**values, "colour": 1}), MismatchError, "'colour'")
+    values.pop("policy")
+    refused(json.dumps(values), MismatchError, "policy: ")
+    with pytest.raises(UsageError, match="no plan at"):
+        CachePlan.load(tmp_path / "absent.json")
+    other = replace(make_spec(layers=5), name="other")
+    with pytest.raises(MismatchError, match=r"the plan was made for synthetic .* but the model is of other"):
+        plan.check(other)

@@ -1,0 +1,114 @@
+"""Replay: rows, orders of the forwards, digests and refusals."""
+
+from pathlib import Path
+
+import pytest
+
+from moetool.errors import CapacityError, MismatchError, UsageError
+from moetool.policy import build_policy
+from moetool.replay import DecisionDigest, decisions, replay
+from moetool.residency import Residency, StepKind
+from moetool.trace import Trace
+from tests.synthetic import MadeUpPredictor, make_spec, write_trace
+
+ALL = ["on_demand", "lru", "lfu", "duoserve", "belady"]
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    spec = make_spec(layers=3, experts=8, top_k=2, expert_bytes=(1000, 800, 600))
+    return write_trace(tmp_path_factory.mktemp("traces") / "t", spec, num_requests=4, new_tokens=6)
+
+
+def test_rows_come_by_policy_and_budget_and_add_up(trace: Trace) -> None:
+    rows = replay(trace, ALL, [4000, 16000], predictor=MadeUpPredictor(trace.spec))
+    assert [(row.policy, row.budget_bytes) for row in rows] == [(p, b) for p in ALL for b in (4000, 16000)]
+    assert [row.slots for row in rows if row.policy == "lru"] == [4, 16]
+    assert len({row.counts.needed for row in rows}) == 1
+    for row in rows:
+        assert row.decode_tokens == 4 * 6
+        assert 600 * row.counts.loads <= row.loaded_bytes <= 1000 * row.counts.loads
+        assert row.bytes_per_decode_token == row.decode_bytes / 24
+        assert row.to_json()["loads"] == row.counts.missed + row.counts.prefetch_loads
+    loads = {row.policy: row.counts.loads for row in rows if row.budget_bytes == 4000}
+    assert loads["belady"] == min(loads[p] for p in ("on_demand", "lru", "lfu", "belady"))
+    on_demand = rows[0]
+    assert (on_demand.counts.hit_rate, on_demand.slots) == (0, 2)
+    assert on_demand.bytes_per_decode_token == 2 * (1000 + 800 + 600)
+
+
+def test_one_reading_for_all_decides_as_one_reading_each(trace: Trace) -> None:
+    together = replay(trace, ALL, [4000, 9000], predictor=MadeUpPredictor(trace.spec))
+    for row in together:
+        (alone,) = replay(trace, [row.policy], [row.budget_bytes], predictor=MadeUpPredictor(trace.spec))
+        assert alone == row
+
+
+def test_a_prediction_is_computed_once_for_all_runs(trace: Trace) -> None:
+    predictor = MadeUpPredictor(trace.spec)
+    replay(trace, ["duoserve"], [4000, 9000, 16000], predictor=predictor)
+    assert predictor.num_observed == 4 * 6 * 3
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "belady"])
+def test_replay_decides_as_a_driver_of_the_residency_does(trace: Trace, name: str) -> None:
+    policy = build_policy(name, trace.spec, {}, 5, predictor=MadeUpPredictor(trace.spec))
+    digest = DecisionDigest()
+    log: list = []
+    residency = Residency(policy, lambda *step: (digest(*step), log.append(step)))
+    for info, events in trace.forwards(sequential=True):
+        residency.begin_forward(info)
+        for event in events:
+            residency.event(event)
+        residency.end_forward(info)
+    assert log == list(decisions(trace, name, 5000, predictor=MadeUpPredictor(trace.spec)))
+    (row,) = replay(trace, [name], [5000], predictor=MadeUpPredictor(trace.spec))
+    assert row.digest == digest.hexdigest()
+
+
+def test_a_log_is_replayed_as_recorded_and_a_batch_by_request(tmp_path: Path) -> None:
+    spec = make_spec()
+    log = write_trace(tmp_path / "log", spec, batch_size=2, composition="log")
+    batch = write_trace(tmp_path / "batch", spec, batch_size=2, composition="batch")
+
+    def digest(trace: Trace, sequential: bool | None) -> str:
+        return replay(trace, ["lru"], [6000], sequential=sequential)[0].digest
+
+    assert digest(log, None) == digest(log, False) == digest(batch, False)
+    assert digest(batch, None) == digest(batch, True) == digest(log, True)
+    assert digest(log, True) != digest(log, False)
+
+
+def test_requests_end_with_their_last_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = write_trace(tmp_path / "t", make_spec(), num_requests=3, batch_size=2, composition="log")
+    seen: list[tuple[str, int]] = []
+    for name in ("begin_request", "end_request"):
+        monkeypatch.setattr(f"moetool.caching.lru.Policy.{name}", lambda self, r, name=name: seen.append((name[:3], r)))
+    replay(trace, ["lru"], [6000])
+    assert seen == [("beg", 0), ("beg", 1), ("end", 0), ("end", 1), ("beg", 2), ("end", 2)]
+
+
+def test_only_the_requests_asked_for(trace: Trace) -> None:
+    (row,) = replay(trace, ["belady"], [6000], requests=frozenset([1, 3]))
+    assert row.decode_tokens == 2 * 6
+    with pytest.raises(UsageError, match="nothing to replay"):
+        replay(trace, ["lru"], [6000], requests=frozenset([99]))
+
+
+def test_steps_of_one_run(trace: Trace) -> None:
+    steps = list(decisions(trace, "on_demand", 6000))
+    assert {layer for _, layer, _ in steps} == {0, 1, 2}
+    assert steps[0][0] == 0
+    assert steps[0][2].kind == StepKind.LOAD
+
+
+def test_what_cannot_be_replayed_is_refused(trace: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CapacityError, match=r"1,999 bytes holds 1 expert slots of 1,000 .* at least 2,000 bytes"):
+        replay(trace, ["lru"], [1999])
+    with pytest.raises(UsageError, match="did you mean 'belady'"):
+        replay(trace, ["beladi"], [6000])
+    with pytest.raises(UsageError, match="needs a predictor"):
+        replay(trace, ["duoserve"], [6000])
+    monkeypatch.setattr("moetool.caching.lru.Policy.needs", frozenset({"experts", "logits"}))
+    with pytest.raises(MismatchError, match="policy lru needs logits"):
+        replay(trace, ["lru"], [6000])

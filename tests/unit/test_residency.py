@@ -1,0 +1,176 @@
+"""The decision core: programs, classes of hits, and what it refuses."""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import pytest
+
+from moetool.errors import CapacityError
+from moetool.policy import Policy
+from moetool.residency import Residency, Step, StepKind
+from moetool.types import ForwardInfo, GateEvent, Phase
+from tests.synthetic import make_forward, make_spec
+
+COMPUTE, LOAD, PREFETCH = StepKind.COMPUTE, StepKind.LOAD, StepKind.PREFETCH
+
+
+class Scripted(Policy):
+    """First in, first out, and what the test says to prefetch or to give up."""
+
+    def __init__(self, num_slots: int, *, layers: int = 2, in_order: bool = False) -> None:
+        super().__init__(make_spec(layers=layers, experts=8), None, num_slots)
+        self.in_order = in_order  # type: ignore[misc]
+        self.queue: list[int] = []
+        self.first: Sequence[int] = ()
+        self.ahead: Sequence[int] = ()
+        self.drop: Sequence[int] = ()
+        self.calls: list[tuple[str, int]] = []
+
+    def begin_request(self, request: int) -> None:
+        self.calls.append(("begin", request))
+
+    def end_request(self, request: int) -> None:
+        self.calls.append(("end", request))
+
+    def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
+        return self.first
+
+    def after_first_expert(self, event: GateEvent) -> Sequence[int]:
+        return self.ahead
+
+    def after_last_expert(self, event: GateEvent) -> Sequence[int]:
+        return self.drop
+
+    def admit(self, key: int, prefetched: bool) -> None:
+        self.queue.append(key)
+
+    def removed(self, key: int) -> None:
+        self.queue.remove(key)
+
+    def evict(self, locked: Collection[int]) -> int:
+        return next(key for key in self.queue if key not in locked)
+
+
+def event(experts: list[int], *, layer: int = 0, phase: Phase = Phase.DECODE) -> GateEvent:
+    info = ForwardInfo(forward_id=0, request_T=(0,), phase_T=(phase,), position_T=(0,))
+    return GateEvent(forward=info, layer=layer, experts_TK=(tuple(experts),))
+
+
+def test_misses_are_loaded_ahead_of_computing_as_far_as_slots_go() -> None:
+    residency = Residency(Scripted(2))
+    assert residency.event(event([1, 2, 3])) == [
+        Step(LOAD, 1, 0),
+        Step(LOAD, 2, 1),
+        Step(COMPUTE, 1, 0),
+        Step(LOAD, 3, 0, 1),
+        Step(COMPUTE, 2, 1),
+        Step(COMPUTE, 3, 0),
+    ]
+
+
+def test_in_order_loads_and_computes_by_turns_after_the_residents() -> None:
+    residency = Residency(Scripted(3, in_order=True))
+    residency.event(event([2]))
+    assert residency.event(event([1, 2, 3])) == [
+        Step(COMPUTE, 2, 0),
+        Step(LOAD, 1, 1),
+        Step(COMPUTE, 1, 1),
+        Step(LOAD, 3, 2),
+        Step(COMPUTE, 3, 2),
+    ]
+
+
+def test_a_resident_that_the_event_needs_is_not_given_up_before_it_is_computed() -> None:
+    residency = Residency(Scripted(2))
+    residency.event(event([1]))
+    residency.event(event([2]))
+    assert residency.event(event([1, 3])) == [
+        Step(LOAD, 3, 1, 2),  # 1 is older, but needed
+        Step(COMPUTE, 1, 0),
+        Step(COMPUTE, 3, 1),
+    ]
+
+
+def test_prefetches_wait_for_the_misses_and_for_slots() -> None:
+    policy = Scripted(2)
+    residency = Residency(policy)
+    policy.ahead = (9, 10, 11)
+    assert residency.event(event([1, 2])) == [
+        Step(LOAD, 1, 0),
+        Step(LOAD, 2, 1),
+        Step(COMPUTE, 1, 0),
+        Step(PREFETCH, 9, 0, 1),
+        Step(COMPUTE, 2, 1),
+        Step(PREFETCH, 10, 1, 2),  # 11 finds no slot: it is worth less than 9 and 10
+    ]
+    policy.ahead = ()
+    residency.event(event([1, 3], layer=1))
+    assert residency.counts.prefetched == 1  # 9 is expert 1 of layer 1
+    assert residency.counts.wasted == 1
+    assert (residency.counts.kept, residency.counts.missed, residency.counts.prefetch_loads) == (0, 3, 2)
+
+
+def test_a_prefetched_expert_counts_as_kept_from_its_second_use_on() -> None:
+    policy = Scripted(4)
+    residency = Residency(policy)
+    policy.first = (1,)
+    info, _ = make_forward(policy.spec, np.zeros((1, 2, 2), int))
+    assert residency.begin_forward(info) == [Step(PREFETCH, 1, 0)]
+    residency.event(event([1]))
+    residency.event(event([1]))
+    assert (residency.counts.prefetched, residency.counts.kept) == (1, 1)
+
+
+def test_what_is_given_up_after_an_event_frees_its_slot() -> None:
+    policy = Scripted(2)
+    residency = Residency(policy)
+    policy.drop = (1,)
+    residency.event(event([1, 2]))
+    assert residency.slot_of == {2: 1}
+    policy.drop = ()
+    assert residency.event(event([1])) == [Step(LOAD, 1, 0), Step(COMPUTE, 1, 0)]
+
+
+def test_prefill_and_decode_are_counted_apart() -> None:
+    residency = Residency(Scripted(4))
+    for forward_id, phase in enumerate((Phase.PREFILL, Phase.DECODE)):
+        info, events = make_forward(residency.policy.spec, np.array([[[0, 1]] * 2]), forward_id=forward_id, phase=phase)
+        residency.begin_forward(info)
+        for one in events:
+            residency.event(one)
+    assert (residency.prefill.missed, residency.prefill.kept) == (4, 0)
+    assert (residency.decode.missed, residency.decode.kept) == (0, 4)
+    assert residency.counts.hit_rate == 0.5
+
+
+def test_requests_are_announced_once_and_ended_once() -> None:
+    policy = Scripted(4)
+    residency = Residency(policy)
+    for _ in range(2):
+        residency.begin_forward(make_forward(policy.spec, np.zeros((2, 2, 2), int), request=7)[0])
+    residency.end_request(7)
+    residency.end_request(7)
+    residency.end_request(8)
+    assert policy.calls == [("begin", 7), ("end", 7)]
+
+
+def test_too_small_a_pool_is_refused() -> None:
+    with pytest.raises(CapacityError, match=r"1 expert slots .* smallest legal one has 2 \(2,000 bytes"):
+        Residency(Scripted(1))
+
+
+def test_a_policy_that_would_give_a_wrong_weight_is_stopped() -> None:
+    class Forgetful(Scripted):
+        def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
+            return misses[1:]
+
+    class Greedy(Scripted):
+        def evict(self, locked: Collection[int]) -> int:
+            return self.queue[0]
+
+    with pytest.raises(ValueError, match="for the misses"):
+        Residency(Forgetful(2)).event(event([1, 2]))
+    residency = Residency(Greedy(2))
+    residency.event(event([1, 2]))
+    with pytest.raises(ValueError, match="still needed"):
+        residency.event(event([1, 3]))
