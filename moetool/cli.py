@@ -14,7 +14,7 @@ from moetool.errors import MoetoolError, UsageError
 
 app = typer.Typer(
     name="moetool",
-    help="Capture the routing of Mixture-of-Experts models, learn it, plan by it, and serve a model larger than memory.",
+    help="Capture the routing of Mixture-of-Experts models, learn it, plan by it, serve a model larger than memory.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,

@@ -1,6 +1,8 @@
 """From plain values (of a recipe, a plan, the command line) to the frozen dataclasses that the code works with."""
 
-from collections.abc import Mapping
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from moetool.errors import UsageError, unknown_name
@@ -27,3 +29,54 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         if first["type"] == "unexpected_keyword_argument":
             raise unknown_name(f"option of {where}:", path, getattr(kind, "__dataclass_fields__", ())) from None
         raise UsageError(f"{where}: {path}: {first['msg']}") from None
+
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)},
+    **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)},
+}
+
+
+def parse_bytes(text: str, whole: int | None = None) -> int:
+    """Bytes from `64MB`, `20GiB`, `1500000`, or, where `whole` is given, a share of it such as `25%`.
+
+    Raises:
+        UsageError: it is none of these, or not above zero.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", text.strip().lower())
+    if match and (number := float(match[1])) > 0:
+        if match[2] == "%" and whole is not None:
+            return int(number / 100 * whole)
+        if match[2] in _UNITS:
+            return int(number * _UNITS[match[2]])
+    shares = ", or a share like 25%" if whole is not None else ""
+    raise UsageError(
+        f"{text!r} is no amount of memory; write bytes, or a number with a unit like 64MB or 20GiB{shares}"
+    )
+
+
+def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
+    """A dictionary from `a=1`, `b.c=text`: values are read as TOML where that is possible, as text otherwise.
+
+    Raises:
+        UsageError: a setting has no `=`, or two of them contradict each other.
+    """
+    values: dict[str, Any] = {}
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        *parents, leaf = path.strip().split(".")
+        if not equals or not leaf:
+            raise UsageError(f"--set {setting!r} is no setting; write name=value")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        place = values
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise UsageError(f"--set {setting!r} contradicts an earlier --set {parent}=…")
+        place[leaf] = value
+    return values

@@ -87,10 +87,8 @@ def run(out: Path) -> None:
     print("  plan.json    the cache plan, its reason and evidence")
     print("Try next:")
     print(f"  moetool serve reference --plan {out}/plan.json")
-    print(
-        '  curl -s localhost:8000/v1/completions -d \'{"model": "reference", "prompt": "12 + 7 =", "max_tokens": 8}\' \\'
-    )
-    print("       -H 'Content-Type: application/json'")
+    print("  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\")
+    print('       -d \'{"model": "reference", "prompt": "12 + 7 =", "max_tokens": 8}\'')
     print(f"  moetool replay --trace {out}/trace --policy lru,belady --budget 10%,30%,60%")
 
 

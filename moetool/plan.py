@@ -36,6 +36,9 @@ class CachePlan:
         device_memory_bytes: what the whole model may use.
         dense_bytes: what its weights outside the routed experts take of that.
         kv_bytes: what is kept of it for keys and values.
+        kv_tokens: the tokens that those are for (0: not said).
+        dtype: data type of everything but the experts.
+        predictor_bytes: what the predictor takes of it, where the policy has one.
         budget_bytes: what is left for experts.
         predictor: what the policy predicts with, if it does.
         trace_sha256: the trace that the choice was made from.
@@ -54,6 +57,9 @@ class CachePlan:
     device_memory_bytes: int
     dense_bytes: int
     kv_bytes: int
+    kv_tokens: int
+    dtype: str
+    predictor_bytes: int
     budget_bytes: int
     predictor: PredictorReference | None
     trace_sha256: str
@@ -68,12 +74,15 @@ class CachePlan:
 
     def save(self, path: Path) -> None:
         """Write the plan as a whole or not at all; the predictor's path is written relative to the plan's folder."""
-        values = asdict(self)
+        values = self.to_json()
         if self.predictor is not None:
             values["predictor"]["path"] = os.path.relpath(self.predictor.path, path.parent.resolve())
-        values["spec"] = self.spec.to_json()
+        durable.write_text(path, json.dumps(values, indent=1) + "\n")
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as a JSON object."""
         head = {"kind": "cache_plan", "schema_version": SCHEMA_VERSION, "moetool_version": __version__}
-        durable.write_text(path, json.dumps({**head, **values}, indent=1) + "\n")
+        return {**head, **asdict(self), "spec": self.spec.to_json()}
 
     @classmethod
     def load(cls, path: Path) -> "CachePlan":

@@ -24,7 +24,7 @@ def plan_cache(trace: Trace, predictor_dir: Path | None, device_memory_bytes: in
     """
     if predictor_dir is None:
         return choose_cache(trace, device_memory_bytes, **choices)
-    from moetool.training import load_predictor  # type: ignore[import-not-found, unused-ignore]
+    from moetool.training import load_predictor
 
     predictor = load_predictor(predictor_dir)
     trace.spec.require_same(predictor.spec, "the trace", "the predictor")
@@ -44,7 +44,10 @@ def choose_cache(
     *,
     dense_bytes: int = 0,
     kv_bytes: int = 0,
+    kv_tokens: int = 0,
+    dtype: str = "float32",
     predictor: Any = None,
+    predictor_bytes: int = 0,
     reference: PredictorReference | None = None,
     trained_on: Iterable[int] = (),
     policies: Sequence[str] | None = None,
@@ -59,8 +62,10 @@ def choose_cache(
     Args:
         device_memory_bytes: what the whole model may use on the device.
         dense_bytes: what its weights outside the routed experts take of that.
-        kv_bytes: what is kept of it for keys, values and activations.
+        kv_bytes: what is kept of it for the keys and values of `kv_tokens`.
+        dtype: data type of everything but the experts.
         predictor: a `moetool.predictor.Predictor`, if there is one.
+        predictor_bytes: what it takes of the device memory; only policies that need it pay.
         reference: names `predictor` in the plan.
         trained_on: requests of the trace that the predictor has seen.
         policies: candidates; by default every lossless policy that can serve with what there is.
@@ -73,11 +78,20 @@ def choose_cache(
     """
     spec = trace.spec
     budget = _expert_budget(spec, device_memory_bytes, dense_bytes, kv_bytes)
-    candidates = list(policies) if policies else servable(trace, predictor)
     used, held_out = _split(trace, frozenset(trained_on), seed)
-    asked: dict[str, Any] = {"predictor": predictor, "options": options}
-    choice = _cheapest(replay(trace, candidates, [budget], requests=used, **asked))
-    evidence = replay(trace, [*candidates, _BOUND], [budget], requests=held_out, **asked)
+    candidates = list(policies) if policies else servable(trace, predictor)
+    paying = [name for name in candidates if policy_class(name).needs_predictor]
+    if budget - predictor_bytes < MIN_SLOTS * spec.slot_bytes and len(paying) < len(candidates):
+        candidates, paying = [name for name in candidates if name not in paying], []  # the predictor leaves no room
+
+    def rows(names: list[str], requests: frozenset[int]) -> list[Row]:
+        asked: dict[str, Any] = {"predictor": predictor, "options": options, "requests": requests}
+        free = [name for name in names if name not in paying]
+        made = replay(trace, free, [budget], **asked) if free else []
+        return made + (replay(trace, paying, [budget - predictor_bytes], **asked) if paying else [])
+
+    choice = _cheapest(rows(candidates, used))
+    evidence = rows([*candidates, _BOUND], held_out)
     kind = policy_class(choice.policy)
     return CachePlan(
         spec=spec,
@@ -88,7 +102,10 @@ def choose_cache(
         device_memory_bytes=device_memory_bytes,
         dense_bytes=dense_bytes,
         kv_bytes=kv_bytes,
-        budget_bytes=budget,
+        kv_tokens=kv_tokens,
+        dtype=dtype,
+        predictor_bytes=predictor_bytes if kind.needs_predictor else 0,
+        budget_bytes=choice.budget_bytes,
         predictor=reference if kind.needs_predictor else None,
         trace_sha256=trace.sha256,
         requests_used=tuple(sorted(used)),

@@ -1,0 +1,15 @@
+"""A trace of the embedded model for the command line to work on."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten prompts of the embedded model, with logits."""
+    from moetool import prompts
+    from moetool.capture import capture
+
+    texts = list(prompts.load(["all"], max_prompts=6))
+    return capture("reference", texts, tmp_path_factory.mktemp("cli") / "trace", max_new_tokens=8, batch_size=8).out

@@ -1,0 +1,161 @@
+"""What is wrong is said in one line (found, expected, next command), with the right exit code."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetool import cli
+
+HEAVY = ("torch", "transformers", "lightning", "datasets", "pyarrow", "numpy", "scipy", "pandas", "fastapi", "pydantic")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in this process; gives exit code, stdout and stderr."""
+
+    def call(*args: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["moetool", *map(str, args)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as exit:
+            code = exit.code if isinstance(exit.code, int) else 1
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def _one_line(result: tuple[int, str, str], code: int, *parts: str) -> None:
+    found, out, err = result
+    assert found == code, err
+    assert out == ""
+    lines = err.strip().splitlines()
+    assert len(lines) == 1, err
+    for part in parts:
+        assert part in lines[0]
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; sys.argv = ['moetool', '--help']\n"
+        "from moetool import cli\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        f"print('heavy:', [m for m in {HEAVY} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "capture" in done.stdout
+    assert done.stdout.strip().endswith("heavy: []")
+
+
+def test_every_command_explains_itself(run: Run) -> None:
+    for command in ("capture", "train", "evaluate", "replay", "serve", "demo", "trace info", "plan cache"):
+        code, out, _ = run(*command.split(), "--help")
+        assert code == 0
+        assert "Usage" in out
+
+
+def test_wrong_model_path(run: Run, tmp_path: Path) -> None:
+    _one_line(run("serve", tmp_path / "none"), 2, "no model at", "'reference'")
+    _one_line(run("serve", tmp_path), 2, "has no config.json")
+    _one_line(
+        run("capture", tmp_path / "none", "--data", "chat", "--max-prompts", 1, "--out", tmp_path / "t"),
+        2,
+        "no model at",
+    )
+
+
+def test_a_hub_name_that_cannot_be_had(run: Run) -> None:
+    _one_line(run("serve", "nobody/no-such-model"), 2, "cannot get 'nobody/no-such-model' from the hub", "reference")
+
+
+def test_unknown_dataset(run: Run, tmp_path: Path) -> None:
+    _one_line(
+        run("capture", "reference", "--data", "aritmetic", "--out", tmp_path / "t"), 2, "did you mean 'arithmetic'"
+    )
+
+
+def test_unknown_policy(run: Run, trace: Path) -> None:
+    _one_line(run("replay", "--trace", trace, "--policy", "lrru", "--budget", "50%"), 2, "did you mean 'lru'?")
+    _one_line(run("serve", "reference", "--policy", "duoserv", "--port", 0), 2, "did you mean 'duoserve'?")
+
+
+def test_a_policy_that_cannot_serve(run: Run) -> None:
+    _one_line(run("serve", "reference", "--policy", "belady", "--port", 0), 2, "has to know the future")
+    _one_line(run("serve", "reference", "--policy", "duoserve", "--port", 0), 2, "needs a predictor")
+
+
+def test_unknown_predictor(run: Run, trace: Path, tmp_path: Path) -> None:
+    _one_line(run("train", "expertmlp", "--trace", trace, "--out", tmp_path / "p"), 2, "did you mean 'expert_mlp'?")
+
+
+def test_a_pool_below_the_smallest_legal(run: Run, trace: Path, tmp_path: Path) -> None:
+    _one_line(run("replay", "--trace", trace, "--policy", "lru", "--budget", "100kB"), 4, "smallest legal pool has 2")
+    _one_line(run("serve", "reference", "--device-memory", "10MB", "--port", 0), 4, "at least 2 expert slots")
+    plan = ("plan", "cache", "--trace", trace, "--device-memory", "10MB", "--out", tmp_path / "plan.json")
+    _one_line(run(*plan), 4, "raise --device-memory")
+
+
+def test_no_amount_of_memory(run: Run, trace: Path) -> None:
+    _one_line(
+        run("replay", "--trace", trace, "--policy", "lru", "--budget", "lots"), 2, "'lots' is no amount of memory"
+    )
+
+
+def test_no_trace(run: Run, tmp_path: Path) -> None:
+    _one_line(run("trace", "info", tmp_path / "none"), 2, "no trace at", "moetool capture")
+    (tmp_path / "empty").mkdir()
+    _one_line(run("trace", "info", tmp_path / "empty"), 3, "no manifest.json")
+
+
+def test_corrupt_parquet(run: Run, trace: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(trace, broken)
+    (part,) = (broken / "tokens").glob("*.parquet")
+    data = bytearray(part.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 64] = bytes(64)
+    part.write_bytes(data)
+    _one_line(run("trace", "info", broken), 3, "is damaged", "capture again")
+    _one_line(run("replay", "--trace", broken, "--policy", "lru", "--budget", "50%"), 3, "is damaged", "capture again")
+    part.write_bytes(data[:middle])
+    _one_line(run("replay", "--trace", broken, "--policy", "lru", "--budget", "50%"), 3, "bytes long, expected")
+
+
+def test_the_plan_of_another_model(run: Run, trace: Path, reference: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    code, _, err = run("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--out", plan)
+    assert code == 0, err
+    other = tmp_path / "other"
+    shutil.copytree(reference, other)
+    config = (other / "config.json").read_text()
+    (other / "config.json").write_text(config.replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
+    _one_line(run("serve", other, "--plan", plan, "--port", 0), 3, "the plan was made for", "make the plan again")
+    plan.write_text("{")
+    _one_line(run("serve", "reference", "--plan", plan, "--port", 0), 3, "is not a plan", "moetool plan cache")
+
+
+def test_a_port_in_use(run: Run) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        _one_line(run("serve", "reference", "--port", port), 1, f"port {port}", "in use", "--port")
+
+
+def test_unknown_settings_and_recipes(run: Run, tmp_path: Path) -> None:
+    _one_line(run("serve", "reference", "--port", 0, "--set", "kv_token=5"), 2, "did you mean 'kv_tokens'?")
+    _one_line(run("serve", "reference", "--port", 0, "--set", "kv_tokens"), 2, "write name=value")
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("batchsize = 3\n")
+    _one_line(run("capture", "reference", "--recipe", recipe), 2, "sets 'batchsize'", "see --help")
+    _one_line(run("capture", "reference", "--recipe", tmp_path / "none.toml"), 2, "cannot read the recipe")
