@@ -1,17 +1,36 @@
-"""What a predictor of coming experts is.
+"""What a predictor of coming experts is, and how it is saved and loaded.
 
-Counting, searching and learned predictors share this class. A predictor file in predictors/ defines a frozen
-dataclass `Options` and a subclass `Predictor` of `moetool.predictor.Predictor`.
+Counting, searching and learned predictors share the class `Predictor`. A predictor file in predictors/ defines a
+frozen dataclass `Options` and a subclass `Predictor`. Whatever was learned or counted is a parameter or a buffer, so
+the state dict is the whole predictor. On disk it is a folder:
+
+    card.json               what it is and what it was made from, with the sha256 of the weights
+    predictor.safetensors   the state dict
+    README.md               the card, for people
 """
 
+import json
 from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import safetensors
+import safetensors.torch
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
+from moetool import __version__, durable, plugins
+from moetool.errors import MismatchError, UsageError, unknown_name
 from moetool.types import GateEvent, ModelSpec
+
+SCHEMA_VERSION = 1
+CARD = "card.json"
+WEIGHTS = "predictor.safetensors"
+_REQUIRED = ("predictor", "options", "spec", "weights", "trace", "requests", "seen_prompts")
 
 
 class Predictor(nn.Module):
@@ -24,6 +43,14 @@ class Predictor(nn.Module):
         needs: trace columns that training and predicting take.
         learned: whether it has parameters that gradient descent fits; counting predictors only use `count`.
         lookahead: how many layers ahead of the last observed one it can score.
+
+    Attributes:
+        num_layers, num_experts, top_k: L, E and K, the same in every MoE layer.
+        name, card, sha256: what it was loaded as: its plugin name, its card, and the sha256 of the card's file, which
+            holds that of the weights. Empty for a predictor that was not loaded.
+
+    Raises:
+        UsageError: the model has fewer than two MoE layers, or layers of different widths.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"experts"})
@@ -32,8 +59,22 @@ class Predictor(nn.Module):
 
     def __init__(self, spec: ModelSpec, options: Any) -> None:
         super().__init__()
+        if spec.num_layers < 2:
+            raise UsageError(f"{spec.name} has {spec.num_layers} MoE layer; predicting the next one takes at least two")
+        shapes = sorted(set(zip(spec.num_experts_L, spec.top_k_L, strict=True)))
+        if len(shapes) > 1:
+            found = ", ".join(f"{k} of {e}" for e, k in shapes)
+            raise UsageError(
+                f"the MoE layers of {spec.name} choose {found} experts; predictors expect the same in every layer, "
+                f"so use a policy without one (moetool serve --policy lru)"
+            )
         self.spec = spec
         self.options = options
+        self.num_layers = spec.num_layers
+        self.num_experts, self.top_k = shapes[0]
+        self.name = ""
+        self.card: dict[str, Any] = {}
+        self.sha256 = ""
         self._path: list[np.ndarray] = []
 
     @abstractmethod
@@ -41,7 +82,9 @@ class Predictor(nn.Module):
         """Gather the statistics of the training tokens, before any gradient step.
 
         Args:
-            experts_NLK: the experts of N training tokens in every MoE layer, int64.
+            experts_NLK: the experts of N training tokens in every MoE layer, any integer type.
+
+        Effects: replaces what an earlier call gathered.
         """
 
     @abstractmethod
@@ -56,14 +99,20 @@ class Predictor(nn.Module):
             float32 [T, E]; higher is likelier; comparable within a row.
         """
 
-    def loss(self, experts_NLK: Tensor, layer: int) -> Tensor:
-        """Mean training loss of predicting `layer` from the layers before it; learned predictors only."""
+    def loss(self, experts_NLK: Tensor, layer_N: Tensor) -> Tensor:
+        """Mean training loss of predicting, for each token, one layer from the layers before it; learned only.
+
+        Args:
+            experts_NLK: the experts of N tokens in every MoE layer, int64.
+            layer_N: the layer 1..L-1 to predict for each token, int64.
+        """
         raise TypeError(f"{type(self).__module__} has nothing that is fitted by gradient descent")
 
     def observe(self, event: GateEvent) -> None:
         """Take in the event of the next layer of the current forward; layer 0 begins a new forward."""
         if event.layer == 0:
             self._path.clear()
+        assert event.layer == len(self._path), "events of a forward come layer by layer"
         self._path.append(np.asarray(event.experts_TK, dtype=np.int64))
 
     @torch.inference_mode()
@@ -73,5 +122,112 @@ class Predictor(nn.Module):
         Returns:
             float32 [T, E].
         """
-        path = torch.from_numpy(np.stack(self._path, axis=1))
+        assert layer > 0 and layer - len(self._path) < self.lookahead, "too few layers were observed"
+        path = torch.from_numpy(np.stack(self._path[:layer], axis=1))
         return self.layer_scores(path, layer).numpy()
+
+
+def build(name: str, spec: ModelSpec, options: Mapping[str, Any] | None = None) -> Predictor:
+    """A predictor that nothing was counted or learned for yet.
+
+    Args:
+        name: a file of predictors/, or a dotted module.
+        options: values for the fields of its `Options`; the rest keep their defaults.
+
+    Raises:
+        UsageError: no such predictor or option, or a value that the option does not take.
+    """
+    module = plugins.load("predictor", name)
+    options = dict(options or {})
+    known = [field.name for field in fields(module.Options)]
+    for option in options:
+        if option not in known:
+            raise unknown_name(f"option of {name}", option, known)
+    try:
+        values = TypeAdapter(module.Options).validate_python(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"{name}: {where} is {first['input']!r}: {first['msg']}") from None
+    predictor: Predictor = module.Predictor(spec, values)
+    predictor.name = name
+    return predictor
+
+
+def save(predictor: Predictor, folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the weights and the card of a predictor.
+
+    Args:
+        folder: an empty folder; a `durable.staged_directory`, so that a killed run leaves no predictor.
+        facts: what the card says besides the predictor itself: trace, requests, fit.
+
+    Effects: the card is written last; without it `load_predictor` refuses the folder.
+
+    Returns:
+        The card.
+    """
+    weights = folder / WEIGHTS
+    state = {key: tensor.detach().cpu().contiguous() for key, tensor in predictor.state_dict().items()}
+    safetensors.torch.save_file(state, weights)
+    card = {
+        "kind": "predictor",
+        "schema_version": SCHEMA_VERSION,
+        "moetool_version": __version__,
+        "predictor": predictor.name,
+        "options": asdict(predictor.options),
+        "spec": predictor.spec.to_json(),
+        "parameters": sum(parameter.numel() for parameter in predictor.parameters()),
+        "weights": {"bytes": weights.stat().st_size, "sha256": durable.sha256_file(weights)},
+        **facts,
+    }
+    durable.write_text(folder / CARD, json.dumps(card, indent=1) + "\n")
+    return card
+
+
+def load_predictor(path: Path) -> Predictor:
+    """Load a predictor that `moetool train` wrote, ready to predict on the CPU.
+
+    Returns:
+        The predictor in eval mode, with its `name`, `card` and `sha256`.
+
+    Raises:
+        UsageError: there is no such folder.
+        MismatchError: it is not a whole predictor of this schema version, it is damaged, or this installation lacks
+            its plugin.
+    """
+    again = f"train again: moetool train PREDICTOR --trace DIR --out {path} --overwrite"
+    if not path.is_dir():
+        raise UsageError(f"no predictor at {path}; make one with: moetool train expert_mlp --trace DIR --out {path}")
+    try:
+        card = json.loads((path / CARD).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise MismatchError(f"{path} is not a whole predictor: it has no {CARD}; {again}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise MismatchError(f"{path / CARD} is damaged ({error}); {again}") from None
+    found = (card.get("kind"), card.get("schema_version")) if isinstance(card, dict) else (None, None)
+    if found != ("predictor", SCHEMA_VERSION):
+        raise MismatchError(
+            f"{path} holds {found[0] or 'something else'} of schema version {found[1]}, expected a predictor of "
+            f"version {SCHEMA_VERSION}; {again}"
+        )
+    if missing := [key for key in _REQUIRED if key not in card]:
+        raise MismatchError(f"{path / CARD} is damaged: it has no {', '.join(missing)}; {again}")
+    weights = path / WEIGHTS
+    if not weights.is_file():
+        raise MismatchError(f"{weights} is missing; {again}")
+    if (sha256 := durable.sha256_file(weights)) != card["weights"]["sha256"]:
+        raise MismatchError(
+            f"{weights} is damaged: its sha256 is {sha256[:12]}, expected {card['weights']['sha256'][:12]}; {again}"
+        )
+    try:
+        predictor = build(card["predictor"], ModelSpec.from_json(card["spec"]), card["options"])
+    except UsageError as error:
+        raise MismatchError(f"{path} asks for what is not installed here ({error}); {again}") from None
+    try:
+        predictor.load_state_dict(safetensors.torch.load_file(weights))
+    except (RuntimeError, safetensors.SafetensorError) as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise MismatchError(f"{weights} does not fit this version of {predictor.name} ({reason}); {again}") from None
+    predictor.card = card
+    predictor.sha256 = durable.sha256_file(path / CARD)
+    return predictor.eval().requires_grad_(False)

@@ -1,0 +1,230 @@
+"""Fits a predictor by gradient descent: the LightningModule and the DataModule. The only importer of lightning."""
+
+import contextlib
+import logging
+import math
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from moetool.errors import MoetoolError
+from moetool.predictor import Predictor
+
+_MAX_VALIDATION_PAIRS = 2048
+
+
+def fit(
+    model: Predictor,
+    train_NLK: np.ndarray,
+    validation_NLK: np.ndarray,
+    *,
+    max_epochs: int,
+    max_tokens: int | None,
+    batch_size: int,
+    learning_rate: float,
+    patience: int,
+    seed: int,
+    folder: Path,
+) -> dict[str, Any]:
+    """Fit `model` in place and leave it on the CPU with the weights of its best epoch.
+
+    Args:
+        train_NLK: the experts of the training tokens in every MoE layer.
+        validation_NLK: those of the validation tokens; they decide when to stop and which epoch was best.
+        folder: where Lightning may write; nothing is expected there.
+
+    The rest is explained at `moetool.training.train`.
+
+    Effects: draws from torch's global generator (dropout). Shows progress where stderr is a terminal.
+
+    Returns:
+        What the card says of it: tokens, epochs, the losses of each epoch.
+
+    Raises:
+        MoetoolError: a loss is not finite.
+    """
+    data = _Pairs(train_NLK, validation_NLK, batch_size, max_tokens, seed)
+    total_steps = max_epochs * len(data.epoch)
+    best = _Best()
+    console = Console(stderr=True)
+    with _quiet(), Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        bar = _Bar(progress, progress.add_task(f"fitting {model.name}", total=total_steps))
+        trainer = pl.Trainer(
+            accelerator="cuda" if torch.cuda.is_available() else "cpu",
+            devices=1,
+            max_epochs=max_epochs,
+            callbacks=[best, bar, EarlyStopping("validation_loss", patience=patience, check_finite=False)],
+            plugins=[LightningEnvironment()],  # whatever cluster this runs on, it is one process
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        with _interruptible():
+            trainer.fit(_Fit(model, learning_rate, total_steps), datamodule=data)
+    model.cpu().load_state_dict(best.state)
+    return {
+        "tokens": len(data.epoch.experts_NLK),
+        "epochs": len(best.losses),
+        "best_epoch": best.epoch + 1,
+        "max_epochs": max_epochs,
+        "batch_size": data.epoch.batch_size,
+        "learning_rate": learning_rate,
+        "patience": patience,
+        "lightning": pl.__version__,
+        **{name: [round(epoch[name], 6) for epoch in best.losses] for name in ("loss", "validation_loss")},
+    }
+
+
+class _Epoch(IterableDataset):
+    """One pass over the tokens in whole batches, in a new order, each token at a layer drawn anew.
+
+    Shapes: yields experts_BLK and layer_B, int64.
+    """
+
+    def __init__(self, experts_NLK: Tensor, batch_size: int, generator: torch.Generator) -> None:
+        self.experts_NLK = experts_NLK
+        self.batch_size = min(batch_size, len(experts_NLK))
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return len(self.experts_NLK) // self.batch_size  # a last batch of one token would break batch norm
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        num_tokens, num_layers, _ = self.experts_NLK.shape
+        token_N = torch.randperm(num_tokens, generator=self.generator)
+        layer_N = torch.randint(1, num_layers, (num_tokens,), generator=self.generator)
+        for batch in range(len(self)):
+            rows = slice(batch * self.batch_size, (batch + 1) * self.batch_size)
+            yield self.experts_NLK[token_N[rows]].long(), layer_N[rows]
+
+
+class _Pairs(pl.LightningDataModule):
+    """Pairs of a token and the layer to predict for it: new ones in every epoch, the same for every validation."""
+
+    def __init__(
+        self, train_NLK: np.ndarray, validation_NLK: np.ndarray, batch_size: int, max_tokens: int | None, seed: int
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        train = torch.from_numpy(train_NLK)
+        if max_tokens is not None and max_tokens < len(train):
+            train = train[torch.randperm(len(train), generator=generator)[:max_tokens]]
+        self.epoch = _Epoch(train, batch_size, generator)
+        held_out = torch.from_numpy(validation_NLK)
+        later = held_out.shape[1] - 1
+        pair_N = torch.randperm(len(held_out) * later, generator=generator)[:_MAX_VALIDATION_PAIRS]
+        self.validation = [(held_out[pair // later].long(), 1 + pair % later) for pair in pair_N.split(batch_size)]
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.epoch, batch_size=None)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.validation, batch_size=None)  # type: ignore[arg-type]
+
+
+class _Fit(pl.LightningModule):
+    """Fits a predictor by its own loss: AdamW, one warm-up and one cosine decay over all epochs."""
+
+    def __init__(self, predictor: Predictor, learning_rate: float, total_steps: int) -> None:
+        super().__init__()
+        self.predictor = predictor
+        self.learning_rate = learning_rate
+        self.total_steps = total_steps
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.predictor.loss(*batch)
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[1]))
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("validation_loss", self.predictor.loss(*batch), batch_size=len(batch[1]))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, fused=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, self.learning_rate, total_steps=self.total_steps, pct_start=0.2
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class _Best(pl.Callback):
+    """Keeps the losses, and in memory the weights of the best epoch.
+
+    Raises:
+        MoetoolError: a loss is not finite.
+    """
+
+    def __init__(self) -> None:
+        self.losses: list[dict[str, float]] = []
+        self.epoch = -1
+        self.state: dict[str, Tensor] = {}
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        losses = {name: float(trainer.callback_metrics[name]) for name in ("loss", "validation_loss")}
+        for name, value in losses.items():
+            if not math.isfinite(value):
+                raise MoetoolError(
+                    f"{name} is {value} in epoch {len(self.losses) + 1}, expected a finite number; "
+                    f"train again with a lower learning rate"
+                )
+        self.losses.append(losses)
+        if self.epoch < 0 or losses["validation_loss"] < self.losses[self.epoch]["validation_loss"]:
+            self.epoch = len(self.losses) - 1
+            self.state = {k: v.detach().clone() for k, v in pl_module.predictor.state_dict().items()}
+
+
+class _Bar(pl.Callback):
+    """Advances a progress bar by one step a batch."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self.progress, self.task = progress, task
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        self.progress.advance(self.task)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Lightning's advice is for people who write training loops; ours use one."""
+    loggers = [logging.getLogger(f"lightning.{name}") for name in ("pytorch", "fabric")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Makes Ctrl-C a KeyboardInterrupt again: Lightning ignores SIGINT from then on and exits."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
+        raise
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, handler)

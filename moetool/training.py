@@ -1,0 +1,197 @@
+"""Makes predictors from traces: who is held out, counting, fitting, and the card that says all of it.
+
+Requests, not tokens, are held out: the tokens of one request resemble each other far too much for a token to count
+as unseen. Validation requests decide when to stop; test requests are touched by nothing here, and
+`moetool.evaluation` scores on them.
+"""
+
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moetool import durable
+from moetool.errors import UsageError
+from moetool.predictor import build, save
+from moetool.trace import Trace
+
+HELD_OUT = 0.15
+"""Share of the requests that goes to validation, and again to test."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Ids of the requests that training may see, that decide when it stops, and that it never touches."""
+
+    train: tuple[int, ...]
+    validation: tuple[int, ...]
+    test: tuple[int, ...]
+
+
+def split_requests(trace: Trace, seed: int) -> Split:
+    """Deal the requests of a trace: 70 % to train, 15 % to validation, 15 % to test, each task in that proportion.
+
+    Raises:
+        UsageError: fewer than three requests have tokens.
+    """
+    rows = [row for row in trace.requests.to_pylist() if row["tokens"]]
+    if len(rows) < 3:
+        raise UsageError(
+            f"{trace.path} holds {len(rows)} requests with {trace.num_tokens} tokens; at least 3 requests are needed, "
+            f"to train, validate and test on different ones; capture more prompts"
+        )
+    order = np.random.default_rng(seed).permutation(len(rows))
+    shuffled = sorted((rows[i] for i in order), key=lambda row: (row["dataset"], row["task"]))  # stable
+    ids = np.array([row["request"] for row in shuffled])
+    held_out = max(1, round(HELD_OUT * len(ids)))
+    test = _evenly(len(ids), held_out)
+    rest = np.delete(ids, test)
+    validation = _evenly(len(rest), held_out)
+    return Split(
+        train=tuple(sorted(np.delete(rest, validation).tolist())),
+        validation=tuple(sorted(rest[validation].tolist())),
+        test=tuple(sorted(ids[test].tolist())),
+    )
+
+
+def _evenly(length: int, count: int) -> np.ndarray:
+    """`count` different positions among `length`, evenly spaced, so that each task gives its share."""
+    return ((np.arange(count) + 0.5) * length / count).astype(int)
+
+
+def train(
+    predictor: str,
+    trace: Path,
+    out: Path,
+    *,
+    options: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    max_epochs: int = 20,
+    max_tokens: int | None = None,
+    batch_size: int = 256,
+    learning_rate: float = 3e-3,
+    patience: int = 4,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Make a predictor from the training requests of a trace and save it.
+
+    Args:
+        predictor: a file of predictors/, or a dotted module.
+        trace: the folder of a trace.
+        out: the folder to make.
+        options: values for the predictor's own `Options`.
+        seed: of the split, the first weights, the order of the samples and dropout; on one machine the same seed
+            gives the same weights.
+        max_epochs: an epoch visits every training token once, at one layer drawn at random, so that its cost does
+            not grow with the number of layers.
+        max_tokens: fit on at most so many training tokens, drawn at random; all of them are counted.
+        patience: epochs without a better validation loss before stopping. The best weights are kept.
+        overwrite: replace `out`.
+
+    Effects: writes `out`, whole or not at all. Shows progress where stderr is a terminal.
+
+    Returns:
+        The card.
+
+    Raises:
+        UsageError: no such trace, predictor or option; too few requests or tokens; `out` is there already.
+        MismatchError: the trace is damaged or lacks a column.
+        MoetoolError: the loss is not finite.
+    """
+    for name, value, least in (("max_epochs", max_epochs, 1), ("batch_size", batch_size, 2), ("patience", patience, 1)):
+        if value < least:
+            raise UsageError(f"{name} is {value}, expected at least {least}")
+    if max_tokens is not None and max_tokens < 2:
+        raise UsageError(f"max_tokens is {max_tokens}, expected at least 2")
+    durable.require_absent(out, overwrite)
+    began = time.perf_counter()
+    source = Trace(trace)
+    split = split_requests(source, seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = build(predictor, source.spec, options)
+        source.require(model.needs, predictor)
+        routes = _read_routes(source, split)
+        tokens = {part: len(experts_NLK) for part, experts_NLK in routes.items()}
+        if min(tokens.values()) < 2:
+            raise UsageError(
+                f"{trace} gives {tokens['train']} training and {tokens['validation']} validation tokens, at least 2 "
+                f"are needed of each; capture more prompts"
+            )
+        model.count(routes["train"])
+        fit: dict[str, Any] = {}
+        with durable.staged_directory(out, overwrite) as staged:
+            if model.learned:
+                from moetool import fitting  # Lightning takes seconds to import; counting does without
+
+                fit = fitting.fit(
+                    model,
+                    routes["train"],
+                    routes["validation"],
+                    max_epochs=max_epochs,
+                    max_tokens=max_tokens,
+                    batch_size=batch_size,
+                    learning_rate=learning_rate,
+                    patience=patience,
+                    seed=seed,
+                    folder=staged,
+                )
+            facts = {
+                "seed": seed,
+                "trace": {"sha256": source.sha256, "requests": source.requests.num_rows, "tokens": source.num_tokens},
+                "requests": {"train": split.train, "validation": split.validation, "test": split.test},
+                "seen_prompts": _prompts(source, {*split.train, *split.validation}),
+                "tokens": tokens,
+                "fit": fit,
+                "seconds": round(time.perf_counter() - began, 2),
+                "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            }
+            card = save(model, staged, facts)
+            (staged / "README.md").write_text(_readme(card), encoding="utf-8")
+    return card
+
+
+def _read_routes(trace: Trace, split: Split) -> dict[str, np.ndarray]:
+    """The experts of the tokens of each part, int16 [N, L, K]; test requests are not read."""
+    shape = (-1, trace.spec.num_layers, trace.spec.top_k_L[0])
+    parts: dict[str, list[np.ndarray]] = {"train": [], "validation": []}
+    for batch in trace.batches():
+        for part, requests in (("train", split.train), ("validation", split.validation)):
+            parts[part].append(batch.experts_TS[np.isin(batch.request_T, requests)].astype(np.int16))
+    return {part: np.concatenate(rows).reshape(shape) for part, rows in parts.items()}
+
+
+def _prompts(trace: Trace, requests: set[int]) -> list[str]:
+    """`dataset/prompt_id` of some requests: known again in another trace, they are not held out there either."""
+    rows = trace.requests.to_pylist()
+    return sorted({f"{row['dataset']}/{row['prompt_id']}" for row in rows if row["request"] in requests})
+
+
+def _readme(card: Mapping[str, Any]) -> str:
+    spec, fit = card["spec"], card["fit"]
+    requests = ", ".join(f"{len(ids)} {part}" for part, ids in card["requests"].items())
+    fitted = (
+        f"Fitted on {fit['tokens']:,} tokens for {fit['epochs']} epochs; the best, epoch {fit['best_epoch']}, has a "
+        f"validation loss of {fit['validation_loss'][fit['best_epoch'] - 1]:.4f}.\n"
+        if fit
+        else "Counted; nothing was fitted.\n"
+    )
+    return f"""# {card["predictor"]} for {spec["name"]}
+
+Predicts which of the {spec["num_experts_L"][0]} experts each token will use in the next of {len(spec["layer_ids_L"])}
+MoE layers. Works for this model only (revision `{spec["revision"][:12]}`).
+
+- Made by moetool {card["moetool_version"]} from the trace `{card["trace"]["sha256"][:12]}`, seed {card["seed"]}.
+- Requests: {requests}. Counted on {card["tokens"]["train"]:,} tokens.
+- {fitted.strip()}
+- {card["parameters"]:,} parameters, {card["weights"]["bytes"]:,} bytes.
+
+Score it on the requests that it was not trained on:
+
+    moetool evaluate DIR --trace TRACE
+"""

@@ -1,0 +1,59 @@
+"""Affinity: the experts that most often follow the ones just chosen.
+
+Source: DuoServe-MoE § 4.1, Eq. 3. The paper gives the matrix and no score made of it alone; here the score of a
+layer is the mean of the rows of the experts just chosen.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import moetool.predictor
+from moetool.types import ModelSpec
+from predictors.popularity import popularity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Affinity has no options."""
+
+
+def affinity(experts_NLK: np.ndarray, num_experts: int) -> np.ndarray:
+    """A_{l,l+1}(i, j): among all choices of layer l+1 made after expert i of layer l, the share of expert j (Eq. 3).
+
+    Deviation: for an expert that was never chosen Eq. 3 is 0/0; its row is the popularity of the next layer, which
+    is what is known there without it.
+
+    Shapes: returns float32 [L-1, E, E], called affinity_MEE, M = L-1: [l, i, j] leads from layer l to layer l+1;
+        each row sums to 1.
+    """
+    _, num_layers, _ = experts_NLK.shape
+    popularity_LE = popularity(experts_NLK, num_experts)
+    affinity_MEE = np.empty((num_layers - 1, num_experts, num_experts), np.float32)
+    for layer in range(num_layers - 1):
+        pair_NKK = experts_NLK[:, layer, :, None].astype(np.int64) * num_experts + experts_NLK[:, layer + 1, None, :]
+        count_EE = np.bincount(pair_NKK.ravel(), minlength=num_experts**2).reshape(num_experts, num_experts)
+        total_E1 = count_EE.sum(axis=1, keepdims=True)
+        affinity_MEE[layer] = np.where(total_E1, count_EE / np.maximum(total_E1, 1), popularity_LE[layer + 1])
+    return affinity_MEE
+
+
+class Predictor(moetool.predictor.Predictor):
+    """Scores an expert by its mean affinity to the experts just chosen.
+
+    Shapes: buffer affinity_MEE float32, M = L-1.
+    """
+
+    affinity_MEE: Tensor
+
+    def __init__(self, spec: ModelSpec, options: Options) -> None:
+        super().__init__(spec, options)
+        self.register_buffer("affinity_MEE", torch.zeros(self.num_layers - 1, self.num_experts, self.num_experts))
+
+    def count(self, experts_NLK: np.ndarray) -> None:
+        self.affinity_MEE.copy_(torch.from_numpy(affinity(experts_NLK, self.num_experts)))
+
+    def layer_scores(self, experts_TPK: Tensor, layer: int) -> Tensor:
+        return self.affinity_MEE[layer - 1, experts_TPK[:, layer - 1]].mean(dim=1)

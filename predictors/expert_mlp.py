@@ -1,0 +1,117 @@
+"""ExpertMLP: a seven-layer perceptron over the whole path so far, its popularity and its affinity.
+
+One network serves all layers. Its state (Eqs. 4, 5) is
+
+    h_l        the experts of the layers 0..l-1, one multi-hot block of E a layer, zeros from layer l on
+    p_l        the popularity of the experts of layer l
+    a_{l-1,l}  the affinity rows of the experts just chosen, in the order in which the router gave them
+    l          the layer to predict, one-hot
+
+Source: DuoServe-MoE § 4.2, Eqs. 4 to 6. Readings and deviations:
+
+- "We flatten the expert indices and apply zero-padding": an index of 0 and the padding would be the same, and a
+  number says that expert 7 is nearer to 8 than to 30, which means nothing. Multi-hot blocks pad with no expert, have
+  no order and give the first layer one weight row for each (layer, expert).
+- The layer is an input, since one network predicts every layer.
+- Eq. 6 sums over samples; here it is the mean over samples and experts, so that the step size does not depend on the
+  batch size. The gradient has the same direction.
+- Seven layers, "2048 to 64, followed by a final output layer": six hidden layers by halves and the output.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import moetool.predictor
+from moetool.errors import UsageError
+from moetool.types import ModelSpec
+from predictors.affinity import affinity
+from predictors.popularity import popularity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of ExpertMLP; the defaults are the paper's.
+
+    Attributes:
+        hidden: widths of the hidden layers. The last, 64, is a bottleneck for models of 128 experts and more:
+            there `[2048, 1024, 512, 256, 256, 256]` keeps it as wide as the output.
+        dropout: share of the activations that is dropped after each hidden layer in training.
+    """
+
+    hidden: tuple[int, ...] = (2048, 1024, 512, 256, 128, 64)
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.hidden or min(self.hidden) < 1:
+            raise UsageError(f"expert_mlp: hidden is {list(self.hidden)}, expected one or more positive widths")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"expert_mlp: dropout is {self.dropout}, expected 0 <= dropout < 1")
+
+
+class Predictor(moetool.predictor.Predictor):
+    """Scores are the logits of the network for the coming layer.
+
+    Shapes: buffers popularity_LE and affinity_MEE (M = L-1) float32, Eqs. 2 and 3; the network maps the state of
+        M*E + E + K*E + M numbers to E logits.
+    """
+
+    learned = True
+    popularity_LE: Tensor
+    affinity_MEE: Tensor
+
+    def __init__(self, spec: ModelSpec, options: Options) -> None:
+        super().__init__(spec, options)
+        M, E, K = self.num_layers - 1, self.num_experts, self.top_k
+        self.register_buffer("popularity_LE", torch.zeros(M + 1, E))
+        self.register_buffer("affinity_MEE", torch.zeros(M, E, E))
+        layers: list[nn.Module] = []
+        width = M * E + E + K * E + M
+        for hidden in options.hidden:
+            layers += [nn.Linear(width, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Dropout(options.dropout)]
+            width = hidden
+        output = nn.Linear(width, E)
+        nn.init.constant_(output.bias, math.log(K / max(E - K, 1)))  # starts at the base rate of K experts in E
+        self.network = nn.Sequential(*layers, output)
+
+    def count(self, experts_NLK: np.ndarray) -> None:
+        self.popularity_LE.copy_(torch.from_numpy(popularity(experts_NLK, self.num_experts)))
+        self.affinity_MEE.copy_(torch.from_numpy(affinity(experts_NLK, self.num_experts)))
+
+    def state(self, experts_NPK: Tensor, layer_N: Tensor) -> Tensor:
+        """s_l of Eq. 5: one row a token, for predicting its layer from the layers before it.
+
+        Args:
+            experts_NPK: int64; of each token only the layers before its `layer_N` are looked at.
+            layer_N: int64, 1..P.
+
+        Returns:
+            float32 [N, M*E + E + K*E + M], M = L-1.
+        """
+        N, P, K = experts_NPK.shape
+        M, E = self.num_layers - 1, self.num_experts
+        P = min(P, M)  # the last layer is nobody's past
+        known_NP = torch.arange(P, device=layer_N.device) < layer_N[:, None]
+        history_NME = experts_NPK.new_zeros((N, M, E), dtype=torch.float32)
+        history_NME[:, :P].scatter_(2, experts_NPK[:, :P], known_NP[..., None].expand(-1, -1, K).float())
+        chosen_NK = experts_NPK[torch.arange(N, device=layer_N.device), layer_N - 1]
+        affinity_NKE = self.affinity_MEE[layer_N[:, None] - 1, chosen_NK]
+        layer_NM = F.one_hot(layer_N - 1, M).float()
+        return torch.cat(
+            [history_NME.flatten(1), self.popularity_LE[layer_N], affinity_NKE.flatten(1), layer_NM], dim=1
+        )
+
+    def layer_scores(self, experts_TPK: Tensor, layer: int) -> Tensor:
+        layer_T = torch.full((len(experts_TPK),), layer, device=experts_TPK.device)
+        return self.network(self.state(experts_TPK, layer_T))
+
+    def loss(self, experts_NLK: Tensor, layer_N: Tensor) -> Tensor:
+        """Binary cross-entropy with logits (Eq. 6), mean over tokens and experts."""
+        logits_NE = self.network(self.state(experts_NLK, layer_N))
+        rows_N = torch.arange(len(layer_N), device=layer_N.device)
+        chosen_NE = torch.zeros_like(logits_NE).scatter_(1, experts_NLK[rows_N, layer_N], 1.0)
+        return F.binary_cross_entropy_with_logits(logits_NE, chosen_NE)

@@ -1,0 +1,49 @@
+"""Popularity: the experts that a layer chose most often, whatever the token.
+
+Source: DuoServe-MoE § 4.1, Eq. 2.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import moetool.predictor
+from moetool.types import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Popularity has no options."""
+
+
+def popularity(experts_NLK: np.ndarray, num_experts: int) -> np.ndarray:
+    """P_l(i): the share of expert i among all the choices of layer l (Eq. 2).
+
+    Shapes: returns float32 [L, E]; each row sums to 1.
+    """
+    _, num_layers, _ = experts_NLK.shape
+    count_LE = np.stack(
+        [np.bincount(experts_NLK[:, layer].ravel(), minlength=num_experts) for layer in range(num_layers)]
+    )
+    return (count_LE / count_LE.sum(axis=1, keepdims=True)).astype(np.float32)
+
+
+class Predictor(moetool.predictor.Predictor):
+    """Scores an expert by its popularity in its layer.
+
+    Shapes: buffer popularity_LE float32.
+    """
+
+    popularity_LE: Tensor
+
+    def __init__(self, spec: ModelSpec, options: Options) -> None:
+        super().__init__(spec, options)
+        self.register_buffer("popularity_LE", torch.zeros(self.num_layers, self.num_experts))
+
+    def count(self, experts_NLK: np.ndarray) -> None:
+        self.popularity_LE.copy_(torch.from_numpy(popularity(experts_NLK, self.num_experts)))
+
+    def layer_scores(self, experts_TPK: Tensor, layer: int) -> Tensor:
+        return self.popularity_LE[layer].repeat(len(experts_TPK), 1)
