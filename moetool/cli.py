@@ -156,7 +156,8 @@ def summarize_card(card: dict[str, Any]) -> str:
     """One line about a trained predictor."""
     return (
         f"{card['predictor']}, {tables.count(card['parameters'])} parameters, trained on "
-        f"{tables.count(card['tokens'])} tokens of {len(card['train_requests'])} prompts in {card['seconds']:,.1f} s"
+        f"{tables.count(card['tokens']['train'])} tokens of {len(card['requests']['train'])} prompts in "
+        f"{card['seconds']:,.1f} s"
     )
 
 
@@ -169,11 +170,11 @@ def evaluate(
     """Score predictors on requests that they were not trained on, beside popularity and affinity."""
     from moetool.evaluation import evaluate as run
 
-    result = run(predictors, trace)
+    rows = run(predictors, trace)
     if as_json:
-        tables.print_json(result.to_json())
+        tables.print_json([row.to_json() for row in rows])
     else:
-        result.print()
+        tables.print_evaluations(rows)
 
 
 @plan_app.command("cache")
@@ -238,7 +239,7 @@ def replay(
     budgets = [parse_bytes(text, whole) for text in _split(budget)]
     predicts = None
     if predictor is not None:
-        from moetool.training import load_predictor
+        from moetool.predictor import load_predictor
 
         predicts = load_predictor(predictor)
     rows = run(source, _split(policy), budgets, predictor=predicts, sequential=orders[order])

@@ -118,10 +118,10 @@ def _train(out: Path, recipe: dict[str, Any]) -> None:
 
     card = train("expert_mlp", out / "trace", out / "predictor", seed=recipe["seed"], overwrite=True)
     print(
-        f"     {tables.count(card['parameters'])} parameters, {tables.count(card['tokens'])} tokens, "
+        f"     {tables.count(card['parameters'])} parameters, {tables.count(card['tokens']['train'])} tokens, "
         f"{card['seconds']:.0f} s"
     )
-    evaluate([out / "predictor"], out / "trace").print()
+    tables.print_evaluations(evaluate([out / "predictor"], out / "trace"))
 
 
 def _plan(out: Path, recipe: dict[str, Any]) -> Any:
@@ -148,9 +148,9 @@ def _plan(out: Path, recipe: dict[str, Any]) -> Any:
 
 
 def _replay(out: Path) -> None:
+    from moetool.predictor import load_predictor
     from moetool.replay import replay
     from moetool.trace import Trace
-    from moetool.training import load_predictor
 
     trace = Trace(out / "trace")
     whole = trace.spec.total_experts * trace.spec.slot_bytes

@@ -24,7 +24,7 @@ def plan_cache(trace: Trace, predictor_dir: Path | None, device_memory_bytes: in
     """
     if predictor_dir is None:
         return choose_cache(trace, device_memory_bytes, **choices)
-    from moetool.training import load_predictor
+    from moetool.predictor import load_predictor
 
     predictor = load_predictor(predictor_dir)
     trace.spec.require_same(predictor.spec, "the trace", "the predictor")
@@ -34,6 +34,7 @@ def plan_cache(trace: Trace, predictor_dir: Path | None, device_memory_bytes: in
         predictor=predictor,
         reference=PredictorReference(name=predictor.name, sha256=predictor.sha256, path=str(predictor_dir.resolve())),
         trained_on=_trained_on(trace, predictor.card),
+        predictor_bytes=predictor.num_bytes,
         **choices,
     )
 
@@ -142,10 +143,12 @@ def _expert_budget(spec: ModelSpec, device_memory_bytes: int, dense_bytes: int, 
 
 
 def _trained_on(trace: Trace, card: Mapping[str, Any]) -> frozenset[int]:
-    """The requests of this trace that a predictor has seen, by its card."""
-    if card.get("trace_sha256", trace.sha256) != trace.sha256:
-        return frozenset()  # its numbers are of another trace's requests
-    return frozenset(card.get("train_requests", ()))
+    """The requests of this trace whose prompts a predictor has seen, by its card: trained on or validated on."""
+    if card["trace"]["sha256"] == trace.sha256:
+        return frozenset([*card["requests"]["train"], *card["requests"]["validation"]])
+    seen = set(card["seen_prompts"])
+    rows = trace.requests.to_pylist()
+    return frozenset(row["request"] for row in rows if f"{row['dataset']}/{row['prompt_id']}" in seen)
 
 
 def _split(trace: Trace, trained_on: frozenset[int], seed: int) -> tuple[frozenset[int], frozenset[int]]:

@@ -77,6 +77,11 @@ class Predictor(nn.Module):
         self.sha256 = ""
         self._path: list[np.ndarray] = []
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its parameters and buffers."""
+        return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
+
     @abstractmethod
     def count(self, experts_NLK: np.ndarray) -> None:
         """Gather the statistics of the training tokens, before any gradient step.

@@ -29,6 +29,36 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console.print(table)
 
 
+def print_evaluations(rows: Sequence[Any]) -> None:
+    """Predictors side by side (`moetool.evaluation.Evaluation`), then the share matched by layer."""
+    first = rows[0]
+    held_out = "held-out requests" if first.requests == "test" else "requests that it has not seen"
+    print_table(
+        f"next layer's experts on {first.num_requests} {held_out}, {first.num_tokens:,} tokens",
+        ["predictor", "match", "exact", "at least one", "in decode", "ms / token", "size", "of the experts"],
+        [
+            [
+                row.predictor if row.baseline is None else f"{row.predictor} ({row.baseline})",
+                *(f"{value:.3f}" for value in (row.scores[0].match, row.scores[0].exact, row.scores[0].at_least_one)),
+                *(f"{score.match:.3f}" for score in row.scores if score.phase == "decode" and score.layer is None),
+                f"{row.step_ms:.2f}",
+                count(row.size_bytes, "B"),
+                f"{row.expert_bytes_share:.1%}",
+            ]
+            for row in rows
+        ],
+    )
+    layers = [score.layer for score in first.scores if score.phase == "all" and score.layer is not None]
+    print_table(
+        "match by MoE layer",
+        ["predictor", *map(str, layers)],
+        [
+            [row.predictor, *(f"{s.match:.3f}" for s in row.scores if s.phase == "all" and s.layer is not None)]
+            for row in rows
+        ],
+    )
+
+
 def narrate(line: str) -> None:
     """One line on stderr."""
     print(line, file=sys.stderr, flush=True)

@@ -85,7 +85,7 @@ def build_engine(
         slots = plan.slots if plan is not None else loaded.spec.total_experts
     else:
         dense, kv = fixed_bytes(path, options)
-        extra = sum(p.numel() * p.element_size() for p in predicts.state_dict().values()) if predicts else 0
+        extra = predicts.num_bytes if predicts else 0
         slots = _slots(loaded.spec, device_memory_bytes, dense, kv, extra)
     policy_options: Mapping[str, Any] = {**(plan.options if plan and from_plan else {}), **options.policy}
     return Engine(
@@ -100,7 +100,7 @@ def build_engine(
 
 
 def _predictor(path: Path | None, plan: CachePlan | None) -> Any:
-    from moetool.training import load_predictor
+    from moetool.predictor import load_predictor
 
     if path is not None:
         return load_predictor(path)
