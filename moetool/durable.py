@@ -13,6 +13,7 @@ from pathlib import Path
 from moetool.errors import UsageError
 
 PARTIAL = ".partial"
+OLD = ".old"
 
 
 def sync(path: Path) -> None:
@@ -53,11 +54,15 @@ def staged_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
 
     Effects: makes `out.partial`, emptied if a killed run left one; on success syncs its files and renames it to
     `out`; on an exception removes it. A process that is killed outright leaves `out.partial`, which no command
-    reads and the next run replaces.
+    reads and the next run replaces; killed between the two renames of an overwrite, it leaves the old result as
+    `out.old`, which the next run puts back first.
 
     Raises:
         UsageError: `out` exists and `overwrite` is false.
     """
+    old = out.with_name(out.name + OLD)
+    if old.exists() and not out.exists():
+        old.rename(out)  # a run was killed between the two renames below
     require_absent(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(out.name + PARTIAL)
@@ -69,10 +74,13 @@ def staged_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
             sync(file)
         sync(partial)
         if out.exists():
-            old = out.with_name(out.name + ".old")
             shutil.rmtree(old, ignore_errors=True)
             out.rename(old)
-            partial.rename(out)
+            try:
+                partial.rename(out)
+            except BaseException:
+                old.rename(out)
+                raise
             shutil.rmtree(old, ignore_errors=True)
         else:
             partial.rename(out)

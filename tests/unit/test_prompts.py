@@ -1,0 +1,255 @@
+"""Embedded prompt sets and the readers of JSONL, Parquet and text."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from moetool import assets, prompts, puzzles
+from moetool.errors import MismatchError, MoetoolError, UsageError
+
+NAMES = ["arithmetic", "ascii_words", "chat", "code", "encyclopedia", "exam", "narratives"]
+BOM = b"\xef\xbb\xbf"
+
+
+def embedded(name: str) -> Path:
+    return assets.path("data", "prompts", f"{name}.jsonl")
+
+
+def refused(source: Path | str, *parts: str, kind: type[MoetoolError] = MismatchError) -> str:
+    """Loading raises `kind`, whose message is one line with all `parts` and a next step."""
+    with pytest.raises(kind) as caught:
+        prompts.load([str(source)])
+    message = str(caught.value)
+    assert type(caught.value) is kind
+    assert "\n" not in message
+    assert [part for part in parts if part not in message] == [], message
+    return message
+
+
+def test_the_embedded_sets_are_seven() -> None:
+    assert prompts.names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_embedded_set_is_whole(name: str) -> None:
+    rows = [json.loads(line) for line in embedded(name).read_text(encoding="utf-8").splitlines()]
+    loaded = prompts.load([name])
+    assert len(rows) >= 50
+    assert [row["id"] for row in rows] == [f"{name}-{i:03d}" for i in range(1, len(rows) + 1)]
+    assert all(set(row) == {"id", "prompt", "answer", "task"} and row["task"] == name for row in rows)
+    assert [(p.dataset, p.task, p.prompt_id, p.text, p.answer) for p in loaded] == [
+        (name, name, row["id"], row["prompt"], row["answer"]) for row in rows
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_embedded_prompts_are_neither_terse_nor_long(name: str) -> None:
+    for prompt in prompts.load([name]):
+        words = re.findall(r"[\u4e00-\u9fff]|[^\s\u4e00-\u9fff]+", prompt.text)  # each Chinese character is one
+        assert 15 <= len(words) <= 160, prompt
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "arithmetic"])
+def test_embedded_prompts_are_unlike_one_another(name: str) -> None:
+    # Drawings have hardly any words, so there a token is a line.
+    split = str.splitlines if name == "ascii_words" else re.compile(r"\w+").findall
+    tokens = [frozenset(split(prompt.text.lower())) for prompt in prompts.load([name])]
+    alike = [(i, j) for j, b in enumerate(tokens) for i, a in enumerate(tokens[:j]) if len(a & b) >= 0.8 * len(a | b)]
+    assert alike == []
+
+
+def test_arithmetic_prompts_differ() -> None:
+    texts = [prompt.text for prompt in prompts.load(["arithmetic"])]
+    assert len(set(texts)) == len(texts)
+
+
+@pytest.mark.parametrize("name", puzzles.GENERATED)
+def test_a_generated_set_is_what_its_generator_gives(name: str) -> None:
+    made = puzzles.jsonl(puzzles.GENERATED[name](puzzles.SEED, puzzles.COUNT))
+    assert embedded(name).read_text(encoding="utf-8") == made
+    assert puzzles.GENERATED[name](1, 50) != puzzles.GENERATED[name](2, 50)
+
+
+def test_arithmetic_is_right() -> None:
+    signs = {"plus": "+", "minus": "-", "times": "*", "divided by": "/"}
+    nouns = {"sum": "+", "difference": "-", "product": "*", "quotient": "/"}
+    problem = re.compile(
+        r"(?:The (sum|difference|product|quotient) of (\d+) and (\d+) is"
+        r"|(?:Compute |Q: )?(\d+) (\+|-|\*|/|plus|minus|times|divided by) (\d+)"
+        r"(?:\. Answer:| equals| = \?\nA:| =)) (-?\d+)"
+    )
+    total = 0
+    for prompt in puzzles.arithmetic(3, 100):
+        text = f"{prompt.text} {prompt.answer}"
+        found = problem.findall(text)
+        for noun, a, b, c, verb, d, result in found:
+            sign, left, right = (nouns[noun], int(a), int(b)) if noun else (signs.get(verb, verb), int(c), int(d))
+            expected = {"+": left + right, "-": left - right, "*": left * right, "/": left / max(right, 1)}[sign]
+            assert expected == int(result), text
+        total += len(found)
+        assert problem.sub("", text).strip(".\n") == "", text
+    assert total > 800
+
+
+def test_block_letters_are_five_rows_and_no_two_alike() -> None:
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    drawn = [puzzles.block_letters(letter, "#") for letter in letters]
+    assert len(set(drawn)) == len(letters)
+    assert all(art.count("\n") == 4 for art in drawn)
+    assert puzzles.block_letters("HI", "").splitlines()[2] == "HHHHH   I"
+
+
+def test_exam_answers_are_letters_of_options() -> None:
+    for prompt in prompts.load(["exam"]):
+        assert prompt.answer in ("A", "B", "C", "D")
+        assert re.findall(r"^([A-D])\. ", prompt.text, re.M) == ["A", "B", "C", "D"]
+    answers = [prompt.answer for prompt in prompts.load(["exam"])]
+    assert max(map(answers.count, "ABCD")) <= len(answers) / 3
+
+
+def test_all_is_every_set_and_max_prompts_counts_in_each() -> None:
+    loaded = prompts.load(["all"], max_prompts=3)
+    assert [prompt.dataset for prompt in loaded] == [name for name in NAMES for _ in range(3)]
+
+
+def test_a_source_named_twice_counts_once() -> None:
+    assert prompts.load(["chat", "code", "chat"], max_prompts=2) == prompts.load(["chat", "code"], max_prompts=2)
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    lines = ['{"prompt": "first"}', "", '{"prompt": "zweiter ü", "answer": 7, "task": "t", "id": 12, "more": [1]}']
+    file.write_bytes(BOM + "\r\n".join(lines).encode())
+    assert prompts.load([str(file)]) == [
+        prompts.Prompt(dataset="mine", task="mine", prompt_id="1", text="first", answer=None),
+        prompts.Prompt(dataset="mine", task="t", prompt_id="12", text="zweiter ü", answer="7"),
+    ]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    file = tmp_path / "mine.parquet"
+    columns = {"prompt": ["a", "b", "c"], "answer": ["x", None, "z"], "id": [5, 6, 7], "junk": [0.1, 0.2, 0.3]}
+    pq.write_table(pa.table(columns), file)
+    loaded = prompts.load([str(file)], max_prompts=2)
+    assert [(p.task, p.prompt_id, p.text, p.answer) for p in loaded] == [
+        ("mine", "5", "a", "x"),
+        ("mine", "6", "b", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ("one\ntwo\n\n\n\nthree\n", ["one\ntwo", "three"]),
+        ("one\n\ntwo\n<|endoftext|>\n  three\n<|endoftext|>\n", ["one\n\ntwo", "  three"]),
+        ("one\r\n<|endoftext|>\r\n\r\ntwo", ["one", "two"]),
+        ("<|endoftext|>\n<|endoftext|>\nonly", ["only"]),
+    ],
+)
+def test_text(tmp_path: Path, content: str, texts: list[str]) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_bytes(content.encode())
+    loaded = prompts.load([str(file)])
+    assert [prompt.text for prompt in loaded] == texts
+    assert [prompt.prompt_id for prompt in loaded] == [str(i) for i in range(1, len(texts) + 1)]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "txt"])
+def test_only_the_beginning_is_read(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"large.{suffix}"
+    with file.open("wb") as out:
+        out.write(b'{"prompt": "one"}\n\n{"prompt": "two"}\n\n')
+        out.write(b"\xff not UTF-8 \xff\n")  # a reader that went on would refuse it
+        out.truncate(1 << 33)  # sparse, and too long to read it all
+    assert len(prompts.load([str(file)], max_prompts=2)) == 2
+
+
+def test_unknown_names_are_refused_with_the_nearest(tmp_path: Path) -> None:
+    refused("aritmetic", "unknown dataset", "did you mean 'arithmetic'", "narratives", kind=UsageError)
+    refused(tmp_path / "absent.jsonl", "no file at", ".parquet", "--data", kind=UsageError)
+    refused("./absent", "no file at", kind=UsageError)
+
+
+def test_what_is_no_prompt_file_is_refused(tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    table.write_text("prompt\nhello\n")
+    refused(table, "'.csv'", ".jsonl", kind=UsageError)
+    refused(tmp_path, "a folder", ".jsonl", kind=UsageError)
+
+
+@pytest.mark.parametrize("arguments", [([], None), (["chat"], 0), (["chat"], -1)])
+def test_senseless_arguments_are_refused(arguments: tuple[list[str], int | None]) -> None:
+    with pytest.raises(UsageError):
+        prompts.load(arguments[0], max_prompts=arguments[1])
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n  \n", BOM])
+@pytest.mark.parametrize("suffix", ["jsonl", "txt"])
+def test_empty_files_are_refused(tmp_path: Path, suffix: str, content: bytes) -> None:
+    file = tmp_path / f"empty.{suffix}"
+    file.write_bytes(content)
+    refused(file, str(file), "no prompt", "--data")
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("{oops", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[1]", "a JSON list"),
+        ("{}", "no 'prompt'"),
+        ('{"text": "hello"}', "'text' and no 'prompt'"),
+        ('{"prompt": null}', "null"),
+        ('{"prompt": ["hello"]}', "list"),
+        ('{"prompt": " \\n "}', "blank"),
+        ('{"prompt": "half \\ud83d"}', "surrogate"),
+        ('{"prompt": "hello", "answer": {}}', "'answer'"),
+        ('{"prompt": "hello", "id": true}', "'id'"),
+    ],
+)
+def test_a_wrong_jsonl_line_is_refused_with_its_number(tmp_path: Path, line: str, found: str) -> None:
+    file = tmp_path / "wrong.jsonl"
+    file.write_text(f'{{"prompt": "fine"}}\n\n{line}\n')
+    refused(file, f"{file}:3 ", found, "expected")
+
+
+@pytest.mark.parametrize(("suffix", "mark"), [("jsonl", b""), ("txt", b""), ("jsonl", BOM), ("txt", BOM)])
+def test_invalid_utf8_is_refused_with_its_offset(tmp_path: Path, suffix: str, mark: bytes) -> None:
+    file = tmp_path / f"latin1.{suffix}"
+    file.write_bytes(mark + b'{"prompt": "fine"}\n' + b'{"prompt": "caf\xe9"}\n')
+    refused(file, f"{file}, byte {len(mark) + 19 + 15} ", "not UTF-8")
+
+
+def test_wrong_parquet_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.parquet"
+    pq.write_table(pa.table({"text": ["a"], "label": [1]}), file)
+    refused(file, str(file), "text, label", "column 'prompt'")
+    pq.write_table(pa.table({"prompt": ["a", None]}), file)
+    refused(file, "row 2", "null")
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), file)
+    refused(file, "no prompt")
+    bad = pa.array([b"\xff"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"prompt": bad}), file)
+    refused(file, "not UTF-8")
+
+
+def test_damaged_parquet_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "damaged.parquet"
+    pq.write_table(pa.table({"prompt": [f"prompt {i}" for i in range(500)]}), file)
+    whole = file.read_bytes()
+    for damaged in (b"", b"PAR1", whole[: len(whole) // 2], whole[:200] + bytes(100) + whole[300:], b"hello" * 100):
+        file.write_bytes(damaged)
+        refused(file, str(file), "damaged", "expected Parquet")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "secret.txt"
+    file.write_text("hello")
+    file.chmod(0)
+    refused(file, "cannot read", kind=MoetoolError)
