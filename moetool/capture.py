@@ -83,7 +83,7 @@ def capture(
         run = _Run(loaded, TraceWriter(folder, loaded.spec, keep), max_new_tokens, batch_size)
         try:
             run.all(list(prompts), load_tokenizer(path), on_progress)
-            size = run.finish(
+            run.finish(
                 {
                     "model": model,
                     "dtype": dtype,
@@ -97,6 +97,7 @@ def capture(
                     },
                 }
             )
+            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         except BaseException:
             run.writer.abort()
             raise
@@ -154,11 +155,11 @@ class _Run:
             recorder.close()
             batcher.close()
 
-    def finish(self, provenance: dict[str, Any]) -> int:
-        """Write what is left; gives the bytes of the trace."""
+    def finish(self, provenance: dict[str, Any]) -> None:
+        """Write what is left."""
         size = self._batch_size
         composition = {"kind": "sequential"} if size == 1 else {"kind": "batch", "size": size}
-        return self.writer.finish(composition=composition, provenance={**provenance, "skipped": self.skipped})
+        self.writer.finish(composition=composition, provenance={**provenance, "skipped": self.skipped})
 
     def _one_batch(self, batcher: Batcher, recorder: GateRecorder, batch: list[tuple[Prompt, list[int]]]) -> None:
         first = self.requests

@@ -374,6 +374,31 @@ class Trace:
                 f"capture with --keep topk,{flags}"
             )
 
+    def describe(self) -> dict[str, Any]:
+        """What is in the trace, counted, as a JSON object."""
+        totals: dict[tuple[str, str], list[int]] = {}
+        for row in self.requests.to_pylist():
+            total = totals.setdefault((row["dataset"], row["task"]), [0, 0, 0])
+            for i, number in enumerate((1, row["prompt_tokens"], row["new_tokens"])):
+                total[i] += number
+        counted = ("requests", "prompt_tokens", "new_tokens")
+        composition = self.manifest["composition"]
+        return {
+            "path": str(self.path),
+            "sha256": self.sha256,
+            "spec": self.spec.to_json(),
+            "columns": sorted(self.columns),
+            "composition": " ".join(str(value) for value in composition.values()),
+            "tokens": self.num_tokens,
+            "bytes": sum(int(facts["bytes"]) for facts in self.manifest["files"].values()),
+            **{name: sum(total[i] for total in totals.values()) for i, name in enumerate(counted)},
+            "tasks": [
+                {"dataset": dataset, "task": task, **dict(zip(counted, total, strict=True))}
+                for (dataset, task), total in sorted(totals.items())
+            ],
+            "provenance": self.manifest["provenance"],
+        }
+
     def verify(self) -> None:
         """Raises: MismatchError if any file's sha256 is not the manifest's."""
         for name, facts in self.manifest["files"].items():
