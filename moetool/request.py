@@ -1,10 +1,13 @@
 """What the engine and its callers say to each other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from moetool.errors import MoetoolError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 
@@ -55,5 +58,60 @@ Sink = Callable[[Output], None]
 """Called on the engine's thread; must not block."""
 
 
+State = Literal["starting", "ready", "draining", "failed"]
+
+
 class Unavailable(MoetoolError):
-    """The engine takes no request now: it is starting, draining or has failed."""
+    """The engine takes no requests just now (starting, draining, rebuilding); the same request may work later."""
+
+    def __init__(self, message: str, retry_after_s: int = 2) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineLike(Protocol):
+    """What the HTTP server needs of an engine.
+
+    Attributes:
+        model_name: the name that clients ask for.
+        max_context: at most so many tokens in a prompt and its answer together.
+        vocab_size: token ids are below this.
+        tokenizer: the model's own.
+        state: requests are taken only in `ready`.
+    """
+
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def max_context(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase": ...
+    @property
+    def state(self) -> State: ...
+
+    def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> int:
+        """Queue a request and return its id; never waits for the model.
+
+        Effects: from now on `sink` is called from another thread, perhaps before this returns, until a message
+        with `finish`. Thread-safe.
+
+        Raises:
+            UsageError: the request makes no sense.
+            CapacityError: it can never be served.
+            Unavailable: not now.
+        """
+        ...
+
+    def cancel(self, request: int) -> None:
+        """Stop a request, running or queued; nothing happens if it has ended. Thread-safe, never waits."""
+        ...
+
+    def prompt_logprobs(self, prompt: list[int], top: int) -> list[TokenLogprob | None]:
+        """Log-probability of each prompt token given those before it (None for the first). Blocks for a forward."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """Counters and gauges by name, as of now. Thread-safe."""
+        ...

@@ -1,0 +1,241 @@
+"""The OpenAI protocol over an engine: routes, streams and disconnects."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import Receive, Scope, Send
+
+from moetool.errors import MoetoolError
+from moetool.request import EngineLike, SamplingParams, TokenLogprob
+from moetool.serving import refusal
+from moetool.serving.generation import Exchange, Frontend, Job, Piece
+from moetool.serving.metrics import Metrics
+from moetool.serving.prompts import Prompt, chat_prompt, completion_prompts, echo
+from moetool.serving.refusal import BodyLimit, Refusal
+from moetool.serving.reply import ChatReply, CompletionReply, Reply
+from moetool.serving.schema import ChatRequest, CompletionRequest, GenerationRequest
+from moetool.serving.text import Vocabulary
+
+MAX_BODY_BYTES = 8 * 2**20
+
+_Result = TypeVar("_Result")
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+def create_app(engine: EngineLike, *, aliases: Collection[str] = (), max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+    """The server's application.
+
+    Args:
+        aliases: names that clients may use for the model besides its own and the last part of its own.
+
+    Effects: `app.state.frontend` is the `Frontend`, through which the server drains.
+    """
+    frontend = Frontend(engine, Vocabulary(engine.tokenizer), Metrics(engine))
+    # The documentation pages load scripts from the network, so there are none.
+    app = FastAPI(title="moetool", docs_url=None, redoc_url=None)
+    app.state.frontend = frontend
+    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    refusal.install(app)
+
+    names = {engine.model_name, engine.model_name.rstrip("/").rpartition("/")[2], *aliases}
+    card = {"id": engine.model_name, "object": "model", "created": int(time.time()), "owned_by": "moetool"}
+
+    def require_model(name: str) -> None:
+        if name not in names:
+            raise Refusal(
+                f"the model {name!r} does not exist; this server has {engine.model_name!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        require_model(name)
+        return card
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        require_model(body.model)
+        return await _answer(request, body, _start_completion(frontend, body))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        require_model(body.model)
+        return await _answer(request, body, _start_chat(frontend, body))
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        if frontend.status == "ready":
+            return JSONResponse({"status": "ok", "model": engine.model_name})
+        body = {"status": frontend.status, "model": engine.model_name}
+        return JSONResponse(body, 503, {"Retry-After": "2"})
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(frontend.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+async def _answer(
+    request: Request, body: GenerationRequest, start: Coroutine[Any, Any, tuple[Exchange, Reply]]
+) -> Response:
+    """The response to a request whose generation `start` starts."""
+    try:
+        exchange, reply = await _attended(request.receive, start)
+        if body.stream:
+            return _EventStream(exchange, _events(exchange, reply, include_usage=body.include_usage))
+        with contextlib.closing(exchange):
+            return JSONResponse(await _attended(request.receive, _collect(exchange, reply)))
+    except ClientGone:
+        return Response(status_code=499)  # "client closed request", which nobody sees
+
+
+async def _start_completion(frontend: Frontend, body: CompletionRequest) -> tuple[Exchange, Reply]:
+    frontend.require_ready()
+    engine, vocabulary = frontend.engine, frontend.vocabulary
+    # Long prompts take seconds to tokenise, and a forward takes longer: neither may hold up the event loop.
+    prompts = await asyncio.to_thread(completion_prompts, engine, body)
+    reply = CompletionReply(
+        body.model,
+        vocabulary,
+        logprobs=body.logprobs is not None,
+        num_prompt_tokens=sum(len(prompt.tokens) for prompt in prompts),
+    )
+    if body.echo:
+        echoes: list[Piece] = []
+        for prompt in prompts:
+            scores: list[TokenLogprob | None] | None = None
+            if body.logprobs is not None:
+                async with frontend.scoring:
+                    scores = await asyncio.to_thread(engine.prompt_logprobs, prompt.tokens, body.logprobs)
+            echoes += [echo(vocabulary, prompt, scores)] * body.n
+        reply.echoes = echoes
+    jobs = _jobs(body, prompts, body.logprobs)
+    jobs = [replace(job, offset=len(reply.prelude(index).text)) for index, job in enumerate(jobs)]
+    return frontend.open(jobs, body.stop), reply
+
+
+async def _start_chat(frontend: Frontend, body: ChatRequest) -> tuple[Exchange, Reply]:
+    frontend.require_ready()
+    prompt = await asyncio.to_thread(chat_prompt, frontend.engine, body)
+    reply = ChatReply(body.model, frontend.vocabulary, logprobs=body.logprobs, num_prompt_tokens=len(prompt.tokens))
+    jobs = _jobs(body, [prompt], (body.top_logprobs or 0) if body.logprobs else None)
+    return frontend.open(jobs, body.stop), reply
+
+
+def _jobs(body: GenerationRequest, prompts: Sequence[Prompt], logprobs: int | None) -> list[Job]:
+    """One job a choice: the n choices of the first prompt, then of the second."""
+    return [
+        Job(
+            prompt=prompt.tokens,
+            params=SamplingParams(
+                max_tokens=prompt.max_tokens,
+                temperature=body.temperature,
+                top_p=body.top_p,
+                # The choices of one prompt have to differ; the first is that of the same request with n=1.
+                seed=None if body.seed is None else (body.seed + index) % 2**63,
+                logprobs=logprobs,
+            ),
+        )
+        for prompt in prompts
+        for index in range(body.n)
+    ]
+
+
+async def _collect(exchange: Exchange, reply: Reply) -> dict[str, Any]:
+    pieces: list[list[Piece]] = [[] for _ in exchange.choices]
+    async for index, piece in exchange.pieces():
+        pieces[index].append(piece)
+    return reply.whole(pieces, exchange.num_tokens)
+
+
+async def _events(exchange: Exchange, reply: Reply, *, include_usage: bool) -> AsyncIterator[str]:
+    """The payloads of a stream. After an error there is no `[DONE]`."""
+    # Where usage is asked for, OpenAI has the field in every chunk.
+    no_usage = {"usage": None} if include_usage else {}
+    opened: set[int] = set()
+    try:
+        async for index, piece in exchange.pieces():
+            if index not in opened:
+                opened.add(index)
+                for choice in reply.opening(index):
+                    yield _dump(reply.chunk([choice]) | no_usage)
+            if piece:
+                yield _dump(reply.chunk([reply.delta(index, piece)]) | no_usage)
+        if include_usage:
+            yield _dump(reply.chunk([]) | {"usage": reply.usage(exchange.num_tokens)})
+        yield "[DONE]"
+    except MoetoolError as error:
+        yield _dump(refusal.describe(error)[1])
+    except Exception:
+        yield _dump(refusal.error_object("internal error; the server's log says more", 500))
+        raise
+
+
+def _dump(payload: dict[str, Any]) -> str:
+    return json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+
+
+class _EventStream(Response):
+    """Server-sent events, and the end of the exchange when they end or the client goes.
+
+    Starlette's StreamingResponse notices a client that went only when it sends, which may be long after.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, exchange: Exchange, payloads: AsyncIterator[str]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["Content-Length"]
+        self._exchange = exchange
+        self._payloads = payloads
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.closing(self._exchange), contextlib.suppress(ClientGone):
+            await _attended(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for payload in self._payloads:
+            await send({"type": "http.response.body", "body": f"data: {payload}\n\n".encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _attended(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Do the work, and give it up when the client goes.
+
+    Raises:
+        ClientGone: it went first.
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)

@@ -1,0 +1,94 @@
+"""GET /metrics: the engine's counters in Prometheus' words, and the latencies that clients meet."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moetool.request import EngineLike
+
+
+class _Entry(NamedTuple):
+    """How one number of the engine is exposed; entries of the same name differ in their label."""
+
+    name: str
+    help: str
+    label: tuple[str, str] | None = None
+
+
+_USES = "Experts that forwards needed: resident, prefetched in time, prefetched late, or missed and loaded on demand."
+_REQUESTS = "Requests in the engine."
+
+_COUNTERS = {
+    "hits_kept": _Entry("moetool_expert_uses", _USES, ("outcome", "kept")),
+    "hits_prefetched": _Entry("moetool_expert_uses", _USES, ("outcome", "prefetched")),
+    "hits_late": _Entry("moetool_expert_uses", _USES, ("outcome", "late")),
+    "misses": _Entry("moetool_expert_uses", _USES, ("outcome", "missed")),
+    "bytes_read": _Entry("moetool_read_bytes", "Bytes of expert weights read from storage."),
+    "stall_seconds": _Entry("moetool_stall_seconds", "Seconds that forwards waited for expert weights."),
+    "tokens_prompt": _Entry("moetool_prompt_tokens", "Prompt tokens processed."),
+    "tokens_generated": _Entry("moetool_generated_tokens", "Tokens generated."),
+    "forwards": _Entry("moetool_forwards", "Forward passes of the model."),
+    "failures": _Entry("moetool_failures", "Forward passes that failed."),
+}
+_GAUGES = {
+    "queue_waiting": _Entry("moetool_requests", _REQUESTS, ("state", "waiting")),
+    "queue_running": _Entry("moetool_requests", _REQUESTS, ("state", "running")),
+    "slots": _Entry("moetool_slots", "Expert slots in the pool."),
+    "slots_bytes": _Entry("moetool_slots_bytes", "Bytes of the pool of expert slots."),
+}
+
+
+class Metrics:
+    """One server's registry."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engine))
+        self._first_token = Histogram(
+            "moetool_time_to_first_token_seconds",
+            "Seconds from the submission of a request to its first token.",
+            buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 180),
+            registry=self._registry,
+        )
+        self._next_token = Histogram(
+            "moetool_inter_token_seconds",
+            "Seconds between two tokens of one request.",
+            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
+            registry=self._registry,
+        )
+
+    def observe_token(self, elapsed_s: float, *, first: bool) -> None:
+        """Record a token, by the time since the submission (`first`) or since the token before it."""
+        (self._first_token if first else self._next_token).observe(elapsed_s)
+
+    def exposition(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """Asks the engine at every scrape, so that nothing is counted twice."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # registering must not ask an engine that is still starting
+
+    def collect(self) -> Iterable[Metric]:
+        ready = GaugeMetricFamily("moetool_ready", "1 while requests are taken.")
+        ready.add_metric([], float(self._engine.state == "ready"))
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {"moetool_ready": ready}
+        for key, value in self._engine.metrics().items():
+            counter = key in _COUNTERS
+            # A number that this table does not know yet is better exposed without a unit than lost.
+            entry = _COUNTERS.get(key) or _GAUGES.get(key) or _Entry(f"moetool_{key}", f"The engine's {key}.")
+            label, label_value = ([entry.label[0]], [entry.label[1]]) if entry.label else ([], [])
+            if entry.name not in families:
+                make = CounterMetricFamily if counter else GaugeMetricFamily
+                families[entry.name] = make(entry.name, entry.help, labels=label)
+            families[entry.name].add_metric(label_value, value)
+        return families.values()

@@ -1,0 +1,107 @@
+"""Every error as an OpenAI client expects it: a status, and `{"error": {message, type, param, code}}`."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moetool.errors import CapacityError, MoetoolError, UsageError
+from moetool.request import Unavailable
+
+_MAX_SKIPPED_BYTES = 64 * 2**20
+"""How much of a body that is too large is read so that its sender gets to see the answer."""
+
+
+class Refusal(UsageError):
+    """A request that this server does not serve, and which field of it is the reason."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+def error_object(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The body of an error."""
+    kind = "invalid_request_error" if status < 500 else "service_unavailable" if status == 503 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def describe(error: MoetoolError) -> tuple[int, dict[str, Any]]:
+    """Status and body for an error of ours."""
+    if isinstance(error, Refusal):
+        return error.status, error_object(str(error), error.status, error.param, error.code)
+    if isinstance(error, Unavailable):
+        return 503, error_object(str(error), 503, code="unavailable")
+    status = 400 if isinstance(error, UsageError | CapacityError) else 500
+    return status, error_object(str(error), status)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` in this form."""
+
+    @app.exception_handler(MoetoolError)
+    async def _ours(request: Request, error: MoetoolError) -> JSONResponse:
+        status, body = describe(error)
+        headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, Unavailable) else None
+        return JSONResponse(body, status, headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        message, param = _explain(error.errors()[0])
+        return JSONResponse(error_object(message, 400, param), 400)
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = f"{message}: {request.method} {request.url.path}"
+        return JSONResponse(error_object(message, error.status_code), error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def _bug(request: Request, error: Exception) -> JSONResponse:
+        # The traceback goes to the server's log, not to the client.
+        return JSONResponse(error_object("internal error; the server's log says more", 500), 500)
+
+
+def _explain(error: Any) -> tuple[str, str | None]:
+    """One line and the field's name for one of pydantic's errors."""
+    if error["type"] == "json_invalid":
+        return f"the body is not JSON: {error['ctx']['error']} at character {error['loc'][-1]}", None
+    path = error["loc"][1:]
+    if not path and error["type"] in ("missing", "model_attributes_type"):
+        return "the body must be a JSON object, sent with Content-Type: application/json", None
+    message = error["msg"].removeprefix("Value error, ")
+    if not path:
+        return message, None
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    return f"{param}: {message}", param
+
+
+class BodyLimit:
+    """Middleware: a body over the limit is answered with 413, whether or not its length was announced."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                # Read on without keeping it: a client that is still sending would not see the answer.
+                while message["type"] == "http.request" and message.get("more_body") and num_bytes < _MAX_SKIPPED_BYTES:
+                    message = await receive()
+                    num_bytes += len(message.get("body", b""))
+                raise HTTPException(413, f"the body is larger than {self._max_bytes} bytes")
+            return message
+
+        await self._app(scope, counted, send)

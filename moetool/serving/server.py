@@ -1,0 +1,171 @@
+"""Runs the application: a socket before the model, signals, draining."""
+
+import ipaddress
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection
+from types import FrameType
+
+import uvicorn
+
+from moetool.errors import MoetoolError, UsageError
+from moetool.request import EngineLike
+from moetool.serving.api import create_app
+from moetool.serving.generation import Frontend
+
+DRAIN_TIMEOUT_S = 30.0
+_GOODBYE_S = 2
+"""How long clients may take to read the last bytes of their answers."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens, so that a port in use is known before a model is loaded.
+
+    Effects: clients that connect before `run` wait.
+
+    Raises:
+        UsageError: no such address.
+        MoetoolError: the port is in use or not allowed.
+    """
+    if not 0 <= port < 2**16:
+        raise UsageError(f"port {port} does not exist; choose one from 0 (any free one) to 65535 with --port")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise UsageError(f"host {host!r} is no address of this machine ({error}); choose another with --host") from None
+    # `localhost` is an address of either family; clients that know only one mostly know the older.
+    family, kind, protocol, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+    sock = socket.socket(family, kind, protocol)
+    try:
+        # Connections of a server that has just ended do not keep its port.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(2048)
+    except OSError as error:
+        sock.close()
+        reason = error.strerror or str(error)
+        raise MoetoolError(f"cannot listen on {host} port {port} ({reason}); choose a free port with --port") from None
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Where clients on this machine reach a bound socket."""
+    host, port = sock.getsockname()[:2]
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if address.is_unspecified:
+        host = "::1" if address.version == 6 else "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Serves an engine until it is interrupted.
+
+    The first interruption drains: new requests get 503, those running finish, up to a timeout. The second ends
+    those running with an error; the third closes their connections without a word. SIGINT and SIGTERM interrupt
+    a server that runs on the main thread.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        sock: socket.socket,
+        *,
+        on_ready: Callable[[str], object] = lambda url: None,
+        drain_timeout_s: float = DRAIN_TIMEOUT_S,
+        aliases: Collection[str] = (),
+    ) -> None:
+        app = create_app(engine, aliases=aliases)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                # One tested combination, whatever else is installed.
+                http="h11",
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=_GOODBYE_S,
+            )
+        )
+        self._frontend: Frontend = app.state.frontend
+        self._sock = sock
+        self._url = url_of(sock)
+        self._on_ready = on_ready
+        self._drain_timeout_s = drain_timeout_s
+        self._num_interrupts = 0
+        self._deadline: float | None = None
+
+    def serve_forever(self) -> None:
+        """Serve on this thread until interrupted.
+
+        Effects: closes the socket. The engine stays as it is; all its requests from here have ended or are cancelled.
+        """
+        try:
+            self.run(sockets=[self._sock])
+        finally:
+            for exchange in list(self._frontend.running):
+                exchange.close()
+            self._sock.close()
+
+    def interrupt(self) -> None:
+        """What a signal does; from any thread."""
+        self._num_interrupts += 1
+        if self._num_interrupts > 2:
+            self.force_exit = self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """uvicorn's signal handler. Not handed on to the next handler at the end: draining is the answer to it."""
+        self.interrupt()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready(self._url)
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn's heartbeat, ten times a second."""
+        if self._num_interrupts and not self.should_exit:
+            self._drain()
+        return await super().on_tick(counter)
+
+    def _drain(self) -> None:
+        frontend = self._frontend
+        if self._deadline is None:
+            frontend.draining = True
+            self._deadline = time.monotonic() + self._drain_timeout_s
+            if frontend.running:
+                _narrate(f"finishing {len(frontend.running)} running requests; Ctrl-C again stops at once")
+        if self._num_interrupts > 1:
+            frontend.abort("the server was stopped")
+        elif time.monotonic() > self._deadline:
+            frontend.abort(f"the server is shutting down and waited {self._drain_timeout_s:g} s for this answer")
+        elif frontend.running:
+            return
+        self.should_exit = True
+
+
+def run(
+    engine: EngineLike,
+    sock: socket.socket,
+    *,
+    on_ready: Callable[[str], object] = lambda url: None,
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
+    aliases: Collection[str] = (),
+) -> None:
+    """Serve an engine on a bound socket until SIGINT or SIGTERM, and drain.
+
+    Args:
+        on_ready: called with the URL once requests are answered.
+        drain_timeout_s: how long running requests may take to finish.
+        aliases: further names of the model.
+    """
+    host = sock.getsockname()[0]
+    if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        _narrate(f"warning: {host} is reachable from other machines, and this server asks nobody for a password")
+    Server(engine, sock, on_ready=on_ready, drain_timeout_s=drain_timeout_s, aliases=aliases).serve_forever()
+
+
+def _narrate(line: str) -> None:
+    print(f"moetool: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,119 @@
+"""The socket before the model, and a server process under signals."""
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+
+from moetool.errors import MoetoolError, UsageError
+from moetool.serving.server import bind, url_of
+
+PROCESS = """
+import sys
+from moetool.serving.server import bind, run
+from tests.scripted_engine import ScriptedEngine
+
+host, timeout = sys.argv[1:]
+engine = ScriptedEngine(reply="word " * 40, step_s=0.02)
+run(engine, bind(host, 0), on_ready=lambda url: print(url, flush=True), drain_timeout_s=float(timeout))
+print("ended, live requests:", engine.num_live)
+"""
+
+
+def test_a_port_in_use_is_known_at_once() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            MoetoolError, match=rf"127\.0\.0\.1 port {port} \(Address already in use\).*--port"
+        ) as caught:
+            bind("127.0.0.1", port)
+        assert caught.value.exit_code == 1 and "\n" not in str(caught.value)
+
+
+def test_addresses_that_do_not_exist() -> None:
+    with pytest.raises(UsageError, match="--port"):
+        bind("127.0.0.1", 70_000)
+    with pytest.raises(UsageError, match="--host"):
+        bind("no.such.host.invalid", 0)
+    with pytest.raises(MoetoolError, match="cannot listen"):
+        bind("192.0.2.1", 0)  # reserved for documentation
+
+
+def test_urls() -> None:
+    with bind("127.0.0.1", 0) as sock:
+        assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+    with bind("0.0.0.0", 0) as sock:
+        assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+    if socket.has_ipv6:
+        with bind("::1", 0) as sock:
+            assert url_of(sock) == f"http://[::1]:{sock.getsockname()[1]}"
+
+
+class Process:
+    """A server process and one streaming client."""
+
+    def __init__(self, host: str = "127.0.0.1", timeout_s: float = 30) -> None:
+        command = [sys.executable, "-c", PROCESS, host, str(timeout_s)]
+        self.popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.popen.stdout is not None
+        self.url = self.popen.stdout.readline().strip()
+
+    def stream(self) -> http.client.HTTPResponse:
+        """A stream whose first event has been read."""
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=20)
+        body = {"model": "reference", "prompt": "a", "temperature": 0, "max_tokens": 100, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.readline().startswith(b"data: ")
+        return response
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr."""
+        out, err = self.popen.communicate(timeout=20)
+        return self.popen.returncode, out, err
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    started: list[Process] = []
+    yield started
+    for process in started:
+        process.popen.kill()
+        process.popen.communicate()
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_drains(processes: list[Process], sig: signal.Signals) -> None:
+    processes.append(process := Process())
+    response = process.stream()
+    process.popen.send_signal(sig)
+    assert response.read().endswith(b"data: [DONE]\n\n")
+    code, out, err = process.end()
+    assert (code, out) == (0, "ended, live requests: 0\n")
+    assert err == "moetool: finishing 1 running requests; Ctrl-C again stops at once\n"
+
+
+def test_a_second_signal_stops_at_once(processes: list[Process]) -> None:
+    processes.append(process := Process())
+    response = process.stream()
+    process.popen.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.popen.send_signal(signal.SIGINT)
+    last = response.read().removesuffix(b"\n\n").rpartition(b"data: ")[2]
+    assert json.loads(last)["error"]["message"] == "the server was stopped"
+    code, out, err = process.end()
+    assert (code, out) == (0, "ended, live requests: 0\n") and err.count("\n") == 1
+
+
+def test_other_machines_are_warned_about(processes: list[Process]) -> None:
+    processes.append(process := Process("0.0.0.0"))
+    process.popen.send_signal(signal.SIGTERM)
+    code, _, err = process.end()
+    assert code == 0 and err.startswith("moetool: warning: 0.0.0.0 is reachable from other machines")

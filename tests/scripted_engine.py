@@ -1,0 +1,142 @@
+"""An engine without a model, for tests of the HTTP half: deterministic, on its own thread, as slow as told."""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from moetool import assets
+from moetool.errors import CapacityError
+from moetool.request import Finish, Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
+
+END = 0
+"""The embedded tokenizer's end-of-sequence token."""
+
+
+@dataclass
+class _Request:
+    prompt: list[int]
+    params: SamplingParams
+    sink: Sink
+    answer: list[int]
+    num_done: int = 0
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers every request with `reply`, one token of every running request a step, then the end of sequence.
+
+    With a temperature above 0 the tokens are random, from the seed, and there is no end.
+
+    Attributes:
+        step_s: seconds between steps.
+        fail_at: the request gets an error in place of its token of this number.
+        max_running: further requests wait.
+        cancelled: ids of the requests that were cancelled while they ran or waited.
+        submitted: parameters of all requests, in order.
+        room: a larger prompt is refused with CapacityError (less than max_context: as a small pool would).
+    """
+
+    reply: str = "Hello 🙂 你好, world."
+    step_s: float = 0.0
+    fail_at: int | None = None
+    max_running: int = 64
+    max_context: int = 256
+    room: int = 10_000
+    model_name: str = "lab/reference"
+    state: State = "ready"
+    cancelled: list[int] = field(default_factory=list)
+    submitted: list[SamplingParams] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(assets.path("data", "reference-moe"))
+        self.vocab_size = len(self.tokenizer)
+        self._requests: dict[int, _Request] = {}
+        self._wake = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> int:
+        if self.state != "ready":
+            raise Unavailable(f"the engine is {self.state}")
+        if len(prompt) > self.room:
+            raise CapacityError(f"{len(prompt)} prompt tokens do not fit into {self.room}")
+        answer = [*self.tokenizer.encode(self.reply, add_special_tokens=False), END]
+        if params.temperature > 0:
+            draw = random.Random(params.seed)
+            # Not the special tokens, so that all of them have text.
+            answer = [draw.randrange(4, self.vocab_size) for _ in range(params.max_tokens)]
+        with self._wake:
+            self.submitted.append(params)
+            request = len(self.submitted)
+            self._requests[request] = _Request(prompt, params, sink, answer)
+            self._wake.notify()
+        return request
+
+    def cancel(self, request: int) -> None:
+        with self._wake:
+            if found := self._requests.pop(request, None):
+                self.cancelled.append(request)
+                found.sink(Output(request, None, finish="cancelled"))
+
+    def prompt_logprobs(self, prompt: list[int], top: int) -> list[TokenLogprob | None]:
+        return [None, *(self._score(token, top) for token in prompt[1:])]
+
+    def metrics(self) -> Mapping[str, float]:
+        with self._wake:
+            num = len(self._requests)
+        running = min(num, self.max_running)
+        return {"hits_kept": 7, "misses": 3, "bytes_read": 4096, "slots": 64, "queue_running": running, "oddity": 1.5}
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        with self._wake:
+            return len(self._requests)
+
+    def close(self) -> None:
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._requests or self._closed)
+                if self._closed:
+                    return
+                for id, request in list(self._requests.items())[: self.max_running]:
+                    output = self._step(id, request)
+                    if output.finish is not None:
+                        del self._requests[id]
+                    request.sink(output)
+            time.sleep(self.step_s)
+
+    def _step(self, id: int, request: _Request) -> Output:
+        if request.num_done == self.fail_at:
+            return Output(id, None, finish="error", error="the disk is on fire")
+        if request.params.max_tokens == 0:
+            return Output(id, None, finish="length")
+        token = request.answer[request.num_done]
+        request.num_done += 1
+        finish: Finish | None = None
+        if token == END:
+            finish = "stop"
+        elif request.num_done == request.params.max_tokens:
+            finish = "length"
+        logprobs = request.params.logprobs
+        return Output(id, token, None if logprobs is None else self._score(token, logprobs), finish)
+
+    def _score(self, token: int, top: int) -> TokenLogprob:
+        """A made-up score; the token itself is the second likeliest, and one alternative is impossible."""
+        others = [(token + 1) % self.vocab_size, token, *range(4, 4 + top)]
+        values = [-0.25, -0.5, float("-inf"), *[-9.0] * top]
+        return TokenLogprob(-0.5, list(zip(others, values, strict=False))[:top])
