@@ -14,7 +14,7 @@ import transformers
 from moetool import __version__, durable
 from moetool.errors import CapacityError, MoetoolError, UsageError
 from moetool.models.batching import Batch, Batcher
-from moetool.models.loading import LoadedModel, load_full, load_tokenizer, parse_dtype
+from moetool.models.loading import LoadedModel, load_full, load_tokenizer, parse_dtype, use_threads
 from moetool.models.recording import GateRecorder
 from moetool.models.spec import locate
 from moetool.prompts import Prompt
@@ -52,6 +52,7 @@ def capture(
     batch_size: int = 1,
     keep: Iterable[str] = ("topk", "logits"),
     dtype: str = "float32",
+    threads: int = 0,
     overwrite: bool = False,
     on_progress: Callable[[int], None] | None = None,
 ) -> Captured:
@@ -63,6 +64,7 @@ def capture(
     Args:
         model: `reference`, a folder or a hub name.
         keep: columns to record, of `moetool.trace.KEEP`.
+        threads: of the arithmetic; see `use_threads`. The same number gives the same rows.
         on_progress: called with the number of prompts that are done.
 
     Effects: loads the model; writes the trace to `out`, as a whole or not at all.
@@ -80,6 +82,7 @@ def capture(
     began = time.perf_counter()
     with durable.staged_directory(out, overwrite) as folder:
         loaded = load_full(path, torch_dtype)
+        num_threads = use_threads(loaded.model.config.get_text_config(), threads)
         run = _Run(loaded, TraceWriter(folder, loaded.spec, keep), max_new_tokens, batch_size)
         try:
             run.all(list(prompts), load_tokenizer(path), on_progress)
@@ -88,7 +91,7 @@ def capture(
                     "model": model,
                     "dtype": dtype,
                     "max_new_tokens": max_new_tokens,
-                    "threads": torch.get_num_threads(),
+                    "threads": num_threads,
                     "versions": {
                         "moetool": __version__,
                         "torch": torch.__version__,

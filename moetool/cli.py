@@ -70,6 +70,7 @@ def capture(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are forwarded together.")] = 1,
     keep: Annotated[str, typer.Option(help="Columns: topk,logits,embeddings,hidden.")] = "topk,logits",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    threads: Annotated[int, typer.Option(min=0, help="Of the arithmetic; 0 chooses.")] = 0,
     overwrite: Overwrite = False,
     as_json: Json = False,
     recipe: Recipe = None,
@@ -89,6 +90,7 @@ def capture(
             batch_size=batch_size,
             keep=_split([keep]),
             dtype=dtype,
+            threads=threads,
             overwrite=overwrite,
             on_progress=on_progress,
         )
@@ -295,10 +297,6 @@ def serve(
     sock = server.bind(host, port)
     try:
         options = parse(ServeOptions, values, "--set")
-        if options.threads:
-            import torch
-
-            torch.set_num_threads(options.threads)
         engine = build_engine(
             model,
             options=options,

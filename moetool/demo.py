@@ -49,9 +49,6 @@ def run(out: Path) -> None:
     began = time.perf_counter()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import torch
-
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
     out.mkdir(parents=True, exist_ok=True)
     recipe = _recipes("capture", "train", "plan", "serve")
 

@@ -47,3 +47,17 @@ def lazy(reference: Path) -> Iterator[Any]:
     loaded = load_lazy(reference, torch.float32)
     yield loaded
     loaded.files.shards.close()
+
+
+@pytest.fixture(scope="session")
+def predictor(reference: Path) -> Any:
+    """An affinity predictor of the embedded model, counted on made-up routes: good enough to take decisions by."""
+    import numpy as np
+
+    from moetool.models.spec import read_spec
+    from moetool.predictor import build
+
+    made = build("affinity", read_spec(reference))
+    routes = np.random.default_rng(0).integers(0, 32, (500, 8, 4))
+    made.count(routes)
+    return made.eval()

@@ -39,6 +39,20 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def use_threads(config: Any, threads: int = 0) -> int:
+    """Set how many threads torch computes with; gives their number.
+
+    Args:
+        threads: 0 chooses: one for a narrow model, whose products are too small to share out (on two cores two
+            threads were slower than one, and ten times slower when something else ran), torch's default otherwise.
+    """
+    if threads == 0 and config.hidden_size < 1024:
+        threads = 1
+    if threads:
+        torch.set_num_threads(threads)
+    return torch.get_num_threads()
+
+
 def load_tokenizer(path: Path) -> Any:
     """The model's own tokenizer.
 

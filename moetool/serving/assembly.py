@@ -7,7 +7,7 @@ from typing import Any
 
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.models.batching import Batcher, kv_cache_bytes
-from moetool.models.loading import load_lazy, load_tokenizer, parse_dtype
+from moetool.models.loading import load_lazy, load_tokenizer, parse_dtype, use_threads
 from moetool.models.spec import dense_bytes, locate, read_config
 from moetool.plan import CachePlan
 from moetool.policy import MIN_SLOTS, build_policy, policy_class
@@ -25,7 +25,7 @@ class ServeOptions:
         kv_tokens: tokens that the KV cache holds, over all requests; the longest context of one.
         max_requests: requests that are forwarded together; the rest queue.
         io_threads: threads that read experts.
-        threads: threads of the model's own arithmetic (0: torch's choice).
+        threads: threads of the model's own arithmetic (0 chooses).
         policy: options of the cache policy.
     """
 
@@ -77,6 +77,7 @@ def build_engine(
         raise UsageError(f"policy {name} has to know the future: it works in replay only; choose another to serve")
     from_plan = plan is not None and plan.policy == name
     loaded = load_lazy(path, dtype)
+    use_threads(loaded.model.config.get_text_config(), options.threads)
     assert loaded.files is not None
     if plan is not None:
         plan.check(loaded.spec)
