@@ -52,12 +52,16 @@ def staged_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
     """A folder to write into that becomes `out` when the block ends, and only then.
 
     Effects: makes `out.partial`, emptied if a killed run left one; on success syncs its files and renames it to
-    `out`; on an exception removes it. A process that is killed outright leaves `out.partial`, which no command
-    reads and the next run replaces.
+    `out`; on an exception removes it and keeps the old `out`. A process that is killed outright leaves `out.partial`,
+    which no command reads and the next run replaces; between the two renames that replace an old `out`, it leaves
+    that as `out.old`, and the next run puts it back.
 
     Raises:
         UsageError: `out` exists and `overwrite` is false.
     """
+    old = out.with_name(out.name + ".old")
+    if old.exists() and not out.exists():
+        old.rename(out)
     require_absent(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(out.name + PARTIAL)
@@ -69,10 +73,13 @@ def staged_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
             sync(file)
         sync(partial)
         if out.exists():
-            old = out.with_name(out.name + ".old")
             shutil.rmtree(old, ignore_errors=True)
             out.rename(old)
-            partial.rename(out)
+            try:
+                partial.rename(out)
+            except BaseException:
+                old.rename(out)
+                raise
             shutil.rmtree(old, ignore_errors=True)
         else:
             partial.rename(out)
