@@ -48,7 +48,7 @@ def fit(
 
     The rest is explained at `moetool.training.train`.
 
-    Effects: draws from torch's global generator (dropout). Shows progress where stderr is a terminal.
+    Effects: shows progress where stderr is a terminal.
 
     Returns:
         What the card says of it: tokens, epochs, the losses of each epoch.
@@ -75,7 +75,8 @@ def fit(
             enable_model_summary=False,
             default_root_dir=folder,
         )
-        with _interruptible():
+        with _interruptible(), torch.random.fork_rng():
+            torch.manual_seed(seed)
             trainer.fit(_Fit(model, learning_rate, total_steps), datamodule=data)
     model.cpu().load_state_dict(best.state)
     return {

@@ -1,5 +1,6 @@
 """Who is held out, what is refused, and what an interrupted run leaves. Counting only: fitting is a contract test."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def test_counts_come_from_training_requests_only(tmp_path: Path) -> None:
 def test_card_and_readme_describe_the_predictor(tmp_path: Path) -> None:
     card = train("affinity", write_trace(tmp_path / "trace"), tmp_path / "out", seed=3)
     out = tmp_path / "out"
-    assert json.loads((out / CARD).read_text()) == json.loads(json.dumps(card))
+    assert json.loads((out / CARD).read_text()) == card
     assert card["weights"] == {
         "bytes": (out / WEIGHTS).stat().st_size,
         "sha256": durable.sha256_file(out / WEIGHTS),
@@ -71,11 +72,20 @@ def test_one_layer_and_unequal_layers_are_refused(tmp_path: Path) -> None:
     one = write_trace(tmp_path / "one", make_spec(num_layers=1))
     with pytest.raises(UsageError, match="has 1 MoE layer"):
         train("popularity", one, tmp_path / "out")
+    spec = dataclasses.replace(make_spec(num_layers=3), num_experts_L=(8, 8, 16))
+    unequal = write_trace(tmp_path / "unequal", spec)
+    with pytest.raises(UsageError, match="choose 2 of 8, 2 of 16 experts"):
+        train("popularity", unequal, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"max_epochs": 0}, "max_epochs is 0"), ({"max_tokens": 1}, "max_tokens is 1"), ({"batch_size": 1}, "batch_size")],
+    [
+        ({"max_epochs": 0}, "max_epochs is 0"),
+        ({"max_tokens": 1}, "max_tokens is 1"),
+        ({"batch_size": 1}, "batch_size is 1"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan"),
+    ],
 )
 def test_wrong_arguments(tmp_path: Path, arguments: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
