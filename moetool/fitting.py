@@ -218,14 +218,14 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Makes Ctrl-C a KeyboardInterrupt again: Lightning ignores SIGINT from then on and exits."""
+    """Makes signals end the process as usual: Lightning answers Ctrl-C with exit, SIGTERM with a success."""
     handler = signal.getsignal(signal.SIGINT)
     try:
         yield
     except SystemExit as error:
         if isinstance(error.__context__, KeyboardInterrupt):
             raise error.__context__ from None
-        raise
+        raise SystemExit(128 + signal.SIGTERM) from error
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, handler)
+            signal.signal(signal.SIGINT, handler)  # Lightning had ignored it

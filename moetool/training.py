@@ -89,7 +89,7 @@ def train(
         seed: of the split, the first weights, the order of the samples and dropout; on one machine the same seed
             gives the same weights.
         max_epochs: an epoch visits every training token once, at one layer drawn at random, so that its cost does
-            not grow with the number of layers.
+            not grow with the number of layers; a model of many layers wants more epochs.
         max_tokens: fit on at most so many training tokens, drawn at random; all of them are counted.
         patience: epochs without a better validation loss before stopping. The best weights are kept.
         overwrite: replace `out`.

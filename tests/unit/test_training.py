@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -204,3 +207,33 @@ def test_a_failed_write_leaves_the_old_predictor_or_none(
         elif old:
             pytest.fail(f"the old predictor is gone after {name} failed for the {at}th time")
     assert failures
+
+
+_FIT = """
+import signal, sys
+from pathlib import Path
+from moetool import fitting
+from moetool.training import train
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+keep = fitting._Best.on_train_epoch_end
+fitting._Best.on_train_epoch_end = lambda *args: (keep(*args), print("epoch", flush=True))
+train("expert_mlp", Path(sys.argv[1]), Path(sys.argv[2]), max_epochs=100_000, patience=100_000, overwrite=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_killed_fit_leaves_the_old_predictor(tmp_path: Path, name: str) -> None:
+    trace, out = write_trace(tmp_path / "trace"), tmp_path / "out"
+    train("popularity", trace, out)
+    with subprocess.Popen([sys.executable, "-c", _FIT, trace, out], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"epoch\n"
+        process.send_signal(signal.Signals[name])
+        assert process.wait(timeout=60) != 0
+    assert load_predictor(out).name == "popularity"
+    with pytest.raises(MoetoolError):
+        load_predictor(tmp_path / "out.partial")
+    train("affinity", trace, out, overwrite=True)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "trace"]
