@@ -48,7 +48,7 @@ def fit(
 
     The rest is explained at `moetool.training.train`.
 
-    Effects: draws from torch's global generator (dropout). Shows progress where stderr is a terminal.
+    Effects: shows progress where stderr is a terminal.
 
     Returns:
         What the card says of it: tokens, epochs, the losses of each epoch.
@@ -75,7 +75,8 @@ def fit(
             enable_model_summary=False,
             default_root_dir=folder,
         )
-        with _interruptible():
+        with _interruptible(), torch.random.fork_rng():
+            torch.manual_seed(seed)
             trainer.fit(_Fit(model, learning_rate, total_steps), datamodule=data)
     model.cpu().load_state_dict(best.state)
     return {
@@ -217,14 +218,14 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Makes Ctrl-C a KeyboardInterrupt again: Lightning ignores SIGINT from then on and exits."""
+    """Makes signals end the process as usual: Lightning answers Ctrl-C with exit, SIGTERM with a success."""
     handler = signal.getsignal(signal.SIGINT)
     try:
         yield
     except SystemExit as error:
         if isinstance(error.__context__, KeyboardInterrupt):
             raise error.__context__ from None
-        raise
+        raise SystemExit(128 + signal.SIGTERM) from error
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, handler)
+            signal.signal(signal.SIGINT, handler)  # Lightning had ignored it

@@ -169,7 +169,7 @@ def save(predictor: Predictor, folder: Path, facts: Mapping[str, Any]) -> dict[s
     Effects: the card is written last; without it `load_predictor` refuses the folder.
 
     Returns:
-        The card.
+        The card, as it will be read again.
     """
     weights = folder / WEIGHTS
     state = {key: tensor.detach().cpu().contiguous() for key, tensor in predictor.state_dict().items()}
@@ -185,8 +185,10 @@ def save(predictor: Predictor, folder: Path, facts: Mapping[str, Any]) -> dict[s
         "weights": {"bytes": weights.stat().st_size, "sha256": durable.sha256_file(weights)},
         **facts,
     }
-    durable.write_text(folder / CARD, json.dumps(card, indent=1) + "\n")
-    return card
+    text = json.dumps(card, indent=1) + "\n"
+    durable.write_text(folder / CARD, text)
+    written: dict[str, Any] = json.loads(text)
+    return written
 
 
 def load_predictor(path: Path) -> Predictor:

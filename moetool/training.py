@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from moetool import durable
-from moetool.errors import UsageError
+from moetool.errors import MoetoolError, UsageError
 from moetool.predictor import build, save
 from moetool.trace import Trace
 
@@ -88,7 +89,7 @@ def train(
         seed: of the split, the first weights, the order of the samples and dropout; on one machine the same seed
             gives the same weights.
         max_epochs: an epoch visits every training token once, at one layer drawn at random, so that its cost does
-            not grow with the number of layers.
+            not grow with the number of layers; a model of many layers wants more epochs.
         max_tokens: fit on at most so many training tokens, drawn at random; all of them are counted.
         patience: epochs without a better validation loss before stopping. The best weights are kept.
         overwrite: replace `out`.
@@ -101,31 +102,34 @@ def train(
     Raises:
         UsageError: no such trace, predictor or option; too few requests or tokens; `out` is there already.
         MismatchError: the trace is damaged or lacks a column.
-        MoetoolError: the loss is not finite.
+        MoetoolError: the loss is not finite, or `out` cannot be written.
     """
     for name, value, least in (("max_epochs", max_epochs, 1), ("batch_size", batch_size, 2), ("patience", patience, 1)):
         if value < least:
             raise UsageError(f"{name} is {value}, expected at least {least}")
     if max_tokens is not None and max_tokens < 2:
         raise UsageError(f"max_tokens is {max_tokens}, expected at least 2")
+    if not learning_rate > 0:
+        raise UsageError(f"learning_rate is {learning_rate}, expected more than 0")
     durable.require_absent(out, overwrite)
     began = time.perf_counter()
     source = Trace(trace)
-    split = split_requests(source, seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = build(predictor, source.spec, options)
-        source.require(model.needs, predictor)
-        routes = _read_routes(source, split)
-        tokens = {part: len(experts_NLK) for part, experts_NLK in routes.items()}
-        if min(tokens.values()) < 2:
-            raise UsageError(
-                f"{trace} gives {tokens['train']} training and {tokens['validation']} validation tokens, at least 2 "
-                f"are needed of each; capture more prompts"
-            )
-        model.count(routes["train"])
-        fit: dict[str, Any] = {}
+    source.require(model.needs, predictor)
+    split = split_requests(source, seed)
+    routes = _read_routes(source, split)
+    tokens = {part: len(experts_NLK) for part, experts_NLK in routes.items()}
+    if min(tokens.values()) < 2:
+        raise UsageError(
+            f"{trace} gives {tokens['train']} training and {tokens['validation']} validation tokens, at least 2 are "
+            f"needed of each; capture more prompts"
+        )
+    try:
         with durable.staged_directory(out, overwrite) as staged:
+            model.count(routes["train"])
+            fit: dict[str, Any] = {}
             if model.learned:
                 from moetool import fitting  # Lightning takes seconds to import; counting does without
 
@@ -153,6 +157,10 @@ def train(
             }
             card = save(model, staged, facts)
             (staged / "README.md").write_text(_readme(card), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise MoetoolError(
+            f"cannot write the predictor to {out}: {error}; free space or choose another --out"
+        ) from error
     return card
 
 
