@@ -59,8 +59,12 @@ class Batcher:
     Args:
         model: a transformers model in memory.
         max_requests: requests that are forwarded together; the rest queue.
-        kv_tokens: tokens that the KV cache holds, over all requests together.
+        kv_tokens: tokens that the KV cache has to hold, over all requests together.
         max_batch_tokens: tokens of one forward; longer prompts arrive in chunks.
+
+    Attributes:
+        kv_tokens: tokens that the KV cache holds.
+        kv_bytes: its bytes.
 
     Effects: switches the model to moetool's paged attention, hooks its forward; `close` undoes both.
 
@@ -106,19 +110,9 @@ class Batcher:
         self.model.set_attn_implementation(self._attention)
 
     @property
-    def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
-        return int(self._processor.cache.num_blocks) * _PAGE_TOKENS
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the KV cache."""
-        return int(self._processor.cache.cache_tensor.numel())
-
-    @property
     def running(self) -> int:
         """Requests that have a place in the batch."""
-        return len(self._processor.scheduler.active_requests)
+        return len(self._processor.scheduler.active_requests) if self._processor is not None else 0
 
     @property
     def waiting(self) -> int:
@@ -232,6 +226,8 @@ class Batcher:
             self.model.set_attn_implementation(self._attention)
             raise UsageError(f"transformers cannot batch {type(self.model).__name__} continuously: {error}") from error
         self._manager.batch_processor = self._processor
+        self.kv_tokens = int(self._processor.cache.num_blocks) * _PAGE_TOKENS
+        self.kv_bytes = int(self._processor.cache.cache_tensor.numel())
 
     def _recover(self, error: Exception, prepared: bool) -> list[Output]:
         """After a failed forward: fail its requests; where even that fails, fail all and begin afresh."""

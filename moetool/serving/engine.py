@@ -9,18 +9,16 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from moetool.errors import MoetoolError
 from moetool.models.batching import Batch, Batcher
 from moetool.models.loading import LoadedModel
-from moetool.request import Output, SamplingParams, Sink, TokenLogprob, Unavailable
+from moetool.request import Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
 from moetool.residency import Policy, Residency
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.log import ServeLog
 from moetool.serving.store import ExpertStore
-
-State = Literal["starting", "ready", "draining", "failed"]
 
 
 class Engine:
@@ -93,10 +91,10 @@ class Engine:
             CapacityError: prompt and answer do not fit into the context.
             Unavailable: the engine is starting, draining or has failed.
         """
+        self._require_ready()
         self._batcher.check(prompt, params)
         with self._wake:
-            if self.state != "ready":
-                raise Unavailable(f"the server is {self.state}; try again later")
+            self._require_ready()
             request = self._take_number()
             self._sinks[request] = sink
             if params.max_tokens == 0:
@@ -117,11 +115,11 @@ class Engine:
 
         Raises: as `submit`.
         """
+        self._require_ready()
         self._batcher.check(prompt, SamplingParams(max_tokens=0))
         answer: Future[list[TokenLogprob | None]] = Future()
         with self._wake:
-            if self.state != "ready":
-                raise Unavailable(f"the server is {self.state}; try again later")
+            self._require_ready()
             request = self._take_number()
             self._commands.append(lambda: self._score(request, prompt, top, answer))
             self._wake.notify()
@@ -229,6 +227,10 @@ class Engine:
             for request in list(self._sinks):
                 self._deliver(Output(request, None, finish="error", error=f"the engine failed: {error}"))
             raise
+
+    def _require_ready(self) -> None:
+        if self.state != "ready":
+            raise Unavailable(f"the server is {self.state}; try again later")
 
     def _take_number(self) -> int:
         number = self._next_request

@@ -1,13 +1,8 @@
 """The OpenAI protocol on a real server, with the real client, over an engine that follows a script."""
 
-import contextlib
-import http.client
 import json
-import queue
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,57 +10,10 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from moetool.serving.server import Server, bind
 from tests.scripted_engine import ScriptedEngine
+from tests.servers import client_of, connect, eventually, get, post, serving
 
 REPLY = "Hello 🙂 你好, world."
-
-
-@contextlib.contextmanager
-def serving(engine: ScriptedEngine, **options: Any) -> Iterator[tuple[str, Server]]:
-    """(URL, server) of an engine that is served on a thread."""
-    ready: queue.Queue[str] = queue.Queue()
-    server = Server(engine, bind("127.0.0.1", 0), on_ready=ready.put, **options)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield ready.get(timeout=10), server
-    finally:
-        for _ in range(3):
-            server.interrupt()
-        thread.join(10)
-        engine.close()
-        assert not thread.is_alive()
-
-
-def client_of(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
-
-
-def connect(url: str) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
-
-
-def post(url: str, path: str, body: bytes | dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
-    connection = connect(url)
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request("POST", path, data, {"Content-Type": "application/json", **headers})
-    response = connection.getresponse()
-    return response.status, json.loads(response.read())
-
-
-def get(url: str, path: str) -> tuple[int, http.client.HTTPMessage, str]:
-    connection = connect(url)
-    connection.request("GET", path)
-    response = connection.getresponse()
-    return response.status, response.headers, response.read().decode()
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,194 @@
+"""The real engine behind the real server, asked by the real client."""
+
+import shutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from moetool.request import Output, SamplingParams, Unavailable
+from moetool.serving.assembly import ServeOptions, build_engine
+from tests.servers import client_of, eventually, get, serving
+
+PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello there"]
+
+
+@pytest.fixture(scope="module")
+def engine(reference: Path) -> Any:
+    # 20 MB: dense weights 6.5, KV cache 8.5, and a quarter of the experts
+    made = build_engine("reference", options=ServeOptions(kv_tokens=2048), policy="lru", device_memory_bytes=20_000_000)
+    assert made.store.num_slots < made.spec.total_experts // 3
+    made.start()
+    return made
+
+
+@pytest.fixture(scope="module")
+def client(engine: Any) -> Iterator[openai.OpenAI]:
+    with serving(engine) as (url, _):
+        yield client_of(url)
+
+
+@pytest.fixture(scope="module")
+def plain(full: Any, tokenizer: Any) -> dict[str, str]:
+    """What the plain model answers, 16 tokens, greedily."""
+    answers = {}
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt")
+        with torch.inference_mode():
+            tokens = full.model.generate(**ids, max_new_tokens=16, do_sample=False)[0]
+        answers[prompt] = tokenizer.decode(tokens[ids["input_ids"].shape[1] :], skip_special_tokens=True)
+    return answers
+
+
+def _complete(client: openai.OpenAI, prompt: str, **options: Any) -> str:
+    made = client.completions.create(
+        model="reference", prompt=prompt, **{"max_tokens": 16, "temperature": 0, **options}
+    )
+    return made.choices[0].text
+
+
+def test_greedy_text_is_the_plain_models(client: openai.OpenAI, plain: dict[str, str]) -> None:
+    assert {prompt: _complete(client, prompt) for prompt in PROMPTS} == plain
+
+
+def test_streamed_text_is_the_same(client: openai.OpenAI, plain: dict[str, str]) -> None:
+    stream = client.completions.create(model="reference", prompt=PROMPTS[0], max_tokens=16, temperature=0, stream=True)
+    pieces = [chunk.choices[0].text for chunk in stream if chunk.choices]
+    assert "".join(pieces) == plain[PROMPTS[0]]
+    assert len(pieces) > 5
+
+
+def test_chat(client: openai.OpenAI, tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "Hello, I want to book a table."}]
+    made = client.chat.completions.create(model="reference", messages=messages, max_tokens=12, temperature=0)  # type: ignore[arg-type]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert made.choices[0].message.content == _complete(client, prompt, max_tokens=12)
+    assert made.usage is not None
+    assert made.usage.completion_tokens == 12
+    assert made.usage.prompt_tokens == len(tokenizer(prompt)["input_ids"])
+
+
+def test_the_same_seed_gives_the_same_text_alone_and_in_a_batch(client: openai.OpenAI) -> None:
+    def sample(prompt: str, seed: int) -> str:
+        return _complete(client, prompt, temperature=0.8, top_p=0.95, seed=seed)
+
+    asked = [(prompt, seed) for prompt in PROMPTS for seed in (1, 2)]
+    alone = [sample(*one) for one in asked]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        together = list(pool.map(lambda one: sample(*one), asked))
+    assert together == alone
+    assert len(set(alone)) == len(alone)
+
+
+def test_many_clients_at_once_get_their_own_answers(client: openai.OpenAI, plain: dict[str, str]) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda prompt: (prompt, _complete(client, prompt)), PROMPTS * 4))
+    assert all(text == plain[prompt] for prompt, text in answers)
+
+
+def test_stop_and_logprobs_and_echo(client: openai.OpenAI, plain: dict[str, str]) -> None:
+    text = plain[PROMPTS[0]]
+    stop = text[5:8]
+    assert _complete(client, PROMPTS[0], stop=stop) == text[: text.find(stop)]
+    made = client.completions.create(
+        model="reference", prompt=PROMPTS[0], max_tokens=4, temperature=0, logprobs=3, echo=True
+    )
+    choice = made.choices[0]
+    assert choice.text.startswith(PROMPTS[0])
+    assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(value <= 0 for value in choice.logprobs.token_logprobs[1:])
+    assert choice.logprobs.top_logprobs is not None
+    last, best = choice.logprobs.token_logprobs[-1], choice.logprobs.top_logprobs[-1]
+    assert last == pytest.approx(max(best.values()))  # greedy takes the likeliest
+
+
+def test_a_context_that_is_too_long_is_refused_with_the_numbers(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="context"):
+        _complete(client, "word " * 3000)
+
+
+def test_metrics_add_up(client: openai.OpenAI, engine: Any) -> None:
+    eventually(lambda: engine.metrics()["queue_running"] == 0)
+    metrics = engine.metrics()
+    counts = engine.residency.counts
+    assert metrics["hits_kept"] == counts.kept > 0
+    assert metrics["misses"] == counts.missed > 0
+    assert metrics["bytes_read"] == metrics["expert_reads"] * engine.spec.slot_bytes
+    assert metrics["expert_reads"] == counts.loads
+    assert metrics["slots_bytes"] + metrics["kv_bytes"] < 20_000_000
+    _, _, text = get(str(client.base_url).removesuffix("/v1/"), "/metrics")
+    assert f'moetool_expert_uses_total{{outcome="missed"}} {float(metrics["misses"])}' in text
+
+
+def _answer(engine: Any, prompt: list[int], max_tokens: int = 8) -> list[Output]:
+    outputs: list[Output] = []
+    done = threading.Event()
+
+    def sink(output: Output) -> None:
+        outputs.append(output)
+        if output.finish is not None:
+            done.set()
+
+    engine.submit(prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True), sink)
+    assert done.wait(30)
+    return outputs
+
+
+def test_a_disk_that_fails_fails_the_request_and_not_the_server(
+    reference: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(reference, tmp_path / "m")
+    engine = build_engine(
+        str(tmp_path / "m"), options=ServeOptions(kv_tokens=512), policy="lru", device_memory_bytes=None
+    )
+    engine.start()
+    prompt = tokenizer(PROMPTS[0])["input_ids"]
+    before = [output.token for output in _answer(engine, prompt)]
+    real = engine.store.files.shards.read
+    broken = {"on": True}
+
+    def read(file: int, offset: int, num_bytes: int) -> memoryview:
+        if broken["on"]:
+            raise OSError("input/output error")
+        return real(file, offset, num_bytes)
+
+    monkeypatch.setattr(engine.store.files.shards, "read", read)
+    other = tokenizer("An entirely different beginning, with other experts")["input_ids"]
+    failed = _answer(engine, other)
+    assert failed[-1].finish == "error"
+    assert failed[-1].error is not None and "cannot read expert" in failed[-1].error
+    assert all(output.token is None for output in failed)
+    broken["on"] = False
+    assert [output.token for output in _answer(engine, prompt)] == before
+    assert _answer(engine, other)[-1].finish == "length"
+    assert engine.metrics()["failures"] == 1
+    engine.close()
+
+
+def test_closing_cancels_what_runs_and_refuses_what_comes(reference: Path, tokenizer: Any) -> None:
+    engine = build_engine("reference", options=ServeOptions(kv_tokens=1024))
+    engine.start()
+    outputs: list[Output] = []
+    prompt = tokenizer(PROMPTS[0])["input_ids"]
+    engine.submit(prompt, SamplingParams(max_tokens=900, ignore_eos=True), outputs.append)
+    eventually(lambda: len(outputs) > 2)
+    engine.close()
+    assert outputs[-1].finish == "cancelled"
+    with pytest.raises(Unavailable):
+        engine.submit(prompt, SamplingParams(max_tokens=1), outputs.append)
+
+
+def test_draining_lets_requests_end(reference: Path, tokenizer: Any) -> None:
+    engine = build_engine("reference", options=ServeOptions(kv_tokens=1024))
+    engine.start()
+    outputs: list[Output] = []
+    engine.submit(tokenizer(PROMPTS[0])["input_ids"], SamplingParams(max_tokens=30, ignore_eos=True), outputs.append)
+    assert engine.drain(30)
+    assert outputs[-1].finish == "length"
+    engine.close()
