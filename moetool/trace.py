@@ -129,6 +129,11 @@ def _token_schema(spec: ModelSpec, columns: Iterable[str]) -> pa.Schema:
     )
 
 
+def _embedding_schema(spec: ModelSpec) -> pa.Schema:
+    vector = pa.list_(pa.float16(), spec.hidden_size)
+    return pa.schema([("request", pa.int32()), ("iteration", pa.int32()), ("embedding", vector)])
+
+
 class TraceWriter:
     """Writes a trace into a folder, from a thread of its own, so that the model need not wait for the disk.
 
@@ -233,8 +238,8 @@ class TraceWriter:
                 "files": files,
             }
             durable.write_text(self._folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-        except OSError as error:
-            raise MoetoolError(f"cannot write the trace to {self._folder}: {error}") from error
+        except (pa.ArrowException, OSError) as error:
+            raise MoetoolError(f"cannot write the trace to {self._folder}: {first_line(error)}") from error
 
     def abort(self) -> None:
         """Stop the thread and drop what is queued."""
@@ -245,12 +250,13 @@ class TraceWriter:
 
     def _check(self) -> None:
         if self._error is not None:
-            raise MoetoolError(f"cannot write the trace to {self._folder}: {self._error}") from self._error
+            raise MoetoolError(f"cannot write the trace to {self._folder}: {first_line(self._error)}") from self._error
 
     def _write(self) -> None:
         writer: pq.ParquetWriter | None = None
         pending: list[TokenBatch] = []
         pending_tokens = part = part_tokens = 0
+        batch: TokenBatch | None = None
         try:
             while True:
                 batch = self._queue.get()
@@ -271,13 +277,13 @@ class TraceWriter:
                     break
         except BaseException as error:  # handed to the thread that appends; the queue is drained so it never blocks
             self._error = error
-            while self._queue.get() is not None:
-                pass
+            while batch is not None:
+                batch = self._queue.get()
         finally:
             if writer is not None:
                 try:
                     writer.close()
-                except OSError as error:
+                except Exception as error:  # Arrow has errors that are no OSError
                     self._error = self._error or error
 
     def _table(self, batches: list[TokenBatch]) -> pa.Table:
@@ -294,15 +300,15 @@ class TraceWriter:
 
     def _write_embeddings(self) -> None:
         (self._folder / "iterations").mkdir()
-        width = self._spec.hidden_size
-        kind = pa.list_(pa.float16(), width)
+        schema = _embedding_schema(self._spec)
         flat = np.concatenate([e for _, _, e in self._embeddings]) if self._embeddings else np.zeros(0, np.float16)
         table = pa.table(
-            {
-                "request": pa.array([r for r, _, _ in self._embeddings], pa.int32()),
-                "iteration": pa.array([i for _, i, _ in self._embeddings], pa.int32()),
-                "embedding": pa.FixedSizeListArray.from_arrays(pa.array(flat, pa.float16()), type=kind),
-            }
+            [
+                pa.array([r for r, _, _ in self._embeddings], pa.int32()),
+                pa.array([i for _, i, _ in self._embeddings], pa.int32()),
+                pa.FixedSizeListArray.from_arrays(pa.array(flat, pa.float16()), type=schema.field("embedding").type),
+            ],
+            schema=schema,
         )
         path = self._folder / "iterations" / "part-00000.parquet"
         pq.write_table(table, path, compression="zstd", write_page_checksum=True)
@@ -313,6 +319,13 @@ class Trace:
 
     Args:
         path: the folder.
+
+    Attributes:
+        manifest: manifest.json.
+        spec: the model that was traced.
+        columns: what was recorded: `experts`, `weights` and perhaps `logits`, `hidden`, `embeddings`.
+        num_tokens: rows of tokens/.
+        requests: requests.parquet, in the order of the requests.
 
     Raises:
         UsageError: there is no such folder.
@@ -332,32 +345,32 @@ class Trace:
             ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise MismatchError(f"{path}/manifest.json is damaged ({error}); capture again") from None
+        if not isinstance(self.manifest, dict):
+            raise MismatchError(f"{path}/manifest.json is damaged (not an object); capture again")
         kind, version = self.manifest.get("kind"), self.manifest.get("schema_version")
         if kind != "trace" or version != SCHEMA_VERSION:
             raise MismatchError(
                 f"{path} holds {kind or 'something else'} of schema version {version}, expected a trace of version "
                 f"{SCHEMA_VERSION}; capture again with this version of moetool"
             )
-        for name, facts in self.manifest["files"].items():
+        try:
+            facts = self.manifest["files"].items()
+            self._files = {str(name): (int(fact["bytes"]), str(fact["sha256"])) for name, fact in facts}
+            self.spec = ModelSpec.from_json(self.manifest["spec"])
+            self.columns = frozenset(self.manifest["columns"])
+            self.num_tokens = int(self.manifest["tokens"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise MismatchError(f"{path}/manifest.json is damaged ({error!r}); capture again") from None
+        for name, (expected, _) in self._files.items():
             file = path / name
             size = file.stat().st_size if file.is_file() else None
-            if size != facts["bytes"]:
+            if size != expected:
                 raise MismatchError(
                     f"{file} is {'missing' if size is None else f'{size:,} bytes long'}, expected "
-                    f"{facts['bytes']:,} bytes; copy the trace again or capture again"
+                    f"{expected:,} bytes; copy the trace again or capture again"
                 )
-        self.spec = ModelSpec.from_json(self.manifest["spec"])
-        self.requests = self._read(path / "requests.parquet")
-
-    @property
-    def columns(self) -> frozenset[str]:
-        """What was recorded: `experts`, `weights` and perhaps `logits`, `hidden`, `embeddings`."""
-        return frozenset(self.manifest["columns"])
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows of tokens/."""
-        return int(self.manifest["tokens"])
+        self._intact: set[str] = set()
+        self.requests = self._read("requests.parquet", _REQUESTS)
 
     @property
     def sha256(self) -> str:
@@ -367,11 +380,10 @@ class Trace:
     def require(self, columns: Iterable[str], user: str) -> None:
         """Raises: MismatchError if a column that `user` needs was not recorded."""
         if missing := sorted(set(columns) - self.columns):
-            keep = {"experts": "topk", "weights": "topk"}
-            flags = ",".join(keep.get(c, c) for c in missing)
+            flags = ",".join(["topk", *(c for c in missing if c in KEEP)])
             raise MismatchError(
                 f"{user} needs {', '.join(missing)}, but {self.path} holds {', '.join(sorted(self.columns))}; "
-                f"capture with --keep topk,{flags}"
+                f"capture with --keep {flags}"
             )
 
     def describe(self) -> dict[str, Any]:
@@ -390,7 +402,7 @@ class Trace:
             "columns": sorted(self.columns),
             "composition": " ".join(str(value) for value in composition.values()),
             "tokens": self.num_tokens,
-            "bytes": sum(int(facts["bytes"]) for facts in self.manifest["files"].values()),
+            "bytes": sum(size for size, _ in self._files.values()),
             **{name: sum(total[i] for total in totals.values()) for i, name in enumerate(counted)},
             "tasks": [
                 {"dataset": dataset, "task": task, **dict(zip(counted, total, strict=True))}
@@ -401,9 +413,16 @@ class Trace:
 
     def verify(self) -> None:
         """Raises: MismatchError if any file's sha256 is not the manifest's."""
-        for name, facts in self.manifest["files"].items():
-            if durable.sha256_file(self.path / name) != facts["sha256"]:
-                raise MismatchError(f"{self.path / name} is damaged: its sha256 is not the manifest's; capture again")
+        for name in self._files:
+            self._verify(name)
+
+    def _verify(self, name: str) -> Path:
+        """The path of a file whose bytes are the manifest's; they are compared the first time that it is read."""
+        file = self.path / name
+        if name not in self._intact and durable.sha256_file(file) != self._files[name][1]:
+            raise MismatchError(f"{file} is damaged: its sha256 is not the manifest's; capture again")
+        self._intact.add(name)
+        return file
 
     def batches(self, columns: Iterable[str] = ()) -> Iterator[TokenBatch]:
         """Stream the rows of tokens/ in the order of the forwards, some thousands at a time.
@@ -418,9 +437,11 @@ class Trace:
         self.require(wanted, "this reader")
         names = [c for c in _COLUMNS if c in _ALWAYS or c in wanted]
         widths = _widths(self.spec)
-        for file in sorted((self.path / "tokens").glob("*.parquet")):
+        for part in self._names("tokens"):
+            file = self._verify(part)
             try:
                 with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+                    _require_schema(file, _token_schema(self.spec, names), parquet.schema_arrow)
                     for record in parquet.iter_batches(_ROW_GROUP_TOKENS, columns=names):
                         yield TokenBatch(
                             **{
@@ -438,8 +459,8 @@ class Trace:
     def embeddings(self) -> Iterator[tuple[int, int, np.ndarray]]:
         """(request, iteration, embedding_D float16) of every iteration."""
         self.require(["embeddings"], "this reader")
-        for file in sorted((self.path / "iterations").glob("*.parquet")):
-            table = self._read(file)
+        for part in self._names("iterations"):
+            table = self._read(part, _embedding_schema(self.spec))
             values = table["embedding"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
             rows = values.reshape(-1, self.spec.hidden_size)
             yield from zip(table["request"].to_pylist(), table["iteration"].to_pylist(), rows, strict=True)
@@ -496,12 +517,30 @@ class Trace:
                     for start, end in itertools.pairwise(starts):
                         yield whole.select(slice(start, end))
                 nxt += 1
+        if nxt < len(order):
+            raise MismatchError(
+                f"{self.path} holds {seen.get(order[nxt], 0)} of the {total[order[nxt]]} tokens of request "
+                f"{order[nxt]}; capture again"
+            )
 
-    def _read(self, file: Path) -> pa.Table:
+    def _names(self, folder: str) -> list[str]:
+        """The files of a folder that the manifest knows; whatever else lies there is not of this trace."""
+        return [name for name in sorted(self._files) if name.startswith(f"{folder}/")]
+
+    def _read(self, name: str, schema: pa.Schema) -> pa.Table:
+        file = self._verify(name)
         try:
-            return pq.read_table(file, page_checksum_verification=True)
+            table = pq.read_table(file, page_checksum_verification=True)
         except (pa.ArrowException, OSError) as error:
             raise MismatchError(f"{file} is damaged ({first_line(error)}); capture again") from error
+        _require_schema(file, schema, table.schema)
+        return table
+
+
+def _require_schema(file: Path, expected: pa.Schema, found: pa.Schema) -> None:
+    wrong = [f.name for f in expected if f.name not in found.names or found.field(f.name).type != f.type]
+    if wrong:
+        raise MismatchError(f"{file} does not fit its manifest (column {', '.join(wrong)}); capture again")
 
 
 def to_events(spec: ModelSpec, rows: TokenBatch, forward_id: int) -> tuple[ForwardInfo, list[GateEvent]]:

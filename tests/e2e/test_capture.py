@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moetool.prompts import Prompt
 
 from moetool import prompts as prompt_sets
 from moetool.capture import capture
 from moetool.errors import CapacityError, MoetoolError, UsageError
+from moetool.prompts import Prompt
 from moetool.trace import Trace
 from tests.faults import every_fault
 
