@@ -19,7 +19,8 @@ from moetool.models.recording import GateRecorder
 from moetool.models.spec import locate
 from moetool.prompts import Prompt
 from moetool.request import SamplingParams
-from moetool.trace import TraceWriter
+from moetool.trace import MANIFEST
+from moetool.trace_writer import TraceWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +77,11 @@ def capture(
     """
     if batch_size < 1 or max_new_tokens < 1:
         raise UsageError(f"--batch-size {batch_size} and --max-new-tokens {max_new_tokens} must both be at least 1")
-    durable.require_absent(out, overwrite)
+    durable.require_absent(out, overwrite, MANIFEST)
     path = locate(model)
     torch_dtype = parse_dtype(dtype)
     began = time.perf_counter()
-    with durable.staged_directory(out, overwrite) as folder:
+    with durable.staged_directory(out, overwrite, MANIFEST) as folder:
         loaded = load_full(path, torch_dtype)
         num_threads = use_threads(loaded.model.config.get_text_config(), threads)
         run = _Run(loaded, TraceWriter(folder, loaded.spec, keep), max_new_tokens, batch_size)

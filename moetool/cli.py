@@ -1,8 +1,10 @@
 """The command line: commands, and the one place where errors become messages and exit codes."""
 
+import errno
 import os
 import sys
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +13,9 @@ import typer
 from moetool import __version__, tables
 from moetool.config import parse, parse_bytes, parse_settings
 from moetool.errors import MoetoolError, UsageError
+
+# What the machine refuses is no bug of ours: full disks and quotas, permissions, read-only file systems.
+_OUTSIDE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})
 
 app = typer.Typer(
     name="moetool",
@@ -138,16 +143,24 @@ def train(
     predictor: Annotated[str, typer.Argument(help="Name of a predictor, such as expert_mlp.")],
     trace: TraceDir,
     out: Out,
-    settings: Settings = [],  # noqa: B006 - Typer copies defaults
+    settings: Annotated[
+        list[str],
+        typer.Option(
+            "--set", help="The predictor's options, and fit.max_epochs, fit.max_tokens, fit.learning_rate, ..."
+        ),
+    ] = [],  # noqa: B006 - Typer copies defaults
     seed: Annotated[int, typer.Option(help="Of the split, the weights and the order of the samples.")] = 0,
     overwrite: Overwrite = False,
     as_json: Json = False,
     recipe: Recipe = None,
 ) -> None:
     """Fit a predictor of the experts that will be used next."""
+    from moetool.training import FitOptions
     from moetool.training import train as run
 
-    card = run(predictor, trace, out, options=parse_settings(settings), seed=seed, overwrite=overwrite)
+    options = parse_settings(settings)
+    fit = parse(FitOptions, options.pop("fit", {}), "fit")
+    card = run(predictor, trace, out, options=options, seed=seed, overwrite=overwrite, **asdict(fit))
     if as_json:
         tables.print_json(card)
         return
@@ -348,9 +361,16 @@ def main() -> None:
     except MoetoolError as error:
         if os.environ.get("MOETOOL_DEBUG") == "1":
             raise
-        message = " ".join(str(error).split())
-        tables.narrate(f"moetool: {message}")
-        sys.exit(error.exit_code)
+        _fail(str(error), error.exit_code)
+    except OSError as error:
+        if error.errno not in _OUTSIDE or os.environ.get("MOETOOL_DEBUG") == "1":
+            raise
+        _fail(f"{error.strerror}: {error.filename or 'the disk'}; what was there before is unchanged", 1)
+
+
+def _fail(message: str, code: int) -> None:
+    tables.narrate(f"moetool: {' '.join(message.split())}")
+    sys.exit(code)
 
 
 if __name__ == "__main__":

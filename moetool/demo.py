@@ -8,7 +8,7 @@ import tomllib
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +110,21 @@ def _capture(out: Path, recipe: dict[str, Any]) -> None:
 
 
 def _train(out: Path, recipe: dict[str, Any]) -> None:
+    from moetool.config import parse, parse_settings
     from moetool.evaluation import evaluate
-    from moetool.training import train
+    from moetool.training import FitOptions, train
 
-    card = train("expert_mlp", out / "trace", out / "predictor", seed=recipe["seed"], overwrite=True)
+    options = parse_settings(recipe["settings"])
+    fit = parse(FitOptions, options.pop("fit"), "recipe")
+    card = train(
+        "expert_mlp",
+        out / "trace",
+        out / "predictor",
+        options=options,
+        seed=recipe["seed"],
+        overwrite=True,
+        **asdict(fit),
+    )
     print(
         f"     {tables.count(card['parameters'])} parameters, {tables.count(card['tokens']['train'])} tokens, "
         f"{card['seconds']:.0f} s"

@@ -38,18 +38,27 @@ def write_text(path: Path, text: str) -> None:
     sync(path.parent)
 
 
-def require_absent(out: Path, overwrite: bool = False) -> None:
+def require_absent(out: Path, overwrite: bool = False, marker: str | None = None) -> None:
     """Refuse an output that is there already.
 
+    Args:
+        marker: a file that an earlier result has; what lacks it is not ours to replace.
+
     Raises:
-        UsageError: `out` exists and `overwrite` is false.
+        UsageError: `out` exists and `overwrite` is false, or it is something else than an earlier result.
     """
-    if out.exists() and not overwrite:
+    if not out.exists():
+        return
+    if not overwrite:
         raise UsageError(f"{out} exists already; choose another --out, or pass --overwrite to replace it")
+    if marker is not None and not (out / marker).is_file():
+        raise UsageError(
+            f"{out} holds no {marker}, so moetool did not write it and will not replace it; choose another"
+        )
 
 
 @contextlib.contextmanager
-def staged_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
+def staged_directory(out: Path, overwrite: bool = False, marker: str | None = None) -> Iterator[Path]:
     """A folder to write into that becomes `out` when the block ends, and only then.
 
     Effects: makes `out.partial`, emptied if a killed run left one; on success syncs its files and renames it to
@@ -58,12 +67,12 @@ def staged_directory(out: Path, overwrite: bool = False) -> Iterator[Path]:
     `out.old`, which the next run puts back first.
 
     Raises:
-        UsageError: `out` exists and `overwrite` is false.
+        UsageError: as `require_absent`.
     """
     old = out.with_name(out.name + OLD)
     if old.exists() and not out.exists():
         old.rename(out)  # a run was killed between the two renames below
-    require_absent(out, overwrite)
+    require_absent(out, overwrite, marker)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(out.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)

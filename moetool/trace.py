@@ -12,8 +12,6 @@ schema metadata. Readers stream and name the columns that they need.
 
 import itertools
 import json
-import queue
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,16 +21,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moetool import __version__, durable
-from moetool.errors import MismatchError, MoetoolError, UsageError, first_line
+from moetool import durable
+from moetool.errors import MismatchError, UsageError, first_line
 from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 
 SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
 KEEP = ("topk", "logits", "embeddings", "hidden")
-_ROW_GROUP_TOKENS = 8192
-_PART_TOKENS = 1 << 20
+BATCH_TOKENS = 8192
 
-_REQUESTS = pa.schema(
+REQUESTS = pa.schema(
     [
         ("request", pa.int32()),
         ("dataset", pa.string()),
@@ -87,7 +85,7 @@ class TokenBatch:
         return TokenBatch(**joined)
 
 
-_COLUMNS = {
+COLUMNS = {
     "request": "request_T",
     "forward": "forward_T",
     "phase": "phase_T",
@@ -99,7 +97,7 @@ _COLUMNS = {
     "logits": "logits_TF",
     "hidden": "hidden_TH",
 }
-_ALWAYS = ("request", "forward", "phase", "iteration", "position", "token_id", "experts")
+ALWAYS = ("request", "forward", "phase", "iteration", "position", "token_id", "experts")
 
 
 def _widths(spec: ModelSpec) -> dict[str, int]:
@@ -111,7 +109,7 @@ def _widths(spec: ModelSpec) -> dict[str, int]:
     }
 
 
-def _token_schema(spec: ModelSpec, columns: Iterable[str]) -> pa.Schema:
+def token_schema(spec: ModelSpec, columns: Iterable[str]) -> pa.Schema:
     widths = _widths(spec)
     types: dict[str, pa.DataType] = {
         **dict.fromkeys(("request", "forward", "iteration", "position", "token_id"), pa.int32()),
@@ -124,194 +122,14 @@ def _token_schema(spec: ModelSpec, columns: Iterable[str]) -> pa.Schema:
         "moetool.expert_offsets": [0, *np.cumsum(spec.num_experts_L).tolist()],
     }
     return pa.schema(
-        [(name, types[name]) for name in _COLUMNS if name in columns],
+        [(name, types[name]) for name in COLUMNS if name in columns],
         metadata={"moetool.schema_version": str(SCHEMA_VERSION), **{k: json.dumps(v) for k, v in offsets.items()}},
     )
 
 
-def _embedding_schema(spec: ModelSpec) -> pa.Schema:
+def embedding_schema(spec: ModelSpec) -> pa.Schema:
     vector = pa.list_(pa.float16(), spec.hidden_size)
     return pa.schema([("request", pa.int32()), ("iteration", pa.int32()), ("embedding", vector)])
-
-
-class TraceWriter:
-    """Writes a trace into a folder, from a thread of its own, so that the model need not wait for the disk.
-
-    Args:
-        folder: an empty folder; a `durable.staged_directory`, so that a killed run leaves no trace.
-        keep: which of `KEEP` to record; `topk` always is.
-
-    Effects: starts one thread; `finish` or `abort` ends it.
-    """
-
-    def __init__(self, folder: Path, spec: ModelSpec, keep: Iterable[str]) -> None:
-        self.keep = frozenset(keep) | {"topk"}
-        if unknown := self.keep - set(KEEP):
-            raise UsageError(f"cannot keep {', '.join(sorted(unknown))}: known are {', '.join(KEEP)}")
-        self.columns = [*_ALWAYS, "weights", *(c for c in ("logits", "hidden") if c in self.keep)]
-        self._folder = folder
-        self._spec = spec
-        self._schema = _token_schema(spec, self.columns)
-        self._requests: list[dict[str, Any]] = []
-        self._rows_of: dict[int, int] = {}
-        self._tokens = 0
-        self._embeddings: list[tuple[int, int, np.ndarray]] = []
-        self._queue: queue.Queue[TokenBatch | None] = queue.Queue(maxsize=64)
-        self._error: BaseException | None = None
-        (folder / "tokens").mkdir()
-        self._thread = threading.Thread(target=self._write, name="trace-writer", daemon=True)
-        self._thread.start()
-
-    def add_request(
-        self, request: int, *, dataset: str, task: str, prompt_id: str, prompt_tokens: int, new_tokens: int
-    ) -> None:
-        """Record one request; its rows in tokens/ may have been appended before or come later."""
-        self._requests.append(
-            {
-                "request": request,
-                "dataset": dataset,
-                "task": task,
-                "prompt_id": prompt_id,
-                "prompt_tokens": prompt_tokens,
-                "new_tokens": new_tokens,
-            }
-        )
-
-    def add_embedding(self, request: int, iteration: int, embedding_D: np.ndarray) -> None:
-        """Record the mean output of the embedding layer over one iteration of a request."""
-        self._embeddings.append((request, iteration, embedding_D.astype(np.float16)))
-
-    def append(self, batch: TokenBatch) -> None:
-        """Queue the rows of one forward.
-
-        Raises:
-            MoetoolError: the writer thread failed earlier (a full disk, say).
-        """
-        self._check()
-        for request, rows in zip(*np.unique(batch.request_T, return_counts=True), strict=True):
-            self._rows_of[int(request)] = self._rows_of.get(int(request), 0) + int(rows)
-        self._tokens += len(batch)
-        self._queue.put(batch)
-
-    def finish(self, *, composition: dict[str, Any], provenance: dict[str, Any]) -> None:
-        """Write what is queued, the requests and the manifest.
-
-        Args:
-            composition: how batches were composed: `{"kind": "sequential"}`, `{"kind": "batch", "size": 8}`
-                (batches by prompt index) or `{"kind": "log"}` (as clients came).
-            provenance: model, data, versions and options, for people and for checks.
-
-        Raises:
-            MoetoolError: anything could not be written.
-        """
-        self._queue.put(None)
-        self._thread.join()
-        self._check()
-        rows = [{**r, "tokens": self._rows_of.get(r["request"], 0)} for r in self._requests]
-        rows.sort(key=lambda r: r["request"])
-        try:
-            pq.write_table(
-                pa.Table.from_pylist(rows, schema=_REQUESTS),
-                self._folder / "requests.parquet",
-                compression="zstd",
-                write_page_checksum=True,
-            )
-            if "embeddings" in self.keep:
-                self._write_embeddings()
-            files = {
-                str(file.relative_to(self._folder)): {
-                    "bytes": file.stat().st_size,
-                    "sha256": durable.sha256_file(file),
-                }
-                for file in sorted(self._folder.rglob("*.parquet"))
-            }
-            manifest = {
-                "kind": "trace",
-                "schema_version": SCHEMA_VERSION,
-                "moetool_version": __version__,
-                "spec": self._spec.to_json(),
-                "columns": [*self.columns, *(["embeddings"] if "embeddings" in self.keep else [])],
-                "composition": composition,
-                "requests": len(rows),
-                "tokens": self._tokens,
-                "provenance": provenance,
-                "files": files,
-            }
-            durable.write_text(self._folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-        except (pa.ArrowException, OSError) as error:
-            raise MoetoolError(f"cannot write the trace to {self._folder}: {first_line(error)}") from error
-
-    def abort(self) -> None:
-        """Stop the thread and drop what is queued."""
-        if self._thread.is_alive():
-            self._error = self._error or MoetoolError("the trace was abandoned")
-            self._queue.put(None)
-            self._thread.join()
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise MoetoolError(f"cannot write the trace to {self._folder}: {first_line(self._error)}") from self._error
-
-    def _write(self) -> None:
-        writer: pq.ParquetWriter | None = None
-        pending: list[TokenBatch] = []
-        pending_tokens = part = part_tokens = 0
-        batch: TokenBatch | None = None
-        try:
-            while True:
-                batch = self._queue.get()
-                if batch is not None and self._error is None:
-                    pending.append(batch)
-                    pending_tokens += len(batch)
-                if self._error is None and pending and (batch is None or pending_tokens >= _ROW_GROUP_TOKENS):
-                    if writer is None:
-                        path = self._folder / "tokens" / f"part-{part:05d}.parquet"
-                        writer = pq.ParquetWriter(path, self._schema, compression="zstd", write_page_checksum=True)
-                    writer.write_table(self._table(pending))
-                    part_tokens += pending_tokens
-                    pending, pending_tokens = [], 0
-                    if part_tokens >= _PART_TOKENS:
-                        writer.close()
-                        writer, part, part_tokens = None, part + 1, 0
-                if batch is None:
-                    break
-        except BaseException as error:  # handed to the thread that appends; the queue is drained so it never blocks
-            self._error = error
-            while batch is not None:
-                batch = self._queue.get()
-        finally:
-            if writer is not None:
-                try:
-                    writer.close()
-                except Exception as error:  # Arrow has errors that are no OSError
-                    self._error = self._error or error
-
-    def _table(self, batches: list[TokenBatch]) -> pa.Table:
-        arrays = []
-        for name in self._schema.names:
-            values = np.concatenate([getattr(b, _COLUMNS[name]) for b in batches])
-            kind = self._schema.field(name).type
-            if pa.types.is_fixed_size_list(kind):
-                flat = pa.array(np.ascontiguousarray(values).reshape(-1), type=kind.value_type)
-                arrays.append(pa.FixedSizeListArray.from_arrays(flat, type=kind))
-            else:
-                arrays.append(pa.array(values, type=kind))
-        return pa.Table.from_arrays(arrays, schema=self._schema)
-
-    def _write_embeddings(self) -> None:
-        (self._folder / "iterations").mkdir()
-        schema = _embedding_schema(self._spec)
-        flat = np.concatenate([e for _, _, e in self._embeddings]) if self._embeddings else np.zeros(0, np.float16)
-        table = pa.table(
-            [
-                pa.array([r for r, _, _ in self._embeddings], pa.int32()),
-                pa.array([i for _, i, _ in self._embeddings], pa.int32()),
-                pa.FixedSizeListArray.from_arrays(pa.array(flat, pa.float16()), type=schema.field("embedding").type),
-            ],
-            schema=schema,
-        )
-        path = self._folder / "iterations" / "part-00000.parquet"
-        pq.write_table(table, path, compression="zstd", write_page_checksum=True)
 
 
 class Trace:
@@ -370,7 +188,7 @@ class Trace:
                     f"{expected:,} bytes; copy the trace again or capture again"
                 )
         self._intact: set[str] = set()
-        self.requests = self._read("requests.parquet", _REQUESTS)
+        self.requests = self._read("requests.parquet", REQUESTS)
 
     @property
     def sha256(self) -> str:
@@ -435,17 +253,17 @@ class Trace:
         """
         wanted = set(columns)
         self.require(wanted, "this reader")
-        names = [c for c in _COLUMNS if c in _ALWAYS or c in wanted]
+        names = [c for c in COLUMNS if c in ALWAYS or c in wanted]
         widths = _widths(self.spec)
         for part in self._names("tokens"):
             file = self._verify(part)
             try:
                 with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
-                    _require_schema(file, _token_schema(self.spec, names), parquet.schema_arrow)
-                    for record in parquet.iter_batches(_ROW_GROUP_TOKENS, columns=names):
+                    _require_schema(file, token_schema(self.spec, names), parquet.schema_arrow)
+                    for record in parquet.iter_batches(BATCH_TOKENS, columns=names):
                         yield TokenBatch(
                             **{
-                                _COLUMNS[name]: (
+                                COLUMNS[name]: (
                                     record[name].flatten().to_numpy(zero_copy_only=False).reshape(-1, widths[name])
                                     if name in widths
                                     else record[name].to_numpy(zero_copy_only=False)
@@ -460,7 +278,7 @@ class Trace:
         """(request, iteration, embedding_D float16) of every iteration."""
         self.require(["embeddings"], "this reader")
         for part in self._names("iterations"):
-            table = self._read(part, _embedding_schema(self.spec))
+            table = self._read(part, embedding_schema(self.spec))
             values = table["embedding"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
             rows = values.reshape(-1, self.spec.hidden_size)
             yield from zip(table["request"].to_pylist(), table["iteration"].to_pylist(), rows, strict=True)

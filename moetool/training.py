@@ -25,6 +25,17 @@ HELD_OUT = 0.15
 """Share of the requests that goes to validation, and again to test."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """How gradient descent fits a predictor; `train` says what each one means."""
+
+    max_epochs: int = 20
+    max_tokens: int | None = None
+    batch_size: int = 256
+    learning_rate: float = 3e-3
+    patience: int = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """Ids of the requests that training may see, that decide when it stops, and that it never touches."""
@@ -111,7 +122,7 @@ def train(
         raise UsageError(f"max_tokens is {max_tokens}, expected at least 2")
     if not learning_rate > 0:
         raise UsageError(f"learning_rate is {learning_rate}, expected more than 0")
-    durable.require_absent(out, overwrite)
+    durable.require_absent(out, overwrite, "card.json")
     began = time.perf_counter()
     source = Trace(trace)
     with torch.random.fork_rng():
@@ -127,7 +138,7 @@ def train(
             f"needed of each; capture more prompts"
         )
     try:
-        with durable.staged_directory(out, overwrite) as staged:
+        with durable.staged_directory(out, overwrite, "card.json") as staged:
             model.count(routes["train"])
             fit: dict[str, Any] = {}
             if model.learned:

@@ -13,7 +13,8 @@ from moetool.models.loading import LoadedModel
 from moetool.models.recording import GateRecorder
 from moetool.replay import DecisionDigest
 from moetool.residency import Step
-from moetool.trace import TraceWriter
+from moetool.trace import MANIFEST
+from moetool.trace_writer import TraceWriter
 
 
 class ServeLog:
@@ -26,7 +27,7 @@ class ServeLog:
     """
 
     def __init__(self, out: Path, keep: tuple[str, ...] = ("topk",), overwrite: bool = False) -> None:
-        durable.require_absent(out, overwrite)
+        durable.require_absent(out, overwrite, MANIFEST)
         self._out, self._keep, self._overwrite = out, keep, overwrite
         self._stack = contextlib.ExitStack()
         self._writer: TraceWriter | None = None
@@ -39,7 +40,7 @@ class ServeLog:
 
     def attach(self, loaded: LoadedModel) -> None:
         """Begin to record the model."""
-        folder = self._stack.enter_context(durable.staged_directory(self._out, self._overwrite))
+        folder = self._stack.enter_context(durable.staged_directory(self._out, self._overwrite, MANIFEST))
         self._loaded = loaded
         self._writer = TraceWriter(folder, loaded.spec, self._keep)
         self._recorder = GateRecorder(loaded.model, loaded.layers, self._keep)

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from moetool import trace as trace_module
+from moetool import trace_writer
 from moetool.errors import MismatchError, MoetoolError, UsageError
 from moetool.trace import TokenBatch, Trace, router_scores
 from moetool.types import ForwardInfo, GateEvent, Phase
@@ -24,8 +25,9 @@ COLUMNS = ("weights", "logits", "hidden")
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several row groups a part and several parts a trace."""
-    monkeypatch.setattr(trace_module, "_ROW_GROUP_TOKENS", 8)
-    monkeypatch.setattr(trace_module, "_PART_TOKENS", 24)
+    monkeypatch.setattr(trace_module, "BATCH_TOKENS", 8)
+    monkeypatch.setattr(trace_writer, "ROW_GROUP_TOKENS", 8)
+    monkeypatch.setattr(trace_writer, "PART_TOKENS", 24)
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def test_every_column_comes_back(batched: Trace) -> None:
     read = TokenBatch.concatenate(list(batched.batches(COLUMNS)))
     assert same(read, TokenBatch.concatenate(traces.together(LENGTHS)))
     assert len(read) == batched.num_tokens
-    assert batched.columns == {*trace_module._ALWAYS, "weights", "logits", "hidden", "embeddings"}
+    assert batched.columns == {*trace_module.ALWAYS, "weights", "logits", "hidden", "embeddings"}
 
 
 def test_columns_that_were_not_asked_for_are_none(batched: Trace) -> None:

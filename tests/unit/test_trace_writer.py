@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moetool import durable
-from moetool import trace as trace_module
+from moetool import durable, trace_writer
 from moetool.errors import MoetoolError, UsageError
-from moetool.trace import KEEP, Trace, TraceWriter
+from moetool.trace import KEEP, Trace
+from moetool.trace_writer import TraceWriter
 from tests import traces
 from tests.traces import SPEC
 
@@ -28,8 +28,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_module, "_ROW_GROUP_TOKENS", 8)
-    monkeypatch.setattr(trace_module, "_PART_TOKENS", 24)
+    monkeypatch.setattr(trace_writer, "ROW_GROUP_TOKENS", 8)
+    monkeypatch.setattr(trace_writer, "PART_TOKENS", 24)
 
 
 @pytest.fixture
@@ -191,11 +191,11 @@ def test_abort_after_finish_changes_nothing(folder: Path) -> None:
 WRITE_HALF = """
 import signal, sys, time
 from pathlib import Path
-from moetool import durable, trace
+from moetool import durable, trace, trace_writer
 from tests import traces
-trace._ROW_GROUP_TOKENS, trace._PART_TOKENS = 8, 24
+trace_writer.ROW_GROUP_TOKENS, trace_writer.PART_TOKENS = 8, 24
 with durable.staged_directory(Path(sys.argv[1])) as folder:
-    writer = trace.TraceWriter(folder, traces.SPEC, trace.KEEP)
+    writer = trace_writer.TraceWriter(folder, traces.SPEC, trace.KEEP)
     for forward in range(20):
         writer.append(traces.rows(0, forward, 0, range(8)))
     while len(list((folder / "tokens").iterdir())) < 3:
