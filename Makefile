@@ -27,7 +27,7 @@ test: lint
 	$(BIN)/python -m pytest
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m pytest tests/bench -m ''
+	$(BIN)/python -m pytest tests/bench -m '' -s
 
 clean:
 	rm -rf $(VENV) demo-output dist build

@@ -64,6 +64,7 @@ class Engine:
         if log is not None:
             log.attach(loaded)
         self._sinks: dict[int, Sink] = {}
+        self._scores: set[Future[list[TokenLogprob | None]]] = set()
         self._next_request = 0
         self._in_forward: tuple[int, ...] = ()
         self._commands: deque[Callable[[], None]] = deque()
@@ -120,6 +121,8 @@ class Engine:
         answer: Future[list[TokenLogprob | None]] = Future()
         with self._wake:
             self._require_ready()
+            self._scores.add(answer)
+            answer.add_done_callback(self._scores.discard)
             request = self._take_number()
             self._commands.append(lambda: self._score(request, prompt, top, answer))
             self._wake.notify()
@@ -223,9 +226,12 @@ class Engine:
         except _Stop:
             pass
         except BaseException as error:
-            self.state = "failed"
+            with self._wake:
+                self.state = "failed"
             for request in list(self._sinks):
                 self._deliver(Output(request, None, finish="error", error=f"the engine failed: {error}"))
+            for answer in list(self._scores):
+                answer.set_exception(MoetoolError(f"the engine failed: {error}"))
             raise
 
     def _require_ready(self) -> None:

@@ -1,6 +1,5 @@
 """Running the experts of a model from a pool that may be smaller than one event."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ class ExpertRuntime:
 
         self.residency = residency
         self.store = store
-        self.on_event: Callable[[GateEvent], None] | None = None
         self._info: ForwardInfo | None = None
         ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _experts_forward)
         loaded.model.set_experts_implementation(_IMPLEMENTATION)
@@ -66,10 +64,7 @@ class ExpertRuntime:
             forward=self._info,
             layer=layer,
             experts_TK=tuple(map(tuple, index_TK.tolist())),
-            weights_TK=None,
         )
-        if self.on_event is not None:
-            self.on_event(event)
         rows_of = _rows_by_expert(index_TK)
         products = hidden_TD.new_empty(num_tokens * top_k, hidden_TD.shape[1])
         for step in self.residency.event(event):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moetool import durable
+from moetool.errors import MoetoolError
 from moetool.models.batching import Batch
 from moetool.models.loading import LoadedModel
 from moetool.models.recording import GateRecorder
@@ -37,6 +38,7 @@ class ServeLog:
         self._prompt_tokens: dict[int, int] = {}
         self._new_tokens: dict[int, int] = {}
         self._digest = DecisionDigest()
+        self._error: MoetoolError | None = None
 
     def attach(self, loaded: LoadedModel) -> None:
         """Begin to record the model."""
@@ -66,15 +68,24 @@ class ServeLog:
             rows, _ = self._recorder.take(self._batch)
             for request, phase in zip(self._batch.info.request_T, self._batch.info.phase_T, strict=True):
                 self._new_tokens[request] = self._new_tokens.get(request, 0) + phase
-            self._writer.append(rows)
+            try:
+                self._writer.append(rows)
+            except MoetoolError as error:  # a full disk must not end the server; `close` tells of it
+                self._error = self._error or error
         self._batch = None
 
     def close(self) -> None:
-        """Write what is left and put the trace in its place."""
+        """Write what is left and put the trace in its place.
+
+        Raises:
+            MoetoolError: something could not be written, now or earlier; then there is no trace.
+        """
         if self._writer is None or self._recorder is None or self._loaded is None:
             return
         self._recorder.close()
         with self._stack:
+            if self._error is not None:
+                raise self._error
             for request, prompt_tokens in self._prompt_tokens.items():
                 self._writer.add_request(
                     request,
