@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,138 +44,182 @@ class Captured:
         return {**{name: getattr(self, name) for name in self.__slots__}, "out": str(self.out)}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureOptions:
+    """How prompts are forwarded and what is recorded.
+
+    Attributes:
+        max_new_tokens: tokens to decode for each prompt, greedily, unless its end comes earlier.
+        batch_size: prompts that are forwarded together: consecutive ones; the next batch begins when the last
+            request of one has ended, so that the same call gives the same rows.
+        keep: columns to record, of `moetool.trace.KEEP`.
+        dtype: data type of the model.
+        threads: of the arithmetic; see `use_threads`. The same number gives the same rows.
+    """
+
+    max_new_tokens: int = 32
+    batch_size: int = 1
+    keep: tuple[str, ...] = ("topk", "logits")
+    dtype: str = "float32"
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.max_new_tokens < 1:
+            raise UsageError(
+                f"--batch-size {self.batch_size} and --max-new-tokens {self.max_new_tokens} must both be at least 1"
+            )
+
+
+OpenModel = Callable[[Path, torch.dtype], LoadedModel]
+
+
 def capture(
     model: str,
     prompts: Iterable[Prompt],
     out: Path,
+    options: CaptureOptions,
     *,
-    max_new_tokens: int = 32,
-    batch_size: int = 1,
-    keep: Iterable[str] = ("topk", "logits"),
-    dtype: str = "float32",
-    threads: int = 0,
+    share: tuple[int, int] = (0, 1),
+    open_model: OpenModel = load_full,
     overwrite: bool = False,
     on_progress: Callable[[int], None] | None = None,
 ) -> Captured:
     """Run a model over prompts and record its routers.
 
-    Prompts are forwarded greedily in batches of consecutive ones; the next batch begins when the last request of
-    one has ended, so the same call gives the same rows.
-
     Args:
         model: `reference`, a folder or a hub name.
-        keep: columns to record, of `moetool.trace.KEEP`.
-        threads: of the arithmetic; see `use_threads`. The same number gives the same rows.
+        share: (i, n) captures the batches i, i + n, i + 2n, … only; requests keep their numbers. See
+            `moetool.shares`.
+        open_model: how the model comes into memory: whole, or with its experts in a pool.
         on_progress: called with the number of prompts that are done.
 
     Effects: loads the model; writes the trace to `out`, as a whole or not at all.
 
     Raises:
         UsageError: bad arguments, or `out` exists.
-        CapacityError: no prompt fits into the model's context.
+        CapacityError: no prompt fits into the model's context, or the model not into memory.
         MoetoolError: the disk failed, or a forward did.
     """
-    if batch_size < 1 or max_new_tokens < 1:
-        raise UsageError(f"--batch-size {batch_size} and --max-new-tokens {max_new_tokens} must both be at least 1")
     durable.require_absent(out, overwrite, MANIFEST)
     path = locate(model)
-    torch_dtype = parse_dtype(dtype)
     began = time.perf_counter()
     with durable.staged_directory(out, overwrite, MANIFEST) as folder:
-        loaded = load_full(path, torch_dtype)
-        num_threads = use_threads(loaded.model.config.get_text_config(), threads)
-        run = _Run(loaded, TraceWriter(folder, loaded.spec, keep), max_new_tokens, batch_size)
+        loaded = open_model(path, parse_dtype(options.dtype))
+        config = loaded.model.config.get_text_config()
+        num_threads = use_threads(config, options.threads)
+        batches, skipped = plan_batches(list(prompts), load_tokenizer(path), config.max_position_embeddings, options)
+        run = _Run(loaded, TraceWriter(folder, loaded.spec, options.keep), options)
         try:
-            run.all(list(prompts), load_tokenizer(path), on_progress)
-            run.finish(
-                {
-                    "model": model,
-                    "dtype": dtype,
-                    "max_new_tokens": max_new_tokens,
-                    "threads": num_threads,
-                    "versions": {
-                        "moetool": __version__,
-                        "torch": torch.__version__,
-                        "transformers": transformers.__version__,
-                        "python": platform.python_version(),
-                    },
-                }
-            )
-            size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            run.all(batches[share[0] :: share[1]], on_progress)
+            provenance = {
+                "model": model,
+                "dtype": options.dtype,
+                "max_new_tokens": options.max_new_tokens,
+                "threads": num_threads,
+                "skipped": skipped,
+                "versions": {
+                    "moetool": __version__,
+                    "torch": torch.__version__,
+                    "transformers": transformers.__version__,
+                    "python": platform.python_version(),
+                },
+            }
+            size = options.batch_size
+            composition = {"kind": "sequential"} if size == 1 else {"kind": "batch", "size": size}
+            run.writer.finish(composition=composition, provenance=provenance)
+            num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         except BaseException:
             run.writer.abort()
             raise
+        finally:
+            loaded.close()
     return Captured(
         out=out,
         requests=run.requests,
         prompt_tokens=run.prompt_tokens,
         new_tokens=run.new_tokens,
-        skipped=run.skipped,
-        bytes=size,
+        skipped=skipped,
+        bytes=num_bytes,
         seconds=time.perf_counter() - began,
     )
+
+
+class Item(NamedTuple):
+    """A prompt to forward, as tokens, and the number of its request."""
+
+    request: int
+    prompt: Prompt
+    ids: list[int]
+
+
+def plan_batches(
+    prompts: list[Prompt], tokenizer: Any, max_context: int, options: CaptureOptions
+) -> tuple[list[list[Item]], int]:
+    """Number the prompts that fit and cut them into batches, before anything runs.
+
+    Returns:
+        The batches, and how many prompts were left out.
+
+    Raises:
+        CapacityError: none fits.
+    """
+    items: list[Item] = []
+    longest = 0
+    for prompt in prompts:
+        ids: list[int] = tokenizer(prompt.text)["input_ids"]
+        longest = max(longest, len(ids))
+        if ids and len(ids) + options.max_new_tokens <= max_context:
+            items.append(Item(len(items), prompt, ids))
+    if not items:
+        raise CapacityError(
+            f"none of {len(prompts)} prompts fits: the longest has {longest:,} tokens, {options.max_new_tokens} "
+            f"new ones are asked for, and the model's context holds {max_context:,}; give shorter prompts"
+        )
+    size = options.batch_size
+    return [items[start : start + size] for start in range(0, len(items), size)], len(prompts) - len(items)
 
 
 class _Run:
     """One capture under way."""
 
-    def __init__(self, loaded: LoadedModel, writer: TraceWriter, max_new_tokens: int, batch_size: int) -> None:
+    def __init__(self, loaded: LoadedModel, writer: TraceWriter, options: CaptureOptions) -> None:
         self.loaded = loaded
         self.writer = writer
-        self.requests = self.prompt_tokens = self.new_tokens = self.skipped = 0
-        self._params = SamplingParams(max_tokens=max_new_tokens)
-        self._batch_size = batch_size
+        self.requests = self.prompt_tokens = self.new_tokens = 0
+        self._params = SamplingParams(max_tokens=options.max_new_tokens)
+        self._batch_size = options.batch_size
         self._batch: Batch | None = None
         # The embedding's mean over an iteration that came in chunks: (iteration, sum, tokens) by request.
         self._embedding: dict[int, tuple[int, np.ndarray, int]] = {}
 
-    def all(self, prompts: list[Prompt], tokenizer: Any, on_progress: Callable[[int], None] | None) -> None:
-        """Forward every prompt."""
-        limit = int(self.loaded.model.config.get_text_config().max_position_embeddings)
-        encoded: list[tuple[Prompt, list[int]]] = []
-        longest = 0
-        for prompt in prompts:
-            ids: list[int] = tokenizer(prompt.text)["input_ids"]
-            longest = max(longest, len(ids))
-            if not ids or len(ids) + self._params.max_tokens > limit:
-                self.skipped += 1
-            else:
-                encoded.append((prompt, ids))
-        if not encoded:
-            raise CapacityError(
-                f"none of {len(prompts)} prompts fits: the longest has {longest:,} tokens, {self._params.max_tokens} "
-                f"new ones are asked for, and the model's context holds {limit:,}; give shorter prompts"
-            )
-        width = max(len(ids) for _, ids in encoded) + self._params.max_tokens
+    def all(self, batches: list[list[Item]], on_progress: Callable[[int], None] | None) -> None:
+        """Forward every batch."""
+        if not batches:
+            return
+        width = max(len(item.ids) for batch in batches for item in batch) + self._params.max_tokens
         batcher = Batcher(self.loaded.model, max_requests=self._batch_size, kv_tokens=self._batch_size * (width + 16))
         recorder = GateRecorder(self.loaded.model, self.loaded.layers, self.writer.keep)
         batcher.on_forward = self._on_forward
         try:
-            for start in range(0, len(encoded), self._batch_size):
-                self._one_batch(batcher, recorder, encoded[start : start + self._batch_size])
+            for batch in batches:
+                self._one_batch(batcher, recorder, batch)
                 if on_progress is not None:
-                    on_progress(min(start + self._batch_size, len(encoded)))
+                    on_progress(self.requests)
         finally:
             recorder.close()
             batcher.close()
 
-    def finish(self, provenance: dict[str, Any]) -> None:
-        """Write what is left."""
-        size = self._batch_size
-        composition = {"kind": "sequential"} if size == 1 else {"kind": "batch", "size": size}
-        self.writer.finish(composition=composition, provenance={**provenance, "skipped": self.skipped})
-
-    def _one_batch(self, batcher: Batcher, recorder: GateRecorder, batch: list[tuple[Prompt, list[int]]]) -> None:
-        first = self.requests
+    def _one_batch(self, batcher: Batcher, recorder: GateRecorder, batch: list[Item]) -> None:
+        first = batch[0].request
         new_tokens = [0] * len(batch)
-        for i, (_, ids) in enumerate(batch):
-            batcher.add(first + i, ids, self._params)
+        for item in batch:
+            batcher.add(item.request, item.ids, self._params)
         while not batcher.idle:
             outputs = batcher.step()
+            self.loaded.end_forward()
             if failed := next((o for o in outputs if o.error is not None), None):
-                raise MoetoolError(
-                    f"the model failed on prompt {batch[failed.request - first][0].prompt_id}: {failed.error}"
-                )
+                prompt_id = batch[failed.request - first].prompt.prompt_id
+                raise MoetoolError(f"the model failed on prompt {prompt_id}: {failed.error}")
             assert self._batch is not None
             rows, embedding_TD = recorder.take(self._batch)
             self.writer.append(rows)
@@ -184,21 +228,22 @@ class _Run:
             for output in outputs:
                 new_tokens[output.request - first] += 1
         self._flush_embeddings()
-        for i, (prompt, ids) in enumerate(batch):
+        for item, new in zip(batch, new_tokens, strict=True):
             self.writer.add_request(
-                first + i,
-                dataset=prompt.dataset,
-                task=prompt.task,
-                prompt_id=prompt.prompt_id,
-                prompt_tokens=len(ids),
-                new_tokens=new_tokens[i],
+                item.request,
+                dataset=item.prompt.dataset,
+                task=item.prompt.task,
+                prompt_id=item.prompt.prompt_id,
+                prompt_tokens=len(item.ids),
+                new_tokens=new,
             )
-            self.prompt_tokens += len(ids)
-            self.new_tokens += new_tokens[i]
+            self.prompt_tokens += len(item.ids)
+            self.new_tokens += new
         self.requests += len(batch)
 
     def _on_forward(self, batch: Batch) -> None:
         self._batch = batch
+        self.loaded.begin_forward(batch.info)
 
     def _add_embeddings(self, batch: Batch, embedding_TD: np.ndarray) -> None:
         requests = np.asarray(batch.info.request_T)

@@ -5,6 +5,7 @@ import os
 import sys
 import tomllib
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,6 +77,10 @@ def capture(
     keep: Annotated[str, typer.Option(help="Columns: topk,logits,embeddings,hidden.")] = "topk,logits",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     threads: Annotated[int, typer.Option(min=0, help="Of the arithmetic; 0 chooses.")] = 0,
+    device_memory: Annotated[
+        str | None, typer.Option(help="For dense weights and an expert pool, such as 64MB: a model larger than memory.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that share the batches, one thread each.")] = 1,
     overwrite: Overwrite = False,
     as_json: Json = False,
     recipe: Recipe = None,
@@ -84,21 +89,28 @@ def capture(
     from moetool import prompts
 
     texts = list(prompts.load(_split(data), max_prompts=max_prompts))
+    from moetool import shares
+    from moetool.capture import CaptureOptions
     from moetool.capture import capture as run
 
-    with tables.progress(f"capturing {model}", len(texts)) as on_progress:
-        made = run(
-            model,
-            texts,
-            out,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            keep=_split([keep]),
-            dtype=dtype,
-            threads=threads,
-            overwrite=overwrite,
-            on_progress=on_progress,
-        )
+    options = CaptureOptions(
+        max_new_tokens=max_new_tokens, batch_size=batch_size, keep=tuple(_split([keep])), dtype=dtype, threads=threads
+    )
+    rest: dict[str, Any] = {"overwrite": overwrite}
+    if device_memory is not None:
+        from moetool.serving.assembly import open_pooled
+
+        rest["open_model"] = partial(open_pooled, device_memory_bytes=parse_bytes(device_memory))
+    with tables.progress(f"capturing {model}", None if workers > 1 else len(texts)) as on_progress:
+        if shares.under_torchrun():
+            shared = shares.capture_under_torchrun(model, texts, out, options, **rest, on_progress=on_progress)
+            if shared is None:
+                return  # the process of rank 0 speaks for all
+            made = shared
+        elif workers > 1:
+            made = shares.capture_with_workers(model, texts, out, options, workers, **rest, on_progress=on_progress)
+        else:
+            made = run(model, texts, out, options, **rest, on_progress=on_progress)
     if as_json:
         tables.print_json(made.to_json())
         return

@@ -91,7 +91,7 @@ def run(out: Path) -> None:
 
 def _capture(out: Path, recipe: dict[str, Any]) -> None:
     from moetool import prompts
-    from moetool.capture import capture
+    from moetool.capture import CaptureOptions, capture
 
     texts = list(prompts.load(recipe["data"], max_prompts=recipe["max_prompts"]))
     with tables.progress("capturing", len(texts)) as on_progress:
@@ -99,9 +99,11 @@ def _capture(out: Path, recipe: dict[str, Any]) -> None:
             "reference",
             texts,
             out,
-            max_new_tokens=recipe["max_new_tokens"],
-            batch_size=recipe["batch_size"],
-            keep=recipe["keep"].split(","),
+            CaptureOptions(
+                max_new_tokens=recipe["max_new_tokens"],
+                batch_size=recipe["batch_size"],
+                keep=tuple(recipe["keep"].split(",")),
+            ),
             overwrite=True,
             on_progress=on_progress,
         )

@@ -294,7 +294,7 @@ class Trace:
             columns: `weights` and `logits` fill the events' weights and scores.
             requests: only these requests (all by default).
         """
-        groups = self._by_request(columns) if sequential else self._by_forward(columns)
+        groups = self._by_request(columns) if sequential else self.recorded_forwards(columns)
         forward_id = 0
         for rows in groups:
             if requests is not None:
@@ -304,7 +304,8 @@ class Trace:
             yield to_events(self.spec, rows, forward_id)
             forward_id += 1
 
-    def _by_forward(self, columns: Iterable[str]) -> Iterator[TokenBatch]:
+    def recorded_forwards(self, columns: Iterable[str]) -> Iterator[TokenBatch]:
+        """The rows of each forward, as they were recorded; arguments and errors are those of `batches`."""
         held: TokenBatch | None = None
         for batch in self.batches(columns):
             rows = batch if held is None else TokenBatch.concatenate([held, batch])

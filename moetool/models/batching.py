@@ -95,6 +95,7 @@ class Batcher:
             use_cuda_graph=False,
             use_async_batching=False,
             auto_switch_to_flash=False,  # looking for kernels may ask the hub
+            disable_nccl_graph_mixing=False,  # no CUDA graphs, so nothing to disable and to warn of
         )
         self._attention = model.config._attn_implementation
         self._sampler = Sampler(model.config.get_text_config().vocab_size)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -10,9 +10,17 @@ from torch import nn
 from moetool.errors import MismatchError, UsageError, first_line
 from moetool.models.expert_files import ExpertFiles, Shards
 from moetool.models.spec import MoeLayer, empty_model, moe_layers, read_config, read_spec
-from moetool.types import ModelSpec
+from moetool.types import ForwardInfo, ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class ExpertPool(Protocol):
+    """What runs the experts of a model that does not have them in memory."""
+
+    def begin_forward(self, info: ForwardInfo) -> None: ...
+    def end_forward(self) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +31,7 @@ class LoadedModel:
         model: transformers' own model object.
         layers: its MoE layers, in order.
         files: reads its experts; None where the experts are in memory.
+        pool: computes its experts where they are not; it must hear of every forward.
     """
 
     path: Path
@@ -30,6 +39,24 @@ class LoadedModel:
     model: Any
     layers: list[MoeLayer]
     files: ExpertFiles | None
+    pool: "ExpertPool | None" = None
+
+    def begin_forward(self, info: ForwardInfo) -> None:
+        """Announce a forward that is about to run."""
+        if self.pool is not None:
+            self.pool.begin_forward(info)
+
+    def end_forward(self) -> None:
+        """The forward is over, complete or not."""
+        if self.pool is not None:
+            self.pool.end_forward()
+
+    def close(self) -> None:
+        """End the pool's threads and close the files."""
+        if self.pool is not None:
+            self.pool.close()
+        if self.files is not None:
+            self.files.shards.close()
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -1,18 +1,23 @@
 """Putting an engine together: a model, a memory budget and a policy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.models.batching import Batcher, kv_cache_bytes
-from moetool.models.loading import load_lazy, load_tokenizer, parse_dtype, use_threads
+from moetool.models.loading import LoadedModel, load_lazy, load_tokenizer, parse_dtype, use_threads
 from moetool.models.spec import dense_bytes, locate, read_config
 from moetool.plan import CachePlan
 from moetool.policy import MIN_SLOTS, build_policy, policy_class
+from moetool.residency import Residency
 from moetool.serving.engine import Engine
+from moetool.serving.experts import ExpertRuntime
 from moetool.serving.log import ServeLog
+from moetool.serving.store import ExpertStore
 from moetool.types import ModelSpec
 
 
@@ -98,6 +103,23 @@ def build_engine(
         io_threads=options.io_threads,
         log=ServeLog(log) if log else None,
     )
+
+
+def open_pooled(path: Path, dtype: torch.dtype, device_memory_bytes: int, kv_bytes: int = 0) -> LoadedModel:
+    """A model whose experts live in a pool of what the memory leaves beside its dense weights and `kv_bytes`.
+
+    For `moetool.capture`: the pool is LRU, and every forward must be announced (`LoadedModel.begin_forward`).
+
+    Effects: allocates the pool; `LoadedModel.close` ends its threads.
+
+    Raises:
+        CapacityError: not even the smallest legal pool fits.
+    """
+    loaded = load_lazy(path, dtype)
+    assert loaded.files is not None
+    slots = _slots(loaded.spec, device_memory_bytes, dense_bytes(path, dtype), kv_bytes, 0)
+    policy = build_policy("lru", loaded.spec, {}, slots)
+    return replace(loaded, pool=ExpertRuntime(loaded, Residency(policy), ExpertStore(loaded.files, slots)))
 
 
 def _predictor(path: Path | None, plan: CachePlan | None) -> Any:

@@ -154,7 +154,7 @@ class Engine:
             self._wake.notify()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()
-        self.store.close()
+        self.runtime.close()
         self._batcher.close()
         if self._log is not None:
             self._log.close()

@@ -49,6 +49,10 @@ class ExpertRuntime:
             self.residency.end_forward(self._info)
             self._info = None
 
+    def close(self) -> None:
+        """End the store's threads."""
+        self.store.close()
+
     def forward(
         self, module: Any, layer: int, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:

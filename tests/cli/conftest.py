@@ -9,7 +9,8 @@ import pytest
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten prompts of the embedded model, with logits."""
     from moetool import prompts
-    from moetool.capture import capture
+    from moetool.capture import CaptureOptions, capture
 
     texts = list(prompts.load(["all"], max_prompts=6))
-    return capture("reference", texts, tmp_path_factory.mktemp("cli") / "trace", max_new_tokens=8, batch_size=8).out
+    options = CaptureOptions(max_new_tokens=8, batch_size=8)
+    return capture("reference", texts, tmp_path_factory.mktemp("cli") / "trace", options).out

@@ -14,11 +14,18 @@ import pytest
 import torch
 
 from moetool import prompts as prompt_sets
-from moetool.capture import capture
+from moetool.capture import Captured, CaptureOptions
+from moetool.capture import capture as capture_with_options
 from moetool.errors import CapacityError, MoetoolError, UsageError
 from moetool.prompts import Prompt
 from moetool.trace import Trace
 from tests.faults import every_fault
+
+
+def capture(model: str, texts: list[Prompt], out: Path, *, overwrite: bool = False, **options: Any) -> Captured:
+    if "keep" in options:
+        options["keep"] = tuple(options["keep"])
+    return capture_with_options(model, texts, out, CaptureOptions(**options), overwrite=overwrite)
 
 
 def _prompts(count: int, text: str | None = None) -> list[Prompt]:
