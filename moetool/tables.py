@@ -38,7 +38,7 @@ def print_evaluations(rows: Sequence[Any]) -> None:
         ["predictor", "match", "exact", "at least one", "in decode", "ms / token", "size", "of the experts"],
         [
             [
-                row.predictor if row.baseline is None else f"{row.predictor} ({row.baseline})",
+                row.predictor,
                 *(f"{value:.3f}" for value in (row.scores[0].match, row.scores[0].exact, row.scores[0].at_least_one)),
                 *(f"{score.match:.3f}" for score in row.scores if score.phase == "decode" and score.layer is None),
                 f"{row.step_ms:.2f}",
@@ -48,6 +48,9 @@ def print_evaluations(rows: Sequence[Any]) -> None:
             for row in rows
         ],
     )
+    for row in rows:
+        if row.baseline is not None:
+            print(f"  {row.predictor} was counted on {row.baseline}")
     layers = [score.layer for score in first.scores if score.phase == "all" and score.layer is not None]
     print_table(
         "match by MoE layer",
