@@ -30,4 +30,4 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/bench -m '' -s
 
 clean:
-	rm -rf $(VENV) demo-output dist build
+	rm -rf $(VENV) moetool-demo dist build

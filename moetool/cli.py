@@ -11,12 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from moetool import __version__, tables
+from moetool import __version__, durable, tables
 from moetool.config import parse, parse_bytes, parse_settings
 from moetool.errors import MoetoolError, UsageError
 
 # What the machine refuses is no bug of ours: full disks and quotas, permissions, read-only file systems.
-_OUTSIDE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})
+_OUTSIDE = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG}
+    | {errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
+)
 
 app = typer.Typer(
     name="moetool",
@@ -221,6 +224,7 @@ def plan_cache(
     from moetool.serving.assembly import ServeOptions, fixed_bytes
     from moetool.trace import Trace
 
+    durable.require_writable(out)
     source = Trace(trace)
     options = parse(ServeOptions, parse_settings(settings), "--set")
     path = locate(model or str(source.manifest["provenance"].get("model", "")))
@@ -360,7 +364,10 @@ def demo(
 
 def _split(values: list[str]) -> list[str]:
     """Repeated flags and commas alike make a list; a path with a comma in it stays whole if it exists."""
-    return [part for value in values for part in ([value] if Path(value).exists() else value.split(",")) if part]
+    parts = [part for value in values for part in ([value] if Path(value).exists() else value.split(",")) if part]
+    if not parts:
+        raise UsageError(f"{values!r} names nothing; give at least one")
+    return parts
 
 
 def main() -> None:

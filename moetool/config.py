@@ -21,6 +21,8 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     """
     from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{where} is {values!r}, expected options by name, such as {where}.name=value")
     try:
         return TypeAdapter(with_config(ConfigDict(extra="forbid"))(kind)).validate_python(dict(values))
     except ValidationError as error:

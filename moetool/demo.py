@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moetool import assets, tables
+from moetool.errors import UsageError
 
 QUESTIONS = (
     "Question: What is 25 + 17? Answer:",
@@ -45,6 +46,8 @@ def run(out: Path) -> None:
 
     Effects: replaces earlier results of the demo in `out`; serves on a free port of the loopback address.
     """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file, expected a folder or nothing; choose another --out")
     tables.narrate(f"moetool demo: a small Mixture-of-Experts model, from its gate logits to a server. Files: {out}/")
     began = time.perf_counter()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -4,6 +4,8 @@ Everything is written beside its final name and renamed when it is whole and on 
 """
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import os
 import shutil
@@ -13,6 +15,7 @@ from pathlib import Path
 from moetool.errors import UsageError
 
 PARTIAL = ".partial"
+LOCK = ".lock"
 OLD = ".old"
 
 
@@ -50,11 +53,27 @@ def require_absent(out: Path, overwrite: bool = False, marker: str | None = None
     if not out.exists():
         return
     if not overwrite:
-        raise UsageError(f"{out} exists already; choose another --out, or pass --overwrite to replace it")
+        raise UsageError(f"{out} exists already; choose another, or pass --overwrite where the command has it")
     if marker is not None and not (out / marker).is_file():
         raise UsageError(
             f"{out} holds no {marker}, so moetool did not write it and will not replace it; choose another"
         )
+
+
+def require_writable(path: Path) -> None:
+    """Make sure that a file can be written, before the work that it is for.
+
+    Effects: makes its folder.
+
+    Raises:
+        UsageError: it is a folder.
+        OSError: the folder cannot be made or written to.
+    """
+    if path.is_dir() or not path.name:
+        raise UsageError(f"{path} is a folder, expected the name of a file to write")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent))
 
 
 @contextlib.contextmanager
@@ -69,11 +88,16 @@ def staged_directory(out: Path, overwrite: bool = False, marker: str | None = No
     Raises:
         UsageError: as `require_absent`.
     """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(out):
+        yield from _staged(out, overwrite, marker)
+
+
+def _staged(out: Path, overwrite: bool, marker: str | None) -> Iterator[Path]:
     old = out.with_name(out.name + OLD)
     if old.exists() and not out.exists():
         old.rename(out)  # a run was killed between the two renames below
     require_absent(out, overwrite, marker)
-    out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(out.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -97,6 +121,30 @@ def staged_directory(out: Path, overwrite: bool = False, marker: str | None = No
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Hold `out.lock` while writing `out`; the lock of a process that was killed is free again.
+
+    Raises:
+        UsageError: another process is writing there.
+    """
+    path = out.with_name(out.name + LOCK)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"another moetool is writing {out} just now; wait for it, or choose another") from None
+        if not path.exists() or os.fstat(descriptor).st_ino != path.stat().st_ino:
+            raise UsageError(f"another moetool has only just written {out}; try again")  # it took its lock with it
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
 
 
 def sha256_file(path: Path) -> str:

@@ -158,10 +158,16 @@ class _Fit(pl.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, fused=True)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, self.learning_rate, total_steps=self.total_steps, pct_start=0.2
-        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: one_cycle(step, self.total_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def one_cycle(step: int, total_steps: int) -> float:
+    """Share of the full learning rate at a step: a fifth of the steps to warm up, then a cosine down to nothing."""
+    warm_up = max(1, total_steps // 5)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, total_steps - warm_up)))
 
 
 class _Best(pl.Callback):

@@ -95,7 +95,7 @@ class CachePlan:
         advice = "make the plan again with: moetool plan cache"
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             raise UsageError(f"no plan at {path}; make one with: moetool plan cache --out {path}") from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise MismatchError(f"{path} is not a plan ({first_line(error)}); {advice}") from None

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from moetool import durable
 from moetool.errors import MismatchError, UsageError, first_line
-from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
+from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -398,8 +398,3 @@ def router_scores(logits_TE: np.ndarray, score_function: str) -> np.ndarray:
         return 1.0 / (1.0 + np.exp(-logits_TE))
     shifted = np.exp(logits_TE - logits_TE.max(axis=1, keepdims=True))
     return shifted / shifted.sum(axis=1, keepdims=True)
-
-
-def phase_of(iteration: int) -> Phase:
-    """The phase of an iteration: 0 is the prompt."""
-    return Phase.PREFILL if iteration == 0 else Phase.DECODE

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from moetool.request import SamplingParams, TokenLogprob
 
+_COLDEST = 1e-5
+"""At and below this temperature the likeliest token is all but certain, and dividing by it may overflow."""
+
 
 class _Choice:
     """The sampling state of one request."""
@@ -65,7 +68,7 @@ class Sampler:
                 continue  # cancelled while its forward ran
             if choice.params.logprobs is not None:
                 choice.logprobs_V = scores_BV[row].log_softmax(-1)
-            if choice.params.temperature > 0:
+            if choice.params.temperature > _COLDEST:
                 scores_BV[row] = _gumbel_scores(scores_BV[row], choice.params, choice.seed, choice.drawn)
             choice.drawn += 1
         return scores_BV

@@ -41,6 +41,11 @@ class ServeOptions:
     threads: int = 0
     policy: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name, least in (("kv_tokens", 16), ("max_requests", 1), ("io_threads", 1), ("threads", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} is {getattr(self, name)}, expected at least {least}")
+
 
 def fixed_bytes(path: Path, options: ServeOptions) -> tuple[int, int]:
     """What a model takes besides its experts: bytes of its dense weights and of its KV cache."""
@@ -64,7 +69,7 @@ def build_engine(
         plan: decides policy, predictor and slots where the other arguments do not.
         policy: `lru` where neither this nor a plan says.
         device_memory_bytes: for dense weights, KV cache, predictor and expert slots together; without it (and
-            without a plan) every expert gets a slot.
+            without a plan, whose own it is otherwise) every expert gets a slot.
         log: where to write the server's own trace.
 
     Effects: allocates all of that. The engine is not started.
@@ -87,12 +92,14 @@ def build_engine(
     if plan is not None:
         plan.check(loaded.spec)
     predicts = _predictor(predictor, plan if from_plan else None) if kind.needs_predictor else None
-    if device_memory_bytes is None:
-        slots = plan.slots if plan is not None else loaded.spec.total_experts
-    else:
+    slots = loaded.spec.total_experts
+    if device_memory_bytes is None and plan is not None:
+        device_memory_bytes = plan.device_memory_bytes
+        slots = plan.slots if from_plan else slots
+    if device_memory_bytes is not None:
         dense, kv = fixed_bytes(path, options)
         extra = predicts.num_bytes if predicts else 0
-        slots = _slots(loaded.spec, device_memory_bytes, dense, kv, extra)
+        slots = min(slots, _slots(loaded.spec, device_memory_bytes, dense, kv, extra))
     policy_options: Mapping[str, Any] = {**(plan.options if plan and from_plan else {}), **options.policy}
     return Engine(
         loaded,

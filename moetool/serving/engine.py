@@ -3,6 +3,7 @@
 submit -> queue -> forward (experts from the pool) -> tokens to each request's sink
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -128,21 +129,6 @@ class Engine:
             self._wake.notify()
         return answer.result()
 
-    def drain(self, timeout_s: float) -> bool:
-        """Take no new request and let the running ones end.
-
-        Returns:
-            Whether all of them ended within `timeout_s`.
-        """
-        with self._wake:
-            if self.state == "ready":
-                self.state = "draining"
-            self._wake.notify()
-        end = time.monotonic() + timeout_s
-        while self._sinks and time.monotonic() < end and self.state == "draining":
-            time.sleep(0.02)
-        return not self._sinks
-
     def close(self) -> None:
         """Cancel what is left, end the thread, write the log."""
         with self._wake:
@@ -196,17 +182,9 @@ class Engine:
         began = time.perf_counter()
         outputs = self._batcher.step()
         self._forward_seconds += time.perf_counter() - began
-        self.runtime.end_forward()
-        ended = {output.request for output in outputs if output.finish is not None}
         failed = any(output.finish == "error" for output in outputs)
-        if self._log is not None and self._in_forward:
-            self._log.end_forward(failed)
-        self._forwards += bool(self._in_forward)
         self._failures += failed
-        for request in self._in_forward:
-            if request in ended:
-                self.residency.end_request(request)
-        self._in_forward = ()
+        self._after_forward(failed, ended={output.request for output in outputs if output.finish is not None})
         for output in outputs:
             self._new_tokens += output.token is not None
             self._deliver(output)
@@ -217,6 +195,7 @@ class Engine:
         return not self._commands and self._batcher.idle
 
     def _run(self) -> None:
+        reason = "the engine was closed"
         try:
             while True:
                 with self._wake:
@@ -226,13 +205,23 @@ class Engine:
         except _Stop:
             pass
         except BaseException as error:
-            with self._wake:
-                self.state = "failed"
-            for request in list(self._sinks):
-                self._deliver(Output(request, None, finish="error", error=f"the engine failed: {error}"))
-            for answer in list(self._scores):
-                answer.set_exception(MoetoolError(f"the engine failed: {error}"))
+            reason = f"the engine failed: {error}"
             raise
+        finally:
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        """Tell everybody who still waits that there will be no answer."""
+        with self._wake:
+            if self.state != "draining":
+                self.state = "failed"
+            self._commands.clear()
+            waiting, scores = list(self._sinks), list(self._scores)
+        for request in waiting:
+            with contextlib.suppress(Exception):  # one broken sink must not leave the others waiting
+                self._deliver(Output(request, None, finish="error", error=reason))
+        for answer in scores:
+            answer.set_exception(MoetoolError(reason))
 
     def _require_ready(self) -> None:
         if self.state != "ready":
@@ -263,27 +252,33 @@ class Engine:
             self._deliver(Output(request, None, finish="cancelled"))
 
     def _score(self, request: int, prompt: list[int], top: int, answer: "Future[Any]") -> None:
+        if self._log is not None:
+            self._log.add_request(request, len(prompt))
         try:
-            if self._log is not None:
-                self._log.add_request(request, len(prompt))
             logits_TV = self._batcher.score(request, prompt)
-            self.runtime.end_forward()
-            if self._log is not None:
-                self._log.end_forward(failed=False)
-            self._forwards += 1
-            self.residency.end_request(request)
+        except Exception as error:
+            self._failures += 1
+            answer.set_exception(MoetoolError(str(error)))
+        else:
             logprobs: list[TokenLogprob | None] = [None]
             for row_V, token in zip(logits_TV.log_softmax(-1), prompt[1:], strict=False):
                 values, ids = row_V.topk(top)
                 pairs = list(zip(ids.tolist(), values.tolist(), strict=True))
                 logprobs.append(TokenLogprob(float(row_V[token]), pairs))
             answer.set_result(logprobs)
-        except Exception as error:
-            self.runtime.end_forward()
+        self._after_forward(failed=answer.exception() is not None, ended={request})
+
+    def _after_forward(self, failed: bool, ended: set[int]) -> None:
+        """Close the books on the forward that has run, or has failed."""
+        self.runtime.end_forward()
+        if self._in_forward:
+            self._forwards += 1
             if self._log is not None:
-                self._log.end_forward(failed=True)
-            self._failures += 1
-            answer.set_exception(MoetoolError(str(error)))
+                self._log.end_forward(failed)
+        for request in self._in_forward:
+            if request in ended:
+                self.residency.end_request(request)
+        self._in_forward = ()
 
     def _deliver(self, output: Output) -> None:
         sink = self._sinks.get(output.request)

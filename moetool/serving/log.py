@@ -1,6 +1,7 @@
 """The server's own trace: every forward's gate stream as it happened, and the decisions about it.
 
-`moetool replay` reads it like any other trace, in the recorded order, and takes the same decisions.
+`moetool replay` reads it like any other trace, in the recorded order, and takes the same decisions, unless a forward
+failed: that one leaves no rows, though decisions were taken in it. The manifest counts such forwards.
 """
 
 import contextlib
@@ -39,6 +40,7 @@ class ServeLog:
         self._new_tokens: dict[int, int] = {}
         self._digest = DecisionDigest()
         self._error: MoetoolError | None = None
+        self._failed_forwards = 0
 
     def attach(self, loaded: LoadedModel) -> None:
         """Begin to record the model."""
@@ -64,6 +66,7 @@ class ServeLog:
         assert self._recorder is not None and self._writer is not None
         if failed or self._batch is None:
             self._recorder.discard()
+            self._failed_forwards += 1
         else:
             rows, _ = self._recorder.take(self._batch)
             for request, phase in zip(self._batch.info.request_T, self._batch.info.phase_T, strict=True):
@@ -95,6 +98,10 @@ class ServeLog:
                     prompt_tokens=prompt_tokens,
                     new_tokens=self._new_tokens.get(request, 0),
                 )
-            provenance: dict[str, Any] = {"model": str(self._loaded.path), "decisions": self._digest.hexdigest()}
+            provenance: dict[str, Any] = {
+                "model": str(self._loaded.path),
+                "decisions": self._digest.hexdigest(),
+                "failed_forwards": self._failed_forwards,
+            }
             self._writer.finish(composition={"kind": "log"}, provenance=provenance)
         self._writer = None

@@ -159,3 +159,36 @@ def test_unknown_settings_and_recipes(run: Run, tmp_path: Path) -> None:
     recipe.write_text("batchsize = 3\n")
     _one_line(run("capture", "reference", "--recipe", recipe), 2, "sets 'batchsize'", "see --help")
     _one_line(run("capture", "reference", "--recipe", tmp_path / "none.toml"), 2, "cannot read the recipe")
+
+
+def test_outputs_that_cannot_be_written(run: Run, trace: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    plan = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--out")
+    _one_line(run(*plan, tmp_path), 2, "is a folder, expected the name of a file")
+    _one_line(run(*plan, file / "plan.json"), 1, "what was there before is unchanged")
+    assert run(*plan, tmp_path / "new" / "plan.json")[0] == 0
+    _one_line(run("serve", "reference", "--plan", tmp_path, "--port", 0), 2, "no plan at")
+    capture = ("capture", "reference", "--data", "chat", "--max-prompts", 1, "--out")
+    _one_line(run(*capture, file / "t"), 1, "what was there before is unchanged")
+    _one_line(run(*capture, tmp_path / "new", "--overwrite"), 2, "moetool did not write it")
+    _one_line(run("demo", "--out", file), 2, "is a file")
+    _one_line(run("serve", "reference", "--port", 0, "--log", trace), 2, "exists already")
+
+
+def test_numbers_that_make_no_sense(run: Run, trace: Path, tmp_path: Path) -> None:
+    for setting in ("kv_tokens=-5", "max_requests=0", "io_threads=0", "threads=-1"):
+        _one_line(run("serve", "reference", "--port", 0, "--set", setting), 2, setting.split("=")[0], "at least")
+    train = ("train", "expert_mlp", "--trace", trace, "--out", tmp_path / "p")
+    _one_line(run(*train, "--set", "fit=3"), 2, "expected options by name")
+    replay = ("replay", "--trace", trace)
+    _one_line(run(*replay, "--policy", "", "--budget", "50%"), 2, "names nothing")
+
+
+def test_two_writers_of_one_output(run: Run, tmp_path: Path) -> None:
+    from moetool import durable
+
+    capture = ("capture", "reference", "--data", "chat", "--max-prompts", 1, "--out", tmp_path / "t")
+    with durable.staged_directory(tmp_path / "t"):
+        _one_line(run(*capture), 2, "another moetool is writing")
+    assert (tmp_path / "t").is_dir()

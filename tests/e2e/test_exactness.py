@@ -9,9 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moetool import plugins
 from moetool import prompts as prompt_sets
+from moetool.policy import policy_class
 from tests.engines import Chaos, engine, generate
 
+SERVABLE = [name for name in plugins.names("policy") if not policy_class(name).needs_future]
 MIXED = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello"]
 
 
@@ -29,13 +32,13 @@ def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("policy", ["on_demand", "lru", "lfu"])
+@pytest.mark.parametrize("policy", SERVABLE)
 @pytest.mark.parametrize("slots", [2, 5, 64])
 def test_logits_are_the_same_to_the_bit(
-    policy: str, slots: int, baseline: Any, reference: Path, tokenizer: Any
+    policy: str, slots: int, baseline: Any, reference: Path, tokenizer: Any, predictor: Any
 ) -> None:
     ids, tokens, logits = baseline
-    made = engine(reference, tokenizer, policy, slots)
+    made = engine(reference, tokenizer, policy, slots, predictor=predictor)
     found_tokens, found_logits = generate(made, ids, 8)
     made.close()
     assert found_tokens == tokens

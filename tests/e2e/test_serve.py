@@ -11,8 +11,10 @@ import openai
 import pytest
 import torch
 
+from moetool.errors import MoetoolError
 from moetool.request import Output, SamplingParams, Unavailable
 from moetool.serving.assembly import ServeOptions, build_engine
+from moetool.trace_writer import TraceWriter
 from tests.servers import client_of, eventually, get, serving
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello there"]
@@ -184,11 +186,67 @@ def test_closing_cancels_what_runs_and_refuses_what_comes(reference: Path, token
         engine.submit(prompt, SamplingParams(max_tokens=1), outputs.append)
 
 
-def test_draining_lets_requests_end(reference: Path, tokenizer: Any) -> None:
-    engine = build_engine("reference", options=ServeOptions(kv_tokens=1024))
+def test_a_full_disk_ends_the_log_and_not_the_server(
+    reference: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine("reference", options=ServeOptions(kv_tokens=512), log=tmp_path / "log")
     engine.start()
+    prompt = tokenizer(PROMPTS[0])["input_ids"]
+    assert _answer(engine, prompt)[-1].finish == "length"
+
+    def full(*args: Any) -> None:
+        raise MoetoolError("No space left on device")
+
+    monkeypatch.setattr(TraceWriter, "append", full)
+    assert _answer(engine, prompt)[-1].finish == "length"
+    assert engine.state == "ready"
+    with pytest.raises(MoetoolError, match="No space left"):
+        engine.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_that_dies_lets_nobody_wait(reference: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build_engine("reference", options=ServeOptions(kv_tokens=512))
+    prompt = tokenizer(PROMPTS[0])["input_ids"]
+    engine.state = "ready"  # taken, and not begun
     outputs: list[Output] = []
-    engine.submit(tokenizer(PROMPTS[0])["input_ids"], SamplingParams(max_tokens=30, ignore_eos=True), outputs.append)
-    assert engine.drain(30)
-    assert outputs[-1].finish == "length"
+
+    def broken(output: Output) -> None:
+        raise RuntimeError("the sink is broken")
+
+    engine.submit(prompt, SamplingParams(max_tokens=0), broken)
+    engine.submit(prompt, SamplingParams(max_tokens=5), outputs.append)
+    with ThreadPoolExecutor(1) as pool:
+        scored = pool.submit(engine.prompt_logprobs, prompt, 1)
+        eventually(lambda: len(engine._commands) == 3)
+        monkeypatch.setattr(threading, "excepthook", lambda args: None)
+        engine.start()
+        with pytest.raises(MoetoolError, match="the sink is broken"):
+            scored.result(timeout=10)
+    eventually(lambda: bool(outputs))
+    assert outputs[-1].finish == "error"
+    assert engine.state == "failed"
+    with pytest.raises(Unavailable):
+        engine.submit(prompt, SamplingParams(max_tokens=1), outputs.append)
     engine.close()
+
+
+def test_a_plans_memory_holds_for_other_options_too(reference: Path, tmp_path: Path) -> None:
+    from moetool.capture import CaptureOptions, capture
+    from moetool.planning import plan_cache
+    from moetool.prompts import load
+    from moetool.serving.assembly import fixed_bytes
+    from moetool.trace import Trace
+
+    trace = Trace(capture("reference", load(["chat"], max_prompts=6), tmp_path / "t", CaptureOptions()).out)
+    options = ServeOptions(kv_tokens=512)
+    dense, kv = fixed_bytes(reference, options)
+    plan = plan_cache(trace, None, 20_000_000, dense_bytes=dense, kv_bytes=kv, kv_tokens=512)
+    as_planned = build_engine("reference", options=options, plan=plan)
+    assert as_planned.store.num_slots == plan.slots
+    more_kv = build_engine("reference", options=ServeOptions(kv_tokens=2048), plan=plan)
+    assert more_kv.store.num_slots < plan.slots
+    for engine in (as_planned, more_kv):
+        metrics = engine.metrics()
+        assert dense + metrics["kv_bytes"] + metrics["slots_bytes"] <= plan.device_memory_bytes
+        engine.close()

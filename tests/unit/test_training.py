@@ -237,3 +237,15 @@ def test_a_killed_fit_leaves_the_old_predictor(tmp_path: Path, name: str) -> Non
         load_predictor(tmp_path / "out.partial")
     train("affinity", trace, out, overwrite=True)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "trace"]
+
+
+def test_the_learning_rate_rises_and_falls_whatever_the_number_of_steps() -> None:
+    from moetool.fitting import one_cycle
+
+    for total in range(1, 40):
+        rates = [one_cycle(step, total) for step in range(total)]
+        assert all(0 < rate <= 1 for rate in rates)
+        assert max(rates) == 1
+        peak = rates.index(1)
+        assert rates[:peak] == sorted(rates[:peak])
+        assert rates[peak:] == sorted(rates[peak:], reverse=True)
