@@ -13,9 +13,11 @@ import transformers
 
 from moetool import __version__, durable
 from moetool.errors import CapacityError, MoetoolError, UsageError
-from moetool.models.batching import Batch, Batcher
+from moetool.models.batching import Batcher
+from moetool.models.decoding import Batch
 from moetool.models.loading import LoadedModel, load_full, load_tokenizer, parse_dtype, use_threads
 from moetool.models.recording import GateRecorder
+from moetool.models.sequential import Sequential, open_batcher
 from moetool.models.spec import locate
 from moetool.prompts import Prompt
 from moetool.request import SamplingParams
@@ -146,7 +148,10 @@ class _Run:
                 f"new ones are asked for, and the model's context holds {limit:,}; give shorter prompts"
             )
         width = max(len(ids) for _, ids in encoded) + self._params.max_tokens
-        batcher = Batcher(self.loaded.model, max_requests=self._batch_size, kv_tokens=self._batch_size * (width + 16))
+        batcher = open_batcher(
+            self.loaded.model, max_requests=self._batch_size, kv_tokens=self._batch_size * (width + 16)
+        )
+        self._batch_size = batcher.max_requests  # 1 for a family that cannot be batched
         recorder = GateRecorder(self.loaded.model, self.loaded.layers, self.writer.keep)
         batcher.on_forward = self._on_forward
         try:
@@ -164,7 +169,9 @@ class _Run:
         composition = {"kind": "sequential"} if size == 1 else {"kind": "batch", "size": size}
         self.writer.finish(composition=composition, provenance={**provenance, "skipped": self.skipped})
 
-    def _one_batch(self, batcher: Batcher, recorder: GateRecorder, batch: list[tuple[Prompt, list[int]]]) -> None:
+    def _one_batch(
+        self, batcher: Batcher | Sequential, recorder: GateRecorder, batch: list[tuple[Prompt, list[int]]]
+    ) -> None:
         first = self.requests
         new_tokens = [0] * len(batch)
         for i, (_, ids) in enumerate(batch):

@@ -80,7 +80,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "enable_moe_block": True,
         "top_k_experts": 2,
         "hidden_size_per_layer_input": 0,
-        "global_head_dim": 8,
+        "global_head_dim": 16,
         "layer_types": ["sliding_attention", "full_attention"],
         "num_hidden_layers": 2,
         "sliding_window": 16,

@@ -112,6 +112,9 @@ class Family:
 
 
 _LINEAR = "its linear attention keeps a state that the paged cache has no place for"
+_CONVOLUTION = "its convolutions keep a state that the paged cache has no place for"
+_INDEXED = "its indexed attention is not one that the paged cache knows"
+_EAGER = "its attention runs only as transformers' own eager one, which has no paged form"
 _CHUNKED = "its chunked attention is not one that the paged cache knows"
 _OWN_CODE = "transformers has no class of its own for it, and moetool never runs the code of a checkpoint"
 
@@ -123,11 +126,12 @@ _ALL = (
     Family(name="deepseek", refused=f"{_OWN_CODE}; deepseek_v2 checkpoints are the nearest that moetool reads"),
     Family(name="deepseek_v2", renormalize=False),
     Family(name="deepseek_v3", score="sigmoid"),
-    Family(name="deepseek_v32", score="sigmoid"),
+    Family(name="deepseek_v32", score="sigmoid", one_at_a_time=_INDEXED),
     Family(
         name="deepseek_v4",
         score="sqrtsoftplus",
         renormalize=True,
+        one_at_a_time=_EAGER,
         routers=("DeepseekV4HashRouter",),
         notes="the first layers choose experts by token id (a hash table), whatever their logits",
     ),
@@ -136,18 +140,19 @@ _ALL = (
     Family(name="ernie4_5_moe", renormalize=True),
     Family(name="exaone_moe", score="sigmoid"),
     Family(name="flex_olmo"),
-    Family(name="flint", score="sigmoid"),
+    Family(name="flint", score="sigmoid", one_at_a_time=_EAGER),
     Family(
         name="gemma4_text",
         renormalize=True,
         probabilities=True,
+        one_at_a_time="its layers' caches have different widths, and the paged cache has one",
         exception="each expert's weight is also multiplied by a learned scale",
         notes="logits are recorded as logarithms of the router's probabilities",
     ),
     Family(name="glm4_moe", score="sigmoid"),
     Family(name="glm4_moe_lite", score="sigmoid"),
-    Family(name="glm_moe_dsa", score="sigmoid"),
-    Family(name="gpt_oss", renormalize=True),
+    Family(name="glm_moe_dsa", score="sigmoid", one_at_a_time=_INDEXED),
+    Family(name="gpt_oss", renormalize=True, one_at_a_time=_EAGER),
     Family(name="granitemoe", renormalize=True),
     Family(name="granitemoehybrid", renormalize=True, one_at_a_time=_LINEAR),
     Family(name="granitemoeshared", renormalize=True),
@@ -157,12 +162,13 @@ _ALL = (
     Family(
         name="jetmoe",
         renormalize=True,
+        one_at_a_time="it repeats keys and values in an order of its own after they are cached",
         fixed="its router hands out sorted tokens, not a choice that could be changed",
         notes="the experts of its attention stay in memory; those of its feed-forward layers are captured and served",
     ),
     Family(name="kimi_linear", score="sigmoid", one_at_a_time=_LINEAR),
     Family(name="laguna", score="sigmoid", renormalize=True),
-    Family(name="lfm2_moe", score="sigmoid", one_at_a_time=_LINEAR),
+    Family(name="lfm2_moe", score="sigmoid", one_at_a_time=_CONVOLUTION),
     Family(
         name="llama4_text",
         score="sigmoid",
@@ -177,7 +183,7 @@ _ALL = (
         notes="its zero-compute experts are numbered after the others; one takes a slot and reads nothing",
     ),
     Family(name="mellum"),
-    Family(name="mimo_v2_flash", score="sigmoid"),
+    Family(name="mimo_v2_flash", score="sigmoid", one_at_a_time=_EAGER),
     Family(name="minimax", renormalize=True, one_at_a_time=_LINEAR),
     Family(name="minimax_m2", score="sigmoid", renormalize=True),
     Family(
@@ -199,6 +205,7 @@ _ALL = (
     Family(
         name="zaya",
         renormalize=False,
+        one_at_a_time=_CONVOLUTION,
         exception="its router may skip all experts; the logit of skipping is not recorded",
         notes="a token that skips is counted as using expert 0, with weight 0",
     ),

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from moetool.models.batching import Batch
+from moetool.models.decoding import Batch
 from moetool.models.families import FAMILIES
 from moetool.models.routing import watch
 from moetool.models.spec import MoeLayer

@@ -1,5 +1,6 @@
 """Every family: what is recorded is what is used, and an expert read from disk computes what one in memory does."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -12,14 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moetool.errors import MismatchError, UsageError
-from moetool.models.batching import Batch
 from moetool.models.checkpoint import sources
+from moetool.models.decoding import Batch
 from moetool.models.expert_form import Call
 from moetool.models.families import FAMILIES
 from moetool.models.loading import LoadedModel, load_full, load_lazy
 from moetool.models.recording import GateRecorder
+from moetool.models.sequential import open_batcher
 from moetool.models.spec import MoeLayer, dense_bytes, read_spec
 from moetool.policy import build_policy
+from moetool.request import SamplingParams
 from moetool.residency import Residency
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.store import ExpertStore
@@ -89,16 +92,15 @@ def _forward(loaded: LoadedModel) -> torch.Tensor:
     return logits
 
 
-def _lazy_forward(path: Path, slots: int) -> tuple[LoadedModel, torch.Tensor]:
+@contextlib.contextmanager
+def _lazy(path: Path, slots: int) -> Iterator[tuple[LoadedModel, ExpertRuntime]]:
+    """The model with its experts on disk, and a pool of so many slots."""
     loaded = load_lazy(path, torch.float32)
     assert loaded.files is not None
     store = ExpertStore(loaded.files, slots, num_threads=1)
-    runtime = ExpertRuntime(loaded, Residency(build_policy("lru", loaded.spec, {}, slots)), store)
-    runtime.begin_forward(_info())
     try:
-        return loaded, _forward(loaded)
+        yield loaded, ExpertRuntime(loaded, Residency(build_policy("lru", loaded.spec, {}, slots)), store)
     finally:
-        runtime.end_forward()
         store.close()
         loaded.files.shards.close()
 
@@ -157,13 +159,40 @@ def test_spec_says_what_the_model_is(case: Case) -> None:
 
 
 def test_lazy_logits_are_those_of_the_whole_model(case: Case) -> None:
-    loaded, found = _lazy_forward(case.path, slots=3)
+    with _lazy(case.path, slots=3) as (loaded, runtime):
+        runtime.begin_forward(_info())
+        found = _forward(loaded)
+        runtime.end_forward()
     for name, buffer in loaded.model.named_buffers():
         assert torch.equal(buffer, case.full.model.get_buffer(name)), name
     error = (found - case.logits).abs().max().item()
     assert error <= (1e-6 * case.logits.abs().max().item() if case.name in OTHER_PRODUCTS else 0)
     assert loaded.spec == case.full.spec
     assert loaded.files is not None and loaded.files.slot_bytes == loaded.spec.slot_bytes
+
+
+def test_requests_get_the_tokens_of_generate(case: Case) -> None:
+    prompts = [TOKENS[0, i : 5 + 9 * i].tolist() for i in range(3)]
+    expected, found = [], [[] for _ in prompts]  # type: tuple[list[list[int]], list[list[int]]]
+    for prompt in prompts:
+        made = case.full.model.generate(
+            torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        expected.append(made[0, len(prompt) :].tolist())
+    with _lazy(case.path, slots=6) as (loaded, runtime):
+        batcher = open_batcher(loaded.model, max_requests=3, kv_tokens=128)
+        batcher.on_forward = lambda batch: runtime.begin_forward(batch.info)
+        for i, prompt in enumerate(prompts):
+            batcher.add(i, prompt, SamplingParams(max_tokens=6, ignore_eos=True))
+        while not batcher.idle:
+            for output in batcher.step():
+                assert output.error is None, output.error
+                assert output.token is not None
+                found[output.request].append(output.token)
+            runtime.end_forward()
+        batcher.close()
+    assert found == expected
+    assert batcher.max_requests == (1 if FAMILIES[case.name].one_at_a_time else 3)
 
 
 def test_a_missing_tensor_is_refused_by_name(case: Case, tmp_path: Path) -> None:
