@@ -3,7 +3,7 @@
 import platform
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +13,11 @@ import transformers
 
 from moetool import __version__, durable
 from moetool.errors import CapacityError, MoetoolError, UsageError
-from moetool.models.batching import Batch, Batcher
+from moetool.models.batching import Batcher
+from moetool.models.decoding import Batch
 from moetool.models.loading import LoadedModel, load_full, load_tokenizer, parse_dtype, use_threads
 from moetool.models.recording import GateRecorder
+from moetool.models.sequential import Sequential, one_at_a_time, open_batcher
 from moetool.models.spec import locate
 from moetool.prompts import Prompt
 from moetool.request import SamplingParams
@@ -107,6 +109,8 @@ def capture(
         loaded = open_model(path, parse_dtype(options.dtype))
         config = loaded.model.config.get_text_config()
         num_threads = use_threads(config, options.threads)
+        if one_at_a_time(config):
+            options = replace(options, batch_size=1)
         batches, skipped = plan_batches(list(prompts), load_tokenizer(path), config.max_position_embeddings, options)
         run = _Run(loaded, TraceWriter(folder, loaded.spec, options.keep), options)
         try:
@@ -197,7 +201,8 @@ class _Run:
         if not batches:
             return
         width = max(len(item.ids) for batch in batches for item in batch) + self._params.max_tokens
-        batcher = Batcher(self.loaded.model, max_requests=self._batch_size, kv_tokens=self._batch_size * (width + 16))
+        kv_tokens = self._batch_size * (width + 16)
+        batcher = open_batcher(self.loaded.model, max_requests=self._batch_size, kv_tokens=kv_tokens)
         recorder = GateRecorder(self.loaded.model, self.loaded.layers, self.writer.keep)
         batcher.on_forward = self._on_forward
         try:
@@ -209,7 +214,7 @@ class _Run:
             recorder.close()
             batcher.close()
 
-    def _one_batch(self, batcher: Batcher, recorder: GateRecorder, batch: list[Item]) -> None:
+    def _one_batch(self, batcher: Batcher | Sequential, recorder: GateRecorder, batch: list[Item]) -> None:
         first = batch[0].request
         new_tokens = [0] * len(batch)
         for item in batch:

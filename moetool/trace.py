@@ -396,5 +396,7 @@ def router_scores(logits_TE: np.ndarray, score_function: str) -> np.ndarray:
     """Scores of a router from its logits: float32 [T, E], by `ModelSpec.score_function`."""
     if score_function == "sigmoid":
         return 1.0 / (1.0 + np.exp(-logits_TE))
+    if score_function == "sqrtsoftplus":
+        return np.sqrt(np.logaddexp(0.0, logits_TE))
     shifted = np.exp(logits_TE - logits_TE.max(axis=1, keepdims=True))
     return shifted / shifted.sum(axis=1, keepdims=True)

@@ -42,7 +42,7 @@ class ModelSpec:
         num_groups: router groups (1 where the router does not group).
         hidden_size: width D of the residual stream.
         expert_bytes_L: bytes of one routed expert in the checkpoint's own data type.
-        score_function: `softmax` or `sigmoid`: how the router turns logits into scores.
+        score_function: `softmax`, `sigmoid` or `sqrtsoftplus`: how the router turns logits into scores.
         renormalize: whether the top-k weights are divided by their sum.
     """
 

@@ -10,38 +10,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from moetool.errors import CapacityError, UsageError
+from moetool.errors import UsageError
+from moetool.models.decoding import (
+    PAGE_TOKENS,
+    Batch,
+    check_request,
+    context_of,
+    eos_ids,
+    finish_of,
+    is_latent,
+    kv_shape,
+    score_prompt,
+)
+from moetool.models.paged_attention import no_mask, paged_attention
 from moetool.models.sampling import Sampler
 from moetool.request import Output, SamplingParams
 from moetool.types import ForwardInfo, Phase
 
 _ATTENTION = "moetool_paged"
-_PAGE_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """One forward: who is in it, and what an observer of tokens needs besides.
-
-    Attributes:
-        info: requests, phases and positions of the tokens.
-        token_id_T: the tokens themselves.
-        iteration_T: 0 for tokens of the prompt, then 1, 2, ... for each decoded one.
-    """
-
-    info: ForwardInfo
-    token_id_T: tuple[int, ...]
-    iteration_T: tuple[int, ...]
-
-
-def kv_cache_bytes(config: Any, dtype: torch.dtype, kv_tokens: int) -> int:
-    """Bytes of the paged KV cache for `kv_tokens`: whole pages, and two that the cache keeps for itself."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token_bytes = config.num_hidden_layers * 2 * heads * head_dim * dtype.itemsize
-    return (-(-kv_tokens // _PAGE_TOKENS) + 2) * _PAGE_TOKENS * int(token_bytes)
 
 
 @dataclass(slots=True)
@@ -76,18 +63,18 @@ class Batcher:
         from transformers import AttentionInterface, AttentionMaskInterface, ContinuousBatchingConfig, GenerationConfig
 
         AttentionInterface.register(_ATTENTION, paged_attention)
-        AttentionMaskInterface.register(_ATTENTION, _no_mask)
+        AttentionMaskInterface.register(_ATTENTION, no_mask)
         self.model = model
         self.on_forward: Callable[[Batch], None] | None = None
         self.max_requests = max_requests
-        self._eos = _eos_ids(model)
+        self._eos = eos_ids(model)
         self._requests: dict[int, _Request] = {}
         self._forward_id = 0
         self._batch: Batch | None = None
         self._generation = GenerationConfig(do_sample=False, eos_token_id=sorted(self._eos) or [-1])
         self._config = ContinuousBatchingConfig(
-            page_size=_PAGE_TOKENS,
-            num_blocks=-(-kv_tokens // _PAGE_TOKENS),
+            page_size=PAGE_TOKENS,
+            num_blocks=-(-kv_tokens // PAGE_TOKENS),
             max_batch_tokens=max_batch_tokens,
             max_requests_per_batch=max_requests,
             max_blocks_per_request=0,
@@ -98,6 +85,10 @@ class Batcher:
             disable_nccl_graph_mixing=False,  # no CUDA graphs, so nothing to disable and to warn of
         )
         self._attention = model.config._attn_implementation
+        text = model.config.get_text_config()
+        self._latent = (text.num_key_value_heads, text.head_dim) if is_latent(text) else None
+        if self._latent is not None:  # the cache reads its shape off the config, where latent attention has another
+            text.num_key_value_heads, text.head_dim = kv_shape(text)
         self._sampler = Sampler(model.config.get_text_config().vocab_size)
         self._manager: Any = None
         self._processor: Any = None
@@ -108,7 +99,7 @@ class Batcher:
         """Give the model back its attention and forget all requests."""
         self._hook.remove()
         self._processor = self._manager = None
-        self.model.set_attn_implementation(self._attention)
+        self._restore()
 
     @property
     def running(self) -> int:
@@ -128,26 +119,11 @@ class Batcher:
     @property
     def max_context(self) -> int:
         """Tokens of prompt and answer together that one request may have."""
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or self.kv_tokens
-        return min(int(limit), self.kv_tokens)
+        return context_of(self.model, self.kv_tokens)
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
-        """Refuse what cannot run; nothing may fail later inside the batch.
-
-        Raises:
-            UsageError: the prompt is empty or has ids outside the vocabulary.
-            CapacityError: prompt and answer are longer than the context.
-        """
-        vocabulary = self.model.config.get_text_config().vocab_size
-        if not prompt:
-            raise UsageError("the prompt is empty: it has no token to begin with; send at least one character")
-        if bad := next((t for t in prompt if not 0 <= t < vocabulary), None):
-            raise UsageError(f"the prompt has token id {bad}, expected 0 to {vocabulary - 1}")
-        if len(prompt) + params.max_tokens > self.max_context:
-            raise CapacityError(
-                f"the prompt has {len(prompt):,} tokens and {params.max_tokens:,} more are asked for, but the context "
-                f"holds {self.max_context:,}; shorten the prompt or ask for fewer tokens"
-            )
+        """Refuse what cannot run; nothing may fail later inside the batch (`check_request`)."""
+        check_request(self.model, self.max_context, prompt, params)
 
     def add(self, request: int, prompt: list[int], params: SamplingParams) -> None:
         """Queue a request that `check` has passed and that asks for at least one token."""
@@ -195,17 +171,7 @@ class Batcher:
 
     def score(self, request: int, prompt: list[int]) -> torch.Tensor:
         """Forward a prompt by itself, outside the batch; gives its logits [T, V] float32."""
-        positions = tuple(range(len(prompt)))
-        info = ForwardInfo(
-            forward_id=self._forward_id,
-            request_T=(request,) * len(prompt),
-            phase_T=(Phase.PREFILL,) * len(prompt),
-            position_T=positions,
-        )
-        if self.on_forward is not None:
-            self.on_forward(Batch(info=info, token_id_T=tuple(prompt), iteration_T=(0,) * len(prompt)))
-        with torch.inference_mode():
-            logits: torch.Tensor = self.model(torch.tensor([prompt]), use_cache=False).logits[0].float()
+        logits = score_prompt(self.model, request, prompt, self._forward_id, self.on_forward)
         self._forward_id += 1
         return logits
 
@@ -214,8 +180,8 @@ class Batcher:
             ContinuousBatchingLogitsProcessorList,
         )
 
-        self.model.set_attn_implementation("sdpa")  # the manager only takes what it knows; ours comes right after
         try:
+            self.model.set_attn_implementation("sdpa")  # the manager only takes what it knows; ours comes right after
             self._manager = self.model.init_continuous_batching(self._generation, self._config)
             self._manager.logit_processor = ContinuousBatchingLogitsProcessorList([])
             self._manager.logit_processor.logits_processor = [self._sampler.processor()]
@@ -224,11 +190,18 @@ class Batcher:
             self.model.set_attn_implementation(_ATTENTION)
             self._processor = self._manager._create_batch_processor()
         except (ValueError, NotImplementedError, AttributeError, KeyError) as error:
-            self.model.set_attn_implementation(self._attention)
+            self._restore()
             raise UsageError(f"transformers cannot batch {type(self.model).__name__} continuously: {error}") from error
         self._manager.batch_processor = self._processor
-        self.kv_tokens = int(self._processor.cache.num_blocks) * _PAGE_TOKENS
+        self.kv_tokens = int(self._processor.cache.num_blocks) * PAGE_TOKENS
         self.kv_bytes = int(self._processor.cache.cache_tensor.numel())
+
+    def _restore(self) -> None:
+        """Undo what was changed on the model."""
+        self.model.set_attn_implementation(self._attention)
+        if self._latent is not None:
+            text = self.model.config.get_text_config()
+            text.num_key_value_heads, text.head_dim = self._latent
 
     def _recover(self, error: Exception, prepared: bool) -> list[Output]:
         """After a failed forward: fail its requests; where even that fails, fail all and begin afresh."""
@@ -254,12 +227,11 @@ class Batcher:
         token = int(result.generated_tokens[-1])
         state.done += 1
         logprob = self._sampler.logprob(str(request), token)
-        finish = None
-        if result.is_finished():
-            finish = "stop" if token in self._eos and not state.params.ignore_eos else "length"
+        finish = finish_of(token, state.done, state.params, self._eos)
+        if finish is not None:
             del self._requests[request]
             self._sampler.remove(str(request))
-        return Output(request, token, logprob, finish)  # type: ignore[arg-type]
+        return Output(request, token, logprob, finish)
 
     def _before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if self._processor is None or "cache" not in kwargs:
@@ -288,70 +260,3 @@ class Batcher:
         )
         if self.on_forward is not None:
             self.on_forward(batch)
-
-
-def paged_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    cache: Any = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of a batch of sequences laid end to end, each one over its own keys only.
-
-    transformers' own sdpa path attends over all sequences at once under a mask: on a CPU 251 ms a step at batch
-    64 where this takes 36.
-
-    Shapes:
-        query [1, heads, sum of query lengths, head]; key and value likewise with the KV heads, new tokens only.
-    """
-    if cache is None:  # a plain forward of one whole sequence
-        return _attend(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
-    query_ends = kwargs["cu_seq_lens_q"].tolist()
-    key_ends = kwargs["cu_seq_lens_k"].tolist()  # cache.update picked this layer's
-    outputs = []
-    for i in range(len(query_ends) - 1):
-        queries = slice(query_ends[i], query_ends[i + 1])
-        keys = slice(key_ends[i], key_ends[i + 1])
-        outputs.append(_attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], scaling, sliding_window))
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
-
-
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
-) -> torch.Tensor:
-    """Causal attention of one sequence whose last key belongs to its last query."""
-    mask = _causal_mask(query.shape[2], key.shape[2], window, query.device)
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None and query.shape[2] > 1,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-
-
-def _causal_mask(num_q: int, num_k: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """True where a query may look; None where plain causality says it all."""
-    if (window is None or num_k <= window) and (num_q in (1, num_k)):
-        return None
-    mask = torch.ones(num_q, num_k, dtype=torch.bool, device=device).tril(num_k - num_q)
-    return mask if window is None else mask.triu(num_k - num_q - window + 1)
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def _eos_ids(model: Any) -> frozenset[int]:
-    ids = model.generation_config.eos_token_id
-    if ids is None:
-        ids = model.config.get_text_config().eos_token_id
-    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)

@@ -7,16 +7,18 @@ import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from moetool.errors import MismatchError
+from moetool.models.checkpoint import Source
 from moetool.models.spec import MoeLayer, read_header, weight_files
 from moetool.types import ModelSpec
 
 _BLOCK = 4096
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_OTHER_DTYPES = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
 
 
 class Tensor(NamedTuple):
@@ -100,10 +102,19 @@ class Shards:
         return view[offset - start : offset - start + num_bytes]
 
     def load(self, name: str) -> torch.Tensor:
-        """One whole tensor, in memory of its own."""
+        """One whole tensor, in memory of its own.
+
+        Raises:
+            MismatchError: it has a data type that moetool does not read.
+        """
         tensor = self.tensors[name]
+        dtype = (_DTYPES | _OTHER_DTYPES).get(tensor.dtype)
+        if dtype is None:
+            raise MismatchError(f"{name} is stored as {tensor.dtype}, expected one of {', '.join(_DTYPES)}")
+        if not tensor.num_bytes:
+            return torch.empty(tensor.shape, dtype=dtype)
         data = bytearray(self.read(tensor.file, tensor.offset, tensor.num_bytes))
-        return torch.frombuffer(data, dtype=_DTYPES[tensor.dtype]).reshape(tensor.shape)
+        return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape)
 
     def _open(self, file: Path) -> int:
         if self.direct:
@@ -129,84 +140,120 @@ class Shards:
 class ExpertFiles:
     """Reads any one expert of a model into a slot.
 
-    A slot holds `gate_up` [2I, D] and then `down` [D, I], in the checkpoint's data type, whatever order the
-    file has. Checkpoints with one tensor per expert and projection (`experts.7.gate_proj.weight`, or mixtral's
-    `w1`, `w3`, `w2`) and with stacked experts (`experts.gate_up_proj` [E, 2I, D]) are understood.
+    A slot holds the parts of the family's `ExpertForm` one after the other, in the checkpoint's data type, whatever
+    order the files have. An expert is read from tensors of its own or out of stacked ones; what makes what is
+    transformers' to say (`moetool.models.checkpoint`).
+
+    Args:
+        sources: what makes each parameter, from `moetool.models.checkpoint.sources`.
 
     Raises:
-        MismatchError: a tensor is missing or has another shape or type than the config says.
+        MismatchError: a tensor is missing, has another shape or type than the config says, or would have to be
+            computed from others before it can be used.
     """
 
-    _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-
-    def __init__(self, shards: Shards, layers: list[MoeLayer], spec: ModelSpec) -> None:
+    def __init__(self, shards: Shards, layers: list[MoeLayer], spec: ModelSpec, sources: dict[str, Source]) -> None:
         self.shards = shards
         self.spec = spec
-        self.names: set[str] = set()
-        first = layers[0].experts
-        self.inner = int(first.intermediate_dim)
-        self.hidden = int(first.hidden_dim)
+        self._sources = sources
         self._reads: dict[int, tuple[Read, ...]] = {}
-        dtypes = set()
+        form = layers[0].form
+        self._shapes = [part.shape for part in form.parts]
+        self._dtypes = [self._dtype(f"{layers[0].path}.{part.parameters[0]}", layers[0]) for part in form.parts]
+        self._offsets = []
+        end = 0
+        for shape, dtype in zip(self._shapes, self._dtypes, strict=True):
+            end = -(-end // dtype.itemsize) * dtype.itemsize
+            self._offsets.append(end)
+            end += torch.Size(shape).numel() * dtype.itemsize
+        self.slot_bytes = end
         for layer in layers:
-            for expert in range(spec.num_experts_L[layer.index]):
-                parts = self._find(layer, expert)
-                dtypes |= {part.dtype for part, _ in parts}
-                self._reads[spec.expert_key(layer.index, expert)] = _coalesce(parts)
-        if len(dtypes) != 1 or not dtypes <= _DTYPES.keys():
-            raise MismatchError(
-                f"experts are stored as {', '.join(sorted(dtypes))}, expected one of {', '.join(_DTYPES)}"
-            )
-        self.dtype = _DTYPES[dtypes.pop()]
-        self.slot_bytes = 3 * self.inner * self.hidden * self.dtype.itemsize
+            if [part.shape for part in layer.form.parts] != self._shapes:
+                raise MismatchError(
+                    f"the experts of layer {layer.layer_id} have other shapes than those of layer "
+                    f"{layers[0].layer_id}; moetool serves models whose experts all have one shape"
+                )
+            for expert in range(layer.form.num_experts):
+                self._reads[spec.expert_key(layer.index, expert)] = _coalesce(self._find(layer, expert))
 
-    def read_into(self, key: int, slot: torch.Tensor) -> None:
+    def read_into(self, key: int, slot: torch.Tensor) -> int:
         """Fill a slot (uint8 [slot_bytes]) with the expert `key`.
+
+        Returns:
+            The bytes that were read; 0 for an expert without weights.
 
         Raises:
             OSError: the disk failed.
         """
-        for read in self._reads[key]:
+        total = 0
+        for read in self._reads.get(key, ()):
             data = torch.frombuffer(self.shards.read(read.file, read.offset, read.num_bytes), dtype=torch.uint8)
             for source, target, num_bytes in read.pieces:
                 slot[target : target + num_bytes].copy_(data[source : source + num_bytes])
+            total += read.num_bytes
+        return total
 
-    def views(self, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(gate_up [2I, D], down [D, I]) over a slot's bytes."""
-        split = 2 * self.inner * self.hidden * self.dtype.itemsize
-        gate_up = slot[:split].view(self.dtype).view(2 * self.inner, self.hidden)
-        down = slot[split : self.slot_bytes].view(self.dtype).view(self.hidden, self.inner)
-        return gate_up, down
+    def views(self, slot: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The parts of the expert in a slot, as `ExpertForm.parts` orders them."""
+        return tuple(
+            slot[offset : offset + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+            for offset, shape, dtype in zip(self._offsets, self._shapes, self._dtypes, strict=True)
+        )
 
     def _find(self, layer: MoeLayer, expert: int) -> list[tuple[Tensor, int]]:
-        """The expert's tensors (or parts of stacked ones) with their place in the slot, gate, up, down."""
-        tensors = self.shards.tensors
-        inner, hidden = self.inner, self.hidden
-        stacked = [f"{layer.path}.gate_up_proj", f"{layer.path}.down_proj"]
-        if stacked[0] in tensors:
-            parts, target = [], 0
-            for name, shape in zip(stacked, [(2 * inner, hidden), (hidden, inner)], strict=True):
-                tensor = self._take(name, (self.spec.num_experts_L[layer.index], *shape))
-                size = tensor.num_bytes // tensor.shape[0]
-                parts.append((Tensor(tensor.file, tensor.offset + expert * size, size, shape, tensor.dtype), target))
-                target += size
-            return parts
-        # Mixtral's files keep the block's old name.
-        roots = (layer.path, re.sub(r"\.mlp\.experts$", ".block_sparse_moe.experts", layer.path))
-        for root in roots:
-            for names in self._NAMES:
-                if f"{root}.{expert}.{names[0]}.weight" in tensors:
-                    shapes = [(inner, hidden), (inner, hidden), (hidden, inner)]
-                    parts, target = [], 0
-                    for name, shape in zip(names, shapes, strict=True):
-                        tensor = self._take(f"{root}.{expert}.{name}.weight", shape)
-                        parts.append((tensor, target))
-                        target += tensor.num_bytes
-                    return parts
-        raise MismatchError(
-            f"expert {expert} of layer {layer.layer_id} is not in the weight files in a layout that moetool knows: "
-            f"expected {layer.path}.{expert}.gate_proj.weight or {stacked[0]}"
-        )
+        """The expert's tensors (or its parts of stacked ones) with their places in the slot."""
+        found = []
+        for part, offset, dtype in zip(layer.form.parts, self._offsets, self._dtypes, strict=True):
+            target = offset
+            for parameter in part.parameters:
+                for tensor in self._share(layer, parameter, part.share, expert):
+                    if _DTYPES.get(tensor.dtype) != dtype:
+                        raise MismatchError(
+                            f"{layer.path}.{parameter} of expert {expert} is stored as {tensor.dtype}, "
+                            f"expected {dtype} as in the first MoE layer"
+                        )
+                    found.append((tensor, target))
+                    target += tensor.num_bytes
+        return found
+
+    def _share(self, layer: MoeLayer, parameter: str, share: tuple[int, ...], expert: int) -> list[Tensor]:
+        """The tensors, or parts of tensors, that make one expert's share of a parameter."""
+        name = f"{layer.path}.{parameter}"
+        source = self._source(name)
+        if source.converter is None:
+            whole = self._take(next(iter(source.names)), tuple(layer.experts.get_parameter(parameter).shape))
+            size = torch.Size(share).numel() * _DTYPES[whole.dtype].itemsize
+            return [Tensor(whole.file, whole.offset + expert * size, size, share, whole.dtype)]
+        if not _is_stacking(source.converter):
+            steps = ", ".join(type(step).__name__ for step in source.converter.operations)
+            raise MismatchError(
+                f"{name} has to be computed from its tensors ({steps}), so its experts cannot be read one by one; "
+                "save the model again with transformers' save_pretrained"
+            )
+        patterns = source.converter.source_patterns  # gate and up, say: one under the other
+        rows = (share[0] // len(patterns), *share[1:])
+        tensors = []
+        for pattern in patterns:
+            if pattern not in source.names:
+                raise MismatchError(f"{name} lacks the tensors {pattern}; download the model again")
+            tensors.append(self._take(_numbered(source.names[pattern][0], expert), rows))
+        return tensors
+
+    def _source(self, name: str) -> Source:
+        source = self._sources.get(name)
+        if source is None:
+            raise MismatchError(
+                f"no tensor in the weight files of {self.spec.name} makes {name}: one is missing, or this is a layout "
+                "that transformers does not read; download the model again"
+            )
+        return source
+
+    def _dtype(self, name: str, layer: MoeLayer) -> torch.dtype:
+        names = next(iter(self._source(name).names.values()))
+        dtype = self.shards.tensors[names[0]].dtype
+        if dtype not in _DTYPES:
+            raise MismatchError(f"experts are stored as {dtype} ({names[0]}), expected one of {', '.join(_DTYPES)}")
+        return _DTYPES[dtype]
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self.shards.tensors.get(name)
@@ -214,8 +261,18 @@ class ExpertFiles:
             raise MismatchError(f"{name} is missing from the weight files; download the model again")
         if tensor.shape != shape:
             raise MismatchError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)} by the config")
-        self.names.add(name)
         return tensor
+
+
+def _is_stacking(converter: Any) -> bool:
+    """Whether a conversion only lays whole tensors of single experts side by side."""
+    steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
+    return steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+
+
+def _numbered(name: str, expert: int) -> str:
+    """The name of the same tensor of another expert: the last number between dots is the expert's."""
+    return re.sub(r"^(.*)\.\d+\.", lambda match: f"{match[1]}.{expert}.", name)
 
 
 def _coalesce(parts: list[tuple[Tensor, int]]) -> tuple[Read, ...]:

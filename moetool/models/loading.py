@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from moetool.errors import MismatchError, UsageError, first_line
+from moetool.models.checkpoint import Source, sources
 from moetool.models.expert_files import ExpertFiles, Shards
-from moetool.models.spec import MoeLayer, empty_model, moe_layers, read_config, read_spec
+from moetool.models.spec import MoeLayer, empty_model, moe_layers, offloaded, read_config, read_spec
 from moetool.types import ForwardInfo, ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -123,47 +124,66 @@ def load_lazy(path: Path, dtype: torch.dtype, direct: bool = True) -> LoadedMode
     model = empty_model(read_config(path), dtype)
     layers = moe_layers(model)
     shards = Shards(path, direct=direct)
-    files = ExpertFiles(shards, layers, spec)
-    experts = {id(p) for layer in layers for p in layer.experts.parameters()}
-    for name, parameter in list(model.named_parameters()):
-        if id(parameter) not in experts:
-            _fill(model, name, parameter, shards, dtype)
-    model.tie_weights()
-    _rebuild_buffers(model, shards)
+    made_of = sources(model, shards.tensors)
+    files = ExpertFiles(shards, layers, spec, made_of)
+    _fill(model, made_of, offloaded(layers), shards, dtype)
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return LoadedModel(path=path, spec=spec, model=model, layers=layers, files=files)
 
 
-def _fill(model: Any, name: str, parameter: nn.Parameter, shards: Shards, dtype: torch.dtype) -> None:
-    if name not in shards.tensors:
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
-            return  # tie_weights points it at the embedding
-        raise MismatchError(
-            f"{name} is missing from the weight files, or they name it otherwise; cannot load this layout"
-        )
-    tensor = shards.load(name)
-    if tensor.shape != parameter.shape:
-        raise MismatchError(f"{name} has shape {list(tensor.shape)}, expected {list(parameter.shape)} by the config")
-    owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor.to(dtype), requires_grad=False))
+def _fill(model: Any, made_of: dict[str, Source], experts: set[str], shards: Shards, dtype: torch.dtype) -> None:
+    """Bring all but the experts from the meta device into memory.
 
-
-def _rebuild_buffers(model: Any, shards: Shards) -> None:
-    """Give buffers on meta their values: from the files, or, for rotary frequencies, computed as transformers does."""
-    for name, buffer in list(model.named_buffers()):
-        if not buffer.is_meta:
+    Raises:
+        MismatchError: a tensor is missing or has another shape than the config says.
+    """
+    places = model.state_dict()
+    wide = tuple(model._get_dtype_plan(dtype))  # parameters that transformers keeps in float32
+    for source in made_of.values():
+        if source.parameter in experts:
             continue
-        owner_name, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(owner_name)
-        stored = name in shards.tensors
-        value = shards.load(name) if stored else torch.empty_like(buffer, device="cpu")
-        owner.register_buffer(leaf, value, persistent=stored)
-        if not stored and "RotaryEmbedding" not in type(owner).__name__:
-            raise MismatchError(
-                f"{name} is missing from the weight files and cannot be computed; cannot load this layout"
-            )
+        kind = torch.float32 if any(part in source.parameter for part in wide) else places[source.parameter].dtype
+        tensors = {name: shards.load(name).to(kind) for names in source.names.values() for name in names}
+        for name, value in source.convert(tensors, model).items():
+            place = places.get(name)
+            if place is None or value.shape != place.shape:
+                expected = None if place is None else list(place.shape)
+                raise MismatchError(f"{name} has shape {list(value.shape)}, expected {expected} by the config")
+            _put(model, name, value)
+    model.tie_weights()
+    missing = [name for name, value in model.state_dict().items() if value.is_meta and name not in experts]
+    if missing:
+        raise MismatchError(
+            f"{missing[0]} is missing from the weight files, or they name it otherwise; cannot load this layout"
+        )
+    _compute_buffers(model)
+
+
+def _put(model: Any, name: str, value: torch.Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if leaf in module._buffers:
+        module.register_buffer(leaf, value)
+    else:
+        setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+    getattr(module, leaf)._is_hf_initialized = True  # transformers' initialisers leave it alone
+
+
+def _compute_buffers(model: Any) -> None:
+    """Give the buffers that no file holds (rotary frequencies, decays, scales) the values that transformers gives."""
+    missing = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    owners = {}
+    for name in missing:
+        owner, _, leaf = name.rpartition(".")
+        module = owners[owner] = model.get_submodule(owner)
+        value = torch.empty_like(module._buffers[leaf], device="cpu")
+        if value.is_floating_point():
+            value.fill_(torch.nan)
+        module.register_buffer(leaf, value, persistent=False)
     with torch.no_grad():
-        for module in model.modules():
-            if "RotaryEmbedding" in type(module).__name__:
-                model._init_weights(module)
+        for module in owners.values():
+            model._init_weights(module)
+    for name in missing:
+        if model.get_buffer(name).isnan().any():
+            raise MismatchError(f"{name} is in no weight file and transformers does not compute it; cannot load this")

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from moetool.models.batching import Batch
+from moetool.models.decoding import Batch
+from moetool.models.families import FAMILIES
+from moetool.models.routing import watch
 from moetool.models.spec import MoeLayer
 from moetool.trace import TokenBatch
 
@@ -15,8 +17,7 @@ from moetool.trace import TokenBatch
 class GateRecorder:
     """Hooks on the routers and experts of a model that collect one forward at a time.
 
-    The experts and weights are those that were really used: a pre-hook on the experts module sees them after
-    grouping, bias and correction. They are never computed again from the logits.
+    The experts and weights are those that were really used (`moetool.models.routing.watch`).
 
     Args:
         keep: `logits`, `hidden` and `embeddings` besides the experts and their weights.
@@ -32,11 +33,12 @@ class GateRecorder:
         self._hidden: list[torch.Tensor] | None = [] if "hidden" in keep else None
         self._embedding: torch.Tensor | None = None
         self._handles: list[RemovableHandle] = []
-        index = getattr(model._can_record_outputs.get("router_logits"), "index", 0)
+        family = FAMILIES.get(model.config.get_text_config().model_type)
+        self._probabilities = family is not None and family.probabilities
         for layer in layers:
-            self._handles.append(layer.experts.register_forward_pre_hook(self._on_experts))
+            self._handles.append(watch(layer, self._on_routes))
             if self._logits is not None or self._hidden is not None:
-                self._handles.append(layer.router.register_forward_hook(self._on_router(index)))
+                self._handles.append(layer.router.register_forward_hook(self._on_router(layer)))
         if "embeddings" in keep:
             self._handles.append(model.get_input_embeddings().register_forward_hook(self._on_embedding))
 
@@ -75,14 +77,16 @@ class GateRecorder:
         self.discard()
         return rows, embedding
 
-    def _on_experts(self, module: Any, args: tuple[torch.Tensor, ...]) -> None:
-        self._experts.append(args[1])
-        self._weights.append(args[2])
+    def _on_routes(self, experts_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
+        self._experts.append(experts_TK)
+        self._weights.append(weights_TK)
 
-    def _on_router(self, index: int) -> Any:
+    def _on_router(self, layer: MoeLayer) -> Any:
         def hook(module: Any, args: tuple[torch.Tensor, ...], output: Any) -> None:
             if self._logits is not None:
-                self._logits.append(output[index] if isinstance(output, tuple) else output)
+                logits = output[layer.logits_index] if isinstance(output, tuple) else output
+                logits = logits[:, : layer.num_experts]  # zaya has a further one, for no expert
+                self._logits.append(logits.log() if self._probabilities else logits)
             if self._hidden is not None:
                 self._hidden.append(args[0].reshape(-1, args[0].shape[-1]))
 

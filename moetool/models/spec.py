@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,21 +11,13 @@ from typing import Any
 import torch
 
 from moetool import assets
-from moetool.errors import MismatchError, MoetoolError, UsageError, first_line
+from moetool.errors import MismatchError, UsageError, first_line
+from moetool.models import families
+from moetool.models.expert_form import ExpertForm, form_of, holds_experts
 from moetool.types import ModelSpec
 
 REFERENCE = "reference"
-
-# How each family's router turns logits into scores; what is not here is softmax.
-_SIGMOID_FAMILIES = frozenset(
-    {
-        *("afmoe", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "flint", "glm4_moe"),
-        *("glm4_moe_lite", "hy_v3", "kimi_linear", "laguna", "lfm2_moe", "mimo_v2_flash", "minimax_m2"),
-        *("nemotron_h", "solar_open"),
-    }
-)
-# Families whose config has no norm_topk_prob and whose weights sum to one all the same.
-_RENORMALIZED_FAMILIES = frozenset({"granitemoe", "granitemoeshared", "minimax", "minimax_m2", "mixtral"})
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +29,25 @@ class MoeLayer:
         layer_id: absolute index among the model's layers.
         experts: the module that holds the experts; called with hidden states, indices and weights.
         router: the module that returns the logits, as `_can_record_outputs` names it.
+        logits_index: place of the logits in what the router returns.
         path: the experts' name in the model, such as `model.layers.0.mlp.experts`.
+        top_k: experts that a token uses.
+        form: what one expert is made of.
     """
 
     index: int
     layer_id: int
     experts: Any
     router: Any
+    logits_index: int
     path: str
+    top_k: int
+    form: ExpertForm
+
+    @property
+    def num_experts(self) -> int:
+        """Experts that the router chooses among."""
+        return self.form.num_experts + self.form.num_identity
 
 
 def locate(model: str) -> Path:
@@ -79,14 +83,29 @@ def read_config(path: Path) -> Any:
     """The text config of the model in `path`.
 
     Raises:
-        UsageError: transformers does not know the family, or the config is damaged.
+        UsageError: transformers does not know the family, it needs code of its own, or the config is damaged.
     """
     from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    file = path / "config.json"
     try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        model_type = str(raw.get("model_type", ""))
+        families.require_supported(model_type)
+        if raw.get("auto_map") and model_type not in CONFIG_MAPPING:
+            raise UsageError(
+                f"{file} asks for code of its own (auto_map) for the family {model_type!r}, which transformers does "
+                "not know; moetool never runs the code of a checkpoint; 'moetool models' lists what it reads"
+            )
+        if method := (raw.get("quantization_config") or {}).get("quant_method"):
+            raise UsageError(
+                f"{path} is quantized ({method}); moetool reads float32, float16 and bfloat16 checkpoints: "
+                "give the one that it was made from"
+            )
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        raise UsageError(f"cannot read {path}/config.json: {first_line(error)}") from None
+    except (ValueError, OSError, KeyError, AttributeError) as error:
+        raise UsageError(f"cannot read {file}: {first_line(error)}") from None
     return config.get_text_config()
 
 
@@ -104,29 +123,53 @@ def moe_layers(model: Any) -> list[MoeLayer]:
     Raises:
         UsageError: it has none that moetool can hook.
     """
-    recorders = getattr(model, "_can_record_outputs", None) or {}
-    router_class = getattr(recorders.get("router_logits"), "target_class", None)
+    model_type = model.config.get_text_config().model_type
+    families.require_supported(model_type)
+    routers = _router_classes(model, families.FAMILIES.get(model_type))
     found = []
     modules = dict(model.named_modules())
     for path, module in modules.items():
         match = re.search(r"\.(\d+)\.", path)
-        if not (hasattr(module, "_is_expert_parallel") and match):
-            continue  # not a class that transformers' experts interface decorates
-        siblings = modules[path.rpartition(".")[0]].modules()
-        router = next((m for m in siblings if router_class is not None and isinstance(m, router_class)), None)
-        if router is None:
+        if not (holds_experts(module) and match):
             continue
-        found.append((int(match.group(1)), module, router, path))
+        parent = modules[path.rpartition(".")[0]]
+        router = next((m for m in (*module.modules(), *parent.modules()) if type(m).__name__ in routers), None)
+        if router is not None:
+            found.append((int(match.group(1)), path, module, router, _top_k(model, parent, router)))
     if not found:
         raise UsageError(
             f"{type(model).__name__} has no MoE layers that moetool can hook: expected a mixture-of-experts model "
-            "whose experts use transformers' experts interface (qwen3_moe, mixtral, olmoe, deepseek_v2, ...)"
+            "of a family that 'moetool models' lists (qwen3_moe, mixtral, olmoe, deepseek_v2, ...)"
         )
     found.sort(key=lambda item: item[0])
     return [
-        MoeLayer(index=i, layer_id=layer, experts=experts, router=router, path=path)
-        for i, (layer, experts, router, path) in enumerate(found)
+        MoeLayer(
+            index=i,
+            layer_id=layer,
+            experts=experts,
+            router=router,
+            logits_index=routers[type(router).__name__],
+            path=path,
+            top_k=top_k,
+            form=form_of(experts),
+        )
+        for i, (layer, path, experts, router, top_k) in enumerate(found)
     ]
+
+
+def _router_classes(model: Any, family: families.Family | None) -> dict[str, int]:
+    """Names of the classes that route, with the place of the logits in their output."""
+    classes = dict.fromkeys(family.routers, 0) if family is not None else {}
+    for module in model.modules():
+        recorders = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", [])
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
+            classes[recorder.target_class.__name__] = recorder.index
+    return classes
+
+
+def _top_k(model: Any, parent: Any, router: Any) -> int:
+    top_k = getattr(router, "top_k", None) or getattr(parent, "top_k", None)
+    return int(top_k or model.config.get_text_config().top_k_experts)  # gemma4 keeps it on the config only
 
 
 def revision(path: Path) -> str:
@@ -189,43 +232,71 @@ def read_spec(path: Path) -> ModelSpec:
     """The ModelSpec of the model in `path`, without reading its weights.
 
     Raises:
-        UsageError: it is no MoE model that moetool can hook.
+        UsageError: it is no MoE model of a family that moetool knows.
     """
-    config = read_config(path)
-    model = empty_model(config, _checkpoint_dtype(config))
+    model = empty_model(read_config(path), torch.float32)
     layers = moe_layers(model)
-    family = config.model_type
-    top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "num_experts_per_token", None)
-    if not isinstance(top_k, int):
-        raise MoetoolError(f"{path}/config.json does not say how many experts a token uses (num_experts_per_tok)")
-    element = _checkpoint_dtype(config).itemsize
-    sizes = tuple(
-        sum(p.numel() // int(layer.experts.num_experts) for p in layer.experts.parameters()) * element
-        for layer in layers
-    )
+    return spec_of(model, layers, checkpoint_dtype(path), name=path.name, revision=revision(path))
+
+
+def spec_of(model: Any, layers: list[MoeLayer], dtype: torch.dtype, *, name: str, revision: str) -> ModelSpec:
+    """The ModelSpec of a model, empty or not.
+
+    Args:
+        layers: its MoE layers.
+        dtype: data type of the experts in the checkpoint.
+        name: of the checkpoint, for people.
+
+    Raises: UsageError where moetool does not know its family.
+    """
+    config = model.config.get_text_config()
+    family = families.find(config.model_type)
+    rule = family.rule(config, layers[0].router)
     return ModelSpec(
-        name=f"{family}:{path.name}",
-        revision=revision(path),
+        name=f"{family.name}:{name}",
+        revision=revision,
         layer_ids_L=tuple(layer.layer_id for layer in layers),
-        num_experts_L=tuple(int(layer.experts.num_experts) for layer in layers),
-        top_k_L=(top_k,) * len(layers),
+        num_experts_L=tuple(layer.num_experts for layer in layers),
+        top_k_L=tuple(layer.top_k for layer in layers),
         has_logits_L=(True,) * len(layers),
-        num_shared_experts=int(getattr(config, "n_shared_experts", 0) or 0),
+        num_shared_experts=_num_shared_experts(model, config),
         num_groups=int(getattr(config, "n_group", 1) or 1),
         hidden_size=int(config.hidden_size),
-        expert_bytes_L=sizes,
-        score_function="sigmoid" if family in _SIGMOID_FAMILIES else "softmax",
-        renormalize=bool(getattr(config, "norm_topk_prob", family in _RENORMALIZED_FAMILIES)),
+        expert_bytes_L=tuple(layer.form.num_elements * dtype.itemsize for layer in layers),
+        score_function=rule.score,
+        renormalize=rule.renormalize,
     )
+
+
+def offloaded(layers: list[MoeLayer]) -> set[str]:
+    """Names of the parameters that routed experts are made of; all others stay in memory."""
+    return {f"{layer.path}.{name}" for layer in layers for name in layer.form.parameters}
 
 
 def dense_bytes(path: Path, dtype: torch.dtype) -> int:
     """Bytes of everything but the routed experts, in memory as `dtype`."""
     model = empty_model(read_config(path), dtype)
-    expert_parameters = {id(p) for layer in moe_layers(model) for p in layer.experts.parameters()}
-    return sum(p.numel() for p in model.parameters() if id(p) not in expert_parameters) * dtype.itemsize
+    experts = offloaded(moe_layers(model))
+    return sum(p.numel() for name, p in model.named_parameters() if name not in experts) * dtype.itemsize
 
 
-def _checkpoint_dtype(config: Any) -> torch.dtype:
-    dtype = getattr(config, "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+def checkpoint_dtype(path: Path) -> torch.dtype:
+    """The data type of the experts in the weight files: the one that most of their bytes have."""
+    sizes: Counter[str] = Counter()
+    for header in (read_header(file)[0] for file in weight_files(path)):
+        for entry in header.values():
+            if "data_offsets" in entry:  # not the metadata
+                sizes[entry["dtype"]] += entry["data_offsets"][1] - entry["data_offsets"][0]
+    found = max(sizes, key=sizes.__getitem__, default="nothing")
+    if found not in _DTYPES:
+        raise MismatchError(f"the weights in {path} are stored as {found}, expected one of {', '.join(_DTYPES)}")
+    return _DTYPES[found]
+
+
+def _num_shared_experts(model: Any, config: Any) -> int:
+    for name in ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"):
+        if isinstance(number := getattr(config, name, None), int):
+            return number
+    return int(
+        any(path.endswith(("shared_expert", "shared_experts", "shared_mlp")) for path, _ in model.named_modules())
+    )

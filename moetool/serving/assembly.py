@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.models.batching import Batcher, kv_cache_bytes
+from moetool.models.decoding import kv_cache_bytes
 from moetool.models.loading import LoadedModel, load_lazy, load_tokenizer, parse_dtype, use_threads
+from moetool.models.sequential import open_batcher
 from moetool.models.spec import dense_bytes, locate, read_config
 from moetool.plan import CachePlan
 from moetool.policy import MIN_SLOTS, build_policy, policy_class
@@ -105,7 +106,7 @@ def build_engine(
         loaded,
         load_tokenizer(path),
         build_policy(name, loaded.spec, policy_options, slots, predictor=predicts),
-        Batcher(loaded.model, max_requests=options.max_requests, kv_tokens=options.kv_tokens),
+        open_batcher(loaded.model, max_requests=options.max_requests, kv_tokens=options.kv_tokens),
         model_name=model,
         io_threads=options.io_threads,
         log=ServeLog(log) if log else None,

@@ -13,8 +13,10 @@ from functools import partial
 from typing import Any
 
 from moetool.errors import MoetoolError
-from moetool.models.batching import Batch, Batcher
+from moetool.models.batching import Batcher
+from moetool.models.decoding import Batch
 from moetool.models.loading import LoadedModel
+from moetool.models.sequential import Sequential
 from moetool.request import Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
 from moetool.residency import Policy, Residency
 from moetool.serving.experts import ExpertRuntime
@@ -30,7 +32,7 @@ class Engine:
     Args:
         loaded: a model from `load_lazy`.
         policy: decides about the expert slots; its `num_slots` is the size of the pool.
-        batcher: continuous batching over the same model.
+        batcher: forwards the same model's requests.
         model_name: what clients call the model.
         log: records the gate stream and the decisions.
 
@@ -42,7 +44,7 @@ class Engine:
         loaded: LoadedModel,
         tokenizer: Any,
         policy: Policy,
-        batcher: Batcher,
+        batcher: Batcher | Sequential,
         *,
         model_name: str,
         io_threads: int = 2,

@@ -1,11 +1,15 @@
 """Running the experts of a model from a pool that may be smaller than one event."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from moetool.models.expert_form import Call
 from moetool.models.loading import LoadedModel
+from moetool.models.routing import sorted_routes, watch
+from moetool.models.spec import MoeLayer
 from moetool.residency import Residency, StepKind
 from moetool.serving.store import ExpertStore
 from moetool.types import ForwardInfo, GateEvent
@@ -19,11 +23,13 @@ class ExpertRuntime:
     The products of the experts are made in whatever order their weights arrive; each expert's tokens always form
     one product, and the weighted sum over a token's experts is always taken in the order of its top-k. So for one
     composition of the batch the result is the same to the bit under every policy, budget and order of loads.
+    Families that sum in another order of their own get the same sum to within rounding.
 
     Args:
         loaded: a model whose experts are on the meta device (`load_lazy`).
 
-    Effects: becomes the model's experts implementation; owns the store.
+    Effects: becomes the model's experts implementation, and the forward of experts that have no such interface;
+        owns the store.
     """
 
     def __init__(self, loaded: LoadedModel, residency: Residency, store: ExpertStore) -> None:
@@ -32,11 +38,11 @@ class ExpertRuntime:
         self.residency = residency
         self.store = store
         self._info: ForwardInfo | None = None
+        self._chosen: dict[int, torch.Tensor] = {}
         ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _experts_forward)
         loaded.model.set_experts_implementation(_IMPLEMENTATION)
         for layer in loaded.layers:
-            # transformers dispatches by a name on the config; the instance says whose pool serves it.
-            layer.experts.moetool_binding = (self, layer.index)
+            self._bind(layer)
 
     def begin_forward(self, info: ForwardInfo) -> None:
         """Announce the forward that is about to run, and start its first prefetches."""
@@ -54,46 +60,102 @@ class ExpertRuntime:
         self.store.close()
 
     def forward(
-        self, module: Any, layer: int, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
+        self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
         """The output [T, D] of one MoE layer's routed experts.
 
         Raises:
             MoetoolError: an expert could not be read.
         """
+        num_tokens, top_k = index_TK.shape
+        products = self._products(layer, index_TK, lambda expert, rows: hidden_TD[rows // top_k])
+        weighted = products * weights_TK.reshape(-1, 1)  # in the wider type of the two
+        return weighted.view(num_tokens, top_k, -1).sum(dim=1).to(hidden_TD.dtype)
+
+    def _products(
+        self, layer: MoeLayer, index_TK: torch.Tensor, inputs: Callable[[int, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """The output [T * K, D] of each token's experts, not yet weighted.
+
+        Args:
+            inputs: gives what an expert gets for the places in [T * K] that chose it.
+        """
         if self._info is None:
             raise RuntimeError("the model was called outside a forward that moetool announced")
-        num_tokens, top_k = index_TK.shape
         event = GateEvent(
             forward=self._info,
-            layer=layer,
+            layer=layer.index,
             experts_TK=tuple(map(tuple, index_TK.tolist())),
         )
         rows_of = _rows_by_expert(index_TK)
-        products = hidden_TD.new_empty(num_tokens * top_k, hidden_TD.shape[1])
+        products: torch.Tensor | None = None
         for step in self.residency.event(event):
-            if step.kind is StepKind.COMPUTE:
-                gate_up, down = self.store.ready(step.key, step.slot)
-                rows = rows_of[self.residency.policy.spec.expert_of(step.key)[1]]
-                products[rows] = _expert(module, hidden_TD[rows // top_k], gate_up, down)
-            else:
+            if step.kind is not StepKind.COMPUTE:
                 self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
-        products *= weights_TK.reshape(-1, 1)
-        return products.view(num_tokens, top_k, -1).sum(dim=1).to(hidden_TD.dtype)
+                continue
+            expert = self.residency.policy.spec.expert_of(step.key)[1]
+            x = inputs(expert, rows_of[expert])
+            if expert < layer.form.num_experts:
+                x = layer.form.compute(x, self.store.ready(step.key, step.slot))
+            if products is None:
+                products = x.new_empty(index_TK.numel(), x.shape[1])
+            products[rows_of[expert]] = x
+        assert products is not None
+        return products
+
+    def _bind(self, layer: MoeLayer) -> None:
+        if layer.form.call is Call.INTERFACE:
+            # transformers dispatches by a name on the config; the instance says whose pool serves it.
+            layer.experts.moetool_binding = (self, layer)
+            return
+        forwards: dict[Call, Callable[..., torch.Tensor]] = {
+            Call.EXPERTS: self._experts,
+            Call.SCALED: self._scaled,
+            Call.BLOCK: self._block,
+        }
+        layer.experts.forward = partial(forwards[layer.form.call], layer)
+        if layer.form.call is Call.SCALED:  # its experts are not told who chose them
+            watch(layer, lambda index_TK, _: self._chosen.update({layer.index: index_TK}))
+
+    def _experts(
+        self, layer: MoeLayer, hidden: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """Experts that are called as the interface calls them, but for the shape of the hidden states."""
+        flat_TD = hidden.reshape(-1, hidden.shape[-1])
+        return self.forward(layer, flat_TD, index_TK, weights_TK).view(hidden.shape)
+
+    def _scaled(self, layer: MoeLayer, scaled: torch.Tensor) -> torch.Tensor:
+        """Experts that get one copy [E * T, D] of the hidden states each, by its weight, and whose outputs are summed
+        by the caller (llama4). Copies that nobody chose are 0, and so are their outputs.
+        """
+        copies_ETD = scaled.view(layer.num_experts, -1, scaled.shape[-1])
+        top_k = layer.top_k
+        index_TK = self._chosen.pop(layer.index)
+        products = self._products(layer, index_TK, lambda expert, rows: copies_ETD[expert, rows // top_k])
+        output_ETD = torch.zeros_like(copies_ETD)
+        places = torch.arange(index_TK.numel(), device=index_TK.device)
+        output_ETD[index_TK.reshape(-1), places // top_k] = products
+        return output_ETD.view(scaled.shape)
+
+    def _block(self, layer: MoeLayer, hidden: torch.Tensor) -> torch.Tensor:
+        """A block that routes by itself and adds a bias to the sum (jetmoe)."""
+        flat_TD = hidden.reshape(-1, hidden.shape[-1])
+        index_TK, weights_TK = sorted_routes(layer.router(flat_TD), layer.top_k)
+        return self.forward(layer, flat_TD, index_TK, weights_TK).view(hidden.shape) + layer.experts.bias
 
     def _start(self, steps: list[Any]) -> None:
         for step in steps:
             self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
 
 
-def _expert(module: Any, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """One gated expert, by the module's own activation. Weights are widened to the type of `x` where they differ."""
-    return F.linear(module._apply_gate(F.linear(x, gate_up.to(x.dtype))), down.to(x.dtype))
-
-
 def _rows_by_expert(index_TK: torch.Tensor) -> dict[int, torch.Tensor]:
-    """For each expert the places, in [T * K], that chose it, ascending."""
-    ids, places = torch.sort(index_TK.reshape(-1), stable=True)
+    """For each expert the places, in [T * K], that chose it: first choices first, then by token.
+
+    So do the families' own loops order them, and where a row lies can change its last bit.
+    """
+    num_tokens, top_k = index_TK.shape
+    ids, order = torch.sort(index_TK.T.reshape(-1), stable=True)
+    places = order % num_tokens * top_k + order // num_tokens
     experts, counts = torch.unique_consecutive(ids, return_counts=True)
     return dict(zip(experts.tolist(), places.split(counts.tolist()), strict=True))
 
@@ -103,5 +165,5 @@ def _experts_forward(
 ) -> torch.Tensor:
     """The experts implementation that transformers calls."""
     runtime, layer = module.moetool_binding
-    output: torch.Tensor = runtime.forward(module, layer, hidden_states, top_k_index, top_k_weights)
+    output: torch.Tensor = runtime.forward(layer, hidden_states, top_k_index, top_k_weights)
     return output

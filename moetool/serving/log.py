@@ -10,7 +10,7 @@ from typing import Any
 
 from moetool import durable
 from moetool.errors import MoetoolError
-from moetool.models.batching import Batch
+from moetool.models.decoding import Batch
 from moetool.models.loading import LoadedModel
 from moetool.models.recording import GateRecorder
 from moetool.replay import DecisionDigest

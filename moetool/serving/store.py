@@ -106,8 +106,8 @@ class ExpertStore:
             heapq.heappush(self._queue, (prefetch, next(self._order), job))
             self._lock.notify()
 
-    def ready(self, key: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait until `slot` holds the expert `key`; gives its weights (gate_up [2I, D], down [D, I]).
+    def ready(self, key: int, slot: int) -> tuple[torch.Tensor, ...]:
+        """Wait until `slot` holds the expert `key`; gives its weights (`ExpertFiles.views`).
 
         A read that failed is tried once more. A slot that does not hold what the program says (because an earlier
         forward was broken off) is read again: a wrong weight is never handed out.
@@ -176,12 +176,12 @@ class ExpertStore:
             job.after.done.wait()
             job.after = None
         try:
-            self.files.read_into(job.key, self._slots[job.slot])
+            num_bytes = self.files.read_into(job.key, self._slots[job.slot])
             with self._lock:
                 self.stats.reads += 1
-                self.stats.bytes_read += self.files.slot_bytes
+                self.stats.bytes_read += num_bytes
                 if job.prefetch:
-                    self.stats.prefetch_bytes += self.files.slot_bytes
+                    self.stats.prefetch_bytes += num_bytes
         except OSError as error:
             job.error = error
         finally:

@@ -79,7 +79,7 @@ def test_torchrun_writes_the_trace_of_one_process(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for launcher, name in ((run, "two"), ([sys.executable], "one")):
         whole = [*launcher, "-m", "moetool.cli", *command, "--out", str(tmp_path / name), "--json"]
-        done = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["requests"] == 5
     assert _files(Trace(tmp_path / "two")) == _files(Trace(tmp_path / "one"))

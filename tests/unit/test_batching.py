@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from moetool.errors import CapacityError, UsageError
-from moetool.models.batching import Batch, Batcher, kv_cache_bytes
+from moetool.models.batching import Batcher
+from moetool.models.decoding import Batch, kv_cache_bytes
 from moetool.models.recording import GateRecorder
 from moetool.request import Output, SamplingParams
 from moetool.types import Phase

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moetool.errors import MismatchError, UsageError
+from moetool.models.checkpoint import sources
 from moetool.models.expert_files import ExpertFiles, Shards
 from moetool.models.loading import load_lazy
 from moetool.models.spec import empty_model, moe_layers, read_config, read_spec
@@ -39,7 +40,8 @@ def tensors(reference: Path) -> dict[str, torch.Tensor]:
 
 def _files(path: Path, direct: bool = True) -> ExpertFiles:
     model = empty_model(read_config(path), torch.float32)
-    return ExpertFiles(Shards(path, direct=direct), moe_layers(model), read_spec(path))
+    shards = Shards(path, direct=direct)
+    return ExpertFiles(shards, moe_layers(model), read_spec(path), sources(model, shards.tensors))
 
 
 def _all_equal(files: ExpertFiles, tensors: dict[str, torch.Tensor]) -> None:
@@ -83,16 +85,27 @@ def test_reads_stacked_experts(reference: Path, tensors: dict[str, torch.Tensor]
     _all_equal(_files(_copy(reference, tmp_path / "m", stacked)), tensors)
 
 
-def test_reads_mixtral_names(reference: Path, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_names_of_another_family_are_refused_by_name(
+    reference: Path, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     renamed = {}
     for name, tensor in tensors.items():
         if ".experts." in name:
-            name = name.replace(".mlp.experts.", ".block_sparse_moe.experts.")
             for old, new in names.items():
                 name = name.replace(old, new)
         renamed[name] = tensor
-    _all_equal(_files(_copy(reference, tmp_path / "m", renamed)), tensors)
+    with pytest.raises(MismatchError, match=r"no tensor .* makes model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+        load_lazy(_copy(reference, tmp_path / "m", renamed), torch.float32)
+
+
+def test_a_foreign_data_type_is_refused_by_name(
+    reference: Path, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    name = "model.layers.3.mlp.experts.4.down_proj.weight"
+    wrong = {**tensors, name: tensors[name].float()}
+    with pytest.raises(MismatchError, match=r"down_proj of expert 4 is stored as F32, expected torch\.bfloat16"):
+        load_lazy(_copy(reference, tmp_path / "m", wrong), torch.float32)
 
 
 def test_lazy_model_has_the_dense_weights_of_the_full_one(lazy, full) -> None:

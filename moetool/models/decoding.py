@@ -1,0 +1,115 @@
+"""What both ways of decoding share: the forward of a batch, what may run, when a request ends, what a cache takes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moetool.errors import CapacityError, UsageError
+from moetool.request import Finish, SamplingParams
+from moetool.types import ForwardInfo, Phase
+
+PAGE_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One forward: who is in it, and what an observer of tokens needs besides.
+
+    Attributes:
+        info: requests, phases and positions of the tokens.
+        token_id_T: the tokens themselves.
+        iteration_T: 0 for tokens of the prompt, then 1, 2, ... for each decoded one.
+    """
+
+    info: ForwardInfo
+    token_id_T: tuple[int, ...]
+    iteration_T: tuple[int, ...]
+
+
+def kv_cache_bytes(config: Any, dtype: torch.dtype, kv_tokens: int) -> int:
+    """Bytes of the KV cache for `kv_tokens`: whole pages, and two that the paged cache keeps for itself.
+
+    Layers that keep a state of fixed size, or a window, are counted as if they kept all tokens.
+    """
+    shapes = [kv_shape(layer) for layer in config.per_layer_config]
+    token_bytes = sum(2 * heads * head_dim for heads, head_dim in shapes) * dtype.itemsize
+    return (-(-kv_tokens // PAGE_TOKENS) + 2) * PAGE_TOKENS * int(token_bytes)
+
+
+def kv_shape(config: Any) -> tuple[int, int]:
+    """Heads of a layer's KV cache, and the width of one."""
+    if is_latent(config):  # keys and values are cached expanded
+        return config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def is_latent(config: Any) -> bool:
+    """Whether the family has multi-head latent attention (MLA)."""
+    return bool(getattr(config, "kv_lora_rank", None))
+
+
+def check_request(model: Any, max_context: int, prompt: list[int], params: SamplingParams) -> None:
+    """Refuse what cannot run.
+
+    Raises:
+        UsageError: the prompt is empty or has ids outside the vocabulary.
+        CapacityError: prompt and answer are longer than the context.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    if not prompt:
+        raise UsageError("the prompt is empty: it has no token to begin with; send at least one character")
+    if bad := next((t for t in prompt if not 0 <= t < vocabulary), None):
+        raise UsageError(f"the prompt has token id {bad}, expected 0 to {vocabulary - 1}")
+    if len(prompt) + params.max_tokens > max_context:
+        raise CapacityError(
+            f"the prompt has {len(prompt):,} tokens and {params.max_tokens:,} more are asked for, but the context "
+            f"holds {max_context:,}; shorten the prompt or ask for fewer tokens"
+        )
+
+
+def score_prompt(
+    model: Any, request: int, prompt: list[int], forward_id: int, on_forward: Callable[[Batch], None] | None
+) -> torch.Tensor:
+    """A plain forward of one prompt; gives its logits [T, V] float32."""
+    if on_forward is not None:
+        on_forward(prefill(request, prompt, forward_id))
+    with torch.inference_mode():
+        tokens = torch.tensor([prompt], device=model.device)
+        logits: torch.Tensor = model(tokens, use_cache=False).logits[0].float()
+    return logits
+
+
+def prefill(request: int, prompt: list[int], forward_id: int) -> Batch:
+    """The forward of one whole prompt by itself."""
+    count = len(prompt)
+    info = ForwardInfo(
+        forward_id=forward_id,
+        request_T=(request,) * count,
+        phase_T=(Phase.PREFILL,) * count,
+        position_T=tuple(range(count)),
+    )
+    return Batch(info=info, token_id_T=tuple(prompt), iteration_T=(0,) * count)
+
+
+def finish_of(token: int, done: int, params: SamplingParams, eos: frozenset[int]) -> Finish | None:
+    """How a request ends with its newest token, the `done`-th; None where it goes on."""
+    if token in eos and not params.ignore_eos:
+        return "stop"
+    return "length" if done >= params.max_tokens else None
+
+
+def context_of(model: Any, kv_tokens: int) -> int:
+    """Tokens of prompt and answer together that one request may have."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or kv_tokens
+    return min(int(limit), kv_tokens)
+
+
+def eos_ids(model: Any) -> frozenset[int]:
+    """Tokens that end an answer."""
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)

@@ -1,0 +1,182 @@
+"""What one expert of a layer is made of, how it computes, and how its family hands it tokens.
+
+Most families decorate their experts with transformers' experts interface, and the flags that it leaves on the module
+say everything. The few that do not are told by class name.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+class Call(Enum):
+    """How a family calls the module that holds its experts."""
+
+    INTERFACE = auto()  # through transformers' experts interface
+    EXPERTS = auto()  # module(hidden, index, weights), outside the interface
+    SCALED = auto()  # module(one copy of the hidden states per expert, scaled by its weight): llama4
+    BLOCK = auto()  # module(hidden), router included: jetmoe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One tensor of an expert, as a slot holds it.
+
+    Attributes:
+        parameters: names, below the experts' module, of the parameters whose shares make it, one under the other.
+        share: shape of one expert's share of each of them.
+    """
+
+    parameters: tuple[str, ...]
+    share: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return (len(self.parameters) * self.share[0], *self.share[1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertForm:
+    """The experts of one layer: parts in the order up, bias of up, down, bias of down.
+
+    Attributes:
+        num_experts: experts that have weights.
+        num_identity: further experts that return their input, numbered after the others.
+        parts: what a slot holds; without biases only up and down.
+        up_transposed, down_transposed: whether the matrix is stored [in, out] instead of [out, in].
+        gate: from the first product to the input of the second.
+        finish: applied to the expert's output before its weight, or None.
+        call: how the module is called.
+    """
+
+    num_experts: int
+    num_identity: int = 0
+    parts: tuple[Part, ...]
+    up_transposed: bool = False
+    down_transposed: bool = False
+    gate: Callable[[torch.Tensor], torch.Tensor]
+    finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+    call: Call = Call.INTERFACE
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of all parameters that are offloaded, below the experts' module."""
+        return tuple(name for part in self.parts for name in part.parameters)
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers in one expert."""
+        return sum(torch.Size(part.shape).numel() for part in self.parts)
+
+    def compute(self, x: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The output of one expert, before its weight in the sum.
+
+        Args:
+            x: its tokens.
+            weights: one tensor for each part; widened to the type of `x` where they differ.
+        """
+        up, *rest = (weight.to(x.dtype) for weight in weights)
+        up_bias, down, down_bias = rest if len(rest) == 3 else (None, rest[0], None)
+        hidden = self.gate(_linear(x, up, up_bias, self.up_transposed))
+        output = _linear(hidden, down, down_bias, self.down_transposed)
+        return output if self.finish is None else self.finish(output)
+
+
+def holds_experts(module: Any) -> bool:
+    """Whether a module holds the routed experts of a layer, in a form that `form_of` knows."""
+    return hasattr(module, "_is_expert_parallel") or type(module).__name__ in _OWN
+
+
+def form_of(module: Any) -> ExpertForm:
+    """The form of the experts that a module holds."""
+    own = _OWN.get(type(module).__name__)
+    return own(module) if own is not None else _interface(module)
+
+
+def _interface(module: Any) -> ExpertForm:
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    names = (up, f"{up}_bias", "down_proj", "down_proj_bias") if module.has_bias else (up, "down_proj")
+    return ExpertForm(
+        num_experts=int(module.num_experts),
+        parts=_stacked(module, *names),
+        up_transposed=module.is_transposed,
+        down_transposed=module.is_transposed,
+        gate=module._apply_gate if module.has_gate else module.act_fn,
+        finish=module.post_expert_norm if module.has_post_expert_norm else None,
+    )
+
+
+def _dbrx(module: Any) -> ExpertForm:
+    rows = int(module.ffn_hidden_size)  # the experts' matrices lie one under the other in flat ones
+    share = (rows, int(module.hidden_size))
+    return ExpertForm(
+        num_experts=int(module.num_experts),
+        parts=(
+            Part(parameters=("mlp.w1", "mlp.v1"), share=share),
+            Part(parameters=("mlp.w2",), share=share),
+        ),
+        down_transposed=True,
+        gate=_gated(lambda gate: module.mlp.activation_fn(gate.contiguous())),  # w1 and v1 are two products there
+        call=Call.EXPERTS,
+    )
+
+
+def _jetmoe(module: Any) -> ExpertForm:
+    return ExpertForm(
+        num_experts=int(module.input_linear.num_experts),
+        parts=_stacked(module, "input_linear.weight", "output_linear.weight"),
+        gate=_gated(module.activation),
+        call=Call.BLOCK,
+    )
+
+
+def _llama4(module: Any) -> ExpertForm:
+    return ExpertForm(
+        num_experts=int(module.num_experts),
+        parts=_stacked(module, "gate_up_proj", "down_proj"),
+        up_transposed=True,
+        down_transposed=True,
+        gate=_gated(module.act_fn),
+        call=Call.SCALED,
+    )
+
+
+def _longcat_flash(module: Any) -> ExpertForm:
+    return ExpertForm(
+        num_experts=int(module.num_routed_experts),
+        num_identity=int(module.zero_expert_num),
+        parts=_stacked(module, "gate_up_proj", "down_proj"),
+        gate=_gated(module.act_fn),
+        call=Call.EXPERTS,
+    )
+
+
+_OWN: dict[str, Callable[[Any], ExpertForm]] = {
+    "DbrxExperts": _dbrx,
+    "JetMoeMoE": _jetmoe,
+    "Llama4TextExperts": _llama4,
+    "LongcatFlashExperts": _longcat_flash,
+}
+
+
+def _stacked(module: Any, *names: str) -> tuple[Part, ...]:
+    """Parts from parameters [E, ...]."""
+    return tuple(Part(parameters=(n,), share=tuple(module.get_parameter(n).shape[1:])) for n in names)
+
+
+def _gated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def gate(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return gate
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:
+    output = x @ weight if transposed else F.linear(x, weight)
+    return output if bias is None else output + bias

@@ -1,0 +1,245 @@
+"""What is known of each MoE family and cannot be read off its modules, in one table.
+
+A family is a `model_type` of transformers. Where its experts and routers are, their shapes and the width of its
+top-k are derived from the modules (`moetool.models.spec`); this table holds how scores become weights, and what
+stands in the way of capturing, serving in batches or substituting experts.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from moetool.errors import UsageError
+
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+
+# Names that routers give to the factor on their weights.
+_SCALES = ("routed_scaling_factor", "route_scale", "router_scaling_factor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How the weights of the chosen experts follow from a router's logits.
+
+    Attributes:
+        score: turns logits into scores over all experts.
+        renormalize: whether the chosen scores are divided by their sum.
+        scale: factor on the result.
+    """
+
+    score: Score
+    renormalize: bool
+    scale: float = 1.0
+
+    def weights(self, logits_TE: torch.Tensor, index_TK: torch.Tensor) -> torch.Tensor:
+        """Weights [T, K] float32 of the experts `index_TK`."""
+        scores_TK = router_scores(logits_TE.float(), self.score).gather(1, index_TK)
+        if self.renormalize:
+            scores_TK = scores_TK / scores_TK.sum(dim=-1, keepdim=True)
+        return scores_TK * self.scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family.
+
+    Attributes:
+        name: its `model_type`.
+        score: how its router turns logits into scores.
+        renormalize: whether the top-k weights are divided by their sum; None where the checkpoint's config says.
+        exception: why the weights do not follow from the recorded logits by that rule; empty where they do.
+        fixed: why experts cannot be substituted although the rule holds; empty where they can.
+        one_at_a_time: why transformers' continuous batching cannot serve it; empty where it can.
+        refused: why it can be neither captured nor served; empty where it can.
+        notes: what else a person has to know.
+        probabilities: whether the router returns probabilities in place of logits.
+        routers: router classes besides those that `_can_record_outputs` names.
+    """
+
+    name: str
+    score: Score = "softmax"
+    renormalize: bool | None = None
+    exception: str = ""
+    fixed: str = ""
+    one_at_a_time: str = ""
+    refused: str = ""
+    notes: str = ""
+    probabilities: bool = False
+    routers: tuple[str, ...] = ()
+
+    @property
+    def substitutable(self) -> bool:
+        """Whether an expert can be replaced by another with its own score (SMoE)."""
+        return not (self.refused or self.exception or self.fixed)
+
+    @property
+    def served(self) -> str:
+        """`in batches`, `one at a time` or `no`."""
+        return "no" if self.refused else "one at a time" if self.one_at_a_time else "in batches"
+
+    @property
+    def weight_rule(self) -> str:
+        """The rule in words."""
+        if self.refused:
+            return "-"
+        sums = {True: ", summing to one", False: "", None: ", summing to one if norm_topk_prob"}
+        return self.score + sums[self.renormalize]
+
+    def to_json(self) -> dict[str, Any]:
+        """What `moetool models --json` prints."""
+        return {
+            "family": self.name,
+            "captured": not self.refused,
+            "served": self.served,
+            "substitution": self.substitutable,
+            "weights": self.weight_rule,
+            "weights_exception": self.exception or None,
+            "no_substitution_because": self.fixed or None,
+            "one_at_a_time_because": self.one_at_a_time or None,
+            "refused_because": self.refused or None,
+            "notes": self.notes or None,
+        }
+
+    def rule(self, config: Any, router: Any) -> Rule:
+        """The weight rule of a router of this family."""
+        score = getattr(router, "expert_selection_fn", self.score)  # cohere2_moe knows two
+        renormalize = self.renormalize if score == self.score else None
+        if renormalize is None:
+            renormalize = bool(getattr(router, "norm_topk_prob", getattr(config, "norm_topk_prob", False)))
+        scale = next((float(getattr(router, name)) for name in _SCALES if hasattr(router, name)), 1.0)
+        return Rule(score=score, renormalize=renormalize, scale=scale)
+
+
+_LINEAR = "its linear attention keeps a state that the paged cache has no place for"
+_CONVOLUTION = "its convolutions keep a state that the paged cache has no place for"
+_INDEXED = "its indexed attention is not one that the paged cache knows"
+_EAGER = "its attention runs only as transformers' own eager one, which has no paged form"
+_CHUNKED = "its chunked attention is not one that the paged cache knows"
+_OWN_CODE = "transformers has no class of its own for it, and moetool never runs the code of a checkpoint"
+
+_ALL = (
+    Family(name="afmoe", score="sigmoid", renormalize=True),
+    Family(name="bailing_hybrid", score="sigmoid", one_at_a_time=_LINEAR),
+    Family(name="cohere2_moe", renormalize=True),
+    Family(name="dbrx", renormalize=True, notes="weights are divided by their p-norm; p is 1 in the checkpoints"),
+    Family(name="deepseek", refused=f"{_OWN_CODE}; deepseek_v2 checkpoints are the nearest that moetool reads"),
+    Family(name="deepseek_v2", renormalize=False),
+    Family(name="deepseek_v3", score="sigmoid"),
+    Family(name="deepseek_v32", score="sigmoid", one_at_a_time=_INDEXED),
+    Family(
+        name="deepseek_v4",
+        score="sqrtsoftplus",
+        renormalize=True,
+        one_at_a_time=_EAGER,
+        routers=("DeepseekV4HashRouter",),
+        notes="the first layers choose experts by token id (a hash table), whatever their logits",
+    ),
+    Family(name="doge", refused="its experts are single rows of an embedding, too small to be moved one by one"),
+    Family(name="dots1", score="sigmoid"),
+    Family(name="ernie4_5_moe", renormalize=True),
+    Family(name="exaone_moe", score="sigmoid"),
+    Family(name="flex_olmo"),
+    Family(name="flint", score="sigmoid", one_at_a_time=_EAGER),
+    Family(
+        name="gemma4_text",
+        renormalize=True,
+        probabilities=True,
+        one_at_a_time="its layers' caches have different widths, and the paged cache has one",
+        exception="each expert's weight is also multiplied by a learned scale",
+        notes="logits are recorded as logarithms of the router's probabilities",
+    ),
+    Family(name="glm4_moe", score="sigmoid"),
+    Family(name="glm4_moe_lite", score="sigmoid"),
+    Family(name="glm_moe_dsa", score="sigmoid", one_at_a_time=_INDEXED),
+    Family(name="gpt_oss", renormalize=True, one_at_a_time=_EAGER),
+    Family(name="granitemoe", renormalize=True),
+    Family(name="granitemoehybrid", renormalize=True, one_at_a_time=_LINEAR),
+    Family(name="granitemoeshared", renormalize=True),
+    Family(name="hunyuan_v1_moe", renormalize=True),
+    Family(name="hy_v3", score="sigmoid", renormalize=True),
+    Family(name="jamba", renormalize=False, one_at_a_time=_LINEAR),
+    Family(
+        name="jetmoe",
+        renormalize=True,
+        one_at_a_time="it repeats keys and values in an order of its own after they are cached",
+        fixed="its router hands out sorted tokens, not a choice that could be changed",
+        notes="the experts of its attention stay in memory; those of its feed-forward layers are captured and served",
+    ),
+    Family(name="kimi_linear", score="sigmoid", one_at_a_time=_LINEAR),
+    Family(name="laguna", score="sigmoid", renormalize=True),
+    Family(name="lfm2_moe", score="sigmoid", one_at_a_time=_CONVOLUTION),
+    Family(
+        name="llama4_text",
+        score="sigmoid",
+        renormalize=False,
+        one_at_a_time=_CHUNKED,
+        fixed="its router hands out scaled inputs, not a choice that could be changed",
+        notes="its weights multiply the input of an expert, not its output",
+    ),
+    Family(
+        name="longcat_flash",
+        renormalize=False,
+        notes="its zero-compute experts are numbered after the others; one takes a slot and reads nothing",
+    ),
+    Family(name="mellum"),
+    Family(name="mimo_v2_flash", score="sigmoid", one_at_a_time=_EAGER),
+    Family(name="minimax", renormalize=True, one_at_a_time=_LINEAR),
+    Family(name="minimax_m2", score="sigmoid", renormalize=True),
+    Family(
+        name="mistral4", refused="transformers builds it only with its vision tower, not as a language model by itself"
+    ),
+    Family(name="mixtral", renormalize=True),
+    Family(name="nemotron_h", score="sigmoid", one_at_a_time=_LINEAR),
+    Family(name="olmoe"),
+    Family(name="phimoe", exception="sparsemixer masks the logits anew for each of the two experts"),
+    Family(name="qwen2_moe"),
+    Family(name="qwen3_5_moe_text", renormalize=True, one_at_a_time=_LINEAR),
+    Family(name="qwen3_moe"),
+    Family(name="qwen3_next", one_at_a_time=_LINEAR),
+    Family(name="solar_open", score="sigmoid"),
+    Family(
+        name="step3p7", refused="transformers builds it only with its vision tower, not as a language model by itself"
+    ),
+    Family(name="xverse", refused=_OWN_CODE),
+    Family(
+        name="zaya",
+        renormalize=False,
+        one_at_a_time=_CONVOLUTION,
+        exception="its router may skip all experts; the logit of skipping is not recorded",
+        notes="a token that skips is counted as using expert 0, with weight 0",
+    ),
+)
+FAMILIES = {family.name: family for family in _ALL}
+
+
+def find(model_type: str) -> Family:
+    """The family of a model.
+
+    Raises:
+        UsageError: moetool does not know it, or cannot run it.
+    """
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise UsageError(
+            f"{model_type} is no family that moetool knows, so it cannot tell how its routers choose; "
+            "'moetool models' lists those it does"
+        )
+    require_supported(model_type)
+    return family
+
+
+def require_supported(model_type: str) -> None:
+    """Raises: UsageError, with the reason, for a family that can be neither captured nor served."""
+    family = FAMILIES.get(model_type)
+    if family is not None and family.refused:
+        raise UsageError(f"{model_type} models are not supported: {family.refused}; see 'moetool models'")
+
+
+def router_scores(logits: torch.Tensor, score: str) -> torch.Tensor:
+    """Scores over all experts, from logits [..., E]."""
+    if score == "sigmoid":
+        return logits.sigmoid()
+    if score == "sqrtsoftplus":
+        return torch.nn.functional.softplus(logits).sqrt()
+    return logits.softmax(dim=-1)

@@ -1,0 +1,249 @@
+"""Every family: what is recorded is what is used, and an expert read from disk computes what one in memory does."""
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moetool.errors import MismatchError, UsageError
+from moetool.models.checkpoint import sources
+from moetool.models.decoding import Batch
+from moetool.models.expert_form import Call
+from moetool.models.families import FAMILIES
+from moetool.models.loading import LoadedModel, load_full, load_lazy
+from moetool.models.recording import GateRecorder
+from moetool.models.sequential import open_batcher
+from moetool.models.spec import MoeLayer, dense_bytes, read_spec
+from moetool.policy import build_policy
+from moetool.request import SamplingParams
+from moetool.residency import Residency
+from moetool.serving.experts import ExpertRuntime
+from moetool.serving.store import ExpertStore
+from moetool.trace import TokenBatch
+from moetool.types import ForwardInfo, Phase
+from tests import families
+
+SUPPORTED = sorted(name for name, family in FAMILIES.items() if not family.refused)
+TOKENS = torch.tensor([[(7 * i + 3) % 60 + 3 for i in range(24)]])
+
+# llama4 runs every expert over every token, at weight 0 where it was not chosen: a product of another size.
+OTHER_PRODUCTS = {"llama4_text"}
+
+
+@dataclass
+class Case:
+    """A tiny model of one family, whole, with what its routers did on TOKENS."""
+
+    name: str
+    path: Path
+    full: LoadedModel
+    logits: torch.Tensor
+    rows: TokenBatch
+
+    def routes(self, layer: MoeLayer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Recorded experts [T, K], weights [T, K] and logits [T, E] of a layer."""
+        spec, rows = self.full.spec, self.rows
+        assert rows.weights_TS is not None and rows.logits_TF is not None
+        top, wide = sum(spec.top_k_L[: layer.index]), sum(spec.num_experts_L[: layer.index])
+        experts = torch.from_numpy(rows.experts_TS.astype("int64"))[:, top : top + layer.top_k]
+        weights = torch.from_numpy(rows.weights_TS).float()[:, top : top + layer.top_k]
+        logits = torch.from_numpy(rows.logits_TF).float()[:, wide : wide + layer.num_experts]
+        return experts, weights, logits
+
+
+@pytest.fixture(scope="module", params=SUPPORTED)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    path = tmp_path_factory.mktemp(request.param)
+    families.save(request.param, path)
+    full = load_full(path, torch.float32)
+    if full.layers[0].form.call is Call.INTERFACE:
+        full.model.set_experts_implementation("eager")
+    for parameter in full.model.parameters():
+        parameter.data = parameter.data.clone()  # aligned, as slots are: kernels add in another order if not
+    recorder = GateRecorder(full.model, full.layers, ["logits"])
+    logits = _forward(full)
+    rows, _ = recorder.take(_batch())
+    recorder.close()
+    yield Case(request.param, path, full, logits, rows)
+    shutil.rmtree(path)
+
+
+def _info() -> ForwardInfo:
+    count = TOKENS.shape[1]
+    return ForwardInfo(
+        forward_id=0, request_T=(0,) * count, phase_T=(Phase.PREFILL,) * count, position_T=tuple(range(count))
+    )
+
+
+def _batch() -> Batch:
+    return Batch(info=_info(), token_id_T=tuple(TOKENS[0].tolist()), iteration_T=(0,) * TOKENS.shape[1])
+
+
+def _forward(loaded: LoadedModel) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = loaded.model(TOKENS, use_cache=False).logits[0]
+    return logits
+
+
+@contextlib.contextmanager
+def _lazy(path: Path, slots: int) -> Iterator[tuple[LoadedModel, ExpertRuntime]]:
+    """The model with its experts on disk, and a pool of so many slots."""
+    loaded = load_lazy(path, torch.float32)
+    assert loaded.files is not None
+    store = ExpertStore(loaded.files, slots, num_threads=1)
+    try:
+        yield loaded, ExpertRuntime(loaded, Residency(build_policy("lru", loaded.spec, {}, slots)), store)
+    finally:
+        store.close()
+        loaded.files.shards.close()
+
+
+def _share_of(layer: MoeLayer, expert: int) -> list[torch.Tensor]:
+    """One expert's numbers in the parameters of a whole model."""
+    shares = []
+    for part in layer.form.parts:
+        size = torch.Size(part.share).numel()
+        flat = [layer.experts.get_parameter(name).data.view(-1) for name in part.parameters]
+        shares += [numbers[expert * size : (expert + 1) * size] for numbers in flat]
+    return shares
+
+
+def test_recorded_experts_are_those_that_compute(case: Case) -> None:
+    """A change to an expert's weights changes the layer's output for the tokens that were recorded to use it."""
+    layer = case.full.layers[-1]
+    outputs: list[torch.Tensor] = []
+    hook = layer.experts.register_forward_hook(lambda module, args, output: outputs.append(output.clone()))
+    _forward(case.full)
+    experts, weights, _ = case.routes(layer)
+    for expert in range(layer.form.num_experts):
+        shares = _share_of(layer, expert)
+        before = [share.clone() for share in shares]
+        for share in shares:
+            share += 0.5
+        _forward(case.full)
+        for share, old in zip(shares, before, strict=True):
+            share.copy_(old)
+        changed = (outputs.pop() != outputs[0]).view(-1, TOKENS.shape[1], outputs[0].shape[-1]).any(-1).any(0)
+        assert torch.equal(changed, ((experts == expert) & (weights != 0)).any(1)), expert
+    hook.remove()
+    assert experts.unique().numel() >= 2
+
+
+def test_weights_follow_from_the_logits_by_the_declared_rule(case: Case) -> None:
+    family = FAMILIES[case.name]
+    for layer in case.full.layers:
+        experts, weights, logits = case.routes(layer)
+        made = family.rule(case.full.model.config, layer.router).weights(logits, experts)
+        agree = torch.allclose(made, weights, rtol=1e-2, atol=1e-3)
+        assert agree != bool(family.exception), layer.layer_id
+
+
+def test_spec_says_what_the_model_is(case: Case) -> None:
+    spec, model = case.full.spec, case.full.model
+    count = getattr(model.config, "num_layers", model.config.num_hidden_layers)
+    assert set(range(count)) - set(spec.layer_ids_L) == families.DENSE_LAYERS.get(case.name, set())
+    assert set(spec.num_experts_L) == {10 if case.name == "longcat_flash" else 8}
+    assert set(spec.top_k_L) == {1 if case.name == "zaya" else 2}
+    assert set(spec.expert_bytes_L) == {4 * case.full.layers[0].form.num_elements}
+    whole = sum(parameter.numel() for parameter in {id(p): p for p in model.parameters()}.values()) * 4
+    experts = sum(n * size for n, size in zip(spec.num_experts_L, spec.expert_bytes_L, strict=True))
+    if case.name != "longcat_flash":  # its experts without weights have unused rows in memory
+        assert dense_bytes(case.path, torch.float32) + experts == whole
+
+
+def test_lazy_logits_are_those_of_the_whole_model(case: Case) -> None:
+    with _lazy(case.path, slots=3) as (loaded, runtime):
+        runtime.begin_forward(_info())
+        found = _forward(loaded)
+        runtime.end_forward()
+    for name, buffer in loaded.model.named_buffers():
+        assert torch.equal(buffer, case.full.model.get_buffer(name)), name
+    error = (found - case.logits).abs().max().item()
+    assert error <= (1e-6 * case.logits.abs().max().item() if case.name in OTHER_PRODUCTS else 0)
+    assert loaded.spec == case.full.spec
+    assert loaded.files is not None and loaded.files.slot_bytes == loaded.spec.slot_bytes
+
+
+def test_requests_get_the_tokens_of_generate(case: Case) -> None:
+    prompts = [TOKENS[0, i : 5 + 9 * i].tolist() for i in range(3)]
+    expected, found = [], [[] for _ in prompts]  # type: tuple[list[list[int]], list[list[int]]]
+    for prompt in prompts:
+        made = case.full.model.generate(
+            torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        expected.append(made[0, len(prompt) :].tolist())
+    with _lazy(case.path, slots=6) as (loaded, runtime):
+        batcher = open_batcher(loaded.model, max_requests=3, kv_tokens=128)
+        batcher.on_forward = lambda batch: runtime.begin_forward(batch.info)
+        for i, prompt in enumerate(prompts):
+            batcher.add(i, prompt, SamplingParams(max_tokens=6, ignore_eos=True))
+        while not batcher.idle:
+            for output in batcher.step():
+                assert output.error is None, output.error
+                assert output.token is not None
+                found[output.request].append(output.token)
+            runtime.end_forward()
+        batcher.close()
+    assert found == expected
+    assert batcher.max_requests == (1 if FAMILIES[case.name].one_at_a_time else 3)
+
+
+def test_a_missing_tensor_is_refused_by_name(case: Case, tmp_path: Path) -> None:
+    tensors = load_file(case.path / "model.safetensors")
+    layer = case.full.layers[-1]
+    made_of = sources(case.full.model, tensors)
+    for name in (f"{layer.path}.{layer.form.parameters[-1]}", _dense_name(case.full)):
+        tensor = next(reversed(made_of[name].names.values()))[-1]
+        path = tmp_path / name
+        path.mkdir()
+        shutil.copy(case.path / "config.json", path)
+        save_file({k: v for k, v in tensors.items() if k != tensor}, path / "model.safetensors")
+        with pytest.raises(MismatchError, match=f"({re.escape(tensor)}|{re.escape(name)})"):
+            load_lazy(path, torch.float32)
+
+
+def _dense_name(full: LoadedModel) -> str:
+    """A weight that is no expert's: the router's."""
+    router = next(path for path, module in full.model.named_modules() if module is full.layers[-1].router)
+    return next(name for name, _ in full.model.named_parameters() if name.startswith(f"{router}."))
+
+
+def test_a_truncated_shard_is_refused_by_name(case: Case, tmp_path: Path) -> None:
+    shutil.copytree(case.path, tmp_path / "m")
+    file = tmp_path / "m" / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size - 4)
+    with pytest.raises(MismatchError, match=r"model\.safetensors is cut short"):
+        load_lazy(tmp_path / "m", torch.float32)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, family in FAMILIES.items() if family.refused))
+def test_families_that_cannot_run_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "auto_map": {"AutoModel": "x.X"}}))
+    with pytest.raises(UsageError, match=f"{name} models are not supported: "):
+        read_spec(tmp_path)
+
+
+def test_code_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "my_moe", "auto_map": {"AutoModel": "x.X"}}))
+    with pytest.raises(UsageError, match="moetool never runs the code of a checkpoint"):
+        read_spec(tmp_path)
+
+
+def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
+    config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="is quantized \\(mxfp4\\)"):
+        read_spec(tmp_path)
+
+
+def test_every_moe_family_of_the_table_has_a_tiny_model() -> None:
+    for name in SUPPORTED:
+        assert families.config(name).model_type == name

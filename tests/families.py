@@ -1,0 +1,172 @@
+"""Tiny random models of every family, small enough to build all of them in a test."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_INDEXED = {**_LATENT, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2}
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_hidden_layers": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
+
+_OWN: dict[str, dict[str, Any]] = {
+    "afmoe": {"num_dense_layers": 1, "num_shared_experts": 1},
+    "bailing_hybrid": {**_LATENT, **_LINEAR_FIRST, "num_mtp_layers": 0},
+    "dbrx": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 128,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 8, "moe_top_k": 2},
+    },
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "deepseek_v32": {**_INDEXED, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "deepseek_v4": {
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "q_lora_rank": 16,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_topk": 8,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 2,
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    },
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_hidden_layers": 2,
+        "sliding_window": 16,
+    },
+    "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": _INDEXED,
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"],
+        "num_hidden_layers": 2,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 8,
+        "mamba_d_head": 16,
+        "mamba_chunk_size": 16,
+    },
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 4,
+        "mamba_dt_rank": 4,
+    },
+    "jetmoe": {"kv_channels": 8},
+    "kimi_linear": {**_LATENT, **_LINEAR_FIRST, "q_lora_rank": None, "linear_head_dim": 8, "linear_num_heads": 4},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "full_attention"], "num_dense_layers": 1},
+    "llama4_text": {"intermediate_size": 16, "intermediate_size_mlp": 48, "moe_layers": [1, 2]},
+    "longcat_flash": {
+        **_LATENT,
+        "num_layers": 2,
+        "num_hidden_layers": 4,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 16,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+    },
+    "minimax": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "attention", "moe"],
+        "num_hidden_layers": 4,
+        "moe_shared_expert_intermediate_size": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 1,
+        "ssm_state_size": 8,
+        "chunk_size": 16,
+    },
+    "qwen3_5_moe_text": _LINEAR,
+    "qwen3_next": _LINEAR,
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+}
+
+_FIRST_DENSE = (
+    *("afmoe", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe"),
+    *("exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "kimi_linear", "laguna", "lfm2_moe"),
+    *("llama4_text", "mimo_v2_flash"),
+)
+DENSE_LAYERS = {name: {0} for name in _FIRST_DENSE} | {"flint": {0, 1}, "jamba": {0, 2}, "nemotron_h": {0, 2}}
+"""Layers of each tiny model that have no experts."""
+
+
+def config(family: str) -> Any:
+    """The config of a tiny model."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family, **{**_COMMON, **_OWN.get(family, {})})
+
+
+def save(family: str, to: Path) -> None:
+    """Write a tiny model whose routers, biases and experts all matter to its output."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(family), dtype=torch.float32).eval()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("tid2eid"):  # which experts a token goes to
+                rows = [torch.randperm(8, generator=draw)[: tensor.shape[1]] for _ in range(len(tensor))]
+                tensor.copy_(torch.stack(rows))
+            elif "bias" in name or (tensor.dim() > 1 and tensor.is_floating_point()):
+                tensor.normal_(0, 0.2, generator=draw)
+            elif name.endswith("per_expert_scale"):
+                tensor.uniform_(0.5, 1.5, generator=draw)
+            if name.endswith("balancing_biases"):
+                tensor *= 0.05
+                tensor[-1] = -1.0  # transformers sets it so whatever the checkpoint says
+    model.save_pretrained(to)
