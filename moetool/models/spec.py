@@ -185,27 +185,30 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
-def read_spec(path: Path) -> ModelSpec:
-    """The ModelSpec of the model in `path`, without reading its weights.
+def read_spec(path: Path, weights: bool = True) -> ModelSpec:
+    """The ModelSpec of the model in `path`, without loading its weights.
+
+    Args:
+        weights: whether they are there; without them the revision tells the config alone from others.
 
     Raises:
         UsageError: it is no MoE model that moetool can hook.
     """
     config = read_config(path)
-    model = empty_model(config, _checkpoint_dtype(config))
+    model = empty_model(config, checkpoint_dtype(config))
     layers = moe_layers(model)
     family = config.model_type
     top_k = getattr(config, "num_experts_per_tok", None) or getattr(config, "num_experts_per_token", None)
     if not isinstance(top_k, int):
         raise MoetoolError(f"{path}/config.json does not say how many experts a token uses (num_experts_per_tok)")
-    element = _checkpoint_dtype(config).itemsize
+    element = checkpoint_dtype(config).itemsize
     sizes = tuple(
         sum(p.numel() // int(layer.experts.num_experts) for p in layer.experts.parameters()) * element
         for layer in layers
     )
     return ModelSpec(
         name=f"{family}:{path.name}",
-        revision=revision(path),
+        revision=revision(path) if weights else hashlib.sha256((path / "config.json").read_bytes()).hexdigest(),
         layer_ids_L=tuple(layer.layer_id for layer in layers),
         num_experts_L=tuple(int(layer.experts.num_experts) for layer in layers),
         top_k_L=(top_k,) * len(layers),
@@ -226,6 +229,7 @@ def dense_bytes(path: Path, dtype: torch.dtype) -> int:
     return sum(p.numel() for p in model.parameters() if id(p) not in expert_parameters) * dtype.itemsize
 
 
-def _checkpoint_dtype(config: Any) -> torch.dtype:
+def checkpoint_dtype(config: Any) -> torch.dtype:
+    """The data type of a model's weights on disk, by its config."""
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16

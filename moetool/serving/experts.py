@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from moetool.models.expert_math import compute_expert
 from moetool.models.loading import LoadedModel
 from moetool.residency import Residency, StepKind
 from moetool.serving.store import ExpertStore
@@ -76,7 +76,7 @@ class ExpertRuntime:
             if step.kind is StepKind.COMPUTE:
                 gate_up, down = self.store.ready(step.key, step.slot)
                 rows = rows_of[self.residency.policy.spec.expert_of(step.key)[1]]
-                products[rows] = _expert(module, hidden_TD[rows // top_k], gate_up, down)
+                products[rows] = compute_expert(module, hidden_TD[rows // top_k], gate_up, down)
             else:
                 self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
         products *= weights_TK.reshape(-1, 1)
@@ -85,11 +85,6 @@ class ExpertRuntime:
     def _start(self, steps: list[Any]) -> None:
         for step in steps:
             self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
-
-
-def _expert(module: Any, x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """One gated expert, by the module's own activation. Weights are widened to the type of `x` where they differ."""
-    return F.linear(module._apply_gate(F.linear(x, gate_up.to(x.dtype))), down.to(x.dtype))
 
 
 def _rows_by_expert(index_TK: torch.Tensor) -> dict[int, torch.Tensor]:
