@@ -382,6 +382,18 @@ def profile(
 
 
 @app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what of this machine moetool can use; run it in the folder where models lie."""
+    from moetool.doctor import doctor as run
+
+    findings = run()
+    if as_json:
+        tables.print_json([finding.to_json() for finding in findings])
+    else:
+        tables.print_lines([(finding.name, finding.value, finding.meaning) for finding in findings])
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where its files go; replaced if they are there.")] = Path("moetool-demo"),
 ) -> None:

@@ -29,6 +29,13 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console.print(table)
 
 
+def print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
+    """Name, value and meaning, a line each."""
+    names, values = (max(len(row[i]) for row in rows) for i in (0, 1))
+    for name, value, meaning in rows:
+        print(f"{name:<{names}}  {value:<{values}}  {meaning}")
+
+
 def print_evaluations(rows: Sequence[Any]) -> None:
     """Predictors side by side (`moetool.evaluation.Evaluation`), then the share matched by layer."""
     first = rows[0]

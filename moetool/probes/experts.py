@@ -56,16 +56,19 @@ def expert_curve(
 def bfloat16_gain(tokens: int, hidden: int = 2048, inner: int = 1408, rounds: int = 25) -> float:
     """How many times as fast as in float32 a product [tokens, hidden] x [hidden, inner] is in bfloat16 on the CPU.
 
-    By the fastest of several, which is what the processor can do when nothing else runs on it.
+    By the fastest of several, on one thread: what the processor can do, even when others keep it busy.
     """
     dtypes = (torch.float32, torch.bfloat16)
     seconds: dict[torch.dtype, list[float]] = {dtype: [] for dtype in dtypes}
     factors = {dtype: (random(dtype, "cpu", tokens, hidden), random(dtype, "cpu", inner, hidden)) for dtype in dtypes}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     for _ in range(rounds):
         for dtype, (x, weight) in factors.items():
             began = time.perf_counter()
             F.linear(x, weight)
             seconds[dtype].append(time.perf_counter() - began)
+    torch.set_num_threads(threads)
     return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
 
 

@@ -65,6 +65,7 @@ def test_every_command_explains_itself(run: Run) -> None:
         "replay",
         "serve",
         "profile",
+        "doctor",
         "demo",
         "trace info",
         "plan cache",

@@ -1,4 +1,4 @@
-"""`moetool profile` at the terminal: tables, JSON, and the peer of a link."""
+"""`moetool profile` and `moetool doctor` at the terminal: tables, JSON, and the peer of a link."""
 
 import json
 import os
@@ -33,6 +33,19 @@ def test_a_profile_is_printed_and_written(
     _run(monkeypatch, "profile", "reference", "--seconds", 0, "--dtype", "float32", "--json")
     values = json.loads(capsys.readouterr().out)
     assert values["spec"] == made.spec.to_json()
+
+
+def test_doctor_prints_ten_lines_or_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _run(monkeypatch, "doctor")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10
+    assert lines[0].startswith("processor ")
+    _run(monkeypatch, "doctor", "--json")
+    rows = json.loads(capsys.readouterr().out)
+    assert [line[: len(row["name"])] for line, row in zip(lines, rows, strict=True)] == [r["name"] for r in rows]
 
 
 def test_a_peer_listens_on_this_machine_until_interrupted() -> None:
