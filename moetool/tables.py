@@ -29,6 +29,13 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console.print(table)
 
 
+def print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
+    """Name, value and meaning, a line each."""
+    names, values = (max(len(row[i]) for row in rows) for i in (0, 1))
+    for name, value, meaning in rows:
+        print(f"{name:<{names}}  {value:<{values}}  {meaning}")
+
+
 def print_evaluations(rows: Sequence[Any]) -> None:
     """Predictors side by side (`moetool.evaluation.Evaluation`), then the share matched by layer."""
     first = rows[0]
@@ -60,6 +67,65 @@ def print_evaluations(rows: Sequence[Any]) -> None:
             for row in rows
         ],
     )
+
+
+def print_profile(profile: Any) -> None:
+    """The curves of a `moetool.costs.CostProfile`, and what they say about one token."""
+    spec, machine = profile.spec, profile.machine
+    origin = "its config alone" if profile.config_only else "its files"
+    threads = profile.compute[0].threads
+    print(
+        f"{spec.name}, by {origin}, on {machine.cpu}: {machine.cores} cores, load {profile.load_average:.1f}, "
+        f"arithmetic on {threads} thread{'s' if threads > 1 else ''}"
+    )
+    by_tokens, by_context, by_bytes = [], [], []
+    for costs in profile.compute:
+        where = f"{costs.device} {costs.dtype}"
+        parts = ("expert", "gate", "shared", "dense", "head", "prompt_attention")
+        by_tokens += [(f"{part.replace('_', ' ')}, {where}", getattr(costs, part)) for part in parts]
+        by_context.append((f"attention, {where}", costs.attention))
+    if profile.predictor is not None:
+        by_tokens.append(("prediction", profile.predictor))
+    for costs in profile.loads:
+        cached = "" if costs.direct else " (through the page cache)"
+        by_bytes.append((f"{costs.tier}, {costs.threads} at a time{cached}", costs.seconds))
+    if profile.link is not None:
+        by_bytes.append((f"link to {profile.peer}", profile.link))
+    _print_curves("milliseconds by tokens", by_tokens, (1, 8, 64, 512))
+    _print_curves("milliseconds of one token by context", by_context, (16, 128, 512, 2048))
+    sizes = sorted({spec.slot_bytes // share for share in (16, 4, 1)})
+    _print_curves("milliseconds by bytes", by_bytes, sizes, "B")
+    for device in dict.fromkeys(costs.device for costs in profile.compute):
+        best = profile.on(device)
+        loads = min(profile.loads, key=lambda costs: costs.seconds(spec.slot_bytes))
+        added = profile.load_all_s(loads.tier, loads.threads)
+        rate = spec.slot_bytes / loads.seconds(spec.slot_bytes)
+        print(
+            f"one token on {device} in {best.dtype} at a context of 512 takes {_ms(profile.decode_s(512, device))} ms "
+            f"with every expert in memory; loading its {sum(spec.top_k_L)} experts from {loads.tier}, {loads.threads} "
+            f"at a time ({count(rate, 'B')}/s), takes {_ms(added)} ms more"
+        )
+
+
+def _print_curves(title: str, curves: Sequence[tuple[str, Any]], amounts: Sequence[int], unit: str = "") -> None:
+    """Curves at some amounts, with the fit's error and the noise of the timings; `*` marks what was not measured."""
+    rows = [
+        [
+            name,
+            *(f"{_ms(curve(amount))}{'*' if amount > curve.x[-1] else ''}" for amount in amounts),
+            f"{curve.residual:.1%}",
+            f"{curve.noise:.0%}",
+            str(curve.samples),
+        ]
+        for name, curve in curves
+        if curve is not None
+    ]
+    headings = [count(amount, unit) for amount in amounts]
+    print_table(f"{title} (*: beyond what was measured)", ["", *headings, "fit", "noise", "timings"], rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
 
 
 def narrate(line: str) -> None:

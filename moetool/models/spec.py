@@ -228,15 +228,21 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
-def read_spec(path: Path) -> ModelSpec:
-    """The ModelSpec of the model in `path`, without reading its weights.
+def read_spec(path: Path, weights: bool = True) -> ModelSpec:
+    """The ModelSpec of the model in `path`, without loading its weights.
+
+    Args:
+        weights: whether they are there; without them the revision tells the config alone from others.
 
     Raises:
         UsageError: it is no MoE model of a family that moetool knows.
     """
-    model = empty_model(read_config(path), torch.float32)
+    config = read_config(path)
+    dtype = checkpoint_dtype(path) if weights else config_dtype(config)
+    model = empty_model(config, torch.float32)  # overwrites the config's own data type
     layers = moe_layers(model)
-    return spec_of(model, layers, checkpoint_dtype(path), name=path.name, revision=revision(path))
+    found = revision(path) if weights else hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
+    return spec_of(model, layers, dtype, name=path.name, revision=found)
 
 
 def spec_of(model: Any, layers: list[MoeLayer], dtype: torch.dtype, *, name: str, revision: str) -> ModelSpec:
@@ -278,6 +284,12 @@ def dense_bytes(path: Path, dtype: torch.dtype) -> int:
     model = empty_model(read_config(path), dtype)
     experts = offloaded(moe_layers(model))
     return sum(p.numel() for name, p in model.named_parameters() if name not in experts) * dtype.itemsize
+
+
+def config_dtype(config: Any) -> torch.dtype:
+    """The data type of a model's weights on disk, by its config."""
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
 
 
 def checkpoint_dtype(path: Path) -> torch.dtype:

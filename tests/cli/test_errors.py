@@ -58,7 +58,18 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_every_command_explains_itself(run: Run) -> None:
-    for command in ("capture", "train", "evaluate", "replay", "serve", "demo", "trace info", "plan cache"):
+    for command in (
+        "capture",
+        "train",
+        "evaluate",
+        "replay",
+        "serve",
+        "profile",
+        "doctor",
+        "demo",
+        "trace info",
+        "plan cache",
+    ):
         code, out, _ = run(*command.split(), "--help")
         assert code == 0
         assert "Usage" in out
@@ -142,6 +153,13 @@ def test_the_plan_of_another_model(run: Run, trace: Path, reference: Path, tmp_p
     _one_line(run("serve", other, "--plan", plan, "--port", 0), 3, "the plan was made for", "make the plan again")
     plan.write_text("{")
     _one_line(run("serve", "reference", "--plan", plan, "--port", 0), 3, "is not a plan", "moetool plan cache")
+
+
+def test_what_cannot_be_profiled(run: Run) -> None:
+    _one_line(run("profile"), 2, "no model given")
+    _one_line(run("profile", "qwen3-30b-a3b"), 2, "--config-only")
+    _one_line(run("profile", "qwen3-30b-a3c", "--config-only"), 2, "did you mean 'qwen3-30b-a3b'?")
+    _one_line(run("profile", "reference", "--listen", "here:port"), 2, "no address")
 
 
 def test_a_port_in_use(run: Run) -> None:

@@ -1,0 +1,281 @@
+"""What things cost on one machine: measured curves, and the profile that collects them. A profile is one JSON file."""
+
+import bisect
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moetool import __version__, config, durable
+from moetool.errors import MismatchError, UsageError, first_line
+from moetool.machine import Machine
+from moetool.types import ModelSpec
+
+SCHEMA_VERSION = 1
+KIND = "cost_profile"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Seconds against an amount (tokens, bytes): straight between knots.
+
+    Before the first knot and after the last one the curve goes on with the slope of that end, but never falls below
+    zero, nor, after the last, below its last value.
+
+    Attributes:
+        x: the knots' amounts, rising.
+        y: their seconds.
+        residual: the farthest that the curve is from a median it was fitted to, as a share of that median.
+        noise: half of the single timings are within this share of their median.
+        samples: timings behind each measured amount, at least.
+
+    Raises:
+        ValueError: there are no knots, the amounts do not rise, or a value is negative or not finite.
+    """
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    residual: float = 0.0
+    noise: float = 0.0
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.x or len(self.x) != len(self.y):
+            raise ValueError(f"a curve needs as many values as knots, at least one; found {len(self.x)}, {len(self.y)}")
+        if any(b <= a for a, b in zip(self.x, self.x[1:], strict=False)):
+            raise ValueError("the knots of a curve have to rise")
+        if not all(math.isfinite(value) and value >= 0 for value in (*self.x, *self.y)):
+            raise ValueError("the knots and values of a curve have to be finite and not negative")
+
+    def __call__(self, amount: float) -> float:
+        """Seconds that `amount` takes."""
+        x, y = self.x, self.y
+        if len(x) == 1:
+            return y[0]
+        right = min(max(bisect.bisect_right(x, amount), 1), len(x) - 1)
+        x0, x1, y0, y1 = x[right - 1], x[right], y[right - 1], y[right]
+        seconds = y0 + (y1 - y0) * (amount - x0) / (x1 - x0)
+        return max(seconds, y1 if amount > x[-1] else 0.0)
+
+    @classmethod
+    def fit(cls, timings: Mapping[float, Sequence[float]], tolerance: float = 0.02) -> "Curve":
+        """The curve with the fewest knots, found greedily, that is near the median of every amount's timings.
+
+        Args:
+            timings: seconds measured for each amount.
+            tolerance: how far from a median the curve may be, as a share of it.
+        """
+        amounts = sorted(timings)
+        medians = {amount: statistics.median(timings[amount]) for amount in amounts}
+        chosen = {amounts[0], amounts[-1]}
+        while True:
+            x = sorted(chosen)
+            curve = cls(x=tuple(x), y=tuple(medians[amount] for amount in x))
+            errors = {amount: _relative(curve(amount), medians[amount]) for amount in amounts}
+            worst = max(amounts, key=errors.__getitem__)
+            if errors[worst] <= tolerance:
+                break
+            chosen.add(worst)
+        spread = [_relative(seconds, medians[amount]) for amount in amounts for seconds in timings[amount]]
+        return cls(
+            x=curve.x,
+            y=curve.y,
+            residual=errors[worst],
+            noise=statistics.median(spread),
+            samples=min(map(len, timings.values())),
+        )
+
+
+def _relative(value: float, expected: float) -> float:
+    return abs(value - expected) / expected if expected else abs(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeCosts:
+    """Seconds of arithmetic on one device in one data type. One layer each, batch and context in tokens.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        dtype: data type of the activations and of all weights but the routed experts.
+        threads: of the arithmetic, on the CPU.
+        expert: one routed expert, from the checkpoint's data type, against its tokens.
+        attention: everything of a decoder layer but its MLP or MoE block, for one new token, against the context.
+        prompt_attention: the same for a whole prompt, against its tokens.
+        gate: the router, against tokens.
+        shared: the MoE block without router and routed experts (the shared experts, if any), against tokens.
+        dense: the MLP of a layer without experts, against tokens; None where every layer has experts.
+        head: embedding, final norm and output projection, against the tokens whose logits are taken.
+    """
+
+    device: str
+    dtype: str
+    threads: int
+    expert: Curve
+    attention: Curve
+    prompt_attention: Curve
+    gate: Curve
+    shared: Curve
+    dense: Curve | None
+    head: Curve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCosts:
+    """Seconds from the start of one load to that of the next, against its bytes, all threads kept busy.
+
+    With one thread that is the time of a load. With more, a single load takes longer than the curve says; bytes
+    divided by the curve's seconds is the rate of the tier.
+
+    Attributes:
+        tier: `disk` (to host memory), `pinned` or `pageable` (host memory to the GPU).
+        threads: loads under way at a time.
+        direct: whether the page cache was kept out (O_DIRECT); true for the other tiers.
+    """
+
+    tier: str
+    threads: int
+    direct: bool
+    seconds: Curve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostProfile:
+    """The cost curves of one machine for one model.
+
+    Attributes:
+        spec: the model, or its shape.
+        config_only: whether it was made from the config, without the weights.
+        num_hidden_layers: decoder layers, with and without experts.
+        machine: where it was measured.
+        load_average: processes that ran or waited when it began: near 0 on an idle machine.
+        measured_s: how long measuring took.
+        compute: one for each device and data type.
+        loads: one for each tier and number of threads.
+        predictor: seconds of one prediction against the tokens of the forward, where a predictor was given.
+        peer: whom `link` was measured to.
+        link: seconds until bytes sent to the peer were received and acknowledged, against bytes.
+    """
+
+    spec: ModelSpec
+    config_only: bool
+    num_hidden_layers: int
+    machine: Machine
+    load_average: float
+    measured_s: float
+    compute: tuple[ComputeCosts, ...]
+    loads: tuple[LoadCosts, ...]
+    predictor: Curve | None = None
+    peer: str | None = None
+    link: Curve | None = None
+
+    def on(self, device: str = "cpu", dtype: str | None = None) -> ComputeCosts:
+        """The costs on a device in a data type, or in the one that computes a single token's expert fastest.
+
+        Raises:
+            MismatchError: that was not measured.
+        """
+        found = [costs for costs in self.compute if costs.device == device and dtype in (None, costs.dtype)]
+        if not found:
+            known = ", ".join(f"{costs.dtype} on {costs.device}" for costs in self.compute)
+            raise MismatchError(
+                f"the profile has no costs of {dtype or 'any dtype'} on {device}, only of {known}; "
+                "measure them with: moetool profile"
+            )
+        return min(found, key=lambda costs: costs.expert(1))
+
+    def tier(self, tier: str = "disk", threads: int = 1) -> LoadCosts:
+        """The costs of a tier with so many threads, or with the nearest measured number of them.
+
+        Raises:
+            MismatchError: the tier was not measured.
+        """
+        found = [costs for costs in self.loads if costs.tier == tier]
+        if not found:
+            known = ", ".join(dict.fromkeys(costs.tier for costs in self.loads))
+            raise MismatchError(
+                f"the profile has no load costs of tier {tier}, only of {known}; measure them with: moetool profile"
+            )
+        return min(found, key=lambda costs: (abs(costs.threads - threads), costs.threads))
+
+    def decode_s(self, context: int, device: str = "cpu", dtype: str | None = None) -> float:
+        """Seconds of decoding one token with every expert resident: the bound that no cache policy beats."""
+        costs, spec = self.on(device, dtype), self.spec
+        dense_layers = self.num_hidden_layers - spec.num_layers
+        layers = self.num_hidden_layers * costs.attention(context) + costs.head(1)
+        layers += spec.num_layers * (costs.gate(1) + costs.shared(1)) + sum(spec.top_k_L) * costs.expert(1)
+        return layers + (dense_layers * costs.dense(1) if costs.dense is not None else 0.0)
+
+    def load_all_s(self, tier: str = "disk", threads: int = 1) -> float:
+        """Seconds of loading every expert that one token uses: what decoding adds when none is resident."""
+        seconds = self.tier(tier, threads).seconds
+        pairs = zip(self.spec.top_k_L, self.spec.expert_bytes_L, strict=True)
+        return sum(top_k * seconds(num_bytes) for top_k, num_bytes in pairs)
+
+    def check(self, spec: ModelSpec) -> None:
+        """Refuse a profile of other layers than the model's. Weights and the number of layers do not matter here.
+
+        Raises:
+            MismatchError: the shapes differ.
+        """
+        expected, found = _shape(spec), _shape(self.spec)
+        if not expected <= found:
+            raise MismatchError(
+                f"the profile is of {self.spec.name} ({_in_words(found)}), but the model is {spec.name} "
+                f"({_in_words(expected)}); make a profile of this model with: moetool profile"
+            )
+
+    def save(self, path: Path) -> None:
+        """Write the profile as a whole or not at all."""
+        durable.write_text(path, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as a JSON object."""
+        head = {"kind": KIND, "schema_version": SCHEMA_VERSION, "moetool_version": __version__}
+        return {**head, **asdict(self), "spec": self.spec.to_json()}
+
+    @classmethod
+    def load(cls, path: Path) -> "CostProfile":
+        """Read a profile.
+
+        Raises:
+            UsageError: there is no such file.
+            MismatchError: it is not a profile of this schema version, or it is damaged.
+        """
+        advice = "make the profile again with: moetool profile"
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except OSError:
+            raise UsageError(f"no profile at {path}; make one with: moetool profile MODEL --out {path}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise MismatchError(f"{path} is not a profile ({first_line(error)}); {advice}") from None
+        if not isinstance(values, dict):
+            raise MismatchError(f"{path} is not a profile (it holds no JSON object); {advice}")
+        kind, version = values.pop("kind", "something else"), values.pop("schema_version", None)
+        if (kind, version) != (KIND, SCHEMA_VERSION):
+            raise MismatchError(
+                f"{path} holds {kind} of schema version {version}, expected a {KIND} of version {SCHEMA_VERSION}; "
+                f"{advice}"
+            )
+        values.pop("moetool_version", None)
+        try:
+            return config.parse(cls, values, str(path))
+        except UsageError as error:
+            raise MismatchError(f"{first_line(error)}; {advice}") from None
+
+
+def _shape(spec: ModelSpec) -> set[tuple[int, ...]]:
+    """What the costs of a layer depend on, for each kind of MoE layer that there is."""
+    return {
+        (spec.hidden_size, spec.num_shared_experts, *layer)
+        for layer in zip(spec.num_experts_L, spec.top_k_L, spec.expert_bytes_L, strict=True)
+    }
+
+
+def _in_words(shape: set[tuple[int, ...]]) -> str:
+    return " and ".join(
+        f"{top_k} of {experts} experts of {num_bytes:,} bytes, {shared} shared, hidden size {hidden}"
+        for hidden, shared, experts, top_k, num_bytes in sorted(shape)
+    )

@@ -1,0 +1,190 @@
+"""Profiling: every curve is there, with the model and by its config alone; what cannot be profiled is said."""
+
+import json
+import math
+import queue
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moetool.costs import CostProfile, Curve
+from moetool.errors import CapacityError, MoetoolError, UsageError
+from moetool.models import shapes
+from moetool.models.spec import read_config, read_spec
+from moetool.probes import disk, layer, link
+from moetool.probes.prediction import prediction_curve
+from moetool.probes.timing import Timings, repeat
+from moetool.profile import profile
+
+TINY = {
+    "model_type": "deepseek_v2",
+    "dtype": "bfloat16",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "vocab_size": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A folder that holds nothing but the config of a small model, whose first layer is dense."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TINY))
+    return folder
+
+
+@pytest.fixture
+def peer() -> Iterator[str]:
+    """The address of a link server on this machine."""
+    ready: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=link.serve, args=("0", ready.put), daemon=True).start()
+    return ready.get(timeout=5)
+
+
+def _curves(made: CostProfile) -> Iterator[tuple[str, Curve | None]]:
+    for costs in made.compute:
+        for part in ("expert", "attention", "prompt_attention", "gate", "shared", "dense", "head"):
+            yield f"{part} {costs.dtype}", getattr(costs, part)
+    for loads in made.loads:
+        yield f"{loads.tier} {loads.threads}", loads.seconds
+
+
+def test_the_reference_model_with_no_time_gives_every_curve(reference: Path, tmp_path: Path, peer: str) -> None:
+    done: list[int] = []
+    made = profile("reference", seconds=0, peer=peer, scratch=tmp_path, on_progress=done.append)
+    for name, curve in _curves(made):
+        if name.startswith("dense"):
+            assert curve is None  # all its layers have experts
+            continue
+        assert curve is not None
+        assert all(0 < value < math.inf for value in (*curve.x, *curve.y)), name
+    assert [(costs.device, costs.dtype) for costs in made.compute if costs.device == "cpu"] == [
+        ("cpu", "float32"),
+        ("cpu", "bfloat16"),
+    ]
+    assert [loads.threads for loads in made.loads if loads.tier == "disk"] == [1, 2, 4, 8]
+    assert made.tier("disk").seconds.x[-1] == made.spec.slot_bytes
+    assert made.link is not None and made.link.x[-1] == 2**24
+    assert (made.config_only, made.num_hidden_layers) == (False, 8)
+    assert done[-1] == 100 and done == sorted(done)
+    made.check(read_spec(reference))
+    made.save(tmp_path / "p.json")
+    assert CostProfile.load(tmp_path / "p.json") == made
+    assert list(tmp_path.iterdir()) == [tmp_path / "p.json"]
+
+
+def test_a_config_alone_gives_the_same_curves(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moetool.profile._MIN_SCRATCH_BYTES", 10**6)
+    made = profile(str(tiny / "config.json"), config_only=True, dtype="float32", seconds=0, scratch=tmp_path)
+    assert all(curve is not None and min(curve.y) > 0 for _, curve in _curves(made))
+    assert made.config_only
+    assert made.num_hidden_layers == 4
+    assert made.spec.layer_ids_L == (1, 2, 3)
+    assert made.spec.expert_bytes_L == (3 * 32 * 64 * 2,) * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]  # the scratch file is gone
+
+
+def test_a_predictor_is_timed(predictor: Any) -> None:
+    curve = prediction_curve(predictor, 0)
+    assert curve.x[0] == 1
+    assert min(curve.y) > 0
+
+
+def test_the_shapes_that_come_along_are_those_of_the_models() -> None:
+    facts = {}
+    for name in shapes.names():
+        spec = read_spec(shapes.locate_config(name), weights=False)
+        facts[name] = (spec.num_layers, spec.num_experts, max(spec.top_k_L), spec.hidden_size, spec.slot_bytes)
+    assert facts == {
+        "deepseek-v2-lite": (26, 64, 6, 2048, 3 * 1408 * 2048 * 2),
+        "qwen3-30b-a3b": (48, 128, 8, 2048, 3 * 768 * 2048 * 2),
+    }
+
+
+def test_what_cannot_be_profiled_is_said_before_anything_is_measured(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"deepseek-v2-lite is a shape without weights; .* --config-only"):
+        profile("deepseek-v2-lite")
+    with pytest.raises(UsageError, match=r"holds no .safetensors weights; .* --config-only"):
+        profile(str(tiny))
+    with pytest.raises(UsageError, match="unknown shape 'deepseek-v2-light': did you mean 'deepseek-v2-lite'"):
+        profile("deepseek-v2-light", config_only=True)
+    with pytest.raises(UsageError, match="no config at"):
+        profile(str(tmp_path / "none"), config_only=True)
+    with pytest.raises(UsageError, match="leave out --config-only or --predictor"):
+        profile(str(tiny), config_only=True, predictor=tmp_path)
+    with pytest.raises(UsageError, match="unknown dtype 'float31'"):
+        profile("reference", dtype="float31")
+    with pytest.raises(UsageError, match="'there' is no address"):
+        profile("reference", peer="there")
+    with pytest.raises(MoetoolError, match=r"no answer from 127.0.0.1:1 .*moetool profile --listen"):
+        profile("reference", peer="1")
+
+
+def test_no_room_for_a_layer_or_on_the_disk(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "memory_bytes", lambda: (10**6, 1000))
+    with pytest.raises(CapacityError, match=r"are needed for the embedding.* 1,000 are free"):
+        layer.layer_curves(read_config(tiny), torch.float32, "cpu", 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 5, 5))
+    with pytest.raises(CapacityError, match="has 5 bytes free"), disk.scratch_shards(tiny, 100):
+        pass
+
+
+def test_everything_is_measured_once_and_then_whatever_had_the_least_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("moetool.probes.timing.time.perf_counter", lambda: clock[0])
+    log: list[str] = []
+
+    def step(name: str, seconds: float) -> Any:
+        def run() -> None:
+            log.append(name)
+            clock[0] += seconds
+
+        return run
+
+    repeat([step("dear", 5), step("cheap", 1)], seconds=0)
+    assert log == ["dear", "cheap"]
+    log.clear()
+    repeat([step("dear", 5), step("cheap", 1)], seconds=13, most=4)
+    assert log == ["dear", "cheap", "cheap", "cheap", "cheap", "dear"]
+
+
+def test_the_first_timing_is_a_warm_up_unless_it_is_the_only_one() -> None:
+    timings = Timings()
+    for seconds in (9.0, 2.0, 2.0):
+        timings.add(1, seconds)
+    timings.add(2, 7.0)
+    assert timings.curve().y == (2, 7)
+
+
+def test_a_client_that_asks_too_much_is_dropped_and_the_next_one_served(peer: str) -> None:
+    import socket
+
+    host, port = link.parse_peer(peer)
+    for header in (b"\xff" * 8, b"abc"):
+        with socket.create_connection((host, port), timeout=5) as client:
+            client.sendall(header)
+            client.shutdown(socket.SHUT_WR)
+            assert client.recv(1) == b""
+    assert min(link.link_curve(peer, 0).y) > 0
