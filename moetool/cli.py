@@ -423,6 +423,23 @@ def doctor(as_json: Json = False) -> None:
 
 
 @app.command()
+def models(as_json: Json = False) -> None:
+    """List the model families that moetool knows, and what it can do with each."""
+    from moetool.models.families import FAMILIES
+
+    rows = [family.to_json() for family in FAMILIES.values()]
+    if as_json:
+        tables.print_json(rows)
+        return
+    columns = ["family", "captured", "served", "substitution", "weights", "remarks"]
+    yes = {True: "yes", False: "no"}
+    table = [
+        [r["family"], yes[r["captured"]], r["served"], yes[r["substitution"]], r["weights"], r["remarks"]] for r in rows
+    ]
+    tables.print_table(f"{len(rows)} families of mixture-of-experts models", columns, table, num_text=len(columns))
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where its files go; replaced if they are there.")] = Path("moetool-demo"),
 ) -> None:

@@ -12,15 +12,15 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1))
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on stdout; the first column is text, the others are numbers."""
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1) -> None:
+    """A table on stdout; the first `num_text` columns are text, the others are numbers."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        table.add_column(column, justify="left" if i < num_text else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     console = Console()

@@ -170,3 +170,28 @@ def save(family: str, to: Path) -> None:
                 tensor *= 0.05
                 tensor[-1] = -1.0  # transformers sets it so whatever the checkpoint says
     model.save_pretrained(to)
+
+
+MULTIMODAL = {"gemma4": "gemma4_text", "llama4": "llama4_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Families of models that also see, with the family of their text part."""
+
+
+def save_multimodal(family: str, to: Path) -> torch.nn.Module:
+    """Write a tiny model that also sees, and give it back."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    vision = {
+        **dict.fromkeys(("hidden_size", "intermediate_size", "out_hidden_size"), 32),
+        **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32),
+        **{"num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2, "num_heads": 2},
+        **{"image_size": 28, "patch_size": 14},
+    }
+    text = config(MULTIMODAL[family]).to_dict()
+    whole = AutoConfig.for_model(family, text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    model: torch.nn.Module = AutoModelForImageTextToText.from_config(whole, dtype=torch.float32).eval()
+    model.save_pretrained(to)  # type: ignore[operator]
+    return model

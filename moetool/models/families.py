@@ -6,11 +6,12 @@ stands in the way of capturing, serving in batches or substituting experts.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from moetool.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
@@ -32,9 +33,18 @@ class Rule:
     renormalize: bool
     scale: float = 1.0
 
-    def weights(self, logits_TE: torch.Tensor, index_TK: torch.Tensor) -> torch.Tensor:
+    def scores(self, logits_TE: "torch.Tensor") -> "torch.Tensor":
+        """Scores [T, E] float32 over all experts."""
+        logits_TE = logits_TE.float()
+        if self.score == "sigmoid":
+            return logits_TE.sigmoid()
+        if self.score == "sqrtsoftplus":
+            return logits_TE.logaddexp(logits_TE.new_zeros(())).sqrt()
+        return logits_TE.softmax(dim=-1)
+
+    def weights(self, logits_TE: "torch.Tensor", index_TK: "torch.Tensor") -> "torch.Tensor":
         """Weights [T, K] float32 of the experts `index_TK`."""
-        scores_TK = router_scores(logits_TE.float(), self.score).gather(1, index_TK)
+        scores_TK = self.scores(logits_TE).gather(1, index_TK)
         if self.renormalize:
             scores_TK = scores_TK / scores_TK.sum(dim=-1, keepdim=True)
         return scores_TK * self.scale
@@ -94,11 +104,9 @@ class Family:
             "served": self.served,
             "substitution": self.substitutable,
             "weights": self.weight_rule,
-            "weights_exception": self.exception or None,
-            "no_substitution_because": self.fixed or None,
-            "one_at_a_time_because": self.one_at_a_time or None,
-            "refused_because": self.refused or None,
-            "notes": self.notes or None,
+            "remarks": "; ".join(
+                filter(None, (self.refused, self.exception, self.fixed, self.one_at_a_time, self.notes))
+            ),
         }
 
     def rule(self, config: Any, router: Any) -> Rule:
@@ -122,7 +130,12 @@ _ALL = (
     Family(name="afmoe", score="sigmoid", renormalize=True),
     Family(name="bailing_hybrid", score="sigmoid", one_at_a_time=_LINEAR),
     Family(name="cohere2_moe", renormalize=True),
-    Family(name="dbrx", renormalize=True, notes="weights are divided by their p-norm; p is 1 in the checkpoints"),
+    Family(
+        name="dbrx",
+        renormalize=True,
+        fixed="its router hands out logits, not a choice that could be changed",
+        notes="weights are divided by their p-norm; p is 1 in the checkpoints",
+    ),
     Family(name="deepseek", refused=f"{_OWN_CODE}; deepseek_v2 checkpoints are the nearest that moetool reads"),
     Family(name="deepseek_v2", renormalize=False),
     Family(name="deepseek_v3", score="sigmoid"),
@@ -234,12 +247,3 @@ def require_supported(model_type: str) -> None:
     family = FAMILIES.get(model_type)
     if family is not None and family.refused:
         raise UsageError(f"{model_type} models are not supported: {family.refused}; see 'moetool models'")
-
-
-def router_scores(logits: torch.Tensor, score: str) -> torch.Tensor:
-    """Scores over all experts, from logits [..., E]."""
-    if score == "sigmoid":
-        return logits.sigmoid()
-    if score == "sqrtsoftplus":
-        return torch.nn.functional.softplus(logits).sqrt()
-    return logits.softmax(dim=-1)

@@ -171,6 +171,15 @@ def test_lazy_logits_are_those_of_the_whole_model(case: Case) -> None:
     assert loaded.files is not None and loaded.files.slot_bytes == loaded.spec.slot_bytes
 
 
+def test_dense_tensors_in_half_precision_are_those_of_transformers(case: Case) -> None:
+    whole = load_full(case.path, torch.bfloat16).model.state_dict()
+    loaded = load_lazy(case.path, torch.bfloat16)
+    assert loaded.files is not None
+    loaded.files.shards.close()
+    for name, tensor in loaded.model.state_dict().items():
+        assert tensor.is_meta or (tensor.dtype == whole[name].dtype and torch.equal(tensor, whole[name])), name
+
+
 def test_requests_get_the_tokens_of_generate(case: Case) -> None:
     prompts = [TOKENS[0, i : 5 + 9 * i].tolist() for i in range(3)]
     expected, found = [], [[] for _ in prompts]  # type: tuple[list[list[int]], list[list[int]]]
@@ -222,6 +231,18 @@ def test_a_truncated_shard_is_refused_by_name(case: Case, tmp_path: Path) -> Non
         stream.truncate(file.stat().st_size - 4)
     with pytest.raises(MismatchError, match=r"model\.safetensors is cut short"):
         load_lazy(tmp_path / "m", torch.float32)
+
+
+@pytest.mark.parametrize("name", families.MULTIMODAL)
+def test_the_text_part_of_a_model_that_sees_is_read(name: str, tmp_path: Path) -> None:
+    model = families.save_multimodal(name, tmp_path)
+    with torch.inference_mode():
+        expected = model(input_ids=TOKENS, use_cache=False).logits[0]
+    with _lazy(tmp_path, slots=3) as (loaded, runtime):
+        runtime.begin_forward(_info())
+        found = _forward(loaded)
+    assert loaded.spec.name.startswith(families.MULTIMODAL[name])
+    assert torch.allclose(found, expected, rtol=0, atol=1e-6 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("name", sorted(name for name, family in FAMILIES.items() if family.refused))
