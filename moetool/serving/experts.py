@@ -71,13 +71,19 @@ class ExpertRuntime:
         )
         rows_of = _rows_by_expert(index_TK)
         products = hidden_TD.new_empty(num_tokens * top_k, hidden_TD.shape[1])
+        beside: list[tuple[int, int]] = []  # loaded on demand though nothing here needs it: a whole layer's rest
         for step in self.residency.event(event):
+            expert = self.residency.policy.spec.expert_of(step.key)[1]
             if step.kind is StepKind.COMPUTE:
+                while beside:
+                    self.store.ready(*beside.pop())
                 gate_up, down = self.store.ready(step.key, step.slot)
-                rows = rows_of[self.residency.policy.spec.expert_of(step.key)[1]]
+                rows = rows_of[expert]
                 products[rows] = _expert(module, hidden_TD[rows // top_k], gate_up, down)
             else:
                 self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
+                if step.kind is StepKind.LOAD and expert not in rows_of:
+                    beside.append((step.key, step.slot))
         products *= weights_TK.reshape(-1, 1)
         return products.view(num_tokens, top_k, -1).sum(dim=1).to(hidden_TD.dtype)
 
