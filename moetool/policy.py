@@ -27,7 +27,8 @@ class Policy:
         needs_future: whether it must know the coming events (replay only); `foresee` then gets them first.
         in_order: load and compute one expert after the other, residents first, with no overlap.
         lossless: whether the model's text stays as it is without the policy.
-        prefetch_distance: how many layers ahead it prefetches (0: nothing).
+        prefetch_distance: how many layers ahead it prefetches (0: nothing); where its `Options` have a `distance`,
+            that is meant.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"experts"})
@@ -42,6 +43,11 @@ class Policy:
         self.options = options
         self.num_slots = num_slots
         self.predictor = predictor
+
+    @classmethod
+    def min_slots(cls, spec: ModelSpec, options: Any) -> int:
+        """The fewest slots that the policy can work with; `build_policy` refuses fewer."""
+        return MIN_SLOTS
 
     @classmethod
     def slots_used(cls, spec: ModelSpec, options: Any, num_slots: int) -> int:
@@ -59,7 +65,12 @@ class Policy:
         return ()
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
-        """The router has chosen; answers the misses (ascending keys) in the order in which to load them."""
+        """The router has chosen; answers the misses (ascending keys) in the order in which to load them.
+
+        A system that moves more than the event needs (a whole layer) answers that too. Once every miss has its slot,
+        the rest is loaded on demand as well, as far as slots go, and the event's next expert is computed only when
+        all of it is there. It is counted as loaded ahead.
+        """
         return misses
 
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
@@ -115,6 +126,11 @@ def policy_class(name: str) -> type[Policy]:
     return found
 
 
+def parse_options(name: str, options: Mapping[str, Any]) -> Any:
+    """The `Options` of the policy `name` with these values. Raises: UsageError for an unknown policy or option."""
+    return config.parse(plugins.load("policy", name).Options, options, f"policy {name}")
+
+
 def build_policy(
     name: str,
     spec: ModelSpec,
@@ -136,9 +152,16 @@ def build_policy(
         UsageError: an unknown policy or option, no predictor where one is needed, or a policy that must know the
             future where nobody does.
         MismatchError: the predictor is of another model.
+        CapacityError: the policy needs more slots than fit.
     """
     kind = policy_class(name)
-    chosen = config.parse(plugins.load("policy", name).Options, options, f"policy {name}")
+    chosen = parse_options(name, options)
+    fewest = kind.min_slots(spec, chosen)
+    if num_slots < fewest:
+        raise CapacityError(
+            f"policy {name} needs at least {fewest} expert slots of {spec.name} ({fewest * spec.slot_bytes:,} bytes), "
+            f"and {num_slots} fit; give it more memory or choose another policy"
+        )
     if predictor is not None:
         spec.require_same(predictor.spec, "the model", "the predictor")
     elif kind.needs_predictor:

@@ -42,11 +42,12 @@ class Counts:
 
     Attributes:
         kept: needed, and resident with no prefetch since the last use.
-        prefetched: needed, and resident because of a prefetch (whether the bytes were there in time is the
+        prefetched: needed, and resident because it was loaded ahead (whether the bytes were there in time is the
             store's to say).
         missed: needed and not resident; loaded on demand.
-        prefetch_loads: loads that a prefetch caused.
-        wasted: prefetched experts that were evicted unused.
+        prefetch_loads: loads of experts that the event at hand did not need: of prefetches, and of systems that
+            move whole layers.
+        wasted: experts among those that were evicted unused.
     """
 
     kept: int = 0
@@ -119,7 +120,7 @@ class Residency:
                 self._requests[request] = None
                 self.policy.begin_request(request)
         steps: list[Step] = []
-        self._prefetch(deque(self.policy.begin_forward(info)), set(), set(), steps)
+        self._load_ahead(StepKind.PREFETCH, deque(self.policy.begin_forward(info)), set(), set(), steps)
         return self._emit(info.forward_id, -1, steps)
 
     def event(self, event: GateEvent) -> list[Step]:
@@ -148,6 +149,11 @@ class Residency:
 
         steps: list[Step] = []
         to_load = deque(policy.gate(event, hits, list(misses)))
+        beside: deque[int] = deque()
+        if len(to_load) != len(misses):
+            missing = set(misses)
+            beside = deque(key for key in to_load if key not in missing)
+            to_load = deque(key for key in to_load if key in missing)
         if sorted(to_load) != misses:
             raise ValueError(f"{type(policy).__module__} answered {sorted(to_load)} for the misses {misses}")
         to_compute = deque(hits)
@@ -164,13 +170,15 @@ class Residency:
                 steps.append(Step(StepKind.LOAD, key, slot, evicted))
                 locked.add(key)
                 to_compute.append(key)
+            if beside and not to_load:
+                self._load_ahead(StepKind.LOAD, beside, locked, wanted, steps)
             key = to_compute.popleft()
             steps.append(Step(StepKind.COMPUTE, key, slot_of[key]))
             locked.discard(key)
             if prefetches is None:
                 prefetches = deque(policy.after_first_expert(event))
-            if not to_load:
-                self._prefetch(prefetches, locked, wanted, steps)
+            if not to_load and not (beside and to_compute):
+                self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
         for key in policy.after_last_expert(event):
             self._free.append(self._remove(key))
         return self._emit(event.forward.forward_id, event.layer, steps)
@@ -185,7 +193,9 @@ class Residency:
             del self._requests[request]
             self.policy.end_request(request)
 
-    def _prefetch(self, keys: deque[int], locked: set[int], wanted: set[int], steps: list[Step]) -> None:
+    def _load_ahead(
+        self, kind: StepKind, keys: deque[int], locked: set[int], wanted: set[int], steps: list[Step]
+    ) -> None:
         """Place as many of `keys` as slots can be had for; `locked` experts and those `wanted` before stay."""
         while keys:
             key = keys[0]
@@ -201,7 +211,7 @@ class Residency:
             wanted.add(key)
             if key not in self.slot_of:
                 slot = self._place(key, evicted, kept, prefetched=True)
-                steps.append(Step(StepKind.PREFETCH, key, slot, evicted))
+                steps.append(Step(kind, key, slot, evicted))
                 self._unused.add(key)
                 self._counts.prefetch_loads += 1
 

@@ -89,11 +89,16 @@ class ExpertRuntime:
         )
         rows_of = _rows_by_expert(index_TK)
         products: torch.Tensor | None = None
+        beside: list[tuple[int, int]] = []  # loaded on demand though nothing here needs it: a whole layer's rest
         for step in self.residency.event(event):
+            expert = self.residency.policy.spec.expert_of(step.key)[1]
             if step.kind is not StepKind.COMPUTE:
                 self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
+                if step.kind is StepKind.LOAD and expert not in rows_of:
+                    beside.append((step.key, step.slot))
                 continue
-            expert = self.residency.policy.spec.expert_of(step.key)[1]
+            while beside:
+                self.store.ready(*beside.pop())
             x = inputs(expert, rows_of[expert])
             if expert < layer.form.num_experts:
                 x = layer.form.compute(x, self.store.ready(step.key, step.slot))

@@ -5,9 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moetool import plugins
+from moetool.errors import CapacityError
 from moetool.policy import MIN_SLOTS, Policy, build_policy, policy_class
 from moetool.replay import DecisionDigest
-from moetool.residency import Residency, StepKind
+from moetool.residency import Residency, Step, StepKind
 from moetool.types import ModelSpec
 from tests.synthetic import MadeUpPredictor, make_spec, random_stream
 
@@ -27,6 +28,11 @@ def build(name: str, spec: ModelSpec, num_slots: int, stream: list) -> Policy:
     return build_policy(name, spec, {}, num_slots, predictor=MadeUpPredictor(spec), future=future)
 
 
+def least(name: str, spec: ModelSpec) -> int:
+    """The fewest slots that the policy works with."""
+    return policy_class(name).min_slots(spec, plugins.load("policy", name).Options())
+
+
 def run(policy: Policy, stream: list) -> str:
     """Drive a policy, checking each program as an executor would suffer it; gives the digest of all decisions."""
     spec = policy.spec
@@ -36,13 +42,14 @@ def run(policy: Policy, stream: list) -> str:
     needed = hits = loads = 0
     requests: list[int] = []
     for info, events in stream:
-        programs = [(set(), set(), residency.begin_forward(info))]
+        programs: list[tuple[set[int], dict[int, int], list[Step]]] = [(set(), {}, residency.begin_forward(info))]
         requests += [r for r in info.request_T if r not in requests]
         for event in events:
-            resident = set(residency.slot_of)
+            resident = dict(residency.slot_of)
             keys = {spec.expert_key(event.layer, expert) for expert in event.needed}
-            needed, hits = needed + len(keys), hits + len(keys & resident)
-            programs.append((keys, keys & resident, residency.event(event)))
+            needed, hits = needed + len(keys), hits + len(keys & set(resident))
+            ready = {key: resident[key] for key in keys if key in resident}  # and where it waits
+            programs.append((keys, ready, residency.event(event)))
             assert len(residency.slot_of) <= policy.num_slots
             assert len(set(residency.slot_of.values())) == len(residency.slot_of)
         for waiting, ready, program in programs:
@@ -51,15 +58,15 @@ def run(policy: Policy, stream: list) -> str:
                 if step.kind == StepKind.COMPUTE:
                     assert in_slot[step.slot] == step.key, "computed with the weights of another expert"
                     waiting.remove(step.key)  # once, and only if needed
-                    ready.remove(step.key)
+                    assert ready.pop(step.key) == step.slot
                     continue
                 loads += 1
                 held = in_slot.get(step.slot)
-                assert held not in ready, "overwritten before it was computed"
+                assert step.slot not in ready.values(), "overwritten before it was computed"
                 assert step.evicted in (-1, held)
                 in_slot[step.slot] = step.key
                 if step.kind == StepKind.LOAD:
-                    ready.add(step.key)
+                    ready[step.key] = step.slot
             assert not waiting, "needed and never computed"
         assert all(in_slot[slot] == key for key, slot in residency.slot_of.items())
         residency.end_forward(info)
@@ -76,11 +83,24 @@ def run(policy: Policy, stream: list) -> str:
 def test_programs_are_legal(name: str, num_slots: int, layers: int, top_k: int, prompt_tokens: int, seed: int) -> None:
     spec = make_spec(layers=layers, experts=8, top_k=top_k)
     stream = list(random_stream(spec, num_requests=2, prompt_tokens=prompt_tokens, new_tokens=5, seed=seed))
+    num_slots = max(num_slots, least(name, spec))
     policy = build(name, spec, num_slots, stream)
     used = policy.slots_used(spec, policy.options, num_slots)
     assert MIN_SLOTS <= used <= num_slots
     assert used == policy.num_slots
     assert run(policy, stream) == run(build(name, spec, num_slots, stream), stream), "not deterministic"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_too_few_slots_are_refused_with_the_numbers(name: str) -> None:
+    spec = make_spec(layers=3, experts=8, top_k=2)
+    fewest = least(name, spec)
+    assert MIN_SLOTS <= fewest <= spec.total_experts
+    assert build(name, spec, fewest, []).num_slots <= fewest
+    if fewest > MIN_SLOTS:
+        message = rf"{name} needs at least {fewest} .*{fewest},000 bytes.* {fewest - 1} fit"
+        with pytest.raises(CapacityError, match=message):
+            build(name, spec, fewest - 1, [])
 
 
 @pytest.mark.parametrize("name", NAMES)

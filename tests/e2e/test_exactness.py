@@ -14,7 +14,6 @@ from moetool import prompts as prompt_sets
 from moetool.policy import policy_class
 from tests.engines import Chaos, engine, generate
 
-SERVABLE = [name for name in plugins.names("policy") if not policy_class(name).needs_future]
 MIXED = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello"]
 
 
@@ -32,8 +31,14 @@ def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("policy", SERVABLE)
-@pytest.mark.parametrize("slots", [2, 5, 64])
+@pytest.mark.parametrize(
+    ("policy", "slots"),
+    [
+        *((policy, slots) for policy in ("on_demand", "lru", "lfu", "duoserve") for slots in (2, 5, 64)),
+        *(("layerwise", 32), ("layerwise", 80), ("moesys", 64)),
+        *(("moe_infinity", 2), ("moe_infinity", 64), ("static_split", 2), ("static_split", 70)),
+    ],
+)
 def test_logits_are_the_same_to_the_bit(
     policy: str, slots: int, baseline: Any, reference: Path, tokenizer: Any, predictor: Any
 ) -> None:
@@ -43,6 +48,12 @@ def test_logits_are_the_same_to_the_bit(
     made.close()
     assert found_tokens == tokens
     assert _same(found_logits, logits)
+
+
+def test_every_policy_that_serves_is_among_these() -> None:
+    marks = test_logits_are_the_same_to_the_bit.pytestmark
+    tested = {policy for policy, _ in marks[0].args[1]}
+    assert tested == {name for name in plugins.names("policy") if not policy_class(name).needs_future}
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -24,6 +24,7 @@ class Scripted(Policy):
         self.first: Sequence[int] = ()
         self.ahead: Sequence[int] = ()
         self.drop: Sequence[int] = ()
+        self.beside: Sequence[int] = ()
         self.calls: list[tuple[str, int]] = []
 
     def begin_request(self, request: int) -> None:
@@ -34,6 +35,9 @@ class Scripted(Policy):
 
     def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
         return self.first
+
+    def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
+        return [*misses, *self.beside]
 
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
         return self.ahead
@@ -108,6 +112,36 @@ def test_prefetches_wait_for_the_misses_and_for_slots() -> None:
     assert residency.counts.prefetched == 1  # 9 is expert 1 of layer 1
     assert residency.counts.wasted == 1
     assert (residency.counts.kept, residency.counts.missed, residency.counts.prefetch_loads) == (0, 3, 2)
+
+
+def test_what_the_gate_asks_for_beside_the_misses_is_loaded_once_they_have_their_slots() -> None:
+    policy = Scripted(4)
+    residency = Residency(policy)
+    residency.event(event([1]))
+    policy.beside = (5, 1, 6, 7)
+    policy.ahead = (9,)
+    assert residency.event(event([2, 3])) == [
+        Step(LOAD, 2, 1),
+        Step(LOAD, 3, 2),
+        Step(LOAD, 5, 3),  # 1 is there and stays, as if it were needed; 6 and 7 find no slot yet
+        Step(COMPUTE, 2, 1),
+        Step(LOAD, 6, 1, 2),
+        Step(COMPUTE, 3, 2),
+        Step(PREFETCH, 9, 2, 3),  # 7 comes too late: nothing is computed after it
+    ]
+    policy.beside = policy.ahead = ()
+    residency.event(event([5]))
+    counts = residency.counts
+    assert (counts.missed, counts.prefetch_loads, counts.prefetched) == (3, 3, 1)
+    assert counts.loads == 6
+
+
+def test_a_gate_that_asks_for_others_instead_of_the_misses_is_refused() -> None:
+    policy = Scripted(4)
+    residency = Residency(policy)
+    policy.gate = lambda event, hits, misses: [misses[0], 7]  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match=r"answered \[1, 7\] for the misses \[1, 2\]"):
+        residency.event(event([1, 2]))
 
 
 def test_a_prefetched_expert_counts_as_kept_from_its_second_use_on() -> None:
