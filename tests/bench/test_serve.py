@@ -13,10 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from moetool import prompts as prompt_sets
+from moetool.capture import CaptureOptions, capture
+from moetool.predictor import load_predictor
 from moetool.tables import print_table
+from moetool.training import train
 from tests.engines import engine, generate
 
 ROUNDS = 5
@@ -38,9 +42,18 @@ def _bandwidth(made: Any) -> float:
     return len(keys) * made.spec.slot_bytes / seconds
 
 
-def test_time_per_token(reference: Path, tokenizer: Any, full: Any, predictor: Any) -> None:
+@pytest.fixture
+def affinity(tmp_path: Path) -> Any:
+    """DuoServe's affinity, counted on other prompts than those served: a predictor that costs next to nothing."""
+    texts = [prompt for i, prompt in enumerate(prompt_sets.load(["all"], max_prompts=12)) if i % 12]
+    trace = capture("reference", texts, tmp_path / "trace", CaptureOptions(batch_size=8, keep=("topk",))).out
+    train("affinity", trace, tmp_path / "predictor")
+    return load_predictor(tmp_path / "predictor")
+
+
+def test_time_per_token(reference: Path, tokenizer: Any, full: Any, affinity: Any) -> None:
     ids = [tokenizer(prompt.text)["input_ids"] for prompt in prompt_sets.load(["all"], max_prompts=1)]
-    engines = [engine(reference, tokenizer, name, slots, predictor=predictor) for name, slots in CONFIGURATIONS]
+    engines = [engine(reference, tokenizer, name, slots, predictor=affinity) for name, slots in CONFIGURATIONS]
     tokens = len(ids) * NEW_TOKENS
     seconds: dict[int, list[float]] = {i: [] for i in range(len(engines))}
     moved: dict[int, list[float]] = {i: [] for i in range(len(engines))}
