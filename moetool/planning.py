@@ -8,7 +8,7 @@ from typing import Any
 from moetool import plugins
 from moetool.errors import CapacityError, UsageError
 from moetool.plan import CachePlan, PredictorReference
-from moetool.policy import MIN_SLOTS, policy_class
+from moetool.policy import MIN_SLOTS, parse_options, policy_class, slots_within
 from moetool.replay import Row, replay
 from moetool.trace import Trace
 from moetool.types import ModelSpec
@@ -69,12 +69,13 @@ def choose_cache(
         predictor_bytes: what it takes of the device memory; only policies that need it pay.
         reference: names `predictor` in the plan.
         trained_on: requests of the trace that the predictor has seen.
-        policies: candidates; by default every lossless policy that can serve with what there is.
+        policies: candidates; by default every lossless policy that can serve with what there is, in the slots that
+            fit.
         options: values for the `Options` of policies, by the policy's name.
         seed: of the split.
 
     Raises:
-        CapacityError: what is left for experts is below the smallest legal pool.
+        CapacityError: what is left for experts is below the smallest legal pool, or below what one of `policies` needs.
         UsageError: too few requests to choose on some and show on others, or no candidate.
     """
     spec = trace.spec
@@ -84,6 +85,15 @@ def choose_cache(
     paying = [name for name in candidates if policy_class(name).needs_predictor]
     if budget - predictor_bytes < MIN_SLOTS * spec.slot_bytes and len(paying) < len(candidates):
         candidates, paying = [name for name in candidates if name not in paying], []  # the predictor leaves no room
+
+    chosen_options = {name: parse_options(name, (options or {}).get(name, {})) for name in candidates}
+    too_large: dict[str, int] = {}  # candidates that do not fit, and the slots that they need
+    if not policies:
+        for name in candidates:
+            fewest = policy_class(name).min_slots(spec, chosen_options[name])
+            if fewest > slots_within(spec, budget - predictor_bytes if name in paying else budget):
+                too_large[name] = fewest
+        candidates, paying = ([name for name in names if name not in too_large] for names in (candidates, paying))
 
     def rows(names: list[str], requests: frozenset[int]) -> list[Row]:
         asked: dict[str, Any] = {"predictor": predictor, "options": options, "requests": requests}
@@ -99,7 +109,7 @@ def choose_cache(
         policy=choice.policy,
         options=dict((options or {}).get(choice.policy, {})),
         slots=choice.slots,
-        prefetch_distance=kind.prefetch_distance,
+        prefetch_distance=getattr(chosen_options[choice.policy], "distance", kind.prefetch_distance),
         device_memory_bytes=device_memory_bytes,
         dense_bytes=dense_bytes,
         kv_bytes=kv_bytes,
@@ -112,7 +122,7 @@ def choose_cache(
         requests_used=tuple(sorted(used)),
         requests_held_out=tuple(sorted(held_out)),
         evidence=tuple(row.to_json() for row in evidence),
-        reason=_reason(choice.policy, evidence, len(used), len(held_out)),
+        reason=_reason(choice.policy, evidence, len(used), len(held_out), too_large),
     )
 
 
@@ -171,14 +181,17 @@ def _cheapest(rows: Sequence[Row]) -> Row:
     return min(rows, key=lambda row: (row.bytes_per_decode_token, row.loaded_bytes, row.slots))
 
 
-def _reason(chosen: str, evidence: Sequence[Row], num_used: int, num_held_out: int) -> str:
+def _reason(
+    chosen: str, evidence: Sequence[Row], num_used: int, num_held_out: int, too_large: Mapping[str, int]
+) -> str:
     """One sentence with the numbers of the held-out requests."""
     moved = {row.policy: f"{row.bytes_per_decode_token:,.0f}" for row in evidence}
     hits = {row.policy: f"{100 * row.decode.hit_rate:.1f} %" for row in evidence}
     others = ", ".join(f"{name} {moved[name]}" for name in moved if name not in (chosen, _BOUND))
+    absent = ", ".join(f"{name}, which needs {slots} slots" for name, slots in too_large.items())
     return (
         f"{chosen} moved the fewest bytes per decode token on {num_used} requests; on {num_held_out} others, held out, "
         f"it moves {moved[chosen]} at a decode hit rate of {hits[chosen]}"
         f"{f' (the other candidates: {others})' if others else ''}, and {_BOUND}, which knows the future and makes "
-        f"the fewest loads in all, {moved[_BOUND]}"
+        f"the fewest loads in all, {moved[_BOUND]}{f' (left out: {absent})' if absent else ''}"
     )
