@@ -29,8 +29,14 @@ def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     return len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("policy", ["on_demand", "lru", "lfu"])
-@pytest.mark.parametrize("slots", [2, 5, 64])
+@pytest.mark.parametrize(
+    ("policy", "slots"),
+    [
+        *((policy, slots) for policy in ("on_demand", "lru", "lfu") for slots in (2, 5, 64)),
+        *(("layerwise", 32), ("layerwise", 80), ("moesys", 64)),
+        *(("moe_infinity", 2), ("moe_infinity", 64), ("static_split", 2), ("static_split", 70)),
+    ],
+)
 def test_logits_are_the_same_to_the_bit(
     policy: str, slots: int, baseline: Any, reference: Path, tokenizer: Any
 ) -> None:

@@ -13,7 +13,20 @@ from tests.engines import engine
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello"]
 
 
-@pytest.mark.parametrize(("policy", "slots"), [("on_demand", 8), ("lru", 40), ("lru", 3), ("lfu", 90), ("duoserve", 8)])
+@pytest.mark.parametrize(
+    ("policy", "slots"),
+    [
+        ("on_demand", 8),
+        ("lru", 40),
+        ("lru", 3),
+        ("lfu", 90),
+        ("duoserve", 8),
+        ("layerwise", 40),
+        ("moesys", 64),
+        ("moe_infinity", 60),
+        ("static_split", 70),
+    ],
+)
 def test_replay_decides_as_serve_did(
     policy: str, slots: int, reference: Path, tokenizer: Any, predictor: Any, tmp_path: Path
 ) -> None:
@@ -32,6 +45,8 @@ def test_replay_decides_as_serve_did(
         made.step()
     counts, num_slots = made.residency.counts, made.store.num_slots
     made.close()
+    if policy == "layerwise":
+        assert made.store.stats.reads == counts.loads  # nothing of a whole layer is spared, needed or not
 
     trace = Trace(log)
     assert trace.manifest["composition"] == {"kind": "log"}

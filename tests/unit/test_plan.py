@@ -24,8 +24,9 @@ def test_the_cheapest_on_some_requests_is_shown_on_others(trace: Trace) -> None:
     assert plan.slots == 10
     assert sorted((*plan.requests_used, *plan.requests_held_out)) == [1, 2, 4, 5]
     moved = {row["policy"]: row["bytes_per_decode_token"] for row in plan.evidence}
-    assert set(moved) == {"on_demand", "lru", "lfu", "belady"}
-    assert plan.policy in ("lru", "lfu")
+    assert set(moved) == {"on_demand", "lru", "lfu", "layerwise", "moe_infinity", "static_split", "belady"}
+    assert moved[plan.policy] <= min(moved["on_demand"], moved["layerwise"])
+    assert plan.reason.endswith("(left out: moesys, which needs 16 slots)")
     assert f"{moved[plan.policy]:,.0f}" in plan.reason
     assert f"{moved['belady']:,.0f}" in plan.reason
     assert "\n" not in plan.reason
@@ -39,8 +40,22 @@ def test_the_split_follows_from_the_seed(trace: Trace) -> None:
 
 
 def test_candidates_are_those_that_can_serve(trace: Trace) -> None:
-    assert servable(trace, None) == ["lfu", "lru", "on_demand"]
-    assert servable(trace, MadeUpPredictor(trace.spec)) == ["duoserve", "lfu", "lru", "on_demand"]
+    without = {"layerwise", "lfu", "lru", "moe_infinity", "moesys", "on_demand", "static_split"}
+    assert set(servable(trace, None)) == without
+    assert set(servable(trace, MadeUpPredictor(trace.spec))) == without | {"duoserve"}
+
+
+def test_a_policy_that_needs_more_slots_is_refused_when_asked_for(trace: Trace) -> None:
+    with pytest.raises(CapacityError, match=r"moesys needs at least 16 expert slots .* and 10 fit"):
+        choose_cache(trace, 10_000, policies=["lru", "moesys"])
+    plan = choose_cache(trace, 16_000, policies=["moesys"])
+    assert (plan.slots, plan.prefetch_distance) == (16, 1)
+    assert "left out" not in plan.reason
+
+
+def test_the_plan_says_the_distance_that_was_chosen(trace: Trace) -> None:
+    plan = choose_cache(trace, 10_000, policies=["moe_infinity"], options={"moe_infinity": {"distance": 1}})
+    assert plan.prefetch_distance == 1
 
 
 def test_a_plan_comes_back_as_it_was_saved_even_when_its_folder_has_moved(trace: Trace, tmp_path: Path) -> None:
