@@ -25,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-trace_app = typer.Typer(help="Look at traces.", no_args_is_help=True)
+trace_app = typer.Typer(help="Look at traces, and import those of others.", no_args_is_help=True)
 plan_app = typer.Typer(help="Decide where experts live.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
@@ -148,6 +148,36 @@ def trace_info(
     rows.append(["in all", *(tables.count(info[c]) for c in ("requests", "prompt_tokens", "new_tokens"))])
     tables.print_table("", ["dataset / task", "prompts", "prompt tokens", "new tokens"], rows)
     print(f"{tables.count(info['bytes'], 'B')}, {info['bytes'] / max(1, info['tokens']):,.0f} bytes a token")
+
+
+@trace_app.command("import")
+def trace_import(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of one model, a task each.")],
+    format: Annotated[str, typer.Option(help="What the files are, such as route_csv or topk_parquet.")],
+    out: Out,
+    tokens_as: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            help="Where the files don't tell: decode (each token after the first is a forward; default) or prefill.",
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Make a trace of the routes that others published."""
+    from moetool.trace_import import import_trace
+
+    made = import_trace(files, format, out, tokens_as=tokens_as, overwrite=overwrite)
+    if as_json:
+        tables.print_json(made.to_json())
+        return
+    print(
+        f"{out}: {made.model}, {', '.join(made.tasks)}: {made.requests:,} requests, {made.tokens:,} tokens, "
+        f"{tables.count(made.bytes, 'B')}"
+    )
+    for note in made.notes:
+        print(f"  {note}")
 
 
 @app.command()
