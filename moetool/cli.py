@@ -282,24 +282,33 @@ def replay(
     budget: Annotated[list[str], typer.Option(help="For experts: bytes (64MB) or a share of all experts (25%).")],
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor.")] = None,
     order: Annotated[str, typer.Option(help="auto, sequential (one request after the other) or recorded.")] = "auto",
+    pool: Annotated[
+        str, typer.Option(help="slots (each for any expert), bytes, or auto: bytes for imported traces.")
+    ] = "auto",
+    settings: Annotated[
+        list[str], typer.Option("--set", help="A policy's option, as in --set belady.whole_events=true. Repeatable.")
+    ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
     """Run cache policies over a trace: hits, loads and bytes, in seconds and without the model."""
     from moetool.replay import replay as run
+    from moetool.replay import whole_bytes
     from moetool.trace import Trace
 
     orders = {"auto": None, "sequential": True, "recorded": False}
     if order not in orders:
         raise UsageError(f"unknown --order {order!r}: known are {', '.join(orders)}")
     source = Trace(trace)
-    whole = source.spec.total_experts * source.spec.slot_bytes
-    budgets = [parse_bytes(text, whole) for text in _split(budget)]
+    budgets = [parse_bytes(text, whole_bytes(source, pool)) for text in _split(budget)]
+    names, options = _split(policy), parse_settings(settings)
+    if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
+        raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(names)}; write POLICY.OPTION=VALUE")
     predicts = None
     if predictor is not None:
         from moetool.predictor import load_predictor
 
         predicts = load_predictor(predictor)
-    rows = run(source, _split(policy), budgets, predictor=predicts, sequential=orders[order])
+    rows = run(source, names, budgets, predictor=predicts, sequential=orders[order], options=options, pool=pool)
     if as_json:
         tables.print_json([row.to_json() for row in rows])
         return

@@ -86,7 +86,7 @@ def choose_cache(
         candidates, paying = [name for name in candidates if name not in paying], []  # the predictor leaves no room
 
     def rows(names: list[str], requests: frozenset[int]) -> list[Row]:
-        asked: dict[str, Any] = {"predictor": predictor, "options": options, "requests": requests}
+        asked: dict[str, Any] = {"predictor": predictor, "options": options, "requests": requests, "pool": "slots"}
         free = [name for name in names if name not in paying]
         made = replay(trace, free, [budget], **asked) if free else []
         return made + (replay(trace, paying, [budget - predictor_bytes], **asked) if paying else [])
