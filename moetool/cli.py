@@ -29,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-trace_app = typer.Typer(help="Look at traces.", no_args_is_help=True)
+trace_app = typer.Typer(help="Look at traces, and import those of others.", no_args_is_help=True)
 plan_app = typer.Typer(help="Decide where experts live.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
@@ -154,6 +154,36 @@ def trace_info(
     print(f"{tables.count(info['bytes'], 'B')}, {info['bytes'] / max(1, info['tokens']):,.0f} bytes a token")
 
 
+@trace_app.command("import")
+def trace_import(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of one model, a task each.")],
+    format: Annotated[str, typer.Option(help="What the files are, such as route_csv or topk_parquet.")],
+    out: Out,
+    tokens_as: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            help="Where the files don't tell: decode (each token after the first is a forward; default) or prefill.",
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Make a trace of the routes that others published."""
+    from moetool.trace_import import import_trace
+
+    made = import_trace(files, format, out, tokens_as=tokens_as, overwrite=overwrite)
+    if as_json:
+        tables.print_json(made.to_json())
+        return
+    print(
+        f"{out}: {made.model}, {', '.join(made.tasks)}: {made.requests:,} requests, {made.tokens:,} tokens, "
+        f"{tables.count(made.bytes, 'B')}"
+    )
+    for note in made.notes:
+        print(f"  {note}")
+
+
 @app.command()
 def train(
     predictor: Annotated[str, typer.Argument(help="Name of a predictor, such as expert_mlp.")],
@@ -257,24 +287,33 @@ def replay(
     budget: Annotated[list[str], typer.Option(help="For experts: bytes (64MB) or a share of all experts (25%).")],
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor.")] = None,
     order: Annotated[str, typer.Option(help="auto, sequential (one request after the other) or recorded.")] = "auto",
+    pool: Annotated[
+        str, typer.Option(help="slots (each for any expert), bytes, or auto: bytes for imported traces.")
+    ] = "auto",
+    settings: Annotated[
+        list[str], typer.Option("--set", help="A policy's option, as in --set belady.whole_events=true. Repeatable.")
+    ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
     """Run cache policies over a trace: hits, loads and bytes, in seconds and without the model."""
     from moetool.replay import replay as run
+    from moetool.replay import whole_bytes
     from moetool.trace import Trace
 
     orders = {"auto": None, "sequential": True, "recorded": False}
     if order not in orders:
         raise UsageError(f"unknown --order {order!r}: known are {', '.join(orders)}")
     source = Trace(trace)
-    whole = source.spec.total_experts * source.spec.slot_bytes
-    budgets = [parse_bytes(text, whole) for text in _split(budget)]
+    budgets = [parse_bytes(text, whole_bytes(source, pool)) for text in _split(budget)]
+    names, options = _split(policy), parse_settings(settings)
+    if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
+        raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(names)}; write POLICY.OPTION=VALUE")
     predicts = None
     if predictor is not None:
         from moetool.predictor import load_predictor
 
         predicts = load_predictor(predictor)
-    rows = run(source, _split(policy), budgets, predictor=predicts, sequential=orders[order])
+    rows = run(source, names, budgets, predictor=predicts, sequential=orders[order], options=options, pool=pool)
     if as_json:
         tables.print_json([row.to_json() for row in rows])
         return

@@ -96,7 +96,7 @@ def choose_cache(
         candidates, paying = ([name for name in names if name not in too_large] for names in (candidates, paying))
 
     def rows(names: list[str], requests: frozenset[int]) -> list[Row]:
-        asked: dict[str, Any] = {"predictor": predictor, "options": options, "requests": requests}
+        asked: dict[str, Any] = {"predictor": predictor, "options": options, "requests": requests, "pool": "slots"}
         free = [name for name in names if name not in paying]
         made = replay(trace, free, [budget], **asked) if free else []
         return made + (replay(trace, paying, [budget - predictor_bytes], **asked) if paying else [])

@@ -1,7 +1,7 @@
 """The folder is the registry.
 
-A policy, planner or predictor is one module in its folder; the file's name is its name. Nothing is registered
-by hand. A dotted name (`my_lab.policy`) loads a stranger's module the same way.
+A policy, planner, predictor or file format is one module in its folder; the file's name is its name. Nothing is
+registered by hand. A dotted name (`my_lab.policy`) loads a stranger's module the same way.
 """
 
 import importlib
@@ -10,11 +10,11 @@ from types import ModuleType
 
 from moetool.errors import UsageError, unknown_name
 
-FOLDERS = {"policy": "moetool.caching", "predictor": "predictors"}
+FOLDERS = {"policy": "moetool.caching", "predictor": "predictors", "format": "moetool.formats"}
 
 
 def names(kind: str) -> list[str]:
-    """The plugins of a kind (`policy`, `predictor`), sorted. Modules that begin with `_` are not plugins."""
+    """The plugins of a kind (`policy`, `predictor`, `format`), sorted. Modules that begin with `_` are not plugins."""
     package = importlib.import_module(FOLDERS[kind])
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
 

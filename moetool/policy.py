@@ -7,6 +7,8 @@ answers into programs. It gets Python integers: an expert is one key, `ModelSpec
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from moetool import config, plugins
 from moetool.errors import CapacityError, UsageError
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
@@ -103,6 +105,27 @@ class Policy:
 
     def end_request(self, request: int) -> None:
         """A request is over, finished or cancelled."""
+
+
+class SharedPredictor:
+    """Lets several runs that are driven side by side ask one predictor: each question is computed once."""
+
+    def __init__(self, predictor: Any) -> None:
+        self.spec: ModelSpec = predictor.spec
+        self._predictor = predictor
+        self._observed: GateEvent | None = None
+        self._scores: dict[int, np.ndarray] = {}
+
+    def observe(self, event: GateEvent) -> None:
+        if event is not self._observed:
+            self._observed = event
+            self._scores.clear()
+            self._predictor.observe(event)
+
+    def scores(self, layer: int) -> np.ndarray:
+        if layer not in self._scores:
+            self._scores[layer] = self._predictor.scores(layer)
+        return self._scores[layer]
 
 
 def slots_within(spec: ModelSpec, budget_bytes: int) -> int:

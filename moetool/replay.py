@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from moetool.errors import UsageError
-from moetool.policy import Policy, build_policy, policy_class, slots_within
+from moetool.errors import UsageError, unknown_name
+from moetool.policy import Policy, SharedPredictor, build_policy, policy_class, slots_within
 from moetool.residency import Counts, Residency, Step, StepKind
 from moetool.trace import Trace
-from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
+from moetool.types import ForwardInfo, GateEvent, Phase
+
+POOLS = ("auto", "slots", "bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Row:
     Attributes:
         policy: its name.
         budget_bytes: what it was given.
-        slots: how many expert slots it made of that.
+        slots: how many expert slots it made of that; of a pool in bytes, how many of the largest experts fit.
         prefill: counts over the forwards with prompt tokens.
         decode: counts over the forwards without.
         decode_tokens: tokens of the forwards without prompt tokens.
@@ -110,6 +110,7 @@ def replay(
     sequential: bool | None = None,
     requests: frozenset[int] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    pool: str = "auto",
 ) -> list[Row]:
     """Run each policy with each budget over a trace.
 
@@ -123,6 +124,8 @@ def replay(
             trace is the log of a server.
         requests: only these requests; all by default.
         options: values for the `Options` of policies, by the policy's name.
+        pool: `slots` that each hold any expert, as in our server; `bytes`, where each expert takes its own size;
+            `auto`: bytes where the trace was imported.
 
     Returns:
         A row for each policy and budget: the policies in their order, each with the budgets in theirs.
@@ -133,7 +136,7 @@ def replay(
         CapacityError: a budget is below the smallest legal pool.
     """
     source = _Source(trace, sequential, requests)
-    runs = _prepare(source, policies, budgets, predictor, options or {})
+    runs = _prepare(source, policies, budgets, predictor, options or {}, pools_bytes(trace, pool))
     forwards = decode_tokens = 0
     for info, events, ended in source.forwards(_columns(policies, predictor)):
         for run in runs:
@@ -159,13 +162,14 @@ def decisions(
     sequential: bool | None = None,
     requests: frozenset[int] | None = None,
     options: Mapping[str, Any] | None = None,
+    pool: str = "auto",
 ) -> Iterator[tuple[int, int, Step]]:
     """Every step of one run, as (forward, layer, step), to compare with the log of a server.
 
     Arguments and errors are those of `replay`. Layer -1 is before the first MoE layer.
     """
     source = _Source(trace, sequential, requests)
-    (run,) = _prepare(source, [policy], [budget_bytes], predictor, {policy: options or {}})
+    (run,) = _prepare(source, [policy], [budget_bytes], predictor, {policy: options or {}}, pools_bytes(trace, pool))
     for info, events, ended in source.forwards(_columns([policy], predictor)):
         for step in run.begin(info):
             yield info.forward_id, -1, step
@@ -173,6 +177,20 @@ def decisions(
             for step in run.event(event):
                 yield info.forward_id, event.layer, step
         run.end(info, ended)
+
+
+def pools_bytes(trace: Trace, pool: str) -> bool:
+    """Whether `pool` (see `replay`) means bytes for this trace. Raises: UsageError for an unknown kind of pool."""
+    if pool not in POOLS:
+        raise unknown_name("pool", pool, POOLS)
+    wanted = pool == "bytes" or (pool == "auto" and "imported" in trace.manifest["provenance"])
+    return wanted and len(set(trace.spec.expert_bytes_L)) > 1  # of one size, both come to the same
+
+
+def whole_bytes(trace: Trace, pool: str = "auto") -> int:
+    """The budget that holds every expert of the model."""
+    spec = trace.spec
+    return spec.all_experts_bytes if pools_bytes(trace, pool) else spec.total_experts * spec.slot_bytes
 
 
 class _Source:
@@ -196,12 +214,12 @@ class _Source:
 class _Run:
     """One policy with one budget, and what it has loaded."""
 
-    def __init__(self, name: str, budget_bytes: int, policy: Policy) -> None:
+    def __init__(self, name: str, budget_bytes: int, policy: Policy, capacity_bytes: int | None) -> None:
         self._name = name
         self._budget_bytes = budget_bytes
         self._spec = policy.spec
         self._digest = DecisionDigest()
-        self._residency = Residency(policy, self._digest)
+        self._residency = Residency(policy, self._digest, capacity_bytes=capacity_bytes)
         self._bytes = [0, 0]  # prefill, decode
         self._phase = Phase.DECODE
 
@@ -238,33 +256,13 @@ class _Run:
         return steps
 
 
-class _SharedPredictor:
-    """Lets several runs that are driven side by side ask one predictor: each question is computed once."""
-
-    def __init__(self, predictor: Any) -> None:
-        self.spec: ModelSpec = predictor.spec
-        self._predictor = predictor
-        self._observed: GateEvent | None = None
-        self._scores: dict[int, np.ndarray] = {}
-
-    def observe(self, event: GateEvent) -> None:
-        if event is not self._observed:
-            self._observed = event
-            self._scores.clear()
-            self._predictor.observe(event)
-
-    def scores(self, layer: int) -> np.ndarray:
-        if layer not in self._scores:
-            self._scores[layer] = self._predictor.scores(layer)
-        return self._scores[layer]
-
-
 def _prepare(
     source: _Source,
     policies: Sequence[str],
     budgets: Sequence[int],
     predictor: Any,
     options: Mapping[str, Mapping[str, Any]],
+    in_bytes: bool,
 ) -> list[_Run]:
     """Make a run of each policy and budget; refuses what cannot be replayed before any forward is read."""
     spec = source.trace.spec
@@ -274,7 +272,7 @@ def _prepare(
     if predictor is not None:
         source.trace.require(predictor.needs, "the predictor")
     slots = [slots_within(spec, budget) for budget in budgets]
-    shared = None if predictor is None else _SharedPredictor(predictor)
+    shared = None if predictor is None else SharedPredictor(predictor)
     future = None
     if any(kind.needs_future for kind in kinds.values()):
         future = [
@@ -282,11 +280,14 @@ def _prepare(
             for _, events, _ in source.forwards(())
             for event in events
         ]
-    return [
-        _Run(name, budget, build_policy(name, spec, options.get(name, {}), num_slots, predictor=shared, future=future))
-        for name in policies
-        for budget, num_slots in zip(budgets, slots, strict=True)
-    ]
+
+    def run(name: str, budget: int, num_slots: int) -> _Run:
+        policy = build_policy(name, spec, options.get(name, {}), num_slots, predictor=shared, future=future)
+        takes_all = policy.num_slots == num_slots
+        capacity = (budget if takes_all else policy.num_slots * spec.slot_bytes) if in_bytes else None
+        return _Run(name, budget, policy, capacity)
+
+    return [run(name, budget, fit) for name in policies for budget, fit in zip(budgets, slots, strict=True)]
 
 
 def _columns(policies: Sequence[str], predictor: Any) -> frozenset[str]:

@@ -5,6 +5,9 @@ load that one into the slot it frees, prefetch a third). The order is the schedu
 loads without waiting and waits only before computing overlaps all that may overlap. Nothing here knows a clock
 or a byte's arrival, so a replayed trace and a live model take the same decisions.
 
+A slot holds any expert of the model. A pool in bytes, for replay only, holds as many experts as their own sizes
+allow: a slot is then no more than the number of a place.
+
 A `moetool.policy.Policy` says what to prefetch, in which order to load misses and whom to evict.
 """
 
@@ -28,7 +31,10 @@ class StepKind(IntEnum):
 
 
 class Step(NamedTuple):
-    """One step: `key` is computed in, loaded or prefetched into `slot`, in place of `evicted` (-1: a free slot)."""
+    """One step: `key` is computed in, loaded or prefetched into `slot`, in place of `evicted` (-1: a free slot).
+
+    In a pool in bytes several may have to go for a larger one; `evicted` is then the last of them.
+    """
 
     kind: StepKind
     key: int
@@ -85,12 +91,19 @@ class Residency:
     Args:
         policy: decides; its `num_slots` is the size of the pool.
         sink: is given every step with its forward and layer (-1 before the first), for logs and comparisons.
+        capacity_bytes: makes it a pool in bytes; at least `num_slots` of the largest expert.
 
     Raises:
         CapacityError: the pool is smaller than the smallest legal one.
     """
 
-    def __init__(self, policy: Policy, sink: Callable[[int, int, Step], None] | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        sink: Callable[[int, int, Step], None] | None = None,
+        *,
+        capacity_bytes: int | None = None,
+    ) -> None:
         if policy.num_slots < MIN_SLOTS:
             raise CapacityError(
                 f"a pool of {policy.num_slots} expert slots is too small: the smallest legal one has {MIN_SLOTS} "
@@ -101,7 +114,18 @@ class Residency:
         self.slot_of: dict[int, int] = {}
         self.prefill = Counts()
         self.decode = Counts()
-        self._free = list(range(self.num_slots - 1, -1, -1))
+        # One arithmetic for both kinds of pool: an expert takes its layer's size, which is 1 where it takes a slot.
+        spec = policy.spec
+        self._stride = spec.num_experts
+        if capacity_bytes is None:
+            self._capacity, self._size_L = self.num_slots, (1,) * spec.num_layers
+            places = self.num_slots
+        else:
+            assert capacity_bytes >= self.num_slots * spec.slot_bytes
+            self._capacity, self._size_L = capacity_bytes, spec.expert_bytes_L
+            places = spec.total_experts
+        self._room = self._capacity
+        self._free = list(range(places - 1, -1, -1))
         self._unused: set[int] = set()  # prefetched and not used since
         self._counts = self.decode
         self._sink = sink
@@ -133,7 +157,8 @@ class Residency:
             ValueError: the policy left out a miss or gave up an expert that is still needed. That is a bug in the
                 policy, and it stops here, before a wrong weight can be used.
         """
-        base = event.layer * self.policy.spec.num_experts
+        base = event.layer * self._stride
+        size = self._size_L[event.layer]
         slot_of, policy, counts = self.slot_of, self.policy, self._counts
         hits: list[int] = []
         misses: list[int] = []
@@ -162,11 +187,14 @@ class Residency:
         wanted: set[int] = set()
         while to_load or to_compute:
             while to_load and not (policy.in_order and to_compute):
-                if not self._free and len(slot_of) == len(locked):
+                if (len(locked) + 1) * size > self._capacity:
                     break  # the pool is full of experts that wait to be computed
                 key = to_load.popleft()
-                evicted = -1 if self._free else policy.evict(locked)
-                slot = self._place(key, evicted, locked, prefetched=False)
+                evicted = -1
+                while self._room < size:
+                    evicted = policy.evict(locked)
+                    self._give_up(evicted, locked)
+                slot = self._place(key, size, prefetched=False)
                 steps.append(Step(StepKind.LOAD, key, slot, evicted))
                 locked.add(key)
                 to_compute.append(key)
@@ -180,7 +208,7 @@ class Residency:
             if not to_load and not (beside and to_compute):
                 self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
         for key in policy.after_last_expert(event):
-            self._free.append(self._remove(key))
+            self._give_up(key, ())
         return self._emit(event.forward.forward_id, event.layer, steps)
 
     def end_forward(self, info: ForwardInfo) -> None:
@@ -199,37 +227,44 @@ class Residency:
         """Place as many of `keys` as slots can be had for; `locked` experts and those `wanted` before stay."""
         while keys:
             key = keys[0]
-            evicted: int | None = -1
+            if key in self.slot_of:
+                keys.popleft()
+                wanted.add(key)
+                continue
+            size = self._size_L[key // self._stride]
             kept = locked | wanted
-            if key not in self.slot_of and not self._free:
+            evicted: int | None = -1
+            while self._room < size and evicted is not None:
                 if len(kept) == len(self.slot_of):
                     return  # until another expert of the event is computed
                 evicted = self.policy.evict_for_prefetch(key, kept)
+                if evicted is not None:
+                    self._give_up(evicted, kept)
             keys.popleft()
             if evicted is None:
                 continue
             wanted.add(key)
-            if key not in self.slot_of:
-                slot = self._place(key, evicted, kept, prefetched=True)
-                steps.append(Step(kind, key, slot, evicted))
-                self._unused.add(key)
-                self._counts.prefetch_loads += 1
+            slot = self._place(key, size, prefetched=True)
+            steps.append(Step(kind, key, slot, evicted))
+            self._unused.add(key)
+            self._counts.prefetch_loads += 1
 
-    def _place(self, key: int, evicted: int, locked: Collection[int], prefetched: bool) -> int:
-        if evicted in locked:
-            raise ValueError(f"{type(self.policy).__module__} gave up expert {evicted}, which is still needed")
-        slot = self._free.pop() if evicted < 0 else self._remove(evicted)
+    def _place(self, key: int, size: int, prefetched: bool) -> int:
+        self._room -= size
+        slot = self._free.pop()  # that of the last one given up, if any was
         self.slot_of[key] = slot
         self.policy.admit(key, prefetched)
         return slot
 
-    def _remove(self, key: int) -> int:
-        slot = self.slot_of.pop(key)
+    def _give_up(self, key: int, locked: Collection[int]) -> None:
+        if key in locked:
+            raise ValueError(f"{type(self.policy).__module__} gave up expert {key}, which is still needed")
+        self._free.append(self.slot_of.pop(key))
+        self._room += self._size_L[key // self._stride]
         if key in self._unused:
             self._unused.discard(key)
             self._counts.wasted += 1
         self.policy.removed(key)
-        return slot
 
     def _emit(self, forward: int, layer: int, steps: list[Step]) -> list[Step]:
         if self._sink is not None:

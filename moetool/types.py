@@ -79,6 +79,11 @@ class ModelSpec:
         """Bytes of a slot that any expert of the model fits into."""
         return max(self.expert_bytes_L)
 
+    @property
+    def all_experts_bytes(self) -> int:
+        """Bytes of all routed experts together."""
+        return sum(num * size for num, size in zip(self.num_experts_L, self.expert_bytes_L, strict=True))
+
     def expert_key(self, layer: int, expert: int) -> int:
         """One integer for (layer, expert): layer * E + expert."""
         return layer * self.num_experts + expert

@@ -14,7 +14,14 @@ _NEVER = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Belady has nothing to choose."""
+    """What Belady may give up.
+
+    Attributes:
+        whole_events: give up nothing that the event needs before the event is over, as textbooks and published curves
+            have it; otherwise an expert may go as soon as it is computed, which costs fewer loads.
+    """
+
+    whole_events: bool = False
 
 
 class Policy(policy.Policy):
@@ -40,6 +47,7 @@ class Policy(policy.Policy):
         self._next: dict[int, int] = {}  # of the residents and the event's misses
         self._heap: list[tuple[int, int]] = []  # (-number of next use, key), stale entries among them
         self._resident: set[int] = set()
+        self._held: list[int] = []  # with `whole_events`: the event's residents, kept out of the heap
 
     def foresee(self, events: Sequence[Sequence[int]]) -> None:
         coming: dict[int, int] = {}
@@ -56,14 +64,15 @@ class Policy(policy.Policy):
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
         following = self._following[self._event]
         self._event += 1
+        self._release()
         self._next.update(following)
         for key in hits:
-            heappush(self._heap, (-following[key], key))
+            self._offer(key)
         return sorted(misses, key=following.__getitem__, reverse=True)
 
     def admit(self, key: int, prefetched: bool) -> None:
         self._resident.add(key)
-        heappush(self._heap, (-self._next[key], key))
+        self._offer(key)
 
     def removed(self, key: int) -> None:
         self._resident.discard(key)
@@ -71,6 +80,19 @@ class Policy(policy.Policy):
     def evict(self, locked: Collection[int]) -> int:
         assert not locked  # in order: all that came before is computed when a miss is loaded
         while True:
+            if not self._heap:
+                self._release()  # the event is larger than the pool
             number, key = heappop(self._heap)
             if key in self._resident and -number == self._next[key]:
                 return key
+
+    def _offer(self, key: int) -> None:
+        if self.options.whole_events:
+            self._held.append(key)
+        else:
+            heappush(self._heap, (-self._next[key], key))
+
+    def _release(self) -> None:
+        for key in self._held:
+            heappush(self._heap, (-self._next[key], key))
+        self._held.clear()

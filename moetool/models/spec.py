@@ -238,9 +238,10 @@ def read_spec(path: Path, weights: bool = True) -> ModelSpec:
         UsageError: it is no MoE model of a family that moetool knows.
     """
     config = read_config(path)
-    dtype = checkpoint_dtype(path) if weights else config_dtype(config)
-    model = empty_model(config, torch.float32)  # overwrites the config's own data type
+    declared = config_dtype(config)  # the empty model overwrites it
+    model = empty_model(config, torch.float32)
     layers = moe_layers(model)
+    dtype = checkpoint_dtype(path) if weights else declared
     found = revision(path) if weights else hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
     return spec_of(model, layers, dtype, name=path.name, revision=found)
 

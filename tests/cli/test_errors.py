@@ -1,5 +1,6 @@
 """What is wrong is said in one line (found, expected, next command), with the right exit code."""
 
+import json
 import shutil
 import socket
 import subprocess
@@ -68,6 +69,7 @@ def test_every_command_explains_itself(run: Run) -> None:
         "doctor",
         "demo",
         "trace info",
+        "trace import",
         "plan cache",
     ):
         code, out, _ = run(*command.split(), "--help")
@@ -210,3 +212,31 @@ def test_two_writers_of_one_output(run: Run, tmp_path: Path) -> None:
     with durable.staged_directory(tmp_path / "t"):
         _one_line(run(*capture), 2, "another moetool is writing")
     assert (tmp_path / "t").is_dir()
+
+
+def test_importing_and_replaying_what_others_published(run: Run, tmp_path: Path) -> None:
+    lines = [
+        "# route_trace v1",
+        "# model=tiny.gguf arch=tiny n_layer=2 n_expert=4 n_expert_used=1",
+        "# layer=0 expert_bytes=100 dense_bytes=1",
+        "# layer=1 expert_bytes=50 dense_bytes=1",
+        "turn,phase,step,layer,slot,expert,weight,residency,expert_bytes",
+        *(f"0,{int(step > 0)},{step},{layer},0,{(step + layer) % 4},1,0,0" for step in range(5) for layer in (0, 1)),
+    ]
+    file, out = tmp_path / "routes.csv", tmp_path / "trace"
+    file.write_text("\n".join(lines[:-1]))
+    importing = ("trace", "import", file, "--format", "route_csv", "--out", out)
+    _one_line(run(*importing), 3, "step 4, layer 1 has 0 rows", "expected one for each of 1 slots", "cut off")
+    _one_line(run(*importing[:4], "csv", *importing[5:]), 2, "unknown format 'csv'", "route_csv")
+    file.write_text("\n".join(lines))
+    _one_line(run(*importing, "--as", "decode"), 2, "leave out --as")
+    code, printed, _ = run(*importing, "--json")
+    assert (code, json.loads(printed)["tokens"]) == (0, 5)
+    assert run("trace", "info", out)[0] == 0
+    replaying = ("replay", "--trace", out, "--policy", "belady", "--budget", "100%", "--json")
+    code, printed, _ = run(*replaying, "--set", "belady.whole_events=true")
+    (row,) = json.loads(printed)
+    assert (code, row["budget_bytes"], row["missed"]) == (0, 600, 8)
+    _one_line(run(*replaying, "--set", "lru.x=1"), 2, "--set 'lru' is for none of belady")
+    _one_line(run(*replaying, "--set", "belady.hole_events=true"), 2, "did you mean 'whole_events'")
+    _one_line(run(*replaying, "--pool", "byte"), 2, "did you mean 'bytes'")

@@ -118,9 +118,21 @@ def test_no_policy_makes_fewer_loads_than_belady(seed: int, num_slots: int, prom
     fewest = run(belady(spec, future, num_slots))
     others = [build_policy(name, spec, {}, num_slots) for name in ("on_demand", "lru", "lfu")]
     others.append(build_policy("lfu", spec, {"forget": True}, num_slots))
+    others.append(build_policy("belady", spec, {"whole_events": True}, num_slots, future=future))
     others.append(RandomPolicy(spec, num_slots, seed))
     for policy in others:
         assert run(policy) >= fewest
+
+
+def test_whole_events_give_up_nothing_of_the_event_before_it_is_over() -> None:
+    spec = make_spec(layers=1, experts=4)
+    events = [[0, 1], [0, 2], [1]]  # at the second event 0 may go once it is computed, and 1 stays
+
+    def policy(whole_events: bool) -> Policy:
+        return build_policy("belady", spec, {"whole_events": whole_events}, 2, future=events)
+
+    assert loads(policy(False), events) == 3
+    assert loads(policy(True), events) == 4
 
 
 def test_equal_next_uses_are_told_apart_by_what_follows() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.policy import build_policy
-from moetool.replay import DecisionDigest, decisions, replay
+from moetool.replay import DecisionDigest, decisions, replay, whole_bytes
 from moetool.residency import Residency, StepKind
 from moetool.trace import Trace
 from tests.synthetic import MadeUpPredictor, make_spec, write_trace
@@ -112,3 +112,22 @@ def test_what_cannot_be_replayed_is_refused(trace: Trace, monkeypatch: pytest.Mo
     monkeypatch.setattr("moetool.caching.lru.Policy.needs", frozenset({"experts", "logits"}))
     with pytest.raises(MismatchError, match="policy lru needs logits"):
         replay(trace, ["lru"], [6000])
+
+
+def test_a_pool_in_bytes_is_never_larger_than_its_budget_and_holds_more(trace: Trace) -> None:
+    (slots,), (in_bytes,) = (replay(trace, ["lru"], [9000], pool=pool) for pool in ("slots", "bytes"))
+    assert replay(trace, ["lru"], [9000]) == [slots]  # a trace of our own
+    assert in_bytes.counts.hit_rate > slots.counts.hit_rate
+    everything = whole_bytes(trace, "bytes")
+    assert (everything, whole_bytes(trace)) == (8 * 2400, 24 * 1000)
+    whole, less = replay(trace, ["lru"], [everything, everything - 1], pool="bytes")
+    assert whole.counts.missed <= 24 < less.counts.missed
+    with pytest.raises(UsageError, match="did you mean 'bytes'"):
+        replay(trace, ["lru"], [9000], pool="byte")
+
+
+def test_a_policy_that_takes_few_slots_gets_few_bytes(trace: Trace) -> None:
+    predictor = MadeUpPredictor(trace.spec)
+    few, many = replay(trace, ["duoserve"], [2000, 9000], predictor=predictor, pool="bytes")
+    assert few.slots == many.slots == 2
+    assert few.digest == many.digest

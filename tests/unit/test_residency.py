@@ -208,3 +208,39 @@ def test_a_policy_that_would_give_a_wrong_weight_is_stopped() -> None:
     residency.event(event([1, 2]))
     with pytest.raises(ValueError, match="still needed"):
         residency.event(event([1, 3]))
+
+
+def test_a_pool_in_bytes_gives_up_as_many_as_a_larger_expert_needs() -> None:
+    class Sized(Scripted):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.spec = make_spec(layers=2, experts=8, expert_bytes=(10, 25))
+
+    policy = Sized()
+    residency = Residency(policy, capacity_bytes=55)
+    residency.event(event([0, 1, 2, 3, 4]))
+    assert len(residency.slot_of) == 5  # as many as fit by their own size
+    assert residency.event(event([0], layer=1)) == [Step(LOAD, 8, 1, 1), Step(COMPUTE, 8, 1)]
+    assert sorted(residency.slot_of) == [2, 3, 4, 8]
+    assert residency.event(event([1, 2], layer=1)) == [
+        Step(LOAD, 9, 4, 4),
+        Step(LOAD, 10, 1, 8),
+        Step(COMPUTE, 9, 4),
+        Step(COMPUTE, 10, 1),
+    ]
+    policy.ahead = [5, 6]
+    assert residency.event(event([2], layer=1))[-2:] == [Step(PREFETCH, 5, 4, 9), Step(PREFETCH, 6, 3)]
+    assert sum(policy.spec.expert_bytes_L[key // 8] for key in residency.slot_of) <= 55
+    assert residency.counts.wasted == 0
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_with_experts_of_one_size_bytes_and_slots_are_the_same(in_order: bool) -> None:
+    rng = np.random.default_rng(3)
+    by_slots, in_bytes = Scripted(4, in_order=in_order), Scripted(4, in_order=in_order)
+    pools = Residency(by_slots), Residency(in_bytes, capacity_bytes=4 * 1000 + 999)
+    for _ in range(200):
+        needed = sorted(set(rng.integers(0, 8, 6).tolist()))
+        by_slots.ahead = in_bytes.ahead = rng.integers(0, 16, 2).tolist()
+        coming = event(needed, layer=int(rng.integers(2)))
+        assert pools[0].event(coming) == pools[1].event(coming)

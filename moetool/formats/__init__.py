@@ -1,0 +1,1 @@
+"""The files of other programs, one format a file; the file's name is the format's."""

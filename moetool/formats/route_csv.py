@@ -1,0 +1,175 @@
+"""Route traces of BigMoeOnEdge: CSV with one row for each expert that a token uses in a layer.
+
+    # route_trace v1
+    # model=… arch=… n_layer=… n_expert=… n_expert_used=…
+    # layer=0 expert_bytes=… dense_bytes=…
+    turn,phase,step,layer,slot,expert,weight,residency,expert_bytes
+
+Source: github.com/Helldez/BigMoeOnEdge, docs/bench-data/2026-07-15-route-trace. A step is a token; phase 0 is the
+prompt. `residency` and the column `expert_bytes` (0 for a hit) tell what that runtime's own cache did: they are not
+imported. The bytes of an expert are those of the header, which differ by layer in mixed quantisations.
+
+That runtime computes a prompt's last layer for the last token alone, so the other prompt tokens have no experts
+there. A trace has K for each token: these repeat the experts of a later prompt token, with weight 0, which leaves the
+union, and so the layer's event, as recorded.
+"""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from moetool.errors import MismatchError
+from moetool.routes import Routes, RouteSequence, check, revision_of
+from moetool.types import ModelSpec
+
+_COLUMNS = ("turn", "phase", "step", "layer", "slot", "expert", "weight", "residency", "expert_bytes")
+_USED = 6  # the columns before `weight`, all whole numbers
+_MAGIC = "# route_trace v1"
+_MODEL = re.compile(r"# model=(.+) arch=(\S+) n_layer=(\d+) n_expert=(\d+) n_expert_used=(\d+)")
+_LAYER = re.compile(r"# layer=(\d+) expert_bytes=(\d+)\b")
+_LONGEST = 18  # digits that surely fit 64 bits
+
+
+def read_routes(path: Path) -> Routes:
+    """Read and check the whole file; each turn of the conversation is a sequence.
+
+    Raises:
+        MismatchError: it is damaged, or not such a file.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise MismatchError(f"{path} is no text ({error.reason}), expected a CSV file of routes") from None
+    num_header = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    spec = _spec(path, lines[:num_header])
+    rows_R6, weight_R = _rows(path, lines[num_header:], num_header + 1)
+    notes = [
+        "top-k only: no scores over all experts, no embeddings, no token ids",
+        "the hidden size and the shared experts are not in the file",
+        "what the runtime's own cache held (residency, expert_bytes of a row) is left out",
+    ]
+    order = rows_R6[:, 0]
+    if (np.diff(order) < 0).any():
+        raise MismatchError(f"{path} goes back to an earlier turn, expected them in order; rows are mixed")
+    sequences = [
+        _turn(path, spec, int(turn), rows_R6[order == turn], weight_R[order == turn], notes)
+        for turn in np.unique(order)
+    ]
+    if len(sequences) > 1:
+        notes.append("each turn of the conversation is a request of its own")
+    sums = [s.weights_TS[-1:].astype(np.float32).reshape(spec.num_layers, -1).sum(axis=1) for s in sequences]
+    renormalize = bool((np.abs(np.concatenate(sums) - 1) < 0.01).all())
+    return Routes(spec=replace(spec, renormalize=renormalize), task="conversation", sequences=sequences, notes=notes)
+
+
+def _spec(path: Path, header: list[str]) -> ModelSpec:
+    if not header or header[0].strip() != _MAGIC:
+        raise MismatchError(f"{path} begins with {_quote(header)}, expected {_MAGIC!r}; is it a route CSV?")
+    if (match := next(filter(None, map(_MODEL.match, header)), None)) is None:
+        raise MismatchError(f"{path} has no line '# model=… arch=… n_layer=… n_expert=… n_expert_used=…' in its header")
+    name = re.split(r"[/\\]", match[1])[-1].removesuffix(".gguf")
+    num_layers, num_experts, top_k = (int(match[i]) for i in (3, 4, 5))
+    sizes = {int(found[1]): int(found[2]) for found in map(_LAYER.match, header) if found}
+    layers = tuple(layer for layer in sorted(sizes) if sizes[layer])
+    if not layers or layers[-1] >= num_layers or not 0 < top_k <= num_experts:
+        raise MismatchError(
+            f"{path} has expert_bytes for {len(layers)} layers and top-{top_k} of {num_experts} experts in its header, "
+            f"expected a line '# layer=… expert_bytes=…' for each MoE layer of {num_layers}; get it again"
+        )
+    expert_bytes = tuple(sizes[layer] for layer in layers)
+    facts = {"layers": layers, "num_experts": num_experts, "top_k": top_k, "expert_bytes": expert_bytes}
+    return ModelSpec(
+        name=name,
+        revision=revision_of(name, facts),
+        layer_ids_L=layers,
+        num_experts_L=(num_experts,) * len(layers),
+        top_k_L=(top_k,) * len(layers),
+        has_logits_L=(False,) * len(layers),
+        num_shared_experts=0,
+        num_groups=1,
+        hidden_size=0,
+        expert_bytes_L=expert_bytes,
+        score_function="softmax",
+        renormalize=False,
+    )
+
+
+def _rows(path: Path, lines: list[str], first: int) -> tuple[np.ndarray, np.ndarray]:
+    """turn, phase, step, layer, slot, expert of each row, int64 [R, 6], and its weight, float32 [R]."""
+    names = tuple(lines[0].split(",")) if lines else ()
+    if names != _COLUMNS:
+        raise MismatchError(f"{path} has the columns {', '.join(names) or 'none'}, expected {', '.join(_COLUMNS)}")
+    numbers, weights = [], []
+    for at, line in enumerate(lines[1:], first + 1):
+        row = line.split(",")
+        try:
+            if len(row) != len(_COLUMNS) or max(map(len, row[:_USED])) > _LONGEST:
+                raise ValueError
+            numbers.append([int(value) for value in row[:_USED]])
+            weights.append(float(row[_USED]))
+        except ValueError:
+            raise MismatchError(
+                f"{path}, line {at}: {line[:80]!r}, expected {len(_COLUMNS)} numbers; the file is cut off or damaged"
+            ) from None
+    if not numbers:
+        raise MismatchError(f"{path} has no rows after its header; get it again")
+    return np.array(numbers), np.array(weights, np.float32)
+
+
+def _turn(
+    path: Path, spec: ModelSpec, turn: int, rows_R6: np.ndarray, weight_R: np.ndarray, notes: list[str]
+) -> RouteSequence:
+    """One turn: its tokens in order, with what a prompt's last layer lacks filled in."""
+    where, top_k = f"{path}, turn {turn}", spec.top_k_L[0]
+    _, phase_R, step_R, layer_R, slot_R, expert_R = rows_R6.T
+    index = {layer: i for i, layer in enumerate(spec.layer_ids_L)}
+    for name, column, allowed in (
+        ("layer", layer_R, index),
+        ("slot", slot_R, range(top_k)),
+        ("phase", phase_R, (0, 1)),
+    ):
+        if unknown := sorted(set(np.unique(column).tolist()) - set(allowed)):
+            raise MismatchError(f"{where} has {name} {unknown[0]}, which its header does not; the file is damaged")
+    steps = np.unique(step_R)
+    num_tokens = len(steps)
+    if steps[-1] - steps[0] + 1 != num_tokens:
+        missing = next(before + 1 for before, after in pairwise(steps.tolist()) if after != before + 1)
+        raise MismatchError(f"{where} has no step {missing}, expected every one up to {steps[-1]}; rows are missing")
+    token_R = step_R - steps[0]
+    shape = num_tokens, spec.num_layers, top_k
+    place = token_R, np.array([index[layer] for layer in layer_R.tolist()]), slot_R
+    experts, weights, times = np.zeros(shape, np.int64), np.zeros(shape, np.float32), np.zeros(shape, np.int64)
+    experts[place], weights[place] = expert_R, weight_R
+    np.add.at(times, place, 1)
+    prompt_tokens = num_tokens - len(np.unique(token_R[phase_R == 1]))
+    if not prompt_tokens or token_R[phase_R == 0].max(initial=-1) != prompt_tokens - 1:
+        raise MismatchError(f"{where} has new tokens before or without a prompt (phase 0); rows are missing or mixed")
+    wrong_TL = (times != 1).any(axis=2)
+    wrong_TL[: prompt_tokens - 1, -1] &= times[: prompt_tokens - 1, -1].any(axis=1)  # may be absent as a whole
+    if wrong_TL.any():
+        at, layer = np.argwhere(wrong_TL)[0]
+        raise MismatchError(
+            f"{where}, step {steps[at]}, layer {spec.layer_ids_L[layer]} has {times[at, layer].sum()} rows, expected "
+            f"one for each of {top_k} slots; the file is cut off or damaged"
+        )
+    absent = np.flatnonzero(~times[:prompt_tokens, -1].any(axis=1))
+    for token in absent[::-1]:
+        experts[token, -1] = experts[token + 1, -1]
+    if len(absent):
+        notes.append(
+            f"turn {turn}: {len(absent)} of {prompt_tokens} prompt tokens have no experts in layer "
+            f"{spec.layer_ids_L[-1]} in the file; they repeat those of a later one, with weight 0, so that the union "
+            f"of the prompt is as recorded"
+        )
+    experts_TS, weights_TS = experts.reshape(num_tokens, -1), weights.reshape(num_tokens, -1).astype(np.float16)
+    check(where, spec, experts_TS, weights_TS)
+    return RouteSequence(
+        name=str(turn), prompt_tokens=prompt_tokens, experts_TS=experts_TS.astype(np.uint16), weights_TS=weights_TS
+    )
+
+
+def _quote(lines: list[str]) -> str:
+    return repr(lines[0][:40]) if lines else "nothing of a header"
