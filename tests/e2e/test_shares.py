@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -9,10 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moetool import prompts as prompt_sets
 from moetool.capture import CaptureOptions, capture
 from moetool.errors import CapacityError, MoetoolError
+from moetool.models.loading import load_full
+from moetool.models.spec import dense_bytes, read_spec
 from moetool.prompts import Prompt
 from moetool.serving.assembly import open_pooled
 from moetool.shares import capture_with_workers, join, share_path
@@ -97,3 +102,37 @@ def test_a_model_larger_than_memory_gives_the_same_experts(texts: list[Prompt], 
     assert np.allclose(rows.weights_TS, expected.weights_TS, atol=1e-3)
     with pytest.raises(CapacityError, match="at least 2 expert slots"):
         capture("reference", texts, tmp_path / "u", OPTIONS, open_model=partial(open_pooled, device_memory_bytes=dense))
+
+
+def test_experts_of_a_hundred_times_the_memory(texts: list[Prompt], reference: Path, tmp_path: Path) -> None:
+    """A narrow model with 512 wide experts, random: 50 MB of them, and less than half a megabyte for everything."""
+    config = Qwen3MoeConfig(
+        vocab_size=4096,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=256,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1024,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "m")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(reference / name, tmp_path / "m")
+    spec = read_spec(tmp_path / "m")
+    memory = dense_bytes(tmp_path / "m", torch.float32) + 2 * spec.slot_bytes
+    assert sum(spec.expert_bytes_L) * 256 > 100 * memory
+    options = CaptureOptions(max_new_tokens=2, batch_size=3, threads=1)
+    opener = partial(open_pooled, device_memory_bytes=memory)
+    whole, pooled = (
+        Trace(capture(str(tmp_path / "m"), texts[:3], tmp_path / name, options, open_model=how).out)
+        for name, how in (("whole", load_full), ("pooled", opener))
+    )
+    expected, rows = (TokenBatch.concatenate(list(trace.batches())) for trace in (whole, pooled))
+    assert (rows.token_id_T == expected.token_id_T).all()
+    assert (rows.experts_TS == expected.experts_TS).all()
