@@ -41,9 +41,15 @@ class Captured:
     bytes: int
     seconds: float
 
+    @property
+    def tokens(self) -> int:
+        """Rows of the trace: the tokens that were forwarded, all but the last one of each answer."""
+        return self.prompt_tokens + self.new_tokens - self.requests
+
     def to_json(self) -> dict[str, Any]:
         """The summary, for --json."""
-        return {**{name: getattr(self, name) for name in self.__slots__}, "out": str(self.out)}
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return {**values, "out": str(self.out), "tokens": self.tokens}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

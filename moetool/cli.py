@@ -118,11 +118,10 @@ def capture(
     if as_json:
         tables.print_json(made.to_json())
         return
-    tokens = made.prompt_tokens + made.new_tokens
     skipped = f", {made.skipped} prompts left out (empty, or too long for the context)" if made.skipped else ""
     print(
-        f"{out}: {made.requests:,} prompts, {tokens:,} tokens, {tables.count(made.bytes, 'B')} "
-        f"({made.bytes / tokens:,.0f} bytes a token) in {made.seconds:,.1f} s{skipped}"
+        f"{out}: {made.requests:,} prompts, {made.tokens:,} tokens, {tables.count(made.bytes, 'B')} "
+        f"({made.bytes / made.tokens:,.0f} bytes a token) in {made.seconds:,.1f} s{skipped}"
     )
 
 

@@ -110,8 +110,9 @@ def _capture(out: Path, recipe: dict[str, Any]) -> None:
             overwrite=True,
             on_progress=on_progress,
         )
-    tokens = made.prompt_tokens + made.new_tokens
-    print(f"     {made.requests} prompts, {tokens:,} tokens, {tables.count(made.bytes, 'B')} in {made.seconds:.0f} s")
+    print(
+        f"     {made.requests} prompts, {made.tokens:,} tokens, {tables.count(made.bytes, 'B')} in {made.seconds:.0f} s"
+    )
 
 
 def _train(out: Path, recipe: dict[str, Any]) -> None:

@@ -83,17 +83,18 @@ def choose_cache(
     used, held_out = _split(trace, frozenset(trained_on), seed)
     candidates = list(policies) if policies else servable(trace, predictor)
     paying = [name for name in candidates if policy_class(name).needs_predictor]
+    left_out: dict[str, str] = {}  # candidates that do not fit, and why
     if budget - predictor_bytes < MIN_SLOTS * spec.slot_bytes and len(paying) < len(candidates):
-        candidates, paying = [name for name in candidates if name not in paying], []  # the predictor leaves no room
+        left_out = dict.fromkeys(paying, f"whose predictor of {predictor_bytes:,} bytes leaves no room for experts")
+        candidates, paying = [name for name in candidates if name not in paying], []
 
     chosen_options = {name: parse_options(name, (options or {}).get(name, {})) for name in candidates}
-    too_large: dict[str, int] = {}  # candidates that do not fit, and the slots that they need
     if not policies:
         for name in candidates:
             fewest = policy_class(name).min_slots(spec, chosen_options[name])
             if fewest > slots_within(spec, budget - predictor_bytes if name in paying else budget):
-                too_large[name] = fewest
-        candidates, paying = ([name for name in names if name not in too_large] for names in (candidates, paying))
+                left_out[name] = f"which needs {fewest} slots"
+        candidates, paying = ([name for name in names if name not in left_out] for names in (candidates, paying))
 
     def rows(names: list[str], requests: frozenset[int]) -> list[Row]:
         asked: dict[str, Any] = {"predictor": predictor, "options": options, "requests": requests, "pool": "slots"}
@@ -122,7 +123,7 @@ def choose_cache(
         requests_used=tuple(sorted(used)),
         requests_held_out=tuple(sorted(held_out)),
         evidence=tuple(row.to_json() for row in evidence),
-        reason=_reason(choice.policy, evidence, len(used), len(held_out), too_large),
+        reason=_reason(choice.policy, evidence, len(used), len(held_out), left_out),
     )
 
 
@@ -181,14 +182,12 @@ def _cheapest(rows: Sequence[Row]) -> Row:
     return min(rows, key=lambda row: (row.bytes_per_decode_token, row.loaded_bytes, row.slots))
 
 
-def _reason(
-    chosen: str, evidence: Sequence[Row], num_used: int, num_held_out: int, too_large: Mapping[str, int]
-) -> str:
+def _reason(chosen: str, evidence: Sequence[Row], num_used: int, num_held_out: int, left_out: Mapping[str, str]) -> str:
     """One sentence with the numbers of the held-out requests."""
     moved = {row.policy: f"{row.bytes_per_decode_token:,.0f}" for row in evidence}
     hits = {row.policy: f"{100 * row.decode.hit_rate:.1f} %" for row in evidence}
     others = ", ".join(f"{name} {moved[name]}" for name in moved if name not in (chosen, _BOUND))
-    absent = ", ".join(f"{name}, which needs {slots} slots" for name, slots in too_large.items())
+    absent = "; ".join(f"{name}, {why}" for name, why in left_out.items())
     return (
         f"{chosen} moved the fewest bytes per decode token on {num_used} requests; on {num_held_out} others, held out, "
         f"it moves {moved[chosen]} at a decode hit rate of {hits[chosen]}"

@@ -8,10 +8,12 @@ import itertools
 import multiprocessing
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +52,7 @@ def capture_with_workers(
     durable.require_absent(out, overwrite, MANIFEST)
     context = multiprocessing.get_context("spawn")
     arguments = [(model, prompts, out, options, (i, workers), open_model) for i in range(1, workers)]
-    processes = [context.Process(target=_work, args=args, daemon=True) for args in arguments]
+    processes = [context.Process(target=_child, args=args, daemon=True) for args in arguments]
     for process in processes:
         process.start()
     try:
@@ -175,6 +177,15 @@ class _Batches:
         if found != batch:
             raise MismatchError(f"a part holds batch {found} where {batch} was expected; capture again")
         return rows
+
+
+def _child(*arguments: Any) -> None:
+    """A worker process: its errors are one line, as everywhere."""
+    try:
+        _work(*arguments)
+    except MoetoolError as error:
+        print(f"moetool: worker {arguments[4][0]}: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
 
 
 def _work(

@@ -92,6 +92,8 @@ def build_engine(
     assert loaded.files is not None
     if plan is not None:
         plan.check(loaded.spec)
+        if plan.pinned:
+            raise UsageError(f"the plan pins {len(plan.pinned)} experts, which this server cannot do yet; plan without")
     predicts = _predictor(predictor, plan if from_plan else None) if kind.needs_predictor else None
     slots = loaded.spec.total_experts
     if device_memory_bytes is None and plan is not None:

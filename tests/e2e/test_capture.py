@@ -47,7 +47,8 @@ def test_a_trace_has_the_prefill_and_decode_of_every_prompt(tmp_path: Path, full
     )
     trace = Trace(tmp_path / "t")
     trace.verify()
-    assert (made.requests, trace.num_tokens) == (5, made.prompt_tokens + made.new_tokens - 5)
+    assert (made.requests, trace.num_tokens) == (5, made.tokens)
+    assert made.tokens == made.prompt_tokens + made.new_tokens - 5
     rows = _rows(trace, columns=["weights", "logits", "hidden"])
     embeddings = {(request, iteration): e for request, iteration, e in trace.embeddings()}
     for request, prompt in enumerate(texts):

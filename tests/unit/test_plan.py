@@ -110,3 +110,10 @@ def test_foreign_and_damaged_plans_are_refused_in_one_line(trace: Trace, tmp_pat
     other = replace(make_spec(layers=5), name="other")
     with pytest.raises(MismatchError, match=r"the plan was made for synthetic .* but the model is of other"):
         plan.check(other)
+
+
+def test_a_predictor_that_leaves_no_room_is_said(trace: Trace) -> None:
+    predictor = MadeUpPredictor(trace.spec)
+    plan = choose_cache(trace, 10_000, predictor=predictor, predictor_bytes=9_000)
+    assert "left out: duoserve, whose predictor of 9,000 bytes leaves no room" in plan.reason
+    assert "duoserve" not in {row["policy"] for row in plan.evidence}
