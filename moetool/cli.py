@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import json
 import os
+import shlex
 import sys
 import tomllib
 from dataclasses import asdict
@@ -31,8 +33,10 @@ app = typer.Typer(
 )
 trace_app = typer.Typer(help="Look at traces, and import those of others.", no_args_is_help=True)
 plan_app = typer.Typer(help="Decide where experts live.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure what belongs together, side by side.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
+app.add_typer(bench_app, name="bench")
 
 
 def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -305,8 +309,7 @@ def replay(
     source = Trace(trace)
     budgets = [parse_bytes(text, whole_bytes(source, pool)) for text in _split(budget)]
     names, options = _split(policy), parse_settings(settings)
-    if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
-        raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(names)}; write POLICY.OPTION=VALUE")
+    _require_policies(names, options)
     predicts = None
     if predictor is not None:
         from moetool.predictor import load_predictor
@@ -448,6 +451,69 @@ def profile(
         tables.print_profile(made)
 
 
+@bench_app.command("serve")
+def bench_serve(
+    policy: Annotated[list[str], typer.Option(help="Cache policies; repeat, or separate by commas.")],
+    budget: Annotated[list[str], typer.Option(help="For experts: bytes (64MB) or a share of all experts (25%).")],
+    model: Annotated[
+        str | None, typer.Argument(help="'reference', a folder in Hugging Face format, or a hub name.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Instead of MODEL a config alone, such as deepseek-v2-lite: random weights.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="MoE layers of the shape; all, if not given.")] = None,
+    routes: Annotated[Path | None, typer.Option(help="Folder of a trace whose routing the model follows.")] = None,
+    data: Annotated[
+        list[str], typer.Option(help="Prompts of a MODEL that routes by itself: embedded sets, or files.")
+    ] = [],  # noqa: B006
+    predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor.")] = None,
+    work: Annotated[Path, typer.Option(help="Where random weights are kept for the next time.")] = Path(
+        "moetool-bench"
+    ),
+    settings: Annotated[
+        list[str], typer.Option("--set", help="bench.rounds, bench.requests, ..., and POLICY.OPTION. Repeatable.")
+    ] = [],  # noqa: B006
+    as_json: Json = False,
+    out: Annotated[Path | None, typer.Option("--out", help="The results with their raw values, a JSON file.")] = None,
+    recipe: Recipe = None,
+) -> None:
+    """Time policies and budgets against each other in a live engine, beside their bounds."""
+    if out is not None:
+        durable.require_writable(out)
+    names, options = _split(policy), parse_settings(settings)
+    values = options.pop("bench", {})
+    _require_policies(names, options)
+    from moetool.bench.results import print_serve_bench
+    from moetool.bench.serve import bench_serve as run
+    from moetool.bench.stage import BenchOptions, Subject
+
+    subject = Subject(
+        model=model,
+        shape=shape,
+        layers=layers,
+        routes=routes,
+        data=tuple(_split(data)) if data else (),
+        predictor=predictor,
+        work=work,
+    )
+    with tables.progress(f"benching {model or shape}", 100) as on_progress:
+        made = run(
+            subject,
+            policies=names,
+            budgets=_split(budget),
+            options=parse(BenchOptions, values, "bench"),
+            policy_options=options,
+            command=shlex.join(["moetool", *sys.argv[1:]]),
+            on_progress=on_progress,
+        )
+    if out is not None:
+        durable.write_text(out, json.dumps(made.to_json(), indent=1) + "\n")
+    if as_json:
+        tables.print_json(made.to_json())
+    else:
+        print_serve_bench(made)
+
+
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what of this machine moetool can use; run it in the folder where models lie."""
@@ -485,6 +551,12 @@ def demo(
     from moetool.demo import run
 
     run(out)
+
+
+def _require_policies(names: list[str], options: dict[str, Any]) -> None:
+    """Raises: UsageError where a setting is no policy's option."""
+    if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
+        raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(names)}; write POLICY.OPTION=VALUE")
 
 
 def _split(values: list[str]) -> list[str]:
