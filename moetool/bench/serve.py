@@ -24,7 +24,7 @@ from moetool.models.decoding import kv_cache_bytes
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.loading import load_full
 from moetool.models.spec import dense_bytes
-from moetool.policy import Policy, build_policy, policy_class, slots_within
+from moetool.policy import Policy, build_policy, parse_options, policy_class, slots_within
 from moetool.probes.disk import THREADS, DiskProbe
 from moetool.replay import Row, replay
 from moetool.types import ModelSpec
@@ -139,24 +139,30 @@ def _entries(
 ) -> tuple[list[Row], list[_Entry], list[str]]:
     """The rows of policies that are only replayed, the lines to serve, and what there is to say about them."""
     spec = stage.loaded.spec
-    rows: dict[tuple[str, int], Row] = {}
-    if stage.part is not None:
-        made = replay(stage.part, list(kinds), sizes, predictor=stage.predictor, options=values, pool="slots")
-        rows = {(row.policy, row.budget_bytes): row for row in made}
-    futures = [row for (name, _), row in rows.items() if kinds[name].needs_future]
+    futures: list[Row] = []
     entries: list[_Entry] = []
     notes: list[str] = []
-    for name in (name for name, kind in kinds.items() if not kind.needs_future):
+    for name, kind in kinds.items():
+        given = values.get(name, {})
+        fewest = kind.min_slots(spec, parse_options(name, given))
+        fitting = [size for size in sizes if slots_within(spec, size) >= fewest]
+        notes += [f"{name} needs {fewest} slots: left out with {size:,} bytes" for size in sizes if size not in fitting]
+        rows: dict[int, Row] = {}
+        if stage.part is not None and fitting:
+            made = replay(stage.part, [name], fitting, predictor=stage.predictor, options={name: given}, pool="slots")
+            rows = {row.budget_bytes: row for row in made}
+        if kind.needs_future:
+            futures += rows.values()
+            continue
         seen: set[int] = set()
-        for size in sizes:
-            build = _builder(name, stage, values.get(name, {}), slots_within(spec, size))
+        for size in fitting:
+            build = _builder(name, stage, given, slots_within(spec, size))
             slots = build().num_slots
             if slots in seen:
                 notes.append(f"{name} has {slots} slots with {size:,} bytes too: measured once")
                 continue
             seen.add(slots)
-            row = rows.get((name, size))
-            entries.append(_Entry(policy=name, budget_bytes=size, slots=slots, build=build, replayed=row))
+            entries.append(_Entry(policy=name, budget_bytes=size, slots=slots, build=build, replayed=rows.get(size)))
     return futures, entries, notes
 
 
