@@ -102,6 +102,7 @@ class ServeBench:
         direct: whether reads went past the page cache.
         disk_bytes_s: the disk's rate for whole experts, by the best number of threads; the median over rounds.
         disk_threads: that number.
+        disk_rates: the rate by the number of threads.
         routes: folder of the routes that were followed; None where the routers chose.
         requests, prompt_tokens, new_tokens, rounds: the workload; prompt tokens of each request.
         lines: one a policy and budget, and the lines beside them.
@@ -121,6 +122,7 @@ class ServeBench:
     direct: bool
     disk_bytes_s: float
     disk_threads: int
+    disk_rates: dict[int, float]
     routes: str | None
     requests: int
     prompt_tokens: tuple[int, ...]

@@ -15,8 +15,9 @@ from moetool.models.loading import LoadedModel
 from moetool.models.sequential import Sequential, open_batcher
 from moetool.policy import Policy
 from moetool.request import Output, SamplingParams
-from moetool.residency import Counts
+from moetool.residency import Counts, Residency, Step
 from moetool.serving.engine import Engine
+from moetool.types import ForwardInfo, GateEvent
 
 _SPARE_TOKENS = 64  # whole pages of the cache, and room to spare
 
@@ -138,20 +139,20 @@ def run_engine(
         kv_tokens=workload.kv_tokens,
         max_batch_tokens=max(512, workload.longest_prompt),  # a prompt is one forward
     )
-    engine = Engine(loaded, None, policy, batcher, model_name=loaded.spec.name, io_threads=io_threads)
+    residency = _Booked(policy)
+    engine = Engine(loaded, None, residency, batcher, model_name=loaded.spec.name, io_threads=io_threads)
     try:
         engine.state = "ready"  # driven from here, forward by forward: the engine's own thread is not started
         _announce(batcher, forced)
-        bookings = _Bookings(engine.residency)
         if warm:
-            _drive(engine, workload, forced, bookings)
-            engine.residency.prefill, engine.residency.decode = Counts(), Counts()
-        prefill, decode = _drive(engine, workload, forced, bookings)
+            _drive(engine, workload, forced, residency)
+            residency.prefill, residency.decode = Counts(), Counts()
+        prefill, decode = _drive(engine, workload, forced, residency)
         return Run(
             prefill=prefill,
             decode=decode,
-            prefill_counts=engine.residency.prefill,
-            decode_counts=engine.residency.decode,
+            prefill_counts=residency.prefill,
+            decode_counts=residency.decode,
         )
     finally:
         engine.close()
@@ -199,23 +200,38 @@ class _Plain:
         return {}
 
 
-class _Bookings:
-    """Seconds that a residency takes, with the policy and the predictor that it asks."""
+class _Booked(Residency):
+    """A residency that takes its own time, with that of the policy and the predictor that it asks."""
 
-    def __init__(self, residency: Any) -> None:
-        self.seconds = 0.0
-        for name in ("begin_forward", "event", "end_forward", "end_request"):
-            setattr(residency, name, self._timed(getattr(residency, name)))
+    booked_s = 0.0
 
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return method(*args)
-            finally:
-                self.seconds += time.perf_counter() - began
+    def begin_forward(self, info: ForwardInfo) -> list[Step]:
+        began = time.perf_counter()
+        steps = super().begin_forward(info)
+        self.booked_s += time.perf_counter() - began
+        return steps
 
-        return timed
+    def route(self, event: GateEvent) -> Sequence[Sequence[int]] | None:
+        began = time.perf_counter()
+        routed = super().route(event)
+        self.booked_s += time.perf_counter() - began
+        return routed
+
+    def event(self, event: GateEvent) -> list[Step]:
+        began = time.perf_counter()
+        steps = super().event(event)
+        self.booked_s += time.perf_counter() - began
+        return steps
+
+    def end_forward(self, info: ForwardInfo) -> None:
+        began = time.perf_counter()
+        super().end_forward(info)
+        self.booked_s += time.perf_counter() - began
+
+    def end_request(self, request: int) -> None:
+        began = time.perf_counter()
+        super().end_request(request)
+        self.booked_s += time.perf_counter() - began
 
 
 def _announce(batcher: Any, forced: ForcedRoutes | None) -> None:
@@ -233,7 +249,7 @@ def _announce(batcher: Any, forced: ForcedRoutes | None) -> None:
 
 
 def _drive(
-    server: Any, workload: Workload, forced: ForcedRoutes | None, bookings: _Bookings | None
+    server: Any, workload: Workload, forced: ForcedRoutes | None, residency: _Booked | None
 ) -> tuple[PhaseTimes, PhaseTimes]:
     """One request after the other; the forwards of prompts, and those of later tokens."""
     params = SamplingParams(max_tokens=workload.new_tokens, ignore_eos=True)
@@ -243,7 +259,7 @@ def _drive(
         if output.error is not None:
             raise MoetoolError(f"a forward failed: {output.error}")
 
-    before = _totals(server, bookings)
+    before = _totals(server, residency)
     for number, prompt in enumerate(workload.prompts):
         request = server.submit(list(prompt), params, sink)
         if forced is not None:
@@ -253,7 +269,7 @@ def _drive(
             began = time.perf_counter()
             server.step()
             seconds = time.perf_counter() - began
-            after = _totals(server, bookings)
+            after = _totals(server, residency)
             phases[min(forwards, 1)].append([seconds, *(b - a for a, b in zip(before, after, strict=True))])
             before = after
             forwards += 1
@@ -262,10 +278,10 @@ def _drive(
     return prefill, decode
 
 
-def _totals(server: Any, bookings: _Bookings | None) -> list[float]:
+def _totals(server: Any, residency: _Booked | None) -> list[float]:
     metrics = server.metrics()
     names = ("bytes_read", "prefetch_bytes_read", "stall_seconds")
-    return [*(metrics.get(name, 0.0) for name in names), bookings.seconds if bookings else 0.0]
+    return [*(metrics.get(name, 0.0) for name in names), residency.booked_s if residency is not None else 0.0]
 
 
 def _phase(forwards: Sequence[Sequence[float]]) -> PhaseTimes:

@@ -122,6 +122,7 @@ def bench_serve(
             direct=files.shards.direct,
             disk_bytes_s=statistics.median(disk[threads]),
             disk_threads=threads,
+            disk_rates={number: statistics.median(rates) for number, rates in disk.items()},
             routes=None if stage.part is None else str(stage.part.path),
             requests=len(stage.workload.prompts),
             prompt_tokens=tuple(map(len, stage.workload.prompts)),
@@ -147,9 +148,10 @@ def _entries(
         fewest = kind.min_slots(spec, parse_options(name, given))
         fitting = [size for size in sizes if slots_within(spec, size) >= fewest]
         notes += [f"{name} needs {fewest} slots: left out with {size:,} bytes" for size in sizes if size not in fitting]
+        predictor = stage.predictor if kind.needs_predictor else None
         rows: dict[int, Row] = {}
         if stage.part is not None and fitting:
-            made = replay(stage.part, [name], fitting, predictor=stage.predictor, options={name: given}, pool="slots")
+            made = replay(stage.part, [name], fitting, predictor=predictor, options={name: given}, pool="slots")
             rows = {row.budget_bytes: row for row in made}
         if kind.needs_future:
             futures += rows.values()
@@ -168,7 +170,8 @@ def _entries(
 
 def _builder(name: str, stage: Stage, values: Mapping[str, Any], slots: int) -> Callable[[], Policy]:
     spec: ModelSpec = stage.loaded.spec
-    return lambda: build_policy(name, spec, values, slots, predictor=stage.predictor)
+    predictor = stage.predictor if policy_class(name).needs_predictor else None
+    return lambda: build_policy(name, spec, values, slots, predictor=predictor)
 
 
 def _require_memory(stage: Stage, entries: Sequence[_Entry]) -> int:

@@ -133,7 +133,7 @@ def open_stage(
     trace = Trace(subject.routes) if subject.routes is not None else None
     for name, kind in kinds.items():
         if trace is not None:
-            trace.require(kind.needs, f"policy {name}")
+            _require_routes(f"policy {name}", kind.needs)
         elif kind.needs_future:
             raise UsageError(f"policy {name} has to know the future: give --routes DIR, or leave it out")
         if kind.needs_predictor and subject.predictor is None:
@@ -141,6 +141,7 @@ def open_stage(
     predictor = load_predictor(subject.predictor) if subject.predictor is not None else None
     if trace is not None and predictor is not None:
         trace.spec.require_same(predictor.spec, "the routes", "the predictor")
+        _require_routes("the predictor", predictor.needs)
     name = subject.shape or str(subject.model)
     if subject.shape is not None:
         path = random_checkpoint(subject.shape, subject.layers, subject.work, seed=options.seed)
@@ -158,6 +159,15 @@ def open_stage(
         loaded.spec.require_same(predictor.spec, "the model", "the predictor")
     workload = _prompts(path, subject.data, predictor, options)
     return Stage(name=name, loaded=loaded, workload=workload, predictor=predictor, part=None, forced=None)
+
+
+def _require_routes(user: str, needs: frozenset[str]) -> None:
+    """Raises: UsageError for a policy or predictor that looks at more than which experts are chosen."""
+    if more := sorted(needs - {"experts", "weights"}):
+        raise UsageError(
+            f"{user} looks at {', '.join(more)}, which mean nothing in a model that is made to follow routes; bench it "
+            "on a MODEL that routes by itself, with --data"
+        )
 
 
 def _following(

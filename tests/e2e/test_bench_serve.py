@@ -174,6 +174,12 @@ def test_requests_must_be_long_enough(subject: Subject) -> None:
         bench_serve(subject, policies=["lru"], budgets=["25%"], options=options)
 
 
+def test_what_looks_at_scores_is_not_benched_on_made_up_ones(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lru.Policy, "needs", frozenset({"experts", "logits"}))
+    with pytest.raises(UsageError, match=r"policy lru looks at logits, .* bench it on a MODEL that routes by itself"):
+        bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
+
+
 def _main(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
     monkeypatch.setattr(sys, "argv", ["moetool", *map(str, args)])
     with pytest.raises(SystemExit) as ended:
