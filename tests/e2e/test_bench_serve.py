@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from moetool import cli
-from moetool.bench import stage
+from moetool.bench import serve, stage
 from moetool.bench.checkpoint import random_checkpoint
-from moetool.bench.results import RESIDENT
+from moetool.bench.results import OFFLOADED, PLAIN, RESIDENT
 from moetool.bench.routes import Chosen, CutPredictor, ForcedRoutes, bench_spec, choose, write_part
 from moetool.bench.runs import Workload, run_engine, run_plain
 from moetool.bench.serve import bench_serve
@@ -178,6 +178,31 @@ def test_what_looks_at_scores_is_not_benched_on_made_up_ones(subject: Subject, m
     monkeypatch.setattr(lru.Policy, "needs", frozenset({"experts", "logits"}))
     with pytest.raises(UsageError, match=r"policy lru looks at logits, .* bench it on a MODEL that routes by itself"):
         bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
+
+
+def test_transformers_offloading_has_a_line_or_a_refusal(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(path: Path, dtype: torch.dtype, memory_bytes: int, scratch: str) -> Any:
+        full = load_full(path, dtype)
+        return full.model, full.layers
+
+    monkeypatch.setattr(serve, "open_offloaded", opened)
+    made = bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
+    assert [line.policy for line in made.lines] == [RESIDENT, "lru", PLAIN, OFFLOADED]
+    assert made.refused is None and len(made.lines[-1].rounds) == 2
+
+    def broken(*args: Any) -> Any:
+        model, layers = opened(*args)
+        model.register_forward_pre_hook(_fail)
+        return model, layers
+
+    monkeypatch.setattr(serve, "open_offloaded", broken)
+    made = bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
+    assert [line.policy for line in made.lines] == [RESIDENT, "lru", PLAIN]
+    assert made.refused == "refused, MoetoolError: a forward failed: expected meta, found cpu"
+
+
+def _fail(*args: Any) -> None:
+    raise RuntimeError("expected meta, found cpu\nand more lines")
 
 
 def _main(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
