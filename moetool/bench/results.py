@@ -202,11 +202,11 @@ def _bound(phases: Sequence[PhaseTimes], resident: Sequence[PhaseTimes], rates: 
 def print_serve_bench(made: ServeBench) -> None:
     """The table, with the conditions above it and the notes below."""
     machine = made.machine
-    prompts = f"{min(made.prompt_tokens)} to {max(made.prompt_tokens)}"
+    prompts = " to ".join(map(str, sorted({min(made.prompt_tokens), max(made.prompt_tokens)})))
     direct = "past the page cache" if made.direct else "THROUGH THE PAGE CACHE"
     print(
-        f"{made.model}: experts of {tables.count(made.experts_bytes, 'B')}; batch 1, {made.requests} requests with "
-        f"prompts of {prompts} tokens and {made.new_tokens} new ones; medians of {made.rounds} rounds\n"
+        f"{made.model}: experts of {tables.count(made.experts_bytes, 'B')}; batch 1, requests: {made.requests}, "
+        f"prompts of {prompts} tokens, {made.new_tokens} new ones each; medians of {made.rounds} rounds\n"
         f"{machine.cpu}, {made.threads} of {machine.cores} cores for arithmetic, {made.io_threads} I/O threads, "
         f"{made.dtype}, load {made.load_average:.1f}, torch {machine.torch}\n"
         f"disk {made.disk_bytes_s / 1e9:.2f} GB/s in whole experts, {made.disk_threads} at a time, {direct}\n"

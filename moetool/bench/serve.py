@@ -27,6 +27,7 @@ from moetool.models.spec import dense_bytes
 from moetool.policy import Policy, build_policy, parse_options, policy_class, slots_within
 from moetool.probes.disk import THREADS, DiskProbe
 from moetool.replay import Row, replay
+from moetool.tables import count
 from moetool.types import ModelSpec
 
 _PLAIN_BYTES = 2**30  # a model whose experts take no more than this is also run by transformers, whole
@@ -147,7 +148,8 @@ def _entries(
         given = values.get(name, {})
         fewest = kind.min_slots(spec, parse_options(name, given))
         fitting = [size for size in sizes if slots_within(spec, size) >= fewest]
-        notes += [f"{name} needs {fewest} slots: left out with {size:,} bytes" for size in sizes if size not in fitting]
+        if tight := [size for size in sizes if size not in fitting]:
+            notes.append(f"{name} needs {fewest} slots: left out with {_sizes(tight)}")
         predictor = stage.predictor if kind.needs_predictor else None
         rows: dict[int, Row] = {}
         if stage.part is not None and fitting:
@@ -156,16 +158,24 @@ def _entries(
         if kind.needs_future:
             futures += rows.values()
             continue
-        seen: set[int] = set()
+        same: dict[int, list[int]] = {}
         for size in fitting:
             build = _builder(name, stage, given, slots_within(spec, size))
             slots = build().num_slots
-            if slots in seen:
-                notes.append(f"{name} has {slots} slots with {size:,} bytes too: measured once")
-                continue
-            seen.add(slots)
-            entries.append(_Entry(policy=name, budget_bytes=size, slots=slots, build=build, replayed=rows.get(size)))
+            same.setdefault(slots, []).append(size)
+            if len(same[slots]) == 1:
+                row = rows.get(size)
+                entries.append(_Entry(policy=name, budget_bytes=size, slots=slots, build=build, replayed=row))
+        notes += [
+            f"{name} uses {slots} slots with {_sizes(more)} too: measured once"
+            for slots, (_, *more) in same.items()
+            if more
+        ]
     return futures, entries, notes
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    return " and ".join(count(size, "B") for size in sizes)
 
 
 def _builder(name: str, stage: Stage, values: Mapping[str, Any], slots: int) -> Callable[[], Policy]:

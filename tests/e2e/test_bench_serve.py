@@ -44,6 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kilobytes are read so often for one reading of the disk's rate that the tests would do little else."""
+    monkeypatch.setattr(serve, "THREADS", (2,))
+    monkeypatch.setattr(serve, "_READINGS", 2)
+
+
 @pytest.fixture
 def subject(folder: Path) -> Subject:
     return Subject(shape=str(folder / "tiny"), layers=4, routes=folder / "routes", work=folder / "work")
@@ -106,9 +113,9 @@ def test_counts_are_those_of_replay_for_every_policy(folder: Path, subject: Subj
     assert {line.policy for line in served} == set(POLICIES) - {"belady"}
     assert all(line.as_replayed for line in served)
     assert made.notes == (
-        "on_demand has 2 slots with 73,728 bytes too: measured once",
-        "duoserve has 2 slots with 73,728 bytes too: measured once",
-        "moesys needs 16 slots: left out with 24,576 bytes",
+        "on_demand uses 2 slots with 73.7 kB too: measured once",
+        "duoserve uses 2 slots with 73.7 kB too: measured once",
+        "moesys needs 16 slots: left out with 24.6 kB",
     )
 
     assert made.routes is not None
@@ -232,7 +239,7 @@ def test_the_command_prints_a_table_and_writes_the_raw_values(
     assert made["command"].startswith("moetool bench serve --shape")
     assert made["dtype"] == "bfloat16" and made["threads"] == 1
     assert made["refused"] or any("offloaded" in line["policy"] for line in made["lines"])
-    for words in ("all in memory", "belady (replay)", "x bound", "GB/s", "on_demand has 2 slots", made["command"]):
+    for words in ("all in memory", "belady (replay)", "x bound", "GB/s", "on_demand uses 2 slots", made["command"]):
         assert words in printed.out
     assert (
         _main(monkeypatch, *["bench", "serve", *common, "--policy", "lru", "--budget", "50%", "--json"], *settings) == 0
