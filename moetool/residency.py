@@ -28,6 +28,7 @@ class StepKind(IntEnum):
     COMPUTE = 0
     LOAD = 1
     PREFETCH = 2
+    HOST = 3
 
 
 class Step(NamedTuple):
