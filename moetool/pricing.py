@@ -65,7 +65,8 @@ class Prices:
     The profile measured single requests. Several in one forward are taken to attend one after the other, as our
     server's attention does; that their projections are one product is not counted, so large batches look slower than
     they are. A later part of a long prompt costs what it adds to the prompt before it. A disk read for a GPU and the
-    copy that follows it take one after the other. Experts of every layer cost what those of the first one do.
+    copy that follows it take one after the other. An expert that is computed on the host is taken to lie in its memory.
+    Experts of every layer cost what those of the first one do.
 
     Raises:
         MismatchError: the profile is of another model, or lacks the device, data type or tier.
