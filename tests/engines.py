@@ -61,6 +61,7 @@ def engine(
     io_threads: int = 2,
     predictor: Any = None,
     log: Path | None = None,
+    pinned: Collection[int] = (),
 ) -> Engine:
     """An engine over the embedded model in float32, ready but with no thread of its own."""
     loaded = load_lazy(reference, torch.float32)
@@ -69,7 +70,7 @@ def engine(
     made = Engine(
         loaded,
         tokenizer,
-        Residency(policy),
+        Residency(policy, pinned=pinned),
         Batcher(loaded.model, max_requests=max_requests, kv_tokens=4096),
         model_name="reference",
         io_threads=io_threads,
