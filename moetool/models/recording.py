@@ -57,6 +57,8 @@ class GateRecorder:
     def take(self, batch: Batch) -> tuple[TokenBatch, np.ndarray | None]:
         """The rows of the forward that has just run, and its embeddings.
 
+        Until here everything stays on the model's device: each column costs one copy from it, not one a layer.
+
         Returns:
             The rows, and the output of the embedding layer [T, D] float32 or None.
         """
@@ -73,7 +75,7 @@ class GateRecorder:
             logits_TF=None if self._logits is None else _columns(self._logits, np.float16),
             hidden_TH=None if self._hidden is None else _columns(self._hidden, np.float16),
         )
-        embedding = None if self._embedding is None else self._embedding.float().numpy()
+        embedding = None if self._embedding is None else self._embedding.float().cpu().numpy()
         self.discard()
         return rows, embedding
 

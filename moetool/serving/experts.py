@@ -11,6 +11,7 @@ from moetool.models.loading import LoadedModel
 from moetool.models.routing import sorted_routes, watch
 from moetool.models.spec import MoeLayer
 from moetool.residency import Residency, StepKind
+from moetool.serving.on_host import HostCompute
 from moetool.serving.store import ExpertStore
 from moetool.types import ForwardInfo, GateEvent
 
@@ -25,6 +26,10 @@ class ExpertRuntime:
     composition of the batch the result is the same to the bit under every policy, budget and order of loads.
     Families that sum in another order of their own get the same sum to within rounding.
 
+    On a GPU that holds too, with nothing switched on for it: all computing goes through one stream, and none of the
+    operations here adds in an order of its own there (rows are gathered and written, never accumulated).
+    `torch.use_deterministic_algorithms` would add nothing but errors in families whose own layers have no such form.
+
     Args:
         loaded: a model whose experts are on the meta device (`load_lazy`).
 
@@ -37,6 +42,7 @@ class ExpertRuntime:
 
         self.residency = residency
         self.store = store
+        self._host = HostCompute(store)
         self._info: ForwardInfo | None = None
         self._chosen: dict[int, torch.Tensor] = {}
         ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _experts_forward)
@@ -57,6 +63,7 @@ class ExpertRuntime:
 
     def close(self) -> None:
         """End the store's threads."""
+        self._host.close()
         self.store.close()
 
     def forward(
@@ -82,17 +89,22 @@ class ExpertRuntime:
         """
         if self._info is None:
             raise RuntimeError("the model was called outside a forward that moetool announced")
+        index_TK = index_TK.cpu()  # the one time a layer that the host waits for the device
         event = GateEvent(
             forward=self._info,
             layer=layer.index,
             experts_TK=tuple(map(tuple, index_TK.tolist())),
         )
-        rows_of = _rows_by_expert(index_TK)
+        rows_of = _rows_by_expert(index_TK, self.store.copies.device)
         products: torch.Tensor | None = None
+        on_host: list[tuple[int, Callable[[], torch.Tensor]]] = []
         beside: list[tuple[int, int]] = []  # loaded on demand though nothing here needs it: a whole layer's rest
-        for step in self.residency.event(event):
+        steps = self.residency.event(event)
+        for step, following in zip(steps, [*steps[1:], None], strict=True):
             expert = self.residency.policy.spec.expert_of(step.key)[1]
-            if step.kind is not StepKind.COMPUTE:
+            if step.kind in (StepKind.LOAD, StepKind.PREFETCH):
+                if following is not None and (following.kind, following.key) == (StepKind.COMPUTE, step.key):
+                    continue  # `ready` is next and loads it on this thread, sooner than another could
                 self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
                 if step.kind is StepKind.LOAD and expert not in rows_of:
                     beside.append((step.key, step.slot))
@@ -101,7 +113,16 @@ class ExpertRuntime:
                 self.store.ready(*beside.pop())
             x = inputs(expert, rows_of[expert])
             if expert < layer.form.num_experts:
+                if step.kind is StepKind.HOST:
+                    on_host.append((expert, self._host.start(layer.form, step.key, x)))
+                    continue
                 x = layer.form.compute(x, self.store.ready(step.key, step.slot))
+                self.store.computed(step.slot)
+            if products is None:
+                products = x.new_empty(index_TK.numel(), x.shape[1])
+            products[rows_of[expert]] = x
+        for expert, finished in on_host:
+            x = finished()
             if products is None:
                 products = x.new_empty(index_TK.numel(), x.shape[1])
             products[rows_of[expert]] = x
@@ -153,16 +174,20 @@ class ExpertRuntime:
             self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
 
 
-def _rows_by_expert(index_TK: torch.Tensor) -> dict[int, torch.Tensor]:
+def _rows_by_expert(index_TK: torch.Tensor, device: torch.device) -> dict[int, torch.Tensor]:
     """For each expert the places, in [T * K], that chose it: first choices first, then by token.
 
     So do the families' own loops order them, and where a row lies can change its last bit.
+
+    Args:
+        index_TK: on the CPU: on a GPU every question of how many would wait for the answer.
+        device: where the places go.
     """
     num_tokens, top_k = index_TK.shape
     ids, order = torch.sort(index_TK.T.reshape(-1), stable=True)
     places = order % num_tokens * top_k + order // num_tokens
     experts, counts = torch.unique_consecutive(ids, return_counts=True)
-    return dict(zip(experts.tolist(), places.split(counts.tolist()), strict=True))
+    return dict(zip(experts.tolist(), places.to(device).split(counts.tolist()), strict=True))
 
 
 def _experts_forward(

@@ -10,6 +10,7 @@ import torch
 from moetool.errors import MoetoolError
 from moetool.serving.store import ExpertStore
 from moetool.types import ModelSpec
+from tests.servers import eventually
 
 
 class _Files:
@@ -121,7 +122,8 @@ def test_demand_goes_ahead_of_prefetch(files: _Files) -> None:
     store.load(3, 2, prefetch=False)
     files.gate.set()
     for job in store._jobs[:3]:
-        assert job is not None and job.done.wait(5)
+        assert job is not None
+        eventually(lambda job=job: job.done)
     assert files.reads == [1, 3, 2]
     store.close()
 
