@@ -61,6 +61,7 @@ class CaptureOptions:
         batch_size: prompts that are forwarded together: consecutive ones; the next batch begins when the last
             request of one has ended, so that the same call gives the same rows.
         keep: columns to record, of `moetool.trace.KEEP`.
+        ahead: for how many layers the column `ahead` looks ahead.
         device: `cpu` or `cuda`.
         dtype: data type of the model.
         threads: of the arithmetic; see `use_threads`. The same number gives the same rows.
@@ -69,11 +70,14 @@ class CaptureOptions:
     max_new_tokens: int = 32
     batch_size: int = 1
     keep: tuple[str, ...] = ("topk", "logits")
+    ahead: int = 3
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 0
 
     def __post_init__(self) -> None:
+        if self.ahead < 1:
+            raise UsageError(f"ahead is {self.ahead}, expected at least 1: the next MoE layer")
         if self.batch_size < 1 or self.max_new_tokens < 1:
             raise UsageError(
                 f"--batch-size {self.batch_size} and --max-new-tokens {self.max_new_tokens} must both be at least 1"
@@ -121,7 +125,7 @@ def capture(
         if one_at_a_time(config):
             options = replace(options, batch_size=1)
         batches, skipped = plan_batches(list(prompts), load_tokenizer(path), config.max_position_embeddings, options)
-        run = _Run(loaded, TraceWriter(folder, loaded.spec, options.keep), options)
+        run = _Run(loaded, TraceWriter(folder, loaded.spec, options.keep, options.ahead), options)
         try:
             run.all(batches[share[0] :: share[1]], on_progress)
             provenance = {
@@ -213,7 +217,7 @@ class _Run:
         width = max(len(item.ids) for batch in batches for item in batch) + self._params.max_tokens
         kv_tokens = self._batch_size * (width + 16)
         batcher = open_batcher(self.loaded.model, max_requests=self._batch_size, kv_tokens=kv_tokens)
-        recorder = GateRecorder(self.loaded.model, self.loaded.layers, self.writer.keep)
+        recorder = GateRecorder(self.loaded.model, self.loaded.layers, self.writer.keep, self.writer.ahead)
         batcher.on_forward = self._on_forward
         try:
             for batch in batches:

@@ -4,7 +4,7 @@ A policy says what to prefetch, in which order to load misses and whom to evict;
 answers into programs. It gets Python integers: an expert is one key, `ModelSpec.expert_key(layer, expert)`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,11 +24,13 @@ class Policy:
     order it needs over the residents by `admit` and `removed`, does no I/O and reads no clock.
 
     Class attributes:
-        needs: trace columns without which it cannot decide (`experts`, `logits`, `embeddings`, `hidden`).
+        needs: trace columns without which it cannot decide: `experts`; `weights`, `logits`, `hidden` and `ahead` fill
+            the fields of that name of an event (`logits` its scores), `embeddings` that of a forward.
         needs_predictor: whether it cannot work without a trained predictor.
         needs_future: whether it must know the coming events (replay only); `foresee` then gets them first.
         in_order: load and compute one expert after the other, residents first, with no overlap.
-        lossless: whether the model's text stays as it is without the policy.
+        lossless: whether the model's text stays as it is without the policy; only others may `route`.
+        computes_on_host: whether it has misses computed where they lie in host memory (`on_host`).
         prefetch_distance: how many layers ahead it prefetches (0: nothing); where its `Options` have a `distance`,
             that is meant.
     """
@@ -38,6 +40,7 @@ class Policy:
     needs_future: ClassVar[bool] = False
     in_order: ClassVar[bool] = False
     lossless: ClassVar[bool] = True
+    computes_on_host: ClassVar[bool] = False
     prefetch_distance: ClassVar[int] = 0
 
     def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
@@ -45,6 +48,16 @@ class Policy:
         self.options = options
         self.num_slots = num_slots
         self.predictor = predictor
+
+    @property
+    def distance(self) -> int:
+        """How many layers ahead it prefetches, as its options have it."""
+        return int(getattr(self.options, "distance", self.prefetch_distance))
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Trace columns that it and its predictor look at."""
+        return self.needs if self.predictor is None else self.needs | self.predictor.needs
 
     @classmethod
     def min_slots(cls, spec: ModelSpec, options: Any) -> int:
@@ -64,6 +77,24 @@ class Policy:
 
     def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
         """A forward begins; answers what to prefetch before its first MoE layer, most wanted first."""
+        return ()
+
+    def route(self, event: GateEvent, resident: Callable[[int], bool]) -> Sequence[Sequence[int]] | None:
+        """Other experts than the router chose, before anything is made of its choice; None leaves it.
+
+        Only asked where `lossless` is false. An expert takes the place, in `experts_TK`, of the one that it stands
+        for; its weight follows from its own score by the family's rule.
+
+        Args:
+            resident: whether the expert with this key is in a slot.
+        """
+        return None
+
+    def on_host(self, event: GateEvent, misses: list[int]) -> Collection[int]:
+        """Which of the misses to compute on the host, out of its memory and without a slot.
+
+        Only asked where `computes_on_host` is true; `gate` gets the misses that are left.
+        """
         return ()
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
@@ -106,12 +137,24 @@ class Policy:
     def end_request(self, request: int) -> None:
         """A request is over, finished or cancelled."""
 
+    def state(self) -> dict[str, np.ndarray]:
+        """What it has learned while running, for `restore`; not who is resident."""
+        return {}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Begin with what an earlier run of the same model and policy learned; only called before the first forward.
+
+        Raises:
+            ValueError: the arrays are not those of `state`.
+        """
+
 
 class SharedPredictor:
     """Lets several runs that are driven side by side ask one predictor: each question is computed once."""
 
     def __init__(self, predictor: Any) -> None:
         self.spec: ModelSpec = predictor.spec
+        self.needs: frozenset[str] = predictor.needs
         self._predictor = predictor
         self._observed: GateEvent | None = None
         self._scores: dict[int, np.ndarray] = {}

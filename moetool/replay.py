@@ -6,12 +6,12 @@ The policies are driven exactly as the server drives them, so on the same gate s
 import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moetool.errors import UsageError, unknown_name
 from moetool.policy import Policy, SharedPredictor, build_policy, policy_class, slots_within
-from moetool.residency import Counts, Residency, Step, StepKind
+from moetool.residency import Counts, PrefetchLimits, Residency, Step, StepKind
 from moetool.trace import Trace
 from moetool.types import ForwardInfo, GateEvent, Phase
 
@@ -77,6 +77,7 @@ class Row:
             "kept": counts.kept,
             "prefetched": counts.prefetched,
             "missed": counts.missed,
+            "hosted": counts.hosted,
             "wasted": counts.wasted,
             "loads": counts.loads,
             "loaded_bytes": self.loaded_bytes,
@@ -111,6 +112,7 @@ def replay(
     requests: frozenset[int] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
     pool: str = "auto",
+    limits: PrefetchLimits | None = None,
 ) -> list[Row]:
     """Run each policy with each budget over a trace.
 
@@ -126,6 +128,7 @@ def replay(
         options: values for the `Options` of policies, by the policy's name.
         pool: `slots` that each hold any expert, as in our server; `bytes`, where each expert takes its own size;
             `auto`: bytes where the trace was imported.
+        limits: of prefetching, for every policy.
 
     Returns:
         A row for each policy and budget: the policies in their order, each with the budgets in theirs.
@@ -136,7 +139,7 @@ def replay(
         CapacityError: a budget is below the smallest legal pool.
     """
     source = _Source(trace, sequential, requests)
-    runs = _prepare(source, policies, budgets, predictor, options or {}, pools_bytes(trace, pool))
+    runs = _prepare(source, policies, budgets, predictor, options or {}, pools_bytes(trace, pool), limits)
     forwards = decode_tokens = 0
     for info, events, ended in source.forwards(_columns(policies, predictor)):
         for run in runs:
@@ -163,13 +166,15 @@ def decisions(
     requests: frozenset[int] | None = None,
     options: Mapping[str, Any] | None = None,
     pool: str = "auto",
+    limits: PrefetchLimits | None = None,
 ) -> Iterator[tuple[int, int, Step]]:
     """Every step of one run, as (forward, layer, step), to compare with the log of a server.
 
     Arguments and errors are those of `replay`. Layer -1 is before the first MoE layer.
     """
     source = _Source(trace, sequential, requests)
-    (run,) = _prepare(source, [policy], [budget_bytes], predictor, {policy: options or {}}, pools_bytes(trace, pool))
+    in_bytes = pools_bytes(trace, pool)
+    (run,) = _prepare(source, [policy], [budget_bytes], predictor, {policy: options or {}}, in_bytes, limits)
     for info, events, ended in source.forwards(_columns([policy], predictor)):
         for step in run.begin(info):
             yield info.forward_id, -1, step
@@ -214,12 +219,19 @@ class _Source:
 class _Run:
     """One policy with one budget, and what it has loaded."""
 
-    def __init__(self, name: str, budget_bytes: int, policy: Policy, capacity_bytes: int | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        budget_bytes: int,
+        policy: Policy,
+        capacity_bytes: int | None,
+        limits: PrefetchLimits | None,
+    ) -> None:
         self._name = name
         self._budget_bytes = budget_bytes
         self._spec = policy.spec
         self._digest = DecisionDigest()
-        self._residency = Residency(policy, self._digest, capacity_bytes=capacity_bytes)
+        self._residency = Residency(policy, self._digest, capacity_bytes=capacity_bytes, limits=limits)
         self._bytes = [0, 0]  # prefill, decode
         self._phase = Phase.DECODE
 
@@ -228,6 +240,8 @@ class _Run:
         return self._weigh(self._residency.begin_forward(info))
 
     def event(self, event: GateEvent) -> list[Step]:
+        if (routed := self._residency.route(event)) is not None:
+            event = replace(event, experts_TK=tuple(map(tuple, routed)))
         return self._weigh(self._residency.event(event))
 
     def end(self, info: ForwardInfo, ended: list[int]) -> None:
@@ -251,7 +265,9 @@ class _Run:
     def _weigh(self, steps: list[Step]) -> list[Step]:
         spec = self._spec
         self._bytes[self._phase] += sum(
-            spec.expert_bytes_L[spec.expert_of(step.key)[0]] for step in steps if step.kind != StepKind.COMPUTE
+            spec.expert_bytes_L[spec.expert_of(step.key)[0]]
+            for step in steps
+            if step.kind in (StepKind.LOAD, StepKind.PREFETCH)
         )
         return steps
 
@@ -263,6 +279,7 @@ def _prepare(
     predictor: Any,
     options: Mapping[str, Mapping[str, Any]],
     in_bytes: bool,
+    limits: PrefetchLimits | None,
 ) -> list[_Run]:
     """Make a run of each policy and budget; refuses what cannot be replayed before any forward is read."""
     spec = source.trace.spec
@@ -285,7 +302,7 @@ def _prepare(
         policy = build_policy(name, spec, options.get(name, {}), num_slots, predictor=shared, future=future)
         takes_all = policy.num_slots == num_slots
         capacity = (budget if takes_all else policy.num_slots * spec.slot_bytes) if in_bytes else None
-        return _Run(name, budget, policy, capacity)
+        return _Run(name, budget, policy, capacity, limits)
 
     return [run(name, budget, fit) for name in policies for budget, fit in zip(budgets, slots, strict=True)]
 
@@ -295,4 +312,4 @@ def _columns(policies: Sequence[str], predictor: Any) -> frozenset[str]:
     needs = [policy_class(name).needs for name in policies]
     if predictor is not None:
         needs.append(predictor.needs)
-    return frozenset[str]().union(*needs) & {"weights", "logits"}
+    return frozenset[str]().union(*needs) - {"experts"}

@@ -5,6 +5,8 @@ load that one into the slot it frees, prefetch a third). The order is the schedu
 loads without waiting and waits only before computing overlaps all that may overlap. Nothing here knows a clock
 or a byte's arrival, so a replayed trace and a live model take the same decisions.
 
+Pinned experts have slots of their own for good, and the policy never hears of them.
+
 A slot holds any expert of the model. A pool in bytes, for replay only, holds as many experts as their own sizes
 allow: a slot is then no more than the number of a place.
 
@@ -12,12 +14,12 @@ A `moetool.policy.Policy` says what to prefetch, in which order to load misses a
 """
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from moetool.errors import CapacityError
+from moetool.errors import CapacityError, UsageError
 from moetool.policy import MIN_SLOTS, Policy
 from moetool.types import ForwardInfo, GateEvent
 
@@ -28,10 +30,14 @@ class StepKind(IntEnum):
     COMPUTE = 0
     LOAD = 1
     PREFETCH = 2
+    HOST = 3
 
 
 class Step(NamedTuple):
     """One step: `key` is computed in, loaded or prefetched into `slot`, in place of `evicted` (-1: a free slot).
+
+    `HOST` computes `key` where it lies in host memory, without a slot (-1): nothing is loaded. Such steps come first,
+    so that an executor can have them done beside the others.
 
     In a pool in bytes several may have to go for a larger one; `evicted` is then the last of them.
     """
@@ -51,6 +57,7 @@ class Counts:
         prefetched: needed, and resident because it was loaded ahead (whether the bytes were there in time is the
             store's to say).
         missed: needed and not resident; loaded on demand.
+        hosted: needed and not resident; computed on the host.
         prefetch_loads: loads of experts that the event at hand did not need: of prefetches, and of systems that
             move whole layers.
         wasted: experts among those that were evicted unused.
@@ -61,11 +68,12 @@ class Counts:
     missed: int = 0
     prefetch_loads: int = 0
     wasted: int = 0
+    hosted: int = 0
 
     @property
     def needed(self) -> int:
         """Experts that events needed."""
-        return self.kept + self.prefetched + self.missed
+        return self.kept + self.prefetched + self.missed + self.hosted
 
     @property
     def loads(self) -> int:
@@ -85,11 +93,39 @@ class Counts:
         return {**asdict(self), "loads": self.loads, "hit_rate": self.hit_rate}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchLimits:
+    """What prefetching may cost, counted and never timed, whatever the policy asks for.
+
+    Attributes:
+        forward_bytes: bytes that the prefetches of one forward may load in all; None: any number.
+        min_recall: prefetching stops where fewer than this share of the last `window` prefetched experts were used
+            before they were given up; 0 never stops it.
+        window: prefetched experts that the share is taken over.
+        pause_forwards: forwards that it then stops for, before it is tried again.
+    """
+
+    forward_bytes: int | None = None
+    min_recall: float = 0.0
+    window: int = 256
+    pause_forwards: int = 64
+
+    def __post_init__(self) -> None:
+        if self.forward_bytes is not None and self.forward_bytes < 0:
+            raise UsageError(f"forward_bytes is {self.forward_bytes:,}, expected 0 or more")
+        if not 0 <= self.min_recall <= 1:
+            raise UsageError(f"min_recall is {self.min_recall}, expected 0 to 1")
+        if self.window < 1 or self.pause_forwards < 1:
+            raise UsageError(f"window is {self.window} and pause_forwards {self.pause_forwards}, expected 1 or more")
+
+
 class Residency:
     """The slots, who is in them, and the program of each event.
 
     Args:
-        policy: decides; its `num_slots` is the size of the pool.
+        policy: decides; its `num_slots` is the size of the pool without the pinned experts.
+        pinned: keys of experts that get a slot each when the first forward begins, and keep it.
+        limits: of prefetching.
         sink: is given every step with its forward and layer (-1 before the first), for logs and comparisons.
         capacity_bytes: makes it a pool in bytes; at least `num_slots` of the largest expert.
 
@@ -103,6 +139,8 @@ class Residency:
         sink: Callable[[int, int, Step], None] | None = None,
         *,
         capacity_bytes: int | None = None,
+        pinned: Collection[int] = (),
+        limits: PrefetchLimits | None = None,
     ) -> None:
         if policy.num_slots < MIN_SLOTS:
             raise CapacityError(
@@ -110,25 +148,32 @@ class Residency:
                 f"({MIN_SLOTS * policy.spec.slot_bytes:,} bytes for this model); raise --device-memory"
             )
         self.policy = policy
-        self.num_slots = policy.num_slots
+        self.num_slots = policy.num_slots + len(pinned)
         self.slot_of: dict[int, int] = {}
+        self._pinned = {key: policy.num_slots + i for i, key in enumerate(sorted(pinned))}
+        self._limits = limits or PrefetchLimits()
+        self._left_bytes: int | None = None  # that this forward may still prefetch
+        self._fates: deque[bool] = deque(maxlen=self._limits.window)  # of the last prefetched: whether used
+        self._pause = 0  # forwards
+        self._begun = False
         self.prefill = Counts()
         self.decode = Counts()
         # One arithmetic for both kinds of pool: an expert takes its layer's size, which is 1 where it takes a slot.
         spec = policy.spec
         self._stride = spec.num_experts
         if capacity_bytes is None:
-            self._capacity, self._size_L = self.num_slots, (1,) * spec.num_layers
-            places = self.num_slots
+            self._capacity, self._size_L = policy.num_slots, (1,) * spec.num_layers
+            places = policy.num_slots
         else:
-            assert capacity_bytes >= self.num_slots * spec.slot_bytes
+            assert not pinned, "a pool in bytes has no slots to pin to"
+            assert capacity_bytes >= policy.num_slots * spec.slot_bytes
             self._capacity, self._size_L = capacity_bytes, spec.expert_bytes_L
             places = spec.total_experts
         self._room = self._capacity
         self._free = list(range(places - 1, -1, -1))
         self._unused: set[int] = set()  # prefetched and not used since
         self._counts = self.decode
-        self._sink = sink
+        self.sink = sink
         self._requests: dict[int, None] = {}
 
     @property
@@ -144,8 +189,18 @@ class Residency:
                 self._requests[request] = None
                 self.policy.begin_request(request)
         steps: list[Step] = []
+        if self._pinned and not self._begun:
+            self._begun = True
+            self.slot_of |= self._pinned
+            self._counts.prefetch_loads += len(self._pinned)
+            steps += [Step(StepKind.PREFETCH, key, slot) for key, slot in self._pinned.items()]
+        self._renew_limits()
         self._load_ahead(StepKind.PREFETCH, deque(self.policy.begin_forward(info)), set(), set(), steps)
         return self._emit(info.forward_id, -1, steps)
+
+    def route(self, event: GateEvent) -> Sequence[Sequence[int]] | None:
+        """Experts that the policy puts in place of the router's choice (`Policy.route`); None leaves it."""
+        return None if self.policy.lossless else self.policy.route(event, self.slot_of.__contains__)
 
     def event(self, event: GateEvent) -> list[Step]:
         """The program of one gate event.
@@ -167,12 +222,23 @@ class Residency:
         for key in hits:
             if key in self._unused:
                 self._unused.discard(key)
+                self._fates.append(True)
                 counts.prefetched += 1
             else:
                 counts.kept += 1
-        counts.missed += len(misses)
 
         steps: list[Step] = []
+        if policy.computes_on_host and misses:
+            hosted = set(policy.on_host(event, list(misses)))
+            if not hosted <= set(misses):
+                raise ValueError(f"{type(policy).__module__} answered {sorted(hosted)} for the misses {misses}")
+            steps += [Step(StepKind.HOST, key, -1) for key in sorted(hosted)]
+            misses = [key for key in misses if key not in hosted]
+            counts.hosted += len(hosted)
+        counts.missed += len(misses)
+        to_compute = deque(hits)
+        if self._pinned:
+            hits = [key for key in hits if key not in self._pinned]
         to_load = deque(policy.gate(event, hits, list(misses)))
         beside: deque[int] = deque()
         if len(to_load) != len(misses):
@@ -181,7 +247,6 @@ class Residency:
             to_load = deque(key for key in to_load if key in missing)
         if sorted(to_load) != misses:
             raise ValueError(f"{type(policy).__module__} answered {sorted(to_load)} for the misses {misses}")
-        to_compute = deque(hits)
         locked = set(hits)
         prefetches: deque[int] | None = None
         wanted: set[int] = set()
@@ -207,6 +272,8 @@ class Residency:
                 prefetches = deque(policy.after_first_expert(event))
             if not to_load and not (beside and to_compute):
                 self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
+        if prefetches is None:  # every expert is pinned or on the host
+            self._load_ahead(StepKind.PREFETCH, deque(policy.after_first_expert(event)), locked, wanted, steps)
         for key in policy.after_last_expert(event):
             self._give_up(key, ())
         return self._emit(event.forward.forward_id, event.layer, steps)
@@ -229,13 +296,17 @@ class Residency:
             key = keys[0]
             if key in self.slot_of:
                 keys.popleft()
-                wanted.add(key)
+                if key not in self._pinned:
+                    wanted.add(key)
+                continue
+            if kind is StepKind.PREFETCH and not self._may_prefetch(key):
+                keys.popleft()
                 continue
             size = self._size_L[key // self._stride]
             kept = locked | wanted
             evicted: int | None = -1
             while self._room < size and evicted is not None:
-                if len(kept) == len(self.slot_of):
+                if len(kept) >= len(self.slot_of) - len(self._pinned):
                     return  # until another expert of the event is computed
                 evicted = self.policy.evict_for_prefetch(key, kept)
                 if evicted is not None:
@@ -243,11 +314,27 @@ class Residency:
             keys.popleft()
             if evicted is None:
                 continue
+            if kind is StepKind.PREFETCH and self._left_bytes is not None:
+                self._left_bytes -= self.policy.spec.expert_bytes_L[key // self._stride]
             wanted.add(key)
             slot = self._place(key, size, prefetched=True)
             steps.append(Step(kind, key, slot, evicted))
             self._unused.add(key)
             self._counts.prefetch_loads += 1
+
+    def _renew_limits(self) -> None:
+        """A forward begins: renew its bytes, and stop or try again by what became of the last prefetches."""
+        limits = self._limits
+        self._left_bytes = limits.forward_bytes
+        if self._pause:
+            self._pause -= 1
+        elif len(self._fates) == limits.window and sum(self._fates) < limits.min_recall * limits.window:
+            self._pause = limits.pause_forwards
+            self._fates.clear()
+
+    def _may_prefetch(self, key: int) -> bool:
+        size = self.policy.spec.expert_bytes_L[key // self._stride]
+        return not self._pause and (self._left_bytes is None or size <= self._left_bytes)
 
     def _place(self, key: int, size: int, prefetched: bool) -> int:
         self._room -= size
@@ -263,11 +350,12 @@ class Residency:
         self._room += self._size_L[key // self._stride]
         if key in self._unused:
             self._unused.discard(key)
+            self._fates.append(False)
             self._counts.wasted += 1
         self.policy.removed(key)
 
     def _emit(self, forward: int, layer: int, steps: list[Step]) -> list[Step]:
-        if self._sink is not None:
+        if self.sink is not None:
             for step in steps:
-                self._sink(forward, layer, step)
+                self.sink(forward, layer, step)
         return steps

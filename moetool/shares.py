@@ -22,7 +22,7 @@ from moetool.capture import Captured, CaptureOptions, OpenModel, capture
 from moetool.errors import MismatchError, MoetoolError
 from moetool.models.loading import load_full
 from moetool.prompts import Prompt
-from moetool.trace import MANIFEST, TokenBatch, Trace
+from moetool.trace import KEEP, MANIFEST, TokenBatch, Trace
 from moetool.trace_writer import TraceWriter
 
 
@@ -123,12 +123,12 @@ def join(out: Path, shares: int, overwrite: bool = False, seconds: float = 0.0) 
         if part.spec != first.spec or part.manifest["composition"] != first.manifest["composition"]:
             raise MismatchError(f"{part.path} and {first.path} are parts of different captures; capture again")
     size = int(first.manifest["composition"].get("size", 1))
-    keep = {"topk", *(first.columns & {"logits", "hidden", "embeddings"})}
-    columns = sorted(first.columns & {"weights", "logits", "hidden"})
+    keep = {"topk", *(first.columns & set(KEEP))}
+    columns = sorted(first.columns & {"weights", "logits", "hidden", "ahead"})
     requests = sorted((row for part in parts for row in part.requests.to_pylist()), key=lambda row: row["request"])
     forward = 0
     with durable.staged_directory(out, overwrite, MANIFEST) as folder, ExitStack() as stack:
-        writer = TraceWriter(folder, first.spec, keep)
+        writer = TraceWriter(folder, first.spec, keep, first.ahead)
         stack.callback(writer.abort)
         forwards = [_Batches(part, columns, size) for part in parts]
         for batch in range(-(-len(requests) // size)):

@@ -3,11 +3,13 @@
     manifest.json           schema version, ModelSpec, how batches were composed, provenance, sha256 of each file
     requests.parquet        one row a request
     tokens/*.parquet        one row a forwarded token, in the order of the forwards
-    iterations/*.parquet    one row an iteration of a request: the mean output of the embedding layer
+    iterations/*.parquet    one row an iteration of a request: the mean output of the embedding layer; in the log of a
+                            server one row for each forward that an iteration took
 
 Per-layer columns are fixed-size lists, layer-major: `experts` and `weights` hold the K of layer 0, then those of
-layer 1 and so on; `logits` the E of each layer; `hidden` the D that each router saw. The offsets are in the
-schema metadata. Readers stream and name the columns that they need.
+layer 1 and so on; `logits` the E of each layer; `hidden` the D that each router saw; `ahead` what the routers of the
+next A MoE layers say of those D, A times E of the widest layer (0 beyond a layer's experts and beyond the last layer).
+The offsets are in the schema metadata. Readers stream and name the columns that they need.
 """
 
 import itertools
@@ -27,7 +29,7 @@ from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
-KEEP = ("topk", "logits", "embeddings", "hidden")
+KEEP = ("topk", "logits", "embeddings", "hidden", "ahead")
 BATCH_TOKENS = 8192
 
 REQUESTS = pa.schema(
@@ -50,7 +52,8 @@ class TokenBatch:
     Shapes:
         request_T, forward_T, iteration_T, position_T, token_id_T int32; phase_T uint8 (`Phase`);
         experts_TS uint16 and weights_TS float16 with S = sum of top_k_L; logits_TF float16 with F = sum of
-        num_experts_L; hidden_TH float16 with H = L * D. `None` where not recorded or not asked for.
+        num_experts_L; hidden_TH float16 with H = L * D; ahead_TR float16 with R = L * A * E. `None` where not recorded
+        or not asked for.
         A token id of -1 was withheld.
     """
 
@@ -64,6 +67,7 @@ class TokenBatch:
     weights_TS: np.ndarray | None = None
     logits_TF: np.ndarray | None = None
     hidden_TH: np.ndarray | None = None
+    ahead_TR: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.request_T)
@@ -96,26 +100,29 @@ COLUMNS = {
     "weights": "weights_TS",
     "logits": "logits_TF",
     "hidden": "hidden_TH",
+    "ahead": "ahead_TR",
 }
 ALWAYS = ("request", "forward", "phase", "iteration", "position", "token_id", "experts")
 
 
-def _widths(spec: ModelSpec) -> dict[str, int]:
+def _widths(spec: ModelSpec, ahead: int) -> dict[str, int]:
     return {
         "experts": sum(spec.top_k_L),
         "weights": sum(spec.top_k_L),
         "logits": sum(spec.num_experts_L),
         "hidden": spec.num_layers * spec.hidden_size,
+        "ahead": spec.num_layers * ahead * spec.num_experts,
     }
 
 
-def token_schema(spec: ModelSpec, columns: Iterable[str]) -> pa.Schema:
-    widths = _widths(spec)
+def token_schema(spec: ModelSpec, columns: Iterable[str], ahead: int) -> pa.Schema:
+    """The schema of tokens/. `ahead`: for how many layers the column of that name looks ahead."""
+    widths = _widths(spec, ahead)
     types: dict[str, pa.DataType] = {
         **dict.fromkeys(("request", "forward", "iteration", "position", "token_id"), pa.int32()),
         "phase": pa.uint8(),
         "experts": pa.list_(pa.uint16(), widths["experts"]),
-        **{name: pa.list_(pa.float16(), widths[name]) for name in ("weights", "logits", "hidden")},
+        **{name: pa.list_(pa.float16(), widths[name]) for name in ("weights", "logits", "hidden", "ahead")},
     }
     offsets = {
         "moetool.top_k_offsets": [0, *np.cumsum(spec.top_k_L).tolist()],
@@ -141,7 +148,8 @@ class Trace:
     Attributes:
         manifest: manifest.json.
         spec: the model that was traced.
-        columns: what was recorded: `experts`, `weights` and perhaps `logits`, `hidden`, `embeddings`.
+        columns: what was recorded: `experts`, `weights` and perhaps `logits`, `hidden`, `ahead`, `embeddings`.
+        ahead: for how many layers the column `ahead` looks ahead; 0 without it.
         num_tokens: rows of tokens/.
         requests: requests.parquet, in the order of the requests.
 
@@ -177,6 +185,7 @@ class Trace:
             self.spec = ModelSpec.from_json(self.manifest["spec"])
             self.columns = frozenset(self.manifest["columns"])
             self.num_tokens = int(self.manifest["tokens"])
+            self.ahead = int(self.manifest.get("ahead", 0))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise MismatchError(f"{path}/manifest.json is damaged ({error!r}); capture again") from None
         for name, (expected, _) in self._files.items():
@@ -246,7 +255,7 @@ class Trace:
         """Stream the rows of tokens/ in the order of the forwards, some thousands at a time.
 
         Args:
-            columns: any of `weights`, `logits`, `hidden`, besides those that always come.
+            columns: any of `weights`, `logits`, `hidden`, `ahead`, besides those that always come.
 
         Raises:
             MismatchError: a column was not recorded, or a file is damaged.
@@ -254,12 +263,12 @@ class Trace:
         wanted = set(columns)
         self.require(wanted, "this reader")
         names = [c for c in COLUMNS if c in ALWAYS or c in wanted]
-        widths = _widths(self.spec)
+        widths = _widths(self.spec, self.ahead)
         for part in self._names("tokens"):
             file = self._verify(part)
             try:
                 with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
-                    _require_schema(file, token_schema(self.spec, names), parquet.schema_arrow)
+                    _require_schema(file, token_schema(self.spec, names, self.ahead), parquet.schema_arrow)
                     for record in parquet.iter_batches(BATCH_TOKENS, columns=names):
                         yield TokenBatch(
                             **{
@@ -291,9 +300,13 @@ class Trace:
         Args:
             sequential: one request after the other, each prompt in one forward; otherwise the forwards as they
                 were recorded.
-            columns: `weights` and `logits` fill the events' weights and scores.
+            columns: `weights`, `logits`, `hidden` and `ahead` fill the fields of the events, `embeddings` that of the
+                forwards: the mean over an iteration, which is all that a trace holds.
             requests: only these requests (all by default).
         """
+        columns = set(columns)
+        embeddings = _Embeddings(self) if "embeddings" in columns else None
+        columns.discard("embeddings")
         groups = self._by_request(columns) if sequential else self.recorded_forwards(columns)
         forward_id = 0
         for rows in groups:
@@ -301,7 +314,8 @@ class Trace:
                 rows = rows.select(np.isin(rows.request_T, list(requests)))
                 if not len(rows):
                     continue
-            yield to_events(self.spec, rows, forward_id)
+            embedding_TD = None if embeddings is None else embeddings.of(rows)
+            yield to_events(self.spec, rows, forward_id, embedding_TD=embedding_TD)
             forward_id += 1
 
     def recorded_forwards(self, columns: Iterable[str]) -> Iterator[TokenBatch]:
@@ -362,13 +376,56 @@ def _require_schema(file: Path, expected: pa.Schema, found: pa.Schema) -> None:
         raise MismatchError(f"{file} does not fit its manifest (column {', '.join(wrong)}); capture again")
 
 
-def to_events(spec: ModelSpec, rows: TokenBatch, forward_id: int) -> tuple[ForwardInfo, list[GateEvent]]:
+class _Embeddings:
+    """The embeddings of a trace, looked up by the rows of a forward while both are read in about the same order."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._rows = trace.embeddings()
+        self._log = trace.manifest["composition"]["kind"] == "log"  # one row a forward instead of one an iteration
+        self._read: dict[tuple[int, int], list[np.ndarray]] = {}
+        self._last: dict[int, tuple[int, np.ndarray]] = {}  # of each request: its iteration, and the mean over it
+        self._path = trace.path
+
+    def of(self, rows: TokenBatch) -> np.ndarray:
+        """embedding_TD float32: each token's request's mean."""
+        embedding_TD = np.empty((len(rows), 0), np.float32)
+        for request in np.unique(rows.request_T).tolist():
+            mine = rows.request_T == request
+            embedding_D = self._of(request, int(rows.iteration_T[int(np.argmax(mine))])).astype(np.float32)
+            if not embedding_TD.size:
+                embedding_TD = np.empty((len(rows), len(embedding_D)), np.float32)
+            embedding_TD[mine] = embedding_D
+        return embedding_TD
+
+    def _of(self, request: int, iteration: int) -> np.ndarray:
+        key = (request, iteration)
+        last = self._last.get(request)
+        if last is not None and last[0] == iteration and not self._log:
+            return last[1]  # an iteration that came in several forwards
+        while not self._read.get(key):
+            row = next(self._rows, None)
+            if row is None:
+                raise MismatchError(
+                    f"{self._path} has no embedding of iteration {iteration} of request {request}; capture again"
+                )
+            self._read.setdefault(row[:2], []).append(row[2])
+        embedding_D = self._read[key].pop(0)
+        if not self._read[key]:
+            del self._read[key]
+        self._last[request] = (iteration, embedding_D)
+        return embedding_D
+
+
+def to_events(
+    spec: ModelSpec, rows: TokenBatch, forward_id: int, *, embedding_TD: np.ndarray | None = None
+) -> tuple[ForwardInfo, list[GateEvent]]:
     """The rows of one forward as a ForwardInfo and its gate events, one a layer."""
     info = ForwardInfo(
         forward_id=forward_id,
         request_T=tuple(rows.request_T.tolist()),
         phase_T=tuple(rows.phase_T.tolist()),
         position_T=tuple(rows.position_T.tolist()),
+        embedding_TD=embedding_TD,
     )
     events = []
     top = np.concatenate([[0], np.cumsum(spec.top_k_L)])
@@ -380,6 +437,13 @@ def to_events(spec: ModelSpec, rows: TokenBatch, forward_id: int) -> tuple[Forwa
         if rows.logits_TF is not None:
             logits = rows.logits_TF[:, wide[layer] : wide[layer + 1]].astype(np.float32)
             scores = router_scores(logits, spec.score_function)
+        hidden = ahead = None
+        if rows.hidden_TH is not None:
+            width = spec.hidden_size
+            hidden = rows.hidden_TH[:, layer * width : (layer + 1) * width].astype(np.float32)
+        if rows.ahead_TR is not None:
+            looked = rows.ahead_TR.reshape(len(rows), spec.num_layers, -1, spec.num_experts)[:, layer]
+            ahead = ahead_scores(spec, layer, looked.transpose(1, 0, 2))
         events.append(
             GateEvent(
                 forward=info,
@@ -387,6 +451,8 @@ def to_events(spec: ModelSpec, rows: TokenBatch, forward_id: int) -> tuple[Forwa
                 experts_TK=tuple(map(tuple, rows.experts_TS[:, span].tolist())),
                 weights_TK=weights,
                 scores_TE=scores,
+                hidden_TD=hidden,
+                ahead_ATE=ahead,
             )
         )
     return info, events
@@ -400,3 +466,14 @@ def router_scores(logits_TE: np.ndarray, score_function: str) -> np.ndarray:
         return np.sqrt(np.logaddexp(0.0, logits_TE))
     shifted = np.exp(logits_TE - logits_TE.max(axis=1, keepdims=True))
     return shifted / shifted.sum(axis=1, keepdims=True)
+
+
+def ahead_scores(spec: ModelSpec, layer: int, logits_ATE: np.ndarray) -> np.ndarray:
+    """Scores [A, T, E] float32 of the routers after `layer` from their logits; layers beyond the last are left out."""
+    following = spec.num_layers - 1 - layer
+    scores_ATE = np.zeros((min(len(logits_ATE), following), *logits_ATE.shape[1:]), np.float32)
+    for a in range(len(scores_ATE)):
+        num_experts = spec.num_experts_L[layer + 1 + a]
+        logits_TE = logits_ATE[a, :, :num_experts].astype(np.float32)
+        scores_ATE[a, :, :num_experts] = router_scores(logits_TE, spec.score_function)
+    return scores_ATE

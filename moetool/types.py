@@ -131,7 +131,8 @@ class ForwardInfo:
         request_T: the request that each token belongs to, as running numbers given by the scheduler.
         phase_T: `Phase` of each token, from the state of its request (never from the query length).
         position_T: position of each token in its sequence.
-        embedding_TD: output of the embedding layer, float16 or float32, where it was recorded.
+        embedding_TD: for each token the mean output of the embedding layer over its request's tokens of this forward
+            (float32), or None where nobody asked for it.
     """
 
     forward_id: int
@@ -156,6 +157,9 @@ class GateEvent:
         experts_TK: the experts that each token uses, as the model's own router gave them.
         weights_TK: their weights in the sum (float32), or None where nobody asked for them.
         scores_TE: the router's scores over all experts (float32), or None.
+        hidden_TD: the hidden states that the router got (float32), or None.
+        ahead_ATE: the scores that the routers of the next A MoE layers give on these hidden states (float32): row a is
+            for layer + 1 + a, with fewer rows near the last layer; or None.
         needed: the distinct experts of the event, ascending.
     """
 
@@ -164,6 +168,8 @@ class GateEvent:
     experts_TK: tuple[tuple[int, ...], ...]
     weights_TK: np.ndarray | None = None
     scores_TE: np.ndarray | None = None
+    hidden_TD: np.ndarray | None = None
+    ahead_ATE: np.ndarray | None = None
     needed: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:

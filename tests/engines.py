@@ -11,8 +11,10 @@ from moetool.models.batching import Batcher
 from moetool.models.loading import load_lazy
 from moetool.policy import Policy, build_policy
 from moetool.request import Output, SamplingParams
+from moetool.residency import Residency
 from moetool.serving.engine import Engine
 from moetool.serving.log import ServeLog
+from moetool.trace import KEEP
 from moetool.types import ForwardInfo, GateEvent
 
 
@@ -67,11 +69,11 @@ def engine(
     made = Engine(
         loaded,
         tokenizer,
-        policy,
+        Residency(policy),
         Batcher(loaded.model, max_requests=max_requests, kv_tokens=4096),
         model_name="reference",
         io_threads=io_threads,
-        log=ServeLog(log) if log else None,
+        log=ServeLog(log, {"topk"} | (policy.columns & set(KEEP)), policy.distance) if log else None,
     )
     made.state = "ready"
     return made

@@ -24,6 +24,7 @@ SPEC = ModelSpec(
     score_function="softmax",
     renormalize=True,
 )
+AHEAD = 2
 SEQUENTIAL = {"kind": "sequential"}
 
 
@@ -53,6 +54,7 @@ def rows(request: int, forward: int, iteration: int, positions: Sequence[int], s
         weights_TS=draw.random((count, sum(spec.top_k_L))).astype(np.float16),
         logits_TF=draw.normal(size=(count, sum(spec.num_experts_L))).astype(np.float16),
         hidden_TH=draw.normal(size=(count, width)).astype(np.float16),
+        ahead_TR=draw.normal(size=(count, spec.num_layers * AHEAD * spec.num_experts)).astype(np.float16),
     )
 
 
@@ -105,7 +107,7 @@ def write(
 ) -> Trace:
     """A finished trace at `out`."""
     with durable.staged_directory(out) as folder:
-        writer = TraceWriter(folder, SPEC, keep)
+        writer = TraceWriter(folder, SPEC, keep, AHEAD)
         try:
             fill(writer, forwards, lengths, composition)
         finally:

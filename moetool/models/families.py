@@ -44,7 +44,11 @@ class Rule:
 
     def weights(self, logits_TE: "torch.Tensor", index_TK: "torch.Tensor") -> "torch.Tensor":
         """Weights [T, K] float32 of the experts `index_TK`."""
-        scores_TK = self.scores(logits_TE).gather(1, index_TK)
+        return self.weigh(self.scores(logits_TE), index_TK)
+
+    def weigh(self, scores_TE: "torch.Tensor", index_TK: "torch.Tensor") -> "torch.Tensor":
+        """The same from the scores."""
+        scores_TK = scores_TE.gather(1, index_TK)
         if self.renormalize:
             scores_TK = scores_TK / scores_TK.sum(dim=-1, keepdim=True)
         return scores_TK * self.scale

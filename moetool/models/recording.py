@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moetool.models.decoding import Batch
 from moetool.models.families import FAMILIES
-from moetool.models.routing import watch
+from moetool.models.routing import logits_ahead, read_logits, to_float16, watch
 from moetool.models.spec import MoeLayer
 from moetool.trace import TokenBatch
 
@@ -20,25 +20,28 @@ class GateRecorder:
     The experts and weights are those that were really used (`moetool.models.routing.watch`).
 
     Args:
-        keep: `logits`, `hidden` and `embeddings` besides the experts and their weights.
+        keep: `logits`, `hidden`, `ahead` and `embeddings` besides the experts and their weights.
+        ahead: for how many layers `ahead` looks ahead.
 
     Effects: adds forward hooks, which `close` removes.
     """
 
-    def __init__(self, model: Any, layers: list[MoeLayer], keep: Iterable[str]) -> None:
+    def __init__(self, model: Any, layers: list[MoeLayer], keep: Iterable[str], ahead: int = 3) -> None:
         keep = frozenset(keep)
         self._experts: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
         self._logits: list[torch.Tensor] | None = [] if "logits" in keep else None
         self._hidden: list[torch.Tensor] | None = [] if "hidden" in keep else None
+        self._ahead: list[torch.Tensor] | None = [] if "ahead" in keep else None
+        self._distance = ahead
+        self._layers = layers
         self._embedding: torch.Tensor | None = None
         self._handles: list[RemovableHandle] = []
-        family = FAMILIES.get(model.config.get_text_config().model_type)
-        self._probabilities = family is not None and family.probabilities
+        self._family = FAMILIES.get(model.config.get_text_config().model_type)
         for layer in layers:
             self._handles.append(watch(layer, self._on_routes))
-            if self._logits is not None or self._hidden is not None:
-                self._handles.append(layer.router.register_forward_hook(self._on_router(layer)))
+            if keep & {"logits", "hidden", "ahead"}:
+                self._handles.append(layer.router.register_forward_hook(self._on_router(layer), with_kwargs=True))
         if "embeddings" in keep:
             self._handles.append(model.get_input_embeddings().register_forward_hook(self._on_embedding))
 
@@ -49,7 +52,7 @@ class GateRecorder:
 
     def discard(self) -> None:
         """Forget what the hooks have collected since the last `take`: that forward failed."""
-        for columns in (self._experts, self._weights, self._logits, self._hidden):
+        for columns in (self._experts, self._weights, self._logits, self._hidden, self._ahead):
             if columns is not None:
                 columns.clear()
         self._embedding = None
@@ -74,6 +77,7 @@ class GateRecorder:
             weights_TS=_columns(self._weights, np.float16),
             logits_TF=None if self._logits is None else _columns(self._logits, np.float16),
             hidden_TH=None if self._hidden is None else _columns(self._hidden, np.float16),
+            ahead_TR=None if self._ahead is None else _columns(self._ahead, np.float16),
         )
         embedding = None if self._embedding is None else self._embedding.float().cpu().numpy()
         self.discard()
@@ -84,24 +88,33 @@ class GateRecorder:
         self._weights.append(weights_TK)
 
     def _on_router(self, layer: MoeLayer) -> Any:
-        def hook(module: Any, args: tuple[torch.Tensor, ...], output: Any) -> None:
+        following = self._layers[layer.index + 1 : layer.index + 1 + self._distance]
+
+        def hook(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any], output: Any) -> None:
             if self._logits is not None:
-                logits = output[layer.logits_index] if isinstance(output, tuple) else output
-                logits = logits[:, : layer.num_experts]  # zaya has a further one, for no expert
-                self._logits.append(logits.log() if self._probabilities else logits)
+                self._logits.append(read_logits(layer, output, self._family))
             if self._hidden is not None:
                 self._hidden.append(args[0].reshape(-1, args[0].shape[-1]))
+            if self._ahead is not None:
+                self._ahead.append(self._look_ahead(following, args, kwargs))
 
         return hook
+
+    def _look_ahead(self, following: list[MoeLayer], args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        """[T, A * E] of the widest layer, 0 beyond the last layer."""
+        num_tokens = args[0].reshape(-1, args[0].shape[-1]).shape[0]
+        width = max(layer.num_experts for layer in self._layers)
+        looked_ATE = args[0].new_zeros(self._distance, num_tokens, width, dtype=torch.float32)
+        if following:
+            logits_ATE = logits_ahead(following, args, kwargs, self._family)
+            looked_ATE[: len(following), :, : logits_ATE.shape[2]] = logits_ATE
+        return looked_ATE.transpose(0, 1).reshape(num_tokens, -1)
 
     def _on_embedding(self, module: Any, args: Any, output: torch.Tensor) -> None:
         self._embedding = output.reshape(-1, output.shape[-1])
 
 
 def _columns(layers: list[torch.Tensor], dtype: Any) -> np.ndarray:
-    """[T, sum of widths] from one [T, width] tensor a layer, saturating where float16 cannot hold a value."""
+    """[T, sum of widths] from one [T, width] tensor a layer."""
     joined = torch.cat([t.detach() for t in layers], dim=1)
-    if joined.is_floating_point():
-        limit = torch.finfo(torch.float16).max
-        joined = joined.float().clamp(-limit, limit)
-    return joined.cpu().numpy().astype(dtype)
+    return to_float16(joined) if joined.is_floating_point() else joined.cpu().numpy().astype(dtype)

@@ -1,12 +1,14 @@
-"""Watching which experts a layer really uses, and with what weights, whatever its family."""
+"""Watching which experts a layer really uses, with what weights, and what its router says, whatever its family."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from moetool.models.expert_form import Call
+from moetool.models.families import Family
 from moetool.models.spec import MoeLayer
 
 Routes = Callable[[torch.Tensor, torch.Tensor], None]
@@ -48,3 +50,29 @@ def sorted_routes(output: Any, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     experts_TK, weights_TK = torch.empty_like(experts), torch.empty_like(weights)
     experts_TK[places], weights_TK[places] = experts, weights
     return experts_TK.view(-1, top_k), weights_TK.view(-1, top_k)
+
+
+def read_logits(layer: MoeLayer, output: Any, family: Family | None) -> torch.Tensor:
+    """The logits [T, E] in what a layer's router returned."""
+    logits: torch.Tensor = output[layer.logits_index] if isinstance(output, tuple) else output
+    logits = logits[:, : layer.num_experts]  # zaya has a further one, for no expert
+    return logits.log() if family is not None and family.probabilities else logits
+
+
+def logits_ahead(
+    following: Sequence[MoeLayer], args: tuple[Any, ...], kwargs: dict[str, Any], family: Family | None
+) -> torch.Tensor:
+    """The logits [A, T, E of the widest] that the routers of later layers give on what an earlier one's router got.
+
+    The routers' hooks don't run. What lies beyond a narrower layer's experts is 0.
+    """
+    rows = [read_logits(layer, layer.router.forward(*args, **kwargs), family) for layer in following]
+    width = max(row.shape[1] for row in rows)
+    return torch.stack([torch.nn.functional.pad(row, (0, width - row.shape[1])) for row in rows])
+
+
+def to_float16(values: torch.Tensor) -> np.ndarray:
+    """As a trace holds them: float16, saturating where that cannot hold a value."""
+    limit = torch.finfo(torch.float16).max
+    half: np.ndarray = values.detach().float().clamp(-limit, limit).cpu().numpy().astype(np.float16)
+    return half

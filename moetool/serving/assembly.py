@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from moetool.models.sequential import open_batcher
 from moetool.models.spec import dense_bytes, locate, read_config
 from moetool.plan import CachePlan
 from moetool.policy import MIN_SLOTS, build_policy, policy_class
-from moetool.residency import Residency
+from moetool.residency import PrefetchLimits, Residency
 from moetool.serving.copies import stride_of
 from moetool.serving.engine import Engine
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.log import ServeLog
+from moetool.serving.state import restore_state, save_state
 from moetool.serving.store import open_store
+from moetool.trace import KEEP
 from moetool.types import ModelSpec
-
 
 _LEAST = {"host_memory_bytes": 0, "kv_tokens": 16, "max_requests": 1, "io_threads": 1, "threads": 0}
 
@@ -40,6 +42,8 @@ class ServeOptions:
         io_threads: threads that read experts.
         threads: threads of the model's own arithmetic (0 chooses).
         policy: options of the cache policy.
+        prefetch: limits of its prefetching.
+        state: file that what the policy learns is kept in from one run to the next (empty: none).
     """
 
     device: str = "cpu"
@@ -50,6 +54,8 @@ class ServeOptions:
     io_threads: int = 2
     threads: int = 0
     policy: dict[str, Any] = field(default_factory=dict)
+    prefetch: PrefetchLimits = field(default_factory=PrefetchLimits)
+    state: str = ""
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -101,8 +107,6 @@ def build_engine(
     assert loaded.files is not None
     if plan is not None:
         plan.check(loaded.spec)
-        if plan.pinned:
-            raise UsageError(f"the plan pins {len(plan.pinned)} experts, which this server cannot do yet; plan without")
     predicts = _predictor(predictor, plan if from_plan else None) if kind.needs_predictor else None
     slots = loaded.spec.total_experts
     if device_memory_bytes is None and plan is not None:
@@ -113,15 +117,26 @@ def build_engine(
         extra = predicts.num_bytes if predicts else 0
         slots = min(slots, _slots(loaded.spec, device_memory_bytes, dense, kv, extra))
     policy_options: Mapping[str, Any] = {**(plan.options if plan and from_plan else {}), **options.policy}
+    pinned = [loaded.spec.expert_key(*expert) for expert in plan.pinned] if plan and from_plan else []
+    if slots - len(pinned) < MIN_SLOTS:
+        raise CapacityError(
+            f"the plan pins {len(pinned)} experts and {slots} slots fit; {MIN_SLOTS} have to be left: plan again, or "
+            f"raise --device-memory"
+        )
+    built = build_policy(name, loaded.spec, policy_options, slots - len(pinned), predictor=predicts)
+    state = Path(options.state) if options.state else None
+    if state is not None:
+        restore_state(state, name, built)
     return Engine(
         loaded,
         load_tokenizer(path),
-        build_policy(name, loaded.spec, policy_options, slots, predictor=predicts),
+        Residency(built, pinned=pinned, limits=options.prefetch),
         open_batcher(loaded.model, max_requests=options.max_requests, kv_tokens=options.kv_tokens),
         model_name=model,
         io_threads=options.io_threads,
         host_memory_bytes=options.host_memory_bytes or None,
-        log=ServeLog(log) if log else None,
+        log=ServeLog(log, keep={"topk"} | (built.columns & set(KEEP)), ahead=built.distance) if log else None,
+        save=None if state is None else partial(save_state, state, name, built),
     )
 
 
@@ -148,9 +163,9 @@ def open_pooled(
     """
     loaded = load_lazy(path, dtype, device)
     slots = _slots(loaded.spec, device_memory_bytes, dense_bytes(path, dtype), kv_bytes, 0)
-    policy = build_policy("lru", loaded.spec, {}, slots)
-    store = open_store(loaded, policy, slots, host_memory_bytes=host_memory_bytes)
-    return replace(loaded, pool=ExpertRuntime(loaded, Residency(policy), store))
+    residency = Residency(build_policy("lru", loaded.spec, {}, slots))
+    store = open_store(loaded, residency, host_memory_bytes=host_memory_bytes)
+    return replace(loaded, pool=ExpertRuntime(loaded, residency, store))
 
 
 def _predictor(path: Path | None, plan: CachePlan | None) -> Any:

@@ -18,10 +18,12 @@ from moetool.models.decoding import Batch
 from moetool.models.loading import LoadedModel
 from moetool.models.sequential import Sequential
 from moetool.request import Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
-from moetool.residency import Policy, Residency
+from moetool.residency import Residency
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.log import ServeLog
 from moetool.serving.store import open_store
+
+_SAVE_SECONDS = 300.0
 
 
 class Engine:
@@ -31,11 +33,12 @@ class Engine:
 
     Args:
         loaded: a model from `load_lazy`.
-        policy: decides about the expert slots; its `num_slots` is the size of the pool.
+        residency: decides about the expert slots; its `num_slots` is the size of the pool.
         batcher: forwards the same model's requests.
         model_name: what clients call the model.
         host_memory_bytes: for experts in host memory (`ExpertStore`).
         log: records the gate stream and the decisions.
+        save: called when the engine closes, and every few minutes: keeps what the policy has learned.
 
     Effects: allocates the pool. `start` starts the thread, `close` ends it and frees the pool's threads.
     """
@@ -44,13 +47,14 @@ class Engine:
         self,
         loaded: LoadedModel,
         tokenizer: Any,
-        policy: Policy,
+        residency: Residency,
         batcher: Batcher | Sequential,
         *,
         model_name: str,
         io_threads: int = 2,
         host_memory_bytes: int | None = None,
         log: ServeLog | None = None,
+        save: Callable[[], None] | None = None,
     ) -> None:
         if loaded.files is None:
             raise ValueError("the engine takes a model without its experts: load_lazy")
@@ -60,8 +64,12 @@ class Engine:
         self.max_context = batcher.max_context
         self.vocab_size = int(loaded.model.config.get_text_config().vocab_size)
         self.state: State = "starting"
-        self.store = open_store(loaded, policy, policy.num_slots, io_threads, host_memory_bytes)
-        self.residency = Residency(policy, sink=log.on_step if log else None)
+        self.store = open_store(loaded, residency, io_threads, host_memory_bytes)
+        self.residency = residency
+        if log is not None:
+            residency.sink = log.on_step
+        self._save = save
+        self._saved = time.monotonic()
         self.runtime = ExpertRuntime(loaded, self.residency, self.store)
         self._batcher = batcher
         batcher.on_forward = self._on_forward
@@ -146,6 +154,8 @@ class Engine:
             self._thread.join()
         self.runtime.close()
         self._batcher.close()
+        if self._save is not None:
+            self._save()
         if self._log is not None:
             self._log.close()
 
@@ -157,6 +167,7 @@ class Engine:
             "hits_prefetched": max(0, counts.prefetched - stats.late),
             "hits_late": stats.late,
             "misses": counts.missed,
+            "hosted": counts.hosted,
             "prefetch_wasted": counts.wasted,
             "expert_reads": stats.reads,
             "bytes_read": stats.bytes_read,
@@ -196,6 +207,10 @@ class Engine:
         for output in outputs:
             self._new_tokens += output.token is not None
             self._deliver(output)
+        if self._save is not None and time.monotonic() - self._saved > _SAVE_SECONDS:
+            self._saved = time.monotonic()
+            with contextlib.suppress(MoetoolError):  # a full disk must not end the server; `close` tells of it
+                self._save()
 
     @property
     def idle(self) -> bool:

@@ -1,14 +1,18 @@
 """Running the experts of a model from a pool that may be smaller than one event."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from moetool.models.expert_form import Call
+from moetool.models.families import find
 from moetool.models.loading import LoadedModel
-from moetool.models.routing import sorted_routes, watch
+from moetool.models.routing import sorted_routes, to_float16, watch
+from moetool.models.signals import Signals, request_means
 from moetool.models.spec import MoeLayer
 from moetool.residency import Residency, StepKind
 from moetool.serving.on_host import HostCompute
@@ -44,16 +48,32 @@ class ExpertRuntime:
         self.store = store
         self._host = HostCompute(store)
         self._info: ForwardInfo | None = None
-        self._chosen: dict[int, torch.Tensor] = {}
+        self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._needs = residency.policy.columns
+        self._rule = find(loaded.model.config.get_text_config().model_type).rule(
+            loaded.model.config.get_text_config(), loaded.layers[0].router
+        )
+        self._signals = Signals(
+            loaded.model,
+            loaded.layers,
+            loaded.spec,
+            self._needs,
+            ahead=residency.policy.distance,
+            on_embedded=self._on_embedded,
+        )
         ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _experts_forward)
         loaded.model.set_experts_implementation(_IMPLEMENTATION)
         for layer in loaded.layers:
             self._bind(layer)
 
     def begin_forward(self, info: ForwardInfo) -> None:
-        """Announce the forward that is about to run, and start its first prefetches."""
+        """Announce the forward that is about to run, and start its first prefetches.
+
+        Where the policy looks at embeddings they start when the embedding layer has run.
+        """
         self._info = info
-        self._start(self.residency.begin_forward(info))
+        if "embeddings" not in self._needs:
+            self._start(self.residency.begin_forward(info))
 
     def end_forward(self) -> None:
         """The forward is over, complete or not."""
@@ -62,7 +82,8 @@ class ExpertRuntime:
             self._info = None
 
     def close(self) -> None:
-        """End the store's threads."""
+        """End the store's threads and leave the model's routers alone."""
+        self._signals.close()
         self._host.close()
         self.store.close()
 
@@ -75,59 +96,105 @@ class ExpertRuntime:
             MoetoolError: an expert could not be read.
         """
         num_tokens, top_k = index_TK.shape
-        products = self._products(layer, index_TK, lambda expert, rows: hidden_TD[rows // top_k])
+        event = self._event(layer, index_TK, weights_TK)
+        if (routed := self.residency.route(event)) is not None:
+            event, index_TK, weights_TK = self._reroute(event, routed, index_TK, weights_TK)
+        products = self._products(layer, event, index_TK, lambda expert, rows: hidden_TD[rows // top_k])
         weighted = products * weights_TK.reshape(-1, 1)  # in the wider type of the two
         return weighted.view(num_tokens, top_k, -1).sum(dim=1).to(hidden_TD.dtype)
 
+    def _event(self, layer: MoeLayer, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> GateEvent:
+        """What the policy is told of the layer's choice."""
+        if self._info is None:
+            raise RuntimeError("the model was called outside a forward that moetool announced")
+        event = GateEvent(
+            forward=self._info,
+            layer=layer.index,
+            experts_TK=tuple(map(tuple, index_TK.tolist())),  # here the host waits for the device, once a layer
+            weights_TK=to_float16(weights_TK).astype(np.float32) if "weights" in self._needs else None,
+        )
+        return self._signals.fill(event)
+
+    def _reroute(
+        self, event: GateEvent, routed: Sequence[Sequence[int]], index_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> tuple[GateEvent, torch.Tensor, torch.Tensor]:
+        """Put the policy's experts in place of the router's; the weights of a changed token follow from its scores."""
+        assert event.scores_TE is not None, "a policy that routes needs the logits"
+        chosen_TK = torch.tensor(routed, device=index_TK.device, dtype=index_TK.dtype)
+        changed_T = (chosen_TK != index_TK).any(dim=1)
+        scores_TE = torch.from_numpy(event.scores_TE).to(weights_TK.device)
+        made_TK = self._rule.weigh(scores_TE, chosen_TK).to(weights_TK.dtype)
+        weights_TK = torch.where(changed_T[:, None], made_TK, weights_TK)
+        return replace(event, experts_TK=tuple(map(tuple, routed))), chosen_TK, weights_TK
+
     def _products(
-        self, layer: MoeLayer, index_TK: torch.Tensor, inputs: Callable[[int, torch.Tensor], torch.Tensor]
+        self,
+        layer: MoeLayer,
+        event: GateEvent,
+        index_TK: torch.Tensor,
+        inputs: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """The output [T * K, D] of each token's experts, not yet weighted.
 
         Args:
             inputs: gives what an expert gets for the places in [T * K] that chose it.
         """
-        if self._info is None:
-            raise RuntimeError("the model was called outside a forward that moetool announced")
-        index_TK = index_TK.cpu()  # the one time a layer that the host waits for the device
-        event = GateEvent(
-            forward=self._info,
-            layer=layer.index,
-            experts_TK=tuple(map(tuple, index_TK.tolist())),
-        )
-        rows_of = _rows_by_expert(index_TK, self.store.copies.device)
+        rows_of = _rows_by_expert(index_TK.cpu(), index_TK.device)
+        expert_of, num_experts = self.residency.policy.spec.expert_of, layer.form.num_experts
         products: torch.Tensor | None = None
-        on_host: list[tuple[int, Callable[[], torch.Tensor]]] = []
-        beside: list[tuple[int, int]] = []  # loaded on demand though nothing here needs it: a whole layer's rest
+
+        def put(expert: int, output: torch.Tensor) -> None:
+            nonlocal products
+            if products is None:
+                products = output.new_empty(index_TK.numel(), output.shape[1])
+            products[rows_of[expert]] = output
+
         steps = self.residency.event(event)
+        on_host = [expert_of(step.key)[1] for step in steps if step.kind is StepKind.HOST]
+        begun: list[tuple[int, Callable[[], torch.Tensor]]] = []  # on the host, to be put in their place at the end
+        beside: list[tuple[int, int]] = []  # loaded on demand though nothing here needs it: a whole layer's rest
         for step, following in zip(steps, [*steps[1:], None], strict=True):
-            expert = self.residency.policy.spec.expert_of(step.key)[1]
-            if step.kind in (StepKind.LOAD, StepKind.PREFETCH):
-                if following is not None and (following.kind, following.key) == (StepKind.COMPUTE, step.key):
+            if step.kind is StepKind.HOST:
+                continue
+            expert = expert_of(step.key)[1]
+            if step.kind is not StepKind.COMPUTE:
+                at_once = following is not None and (following.kind, following.key) == (StepKind.COMPUTE, step.key)
+                if at_once and not on_host:
                     continue  # `ready` is next and loads it on this thread, sooner than another could
                 self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
                 if step.kind is StepKind.LOAD and expert not in rows_of:
                     beside.append((step.key, step.slot))
                 continue
+            begun += self._begin_on_host(layer, on_host, rows_of, inputs)  # now that loads are under way
             while beside:
                 self.store.ready(*beside.pop())
             x = inputs(expert, rows_of[expert])
-            if expert < layer.form.num_experts:
-                if step.kind is StepKind.HOST:
-                    on_host.append((expert, self._host.start(layer.form, step.key, x)))
-                    continue
+            if expert < num_experts:
                 x = layer.form.compute(x, self.store.ready(step.key, step.slot))
                 self.store.computed(step.slot)
-            if products is None:
-                products = x.new_empty(index_TK.numel(), x.shape[1])
-            products[rows_of[expert]] = x
-        for expert, finished in on_host:
-            x = finished()
-            if products is None:
-                products = x.new_empty(index_TK.numel(), x.shape[1])
-            products[rows_of[expert]] = x
+            put(expert, x)
+        begun += self._begin_on_host(layer, on_host, rows_of, inputs)
+        for expert, finished in begun:
+            put(expert, finished())
         assert products is not None
         return products
+
+    def _begin_on_host(
+        self,
+        layer: MoeLayer,
+        experts: list[int],
+        rows_of: dict[int, torch.Tensor],
+        inputs: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> Iterator[tuple[int, Callable[[], torch.Tensor]]]:
+        """Begin to compute `experts` in host memory and empty the list; gives what waits for each one's output."""
+        while experts:
+            expert = experts.pop()
+            x = inputs(expert, rows_of[expert])
+            if expert < layer.form.num_experts:
+                key = self.residency.policy.spec.expert_key(layer.index, expert)
+                yield expert, self._host.start(layer.form, key, x)
+            else:
+                yield expert, lambda x=x: x  # type: ignore[misc]
 
     def _bind(self, layer: MoeLayer) -> None:
         if layer.form.call is Call.INTERFACE:
@@ -141,7 +208,7 @@ class ExpertRuntime:
         }
         layer.experts.forward = partial(forwards[layer.form.call], layer)
         if layer.form.call is Call.SCALED:  # its experts are not told who chose them
-            watch(layer, lambda index_TK, _: self._chosen.update({layer.index: index_TK}))
+            watch(layer, lambda *routes: self._chosen.update({layer.index: routes}))
 
     def _experts(
         self, layer: MoeLayer, hidden: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
@@ -156,8 +223,9 @@ class ExpertRuntime:
         """
         copies_ETD = scaled.view(layer.num_experts, -1, scaled.shape[-1])
         top_k = layer.top_k
-        index_TK = self._chosen.pop(layer.index)
-        products = self._products(layer, index_TK, lambda expert, rows: copies_ETD[expert, rows // top_k])
+        index_TK, weights_TK = self._chosen.pop(layer.index)
+        event = self._event(layer, index_TK, weights_TK)
+        products = self._products(layer, event, index_TK, lambda expert, rows: copies_ETD[expert, rows // top_k])
         output_ETD = torch.zeros_like(copies_ETD)
         places = torch.arange(index_TK.numel(), device=index_TK.device)
         output_ETD[index_TK.reshape(-1), places // top_k] = products
@@ -168,6 +236,11 @@ class ExpertRuntime:
         flat_TD = hidden.reshape(-1, hidden.shape[-1])
         index_TK, weights_TK = sorted_routes(layer.router(flat_TD), layer.top_k)
         return self.forward(layer, flat_TD, index_TK, weights_TK).view(hidden.shape) + layer.experts.bias
+
+    def _on_embedded(self, embedding_TD: torch.Tensor) -> None:
+        if self._info is not None:
+            self._info = replace(self._info, embedding_TD=request_means(self._info, embedding_TD))
+            self._start(self.residency.begin_forward(self._info))
 
     def _start(self, steps: list[Any]) -> None:
         for step in steps:

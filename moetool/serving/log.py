@@ -5,14 +5,18 @@ failed: that one leaves no rows, though decisions were taken in it. The manifest
 """
 
 import contextlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from moetool import durable
 from moetool.errors import MoetoolError
 from moetool.models.decoding import Batch
 from moetool.models.loading import LoadedModel
 from moetool.models.recording import GateRecorder
+from moetool.models.signals import request_means
 from moetool.replay import DecisionDigest
 from moetool.residency import Step
 from moetool.trace import MANIFEST
@@ -28,9 +32,9 @@ class ServeLog:
     Effects: `attach` hooks the model and opens `out.partial`.
     """
 
-    def __init__(self, out: Path, keep: tuple[str, ...] = ("topk",), overwrite: bool = False) -> None:
+    def __init__(self, out: Path, keep: Collection[str] = ("topk",), ahead: int = 1, overwrite: bool = False) -> None:
         durable.require_absent(out, overwrite, MANIFEST)
-        self._out, self._keep, self._overwrite = out, keep, overwrite
+        self._out, self._keep, self._ahead, self._overwrite = out, keep, ahead, overwrite
         self._stack = contextlib.ExitStack()
         self._writer: TraceWriter | None = None
         self._recorder: GateRecorder | None = None
@@ -46,8 +50,8 @@ class ServeLog:
         """Begin to record the model."""
         folder = self._stack.enter_context(durable.staged_directory(self._out, self._overwrite, MANIFEST))
         self._loaded = loaded
-        self._writer = TraceWriter(folder, loaded.spec, self._keep)
-        self._recorder = GateRecorder(loaded.model, loaded.layers, self._keep)
+        self._writer = TraceWriter(folder, loaded.spec, self._keep, self._ahead)
+        self._recorder = GateRecorder(loaded.model, loaded.layers, self._keep, self._ahead)
 
     def add_request(self, request: int, prompt_tokens: int) -> None:
         """Take in a request."""
@@ -68,11 +72,16 @@ class ServeLog:
             self._recorder.discard()
             self._failed_forwards += 1
         else:
-            rows, _ = self._recorder.take(self._batch)
+            rows, embedding_TD = self._recorder.take(self._batch)
+            means_TD = None if embedding_TD is None else request_means(self._batch.info, torch.from_numpy(embedding_TD))
             for request, phase in zip(self._batch.info.request_T, self._batch.info.phase_T, strict=True):
                 self._new_tokens[request] = self._new_tokens.get(request, 0) + phase
             try:
                 self._writer.append(rows)
+                if means_TD is not None:
+                    for request in dict.fromkeys(self._batch.info.request_T):
+                        place = self._batch.info.request_T.index(request)
+                        self._writer.add_embedding(request, self._batch.iteration_T[place], means_TD[place])
             except MoetoolError as error:  # a full disk must not end the server; `close` tells of it
                 self._error = self._error or error
         self._batch = None

@@ -17,7 +17,7 @@ import torch
 
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.loading import LoadedModel
-from moetool.policy import Policy
+from moetool.residency import Residency
 from moetool.serving.copies import Copies, CpuCopies, cut, open_copies, stride_of
 from moetool.serving.source import ExpertSource, StoreStats
 
@@ -254,15 +254,15 @@ class ExpertStore:
 
 
 def open_store(
-    loaded: LoadedModel, policy: Policy, num_slots: int, num_threads: int = 2, host_memory_bytes: int | None = None
+    loaded: LoadedModel, residency: Residency, num_threads: int = 2, host_memory_bytes: int | None = None
 ) -> ExpertStore:
     """The store of a model from `load_lazy` on that model's device; arguments and errors as for `ExpertStore`."""
     assert loaded.files is not None
     return ExpertStore(
         loaded.files,
-        num_slots,
+        residency.num_slots,
         num_threads,
         host_memory_bytes=host_memory_bytes,
-        hosts=policy.computes_on_host,
+        hosts=residency.policy.computes_on_host,
         copies=open_copies(loaded.device),
     )

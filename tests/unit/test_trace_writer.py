@@ -144,7 +144,7 @@ def test_append_never_blocks_on_the_full_queue_of_a_dead_thread(folder: Path, mo
         disk_full()
 
     monkeypatch.setattr(pq.ParquetWriter, "write_table", wait_and_fail)
-    writer = TraceWriter(folder, SPEC, KEEP)
+    writer = TraceWriter(folder, SPEC, KEEP, traces.AHEAD)
 
     def append_for_ever() -> None:
         while True:
@@ -170,7 +170,7 @@ def test_a_batch_that_lacks_a_column_is_noticed(folder: Path) -> None:
 
 @pytest.mark.parametrize("appended", [0, 1, len(FORWARDS)])
 def test_an_abandoned_writer_leaves_nothing_that_is_a_trace(folder: Path, appended: int) -> None:
-    writer = TraceWriter(folder, SPEC, KEEP)
+    writer = TraceWriter(folder, SPEC, KEEP, traces.AHEAD)
     for forward in FORWARDS[:appended]:
         writer.append(forward)
     assert in_time(writer.abort) is None
@@ -182,7 +182,7 @@ def test_an_abandoned_writer_leaves_nothing_that_is_a_trace(folder: Path, append
 
 
 def test_abort_after_finish_changes_nothing(folder: Path) -> None:
-    writer = TraceWriter(folder, SPEC, KEEP)
+    writer = TraceWriter(folder, SPEC, KEEP, traces.AHEAD)
     traces.fill(writer, FORWARDS, LENGTHS, traces.SEQUENTIAL)
     assert in_time(writer.abort) is None
     Trace(folder).verify()
@@ -195,7 +195,7 @@ from moetool import durable, trace, trace_writer
 from tests import traces
 trace_writer.ROW_GROUP_TOKENS, trace_writer.PART_TOKENS = 8, 24
 with durable.staged_directory(Path(sys.argv[1])) as folder:
-    writer = trace_writer.TraceWriter(folder, traces.SPEC, trace.KEEP)
+    writer = trace_writer.TraceWriter(folder, traces.SPEC, trace.KEEP, traces.AHEAD)
     for forward in range(20):
         writer.append(traces.rows(0, forward, 0, range(8)))
     while len(list((folder / "tokens").iterdir())) < 3:
