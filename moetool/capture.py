@@ -116,6 +116,8 @@ def capture(
     """
     durable.require_absent(out, overwrite, MANIFEST)
     device = parse_device(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     path = locate(model)
     began = time.perf_counter()
     with durable.staged_directory(out, overwrite, MANIFEST) as folder:
