@@ -1,7 +1,8 @@
 """Memory of the process against the budget that it was given: `pytest tests/bench/test_memory.py -s`.
 
-A process of its own for each budget runs one long prompt through a model of random weights, so that every slot of its
-pool is filled, and says how much of it is in memory. Prints budgets, pools and resident bytes.
+A process of its own for each budget forwards prompts through a model of random weights until every slot of its pool is
+filled, and says how much of it is in memory, once the C library has given back what was freed (how much it keeps of the
+activations' memory varies by more than the 2 % that is asked for here). Prints budgets, pools and resident bytes.
 """
 
 import json
@@ -18,7 +19,7 @@ from moetool.tables import print_table
 SLOTS = (32, 96)
 
 PROGRAM = """
-import json, re, sys
+import ctypes, json, re, sys
 from pathlib import Path
 import torch
 from moetool.models.decoding import prefill
@@ -31,13 +32,14 @@ path, device_memory, host_memory = Path(sys.argv[1]), int(sys.argv[2]), int(sys.
 torch.set_num_threads(1)
 idle = resident()
 loaded = open_pooled(path, torch.float32, device_memory_bytes=device_memory, host_memory_bytes=host_memory or None)
-tokens = torch.randint(0, 1000, (1, 1024), generator=torch.Generator().manual_seed(0))
-for forward in range(2):
+for forward in range(12):
+    tokens = torch.randint(0, 1000, (1, 32), generator=torch.Generator().manual_seed(forward))
     loaded.begin_forward(prefill(0, tokens[0].tolist(), forward).info)
     with torch.inference_mode():
         loaded.model(tokens, use_cache=False, logits_to_keep=1)
     loaded.end_forward()
 store = loaded.pool.store
+ctypes.CDLL(None).malloc_trim(0)
 print(json.dumps({"idle": idle, "resident": resident(), "pool": store.pool_bytes, "host": store.host_pool_bytes,
                   "reads": store.stats.reads, "full": len(loaded.pool.residency.slot_of) == store.num_slots}))
 loaded.close()
@@ -80,7 +82,6 @@ def test_resident_memory_follows_the_budget(tmp_path: Path) -> None:
     for other, name in ((1, "device"), (2, "host")):
         budget = sum(found[other][tier] - found[0][tier] for tier in ("pool", "host"))
         resident = found[other]["resident"] - found[0]["resident"]
-        print(
-            f"{name} budgets differ by {budget / 1e6:.1f} MB, resident memory by {100 * resident / budget:.2f} % of it"
-        )
+        share = 100 * resident / budget
+        print(f"{name}: budgets differ by {budget / 1e6:.1f} MB, resident memory by {share:.2f} % of that")
         assert abs(resident / budget - 1) <= 0.02
