@@ -142,7 +142,8 @@ class ExpertStore:
             self._wait_for(job)
         job.prefetch = False
         if job.error is not None:
-            self._source.stats.retried += 1
+            with self._lock:
+                self._source.stats.retried += 1
             job = self._replace(key, slot, prefetch=False)
             self._wait_for(job)
             if job.error is not None:
