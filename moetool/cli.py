@@ -62,6 +62,11 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result t
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Costs of a machine, by 'moetool profile'.")]
 Settings = Annotated[list[str], typer.Option("--set", help="An option by name, as in --set width=64. Repeatable.")]
+Device = Annotated[str | None, typer.Option(help="cpu (the default) or cuda: where the model computes.")]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(help="For experts between disk and --device-memory, such as 32GB; pinned beside a GPU."),
+]
 Recipe = Annotated[
     Path | None,
     typer.Option("--recipe", help="TOML file with values for these flags.", is_eager=True, callback=_use_recipe),
@@ -89,6 +94,8 @@ def capture(
     device_memory: Annotated[
         str | None, typer.Option(help="For dense weights and an expert pool, such as 64MB: a model larger than memory.")
     ] = None,
+    device: Device = None,
+    host_memory: HostMemory = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that share the batches, one thread each.")] = 1,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -97,19 +104,32 @@ def capture(
     """Run a model over prompts and record what its routers do, token by token."""
     from moetool import prompts
 
+    if host_memory is not None and device_memory is None:
+        raise UsageError("--host-memory is the tier below --device-memory: give that too, or leave both out")
     texts = list(prompts.load(_split(data), max_prompts=max_prompts))
     from moetool import shares
     from moetool.capture import CaptureOptions
     from moetool.capture import capture as run
+    from moetool.models.loading import parse_device
 
     options = CaptureOptions(
-        max_new_tokens=max_new_tokens, batch_size=batch_size, keep=tuple(_split([keep])), dtype=dtype, threads=threads
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        keep=tuple(_split([keep])),
+        device=device or "cpu",
+        dtype=dtype,
+        threads=threads,
     )
+    parse_device(options.device)  # refused here once, and not by every worker
     rest: dict[str, Any] = {"overwrite": overwrite}
     if device_memory is not None:
         from moetool.serving.assembly import open_pooled
 
-        rest["open_model"] = partial(open_pooled, device_memory_bytes=parse_bytes(device_memory))
+        rest["open_model"] = partial(
+            open_pooled,
+            device_memory_bytes=parse_bytes(device_memory),
+            host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),
+        )
     with tables.progress(f"capturing {model}", None if workers > 1 else len(texts)) as on_progress:
         if shares.under_torchrun():
             shared = shares.capture_under_torchrun(model, texts, out, options, **rest, on_progress=on_progress)
@@ -368,6 +388,8 @@ def serve(
     device_memory: Annotated[
         str | None, typer.Option(help="For everything together, such as 64MB; the plan's.")
     ] = None,
+    device: Device = None,
+    host_memory: HostMemory = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any free one.")] = 8000,
     log: Annotated[
@@ -390,6 +412,10 @@ def serve(
     values = parse_settings(settings)
     if chosen is not None:
         values = {"kv_tokens": chosen.kv_tokens, "dtype": chosen.dtype, **values}
+    if device is not None:
+        values["device"] = device
+    if host_memory is not None:
+        values["host_memory_bytes"] = parse_bytes(host_memory)
     from moetool.serving import server
     from moetool.serving.assembly import ServeOptions, build_engine
 
@@ -410,9 +436,12 @@ def serve(
         raise
     engine.start()
     slots = engine.store.num_slots
+    below = (
+        f", {tables.count(engine.store.host_pool_bytes, 'B')} in host memory" if engine.store.host_pool_bytes else ""
+    )
     tables.narrate(
         f"moetool: {model} under {policy or (chosen.policy if chosen else 'lru')}: {slots} of "
-        f"{engine.spec.total_experts} experts fit ({tables.count(engine.store.pool_bytes, 'B')})"
+        f"{engine.spec.total_experts} experts fit ({tables.count(engine.store.pool_bytes, 'B')}{below})"
     )
     try:
         server.run(engine, sock, on_ready=lambda url: tables.narrate(f"moetool: serving on {url}/v1"))
