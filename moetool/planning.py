@@ -165,7 +165,7 @@ def best(rows: Sequence[Row]) -> Row:
 
     def cost(row: Row) -> tuple[float, float, int, int]:
         seconds = row.timing.tpot_mean_s if row.timing is not None else None
-        return seconds or 0.0, row.bytes_per_decode_token, row.loaded_bytes, row.slots
+        return seconds or 0.0, _touched_bytes(row), row.loaded_bytes, row.slots
 
     return min(rows, key=cost)
 
@@ -228,9 +228,14 @@ def _reason(chosen: str, evidence: Sequence[Row], num_used: int, num_held_out: i
 
 
 def _moved(row: Row) -> str:
-    return f"{row.bytes_per_decode_token:,.0f}"
+    return f"{_touched_bytes(row):,.0f}"
 
 
 def _milliseconds(row: Row) -> str:
     assert row.timing is not None and row.timing.tpot_mean_s is not None
     return f"{row.timing.tpot_mean_s * 1e3:,.2f} ms"
+
+
+def _touched_bytes(row: Row) -> float:
+    """Bytes for each decode token that were loaded, or that the host computed with where they lie."""
+    return row.bytes_per_decode_token + row.host_bytes_per_decode_token

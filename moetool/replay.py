@@ -37,6 +37,7 @@ class Row:
         decode_tokens: tokens of the forwards without prompt tokens.
         prefill_bytes: bytes loaded in the forwards with prompt tokens, on demand and ahead.
         decode_bytes: the same in the forwards without.
+        decode_host_bytes: bytes of the experts that the host computed in the forwards without prompt tokens.
         digest: of all decisions, in order; equal digests mean equal decisions.
         timing: what it took on the timeline, where there was a profile.
     """
@@ -49,6 +50,7 @@ class Row:
     decode_tokens: int
     prefill_bytes: int
     decode_bytes: int
+    decode_host_bytes: int
     digest: str
     timing: Timing | None = None
 
@@ -71,6 +73,11 @@ class Row:
     def bytes_per_decode_token(self) -> float:
         """Bytes loaded for each token of the forwards without prompt tokens (0 without such tokens)."""
         return self.decode_bytes / self.decode_tokens if self.decode_tokens else 0.0
+
+    @property
+    def host_bytes_per_decode_token(self) -> float:
+        """The same of what the host computed: bytes that it reads from its memory, or from disk."""
+        return self.decode_host_bytes / self.decode_tokens if self.decode_tokens else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """One flat object: the row of a table.
@@ -99,6 +106,7 @@ class Row:
             "decode_tokens": self.decode_tokens,
             "loads_per_decode_token": self.loads_per_decode_token,
             "bytes_per_decode_token": self.bytes_per_decode_token,
+            "host_bytes_per_decode_token": self.host_bytes_per_decode_token,
             "digest": self.digest,
             **timed,
         }
@@ -257,6 +265,7 @@ class _Run:
         self._residency = Residency(policy, self._digest, capacity_bytes=capacity_bytes, limits=limits)
         self._timeline = timeline
         self._bytes = [0, 0]  # prefill, decode
+        self._host_bytes = [0, 0]
         self._phase = Phase.DECODE
 
     def begin(self, info: ForwardInfo) -> list[Step]:
@@ -291,17 +300,18 @@ class _Run:
             decode_tokens=decode_tokens,
             prefill_bytes=self._bytes[Phase.PREFILL],
             decode_bytes=self._bytes[Phase.DECODE],
+            decode_host_bytes=self._host_bytes[Phase.DECODE],
             digest=self._digest.hexdigest(),
             timing=None if self._timeline is None else self._timeline.timing(),
         )
 
     def _weigh(self, steps: list[Step]) -> list[Step]:
-        spec = self._spec
-        self._bytes[self._phase] += sum(
-            spec.expert_bytes_L[spec.expert_of(step.key)[0]]
-            for step in steps
-            if step.kind in (StepKind.LOAD, StepKind.PREFETCH)
-        )
+        sizes, stride = self._spec.expert_bytes_L, self._spec.num_experts
+        for kind, key, _, _ in steps:
+            if kind is StepKind.HOST:
+                self._host_bytes[self._phase] += sizes[key // stride]
+            elif kind is not StepKind.COMPUTE:
+                self._bytes[self._phase] += sizes[key // stride]
         return steps
 
 
