@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moetool.errors import UsageError, unknown_name
+from moetool.models.families import require_substitutable
 from moetool.policy import Policy, SharedPredictor, build_policy, policy_class, slots_within
 from moetool.residency import Counts, PrefetchLimits, Residency, Step, StepKind
 from moetool.trace import Trace
@@ -141,7 +142,7 @@ def replay(
     source = _Source(trace, sequential, requests)
     runs = _prepare(source, policies, budgets, predictor, options or {}, pools_bytes(trace, pool), limits)
     forwards = decode_tokens = 0
-    for info, events, ended in source.forwards(_columns(policies, predictor)):
+    for info, events, ended in source.forwards(_columns(runs)):
         for run in runs:
             run.begin(info)
         for event in events:
@@ -175,7 +176,7 @@ def decisions(
     source = _Source(trace, sequential, requests)
     in_bytes = pools_bytes(trace, pool)
     (run,) = _prepare(source, [policy], [budget_bytes], predictor, {policy: options or {}}, in_bytes, limits)
-    for info, events, ended in source.forwards(_columns([policy], predictor)):
+    for info, events, ended in source.forwards(_columns([run])):
         for step in run.begin(info):
             yield info.forward_id, -1, step
         for event in events:
@@ -230,6 +231,7 @@ class _Run:
         self._name = name
         self._budget_bytes = budget_bytes
         self._spec = policy.spec
+        self.columns = policy.columns
         self._digest = DecisionDigest()
         self._residency = Residency(policy, self._digest, capacity_bytes=capacity_bytes, limits=limits)
         self._bytes = [0, 0]  # prefill, decode
@@ -286,6 +288,8 @@ def _prepare(
     kinds = {name: policy_class(name) for name in policies}
     for name, kind in kinds.items():
         source.trace.require(kind.needs, f"policy {name}")
+        if not kind.lossless:
+            require_substitutable(spec.name, name)
     if predictor is not None:
         source.trace.require(predictor.needs, "the predictor")
     slots = [slots_within(spec, budget) for budget in budgets]
@@ -300,6 +304,7 @@ def _prepare(
 
     def run(name: str, budget: int, num_slots: int) -> _Run:
         policy = build_policy(name, spec, options.get(name, {}), num_slots, predictor=shared, future=future)
+        source.trace.require(policy.columns, f"policy {name}")
         takes_all = policy.num_slots == num_slots
         capacity = (budget if takes_all else policy.num_slots * spec.slot_bytes) if in_bytes else None
         return _Run(name, budget, policy, capacity, limits)
@@ -307,9 +312,6 @@ def _prepare(
     return [run(name, budget, fit) for name in policies for budget, fit in zip(budgets, slots, strict=True)]
 
 
-def _columns(policies: Sequence[str], predictor: Any) -> frozenset[str]:
+def _columns(runs: Sequence[_Run]) -> frozenset[str]:
     """What the events must carry besides the experts."""
-    needs = [policy_class(name).needs for name in policies]
-    if predictor is not None:
-        needs.append(predictor.needs)
-    return frozenset[str]().union(*needs) - {"experts"}
+    return frozenset[str]().union(*(run.columns for run in runs)) - {"experts"}
