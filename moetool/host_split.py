@@ -28,8 +28,8 @@ class HostCosts:
     def __post_init__(self) -> None:
         if min(self.load_s, self.host_s, self.host_token_s) < 0 or (self.load_s > 0) != (self.host_s > 0):
             raise UsageError(
-                f"load_s {self.load_s}, host_s {self.host_s} and host_token_s {self.host_token_s} cannot be costs: none "
-                f"may be negative, and the first two are given together or not at all"
+                f"load_s {self.load_s}, host_s {self.host_s} and host_token_s {self.host_token_s} cannot be costs: "
+                f"none may be negative, and the first two are given together or not at all"
             )
 
     @property

@@ -230,7 +230,7 @@ def build_policy(
         )
     if not kind.lossless and not all(spec.has_logits_L):
         raise UsageError(
-            f"policy {name} needs the scores of every router, and of {spec.name} some are not known; choose another policy"
+            f"policy {name} needs the scores of every router, and of {spec.name} some are not known; choose another"
         )
     if predictor is not None:
         spec.require_same(predictor.spec, "the model", "the predictor")

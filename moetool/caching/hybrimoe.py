@@ -37,9 +37,9 @@ class Policy(policy.Policy):
     """Asks the next layers' routers about this layer's hidden states, and weighs host against link within a layer.
 
     Source: HybriMoE (Zhong et al., 2025), by what SMoE's authors and its own abstract say of it: dynamic scheduling
-    within a layer that shortens the longer of host and link, prefetches by their simulated gain, and a cache that evicts
-    by "Minus Recent Score". Its text was not at hand, so the formulas are of the kind described and the constants are
-    moetool's. Readings and deviations:
+    within a layer that shortens the longer of host and link, prefetches by their simulated gain, and a cache that
+    evicts by "Minus Recent Score". Its text was not at hand, so the formulas are of the kind described, with
+    constants of moetool's. Readings and deviations:
         - A running score is `recent` times the event's score plus the rest times itself, and the lowest is evicted. An
           event counts the scores of each token's 2k highest experts, averaged over the tokens; the others get 0.
         - The experts that the event needs, and those prefetched for layers still to come in this forward, go last.
