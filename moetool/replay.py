@@ -14,7 +14,7 @@ from moetool.costs import CostProfile
 from moetool.errors import UsageError, unknown_name
 from moetool.models.families import require_substitutable
 from moetool.policy import Policy, SharedPredictor, build_policy, policy_class, slots_within
-from moetool.pricing import Prices, TimelineOptions
+from moetool.pricing import Prices, TimelineOptions, with_host_costs
 from moetool.residency import Counts, PrefetchLimits, Residency, Step, StepKind
 from moetool.timeline import MeteredPredictor, Timeline
 from moetool.timing import Timing
@@ -144,7 +144,8 @@ def replay(
         sequential: one request after the other, or the forwards as recorded; by default as recorded where the
             trace is the log of a server.
         requests: only these requests; all by default.
-        options: values for the `Options` of policies, by the policy's name.
+        options: values for the `Options` of policies, by the policy's name. A profile gives the costs of host and
+            link to policies that weigh them.
         pool: `slots` that each hold any expert, as in our server; `bytes`, where each expert takes its own size;
             `auto`: bytes where the trace was imported.
         limits: of prefetching, for every policy.
@@ -320,6 +321,7 @@ def _prepare(
     """Make a run of each policy and budget; refuses what cannot be replayed before any forward is read."""
     spec = source.trace.spec
     kinds = {name: policy_class(name) for name in policies}
+    options = with_host_costs(policies, options, prices)
     for name, kind in kinds.items():
         source.trace.require(kind.needs, f"policy {name}")
         if not kind.lossless:
