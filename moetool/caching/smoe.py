@@ -62,7 +62,7 @@ class Policy(policy.Policy):
         - The paper predicts the next layer's scores by a forward through the resident and shared experts, the next
           attention and the next gate. Here the next router is asked about the hidden states that this layer's
           router got (the column `ahead`): a forward beside the real one would have to read, and not write, the
-          paged keys and values, and on the CPU it would cost what it hides. So the predictions are worse than those
+          paged keys and values, and on the CPU it would cost what it hides. The predictions may be worse than those
           of the paper. Band C of the prediction is prefetched, the highest scores first.
         - A prefetch takes the place of no expert whose mean score is at least as high as the predicted one.
         - Algorithm 2 takes its costs from past timings. Decisions must not depend on time here: they are options, and
