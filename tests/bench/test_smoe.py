@@ -1,12 +1,12 @@
 """What SMoE saves and what it costs, against alpha, and what each of its parts adds.
 
-    make bench
+    python -m pytest tests/bench/test_smoe.py -m '' -s
 
-The first table is live: bytes and hits of new tokens whose text is given (`forced`: prefill of a few tokens, then one
-at a time), their cross-entropy, and answers as a server gives them: arithmetic by greedy decoding, multiple choice by
-the likeliest of its letters. The embedded prompts are in no training data. The second is a replay of one trace, part by
-part, beside policies that look at no scores; its last column sums, over the events, the longer of what the link and the
-host do in one of them, in loads. In neither is anything timed.
+The first table is live: bytes and hits of new tokens whose text is given (`_forced`: prefill of a few tokens, then one
+at a time), their cross-entropy, how often the likeliest token is that of alpha 0, and answers as a server gives them:
+arithmetic by greedy decoding, multiple choice by the likeliest of its letters. The embedded prompts are in no training
+data. The second is a replay of one trace, part by part, beside policies that substitute nothing; its last column sums,
+over the events, the longer of what the link and the host do in one of them, in loads. In neither is anything timed.
 """
 
 import contextlib
@@ -65,9 +65,9 @@ def _opened(reference: Path, alpha: float) -> Iterator[tuple[Any, ExpertRuntime]
         loaded.files.shards.close()
 
 
-def _forced(reference: Path, ids_ST: torch.Tensor, alpha: float, batch: int) -> tuple[float, Counts, int]:
-    """Nats per given token, what happened in decode, and its tokens."""
-    total, forwards, tokens = 0.0, 0, 0
+def _forced(reference: Path, ids_ST: torch.Tensor, alpha: float, batch: int) -> tuple[float, list[int], Counts]:
+    """Nats per given token, the likeliest token in the place of each, and what happened in decode."""
+    total, forwards, likeliest = 0.0, 0, list[int]()
     with _opened(reference, alpha) as (model, runtime), torch.inference_mode():
         for start in range(0, len(ids_ST), batch):
             ids_BT, cache = ids_ST[start : start + batch], None
@@ -88,9 +88,9 @@ def _forced(reference: Path, ids_ST: torch.Tensor, alpha: float, batch: int) -> 
                 if begin:
                     nats_B = torch.nn.functional.cross_entropy(made.logits[:, -1], ids_BT[:, end], reduction="none")
                     total += float(nats_B.sum())
-                    tokens += len(nats_B)
+                    likeliest += made.logits[:, -1].argmax(dim=-1).tolist()
         counts = runtime.residency.decode
-    return total / tokens, counts, tokens
+    return total / len(likeliest), likeliest, counts
 
 
 def _answers(reference: Path, tokenizer: Any, alpha: float, batch: int) -> tuple[float, float]:
@@ -135,11 +135,13 @@ def test_against_alpha(reference: Path, tokenizer: Any) -> None:
     ids_ST = torch.cat(pieces)
     rows = []
     for batch in (1, 3):
-        first = None
+        first: tuple[float, list[int]] | None = None
         for alpha in ALPHAS:
-            nats, counts, tokens = _forced(reference, ids_ST, alpha, batch)
+            nats, likeliest, counts = _forced(reference, ids_ST, alpha, batch)
             sums, exams = _answers(reference, tokenizer, alpha, batch)
-            first = nats if first is None else first
+            first = first or (nats, likeliest)
+            tokens = len(likeliest)
+            same = sum(map(int.__eq__, likeliest, first[1])) / tokens
             moved = counts.loads * spec.slot_bytes / tokens / 1e6
             rows.append(
                 [
@@ -148,13 +150,14 @@ def test_against_alpha(reference: Path, tokenizer: Any) -> None:
                     f"{counts.missed / tokens:.2f}",
                     f"{counts.hit_rate:.3f}",
                     f"{nats:.4f}",
-                    f"{nats - first:+.4f}",
+                    f"{nats - first[0]:+.4f}",
+                    f"{100 * same:.1f}",
                     f"{100 * sums:.1f}",
                     f"{100 * exams:.1f}",
                 ]
             )
             assert alpha or counts.loads
-    columns = ["smoe", "MB / token", "misses / token", "hit rate", "nats", "added", "arithmetic %", "choice %"]
+    columns = ["smoe", "MB / token", "misses", "hit rate", "nats", "added", "same %", "arithmetic %", "choice %"]
     print_table(f"{SLOTS} of {spec.total_experts} experts, {ids_ST.numel()} tokens, live", columns, rows)
 
 
