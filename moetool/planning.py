@@ -10,7 +10,7 @@ from moetool.costs import CostProfile
 from moetool.errors import CapacityError, UsageError
 from moetool.plan import CachePlan, PredictorReference
 from moetool.policy import MIN_SLOTS, parse_options, policy_class, slots_within
-from moetool.pricing import TimelineOptions
+from moetool.pricing import Prices, TimelineOptions, with_host_costs
 from moetool.replay import DEFAULT_MACHINE, Row, replay
 from moetool.trace import Trace
 from moetool.types import ModelSpec
@@ -97,6 +97,8 @@ def choose_cache(
         left_out = dict.fromkeys(paying, f"whose predictor of {predictor_bytes:,} bytes leaves no room for experts")
         candidates, paying = [name for name in candidates if name not in paying], []
 
+    if profile is not None:
+        options = with_host_costs(candidates, options or {}, Prices(profile, spec, timeline))
     chosen_options = {name: parse_options(name, (options or {}).get(name, {})) for name in candidates}
     if not policies:
         for name in candidates:

@@ -12,8 +12,9 @@ from typing import Any
 
 from moetool.costs import CostProfile
 from moetool.errors import UsageError, unknown_name
+from moetool.models.families import require_substitutable
 from moetool.policy import Policy, SharedPredictor, build_policy, policy_class, slots_within
-from moetool.pricing import Prices, TimelineOptions
+from moetool.pricing import Prices, TimelineOptions, with_host_costs
 from moetool.residency import Counts, PrefetchLimits, Residency, Step, StepKind
 from moetool.timeline import MeteredPredictor, Timeline
 from moetool.timing import Timing
@@ -151,7 +152,8 @@ def replay(
         sequential: one request after the other, or the forwards as recorded; by default as recorded where the
             trace is the log of a server.
         requests: only these requests; all by default.
-        options: values for the `Options` of policies, by the policy's name.
+        options: values for the `Options` of policies, by the policy's name. A profile gives the costs of host and
+            link to policies that weigh them.
         pool: `slots` that each hold any expert, as in our server; `bytes`, where each expert takes its own size;
             `auto`: bytes where the trace was imported.
         limits: of prefetching, for every policy.
@@ -171,7 +173,7 @@ def replay(
     prices = None if profile is None else Prices(profile, trace.spec, timeline)
     runs = _prepare(source, policies, budgets, predictor, options or {}, pools_bytes(trace, pool), limits, prices)
     forwards = decode_tokens = 0
-    for info, events, ended in source.forwards(_columns(policies, predictor)):
+    for info, events, ended in source.forwards(_columns(runs)):
         for run in runs:
             run.begin(info)
         for event in events:
@@ -205,7 +207,7 @@ def decisions(
     source = _Source(trace, sequential, requests)
     in_bytes = pools_bytes(trace, pool)
     (run,) = _prepare(source, [policy], [budget_bytes], predictor, {policy: options or {}}, in_bytes, limits)
-    for info, events, ended in source.forwards(_columns([policy], predictor)):
+    for info, events, ended in source.forwards(_columns([run])):
         for step in run.begin(info):
             yield info.forward_id, -1, step
         for event in events:
@@ -261,6 +263,7 @@ class _Run:
         self._name = name
         self._budget_bytes = budget_bytes
         self._spec = policy.spec
+        self.columns = policy.columns
         self._digest = DecisionDigest()
         self._residency = Residency(policy, self._digest, capacity_bytes=capacity_bytes, limits=limits)
         self._timeline = timeline
@@ -328,8 +331,11 @@ def _prepare(
     """Make a run of each policy and budget; refuses what cannot be replayed before any forward is read."""
     spec = source.trace.spec
     kinds = {name: policy_class(name) for name in policies}
+    options = with_host_costs(policies, options, prices)
     for name, kind in kinds.items():
         source.trace.require(kind.needs, f"policy {name}")
+        if not kind.lossless:
+            require_substitutable(spec.name, name)
         if prices is not None and predictor is not None and kind.needs_predictor:
             prices.prediction_ns(1)  # refuses a profile that does not say what predicting takes
     if predictor is not None:
@@ -347,6 +353,7 @@ def _prepare(
     def run(name: str, budget: int, num_slots: int) -> _Run:
         metered = None if shared is None or prices is None else MeteredPredictor(shared)
         policy = build_policy(name, spec, options.get(name, {}), num_slots, predictor=metered or shared, future=future)
+        source.trace.require(policy.columns, f"policy {name}")
         takes_all = policy.num_slots == num_slots
         capacity = (budget if takes_all else policy.num_slots * spec.slot_bytes) if in_bytes else None
         return _Run(
@@ -361,9 +368,6 @@ def _prepare(
     return [run(name, budget, fit) for name in policies for budget, fit in zip(budgets, slots, strict=True)]
 
 
-def _columns(policies: Sequence[str], predictor: Any) -> frozenset[str]:
+def _columns(runs: Sequence[_Run]) -> frozenset[str]:
     """What the events must carry besides the experts."""
-    needs = [policy_class(name).needs for name in policies]
-    if predictor is not None:
-        needs.append(predictor.needs)
-    return frozenset[str]().union(*needs) - {"experts"}
+    return frozenset[str]().union(*(run.columns for run in runs)) - {"experts"}
