@@ -11,7 +11,7 @@ from torch import Tensor
 from moetool.errors import MismatchError, UsageError
 from moetool.evaluation import Tally, evaluate, held_out
 from moetool.predictor import Predictor, load_predictor
-from moetool.tokens import Tokens
+from moetool.tokens import Tokens, stream
 from moetool.trace import Trace
 from moetool.training import train
 from tests.synthetic_routes import make_spec, write_trace
@@ -132,3 +132,59 @@ def test_a_perfect_predictor_scores_one() -> None:
         tally.add(Tokens(experts_TPK=routes_TLK, phase_T=torch.ones(5)))
         (score,) = [s for s in tally.scores() if s.phase == "all" and s.layer is None]
         assert (score.match, score.exact, score.at_least_one) == expected
+
+
+def test_recall_calibration_and_distance_agree_with_plain_loops(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace")
+    card = train("affinity", trace, tmp_path / "affinity")
+    (evaluation, *_) = evaluate([tmp_path / "affinity"], trace)
+    assert sorted(evaluation.overall()) == [1, 2, 3]
+    predictor, source = load_predictor(tmp_path / "affinity"), Trace(trace)
+    for distance, score in evaluation.overall().items():
+        found: dict[int, list[float]] = {3: [], 4: []}
+        bins: dict[int, list[tuple[float, bool]]] = {}
+        for tokens in stream(source, {"experts"}, card["requests"]["test"]):
+            for layer in range(distance, 4):
+                scores_TE = predictor.layer_scores(tokens.before(layer - distance + 1), layer)
+                for row_E, true_K in zip(scores_TE, tokens.experts_TPK[:, layer].tolist(), strict=True):
+                    for m, shares in found.items():
+                        shares.append(len(set(row_E.topk(m).indices.tolist()) & set(true_K)) / 2)
+                    for expert, value in enumerate((2 * row_E / row_E.sum()).tolist()):
+                        chance = min(value, 1.0)
+                        bins.setdefault(min(int(chance * 10), 9), []).append((chance, expert in true_K))
+        assert score.recall == pytest.approx([np.mean(found[3]), np.mean(found[4])])
+        count = sum(map(len, bins.values()))
+        error = sum(abs(sum(p for p, _ in b) - sum(t for _, t in b)) for b in bins.values()) / count
+        assert score.calibration_error == pytest.approx(error, abs=1e-3)
+        assert score.predictions == (4 - distance) * evaluation.num_tokens
+
+
+def test_predictors_that_remember_are_scored_by_what_they_observe(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace")
+    card = train("activation_matrix", trace, tmp_path / "matrix")
+    evaluation, *_ = evaluate([tmp_path / "matrix"], trace)
+    predictor = load_predictor(tmp_path / "matrix")
+    right = [0, 0]
+    for _, events in Trace(trace).forwards(sequential=True, requests=frozenset(card["requests"]["test"])):
+        for event in events[:-1]:
+            predictor.observe(event)
+            coming = events[event.layer + 1]
+            for row_E, true_K in zip(predictor.scores(coming.layer), coming.experts_TK, strict=True):
+                right[0] += len(set(torch.from_numpy(row_E).topk(2).indices.tolist()) & set(true_K))
+                right[1] += 2
+    assert evaluation.overall()[1].match == pytest.approx(right[0] / right[1])
+
+
+def test_an_unseen_task_is_scored_beside_the_trained_one(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace")
+    train("affinity", trace, tmp_path / "affinity")
+    other = write_trace(tmp_path / "other", seed=1, first_prompt=100)
+    rows = evaluate([tmp_path / "affinity"], trace, other)
+    assert [(row.predictor, row.unseen_task) for row in rows] == [
+        *(("affinity", False), ("popularity", False)),
+        *(("affinity", True), ("popularity", True)),
+    ]
+    assert rows[2].scores == evaluate([tmp_path / "affinity"], other)[0].scores
+    assert (rows[0].training_tokens, rows[1].training_tokens) == (14 * 20, None)
+    with pytest.raises(UsageError, match="is the trace that affinity was trained on"):
+        evaluate([tmp_path / "affinity"], trace, trace)
