@@ -33,20 +33,48 @@ def make_spec(
 
 
 def make_forward(
-    spec: ModelSpec, experts_TLK: np.ndarray, *, forward_id: int = 0, request: int = 0, phase: Phase = Phase.DECODE
+    spec: ModelSpec,
+    experts_TLK: np.ndarray,
+    *,
+    forward_id: int = 0,
+    request: int = 0,
+    phase: Phase = Phase.DECODE,
+    rng: np.random.Generator | None = None,
 ) -> tuple[ForwardInfo, list[GateEvent]]:
-    """One forward of one request and its events, from the experts of each token in each layer."""
+    """One forward of one request and its events, from the experts of each token in each layer.
+
+    Args:
+        rng: fills the optional fields, at random.
+    """
     num_tokens = len(experts_TLK)
     info = ForwardInfo(
         forward_id=forward_id,
         request_T=(request,) * num_tokens,
         phase_T=(phase,) * num_tokens,
         position_T=tuple(range(num_tokens)),
+        embedding_TD=None if rng is None else rng.random((num_tokens, spec.hidden_size), np.float32),
     )
     return info, [
-        GateEvent(forward=info, layer=layer, experts_TK=tuple(map(tuple, experts_TLK[:, layer].tolist())))
+        GateEvent(
+            forward=info,
+            layer=layer,
+            experts_TK=tuple(map(tuple, experts_TLK[:, layer].tolist())),
+            **({} if rng is None else _signals(spec, layer, num_tokens, rng)),
+        )
         for layer in range(spec.num_layers)
     ]
+
+
+def _signals(spec: ModelSpec, layer: int, num_tokens: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    def draw(*shape: int) -> np.ndarray:
+        return rng.random(shape, np.float32)
+
+    return {
+        "weights_TK": draw(num_tokens, spec.top_k_L[layer]),
+        "scores_TE": draw(num_tokens, spec.num_experts_L[layer]),
+        "hidden_TD": draw(num_tokens, spec.hidden_size),
+        "ahead_ATE": draw(min(2, spec.num_layers - 1 - layer), num_tokens, spec.num_experts),
+    }
 
 
 def random_experts(spec: ModelSpec, num_tokens: int, rng: np.random.Generator) -> np.ndarray:
@@ -57,16 +85,21 @@ def random_experts(spec: ModelSpec, num_tokens: int, rng: np.random.Generator) -
 
 
 def random_stream(
-    spec: ModelSpec, *, num_requests: int, prompt_tokens: int, new_tokens: int, seed: int
+    spec: ModelSpec, *, num_requests: int, prompt_tokens: int, new_tokens: int, seed: int, signals: bool = False
 ) -> Iterator[tuple[ForwardInfo, list[GateEvent]]]:
-    """Requests one after the other: a prompt in one forward, then a forward for each new token."""
+    """Requests one after the other: a prompt in one forward, then a forward for each new token.
+
+    Args:
+        signals: fill the optional fields too.
+    """
     rng = np.random.default_rng(seed)
+    other = np.random.default_rng(seed) if signals else None
     forward_id = 0
     for request in range(num_requests):
         lengths = [(prompt_tokens, Phase.PREFILL)] * bool(prompt_tokens) + [(1, Phase.DECODE)] * new_tokens
         for num_tokens, phase in lengths:
             experts = random_experts(spec, num_tokens, rng)
-            yield make_forward(spec, experts, forward_id=forward_id, request=request, phase=phase)
+            yield make_forward(spec, experts, forward_id=forward_id, request=request, phase=phase, rng=other)
             forward_id += 1
 
 
