@@ -155,6 +155,7 @@ class SharedPredictor:
     def __init__(self, predictor: Any) -> None:
         self.spec: ModelSpec = predictor.spec
         self.needs: frozenset[str] = predictor.needs
+        self.lookahead: int = predictor.lookahead
         self._predictor = predictor
         self._observed: GateEvent | None = None
         self._scores: dict[int, np.ndarray] = {}

@@ -4,6 +4,7 @@ The policies are driven exactly as the server drives them, so on the same gate s
 profile of a machine a timeline executes what they decide, and the rows say how long it would take there.
 """
 
+import copy
 import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -341,7 +342,7 @@ def _prepare(
     if predictor is not None:
         source.trace.require(predictor.needs, "the predictor")
     slots = [slots_within(spec, budget) for budget in budgets]
-    shared = None if predictor is None else SharedPredictor(predictor)
+    shared = _shared(predictor, policies)
     future = None
     if any(kind.needs_future for kind in kinds.values()):
         future = [
@@ -351,8 +352,9 @@ def _prepare(
         ]
 
     def run(name: str, budget: int, num_slots: int) -> _Run:
-        metered = None if shared is None or prices is None else MeteredPredictor(shared)
-        policy = build_policy(name, spec, options.get(name, {}), num_slots, predictor=metered or shared, future=future)
+        asked = shared.get(name)
+        metered = None if asked is None or prices is None else MeteredPredictor(asked)
+        policy = build_policy(name, spec, options.get(name, {}), num_slots, predictor=metered or asked, future=future)
         source.trace.require(policy.columns, f"policy {name}")
         takes_all = policy.num_slots == num_slots
         capacity = (budget if takes_all else policy.num_slots * spec.slot_bytes) if in_bytes else None
@@ -366,6 +368,15 @@ def _prepare(
         )
 
     return [run(name, budget, fit) for name in policies for budget, fit in zip(budgets, slots, strict=True)]
+
+
+def _shared(predictor: Any, policies: Sequence[str]) -> dict[str, SharedPredictor]:
+    """The predictor of each policy: one for all, unless it remembers what a policy showed it earlier."""
+    if predictor is None:
+        return {}
+    if not predictor.remembers:
+        return dict.fromkeys(policies, SharedPredictor(predictor))
+    return {name: SharedPredictor(copy.deepcopy(predictor)) for name in policies}
 
 
 def _columns(runs: Sequence[_Run]) -> frozenset[str]:

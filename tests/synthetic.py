@@ -35,14 +35,20 @@ def make_spec(
 
 
 def make_forward(
-    spec: ModelSpec, experts_TLK: np.ndarray, *, forward_id: int = 0, request: int = 0, phase: Phase = Phase.DECODE
+    spec: ModelSpec,
+    experts_TLK: np.ndarray,
+    *,
+    forward_id: int = 0,
+    request: int = 0,
+    phase: Phase = Phase.DECODE,
+    rng: np.random.Generator | None = None,
 ) -> tuple[ForwardInfo, list[GateEvent]]:
     """One forward of one request and its events, from the experts of each token in each layer.
 
     All that a policy may ask for is there: made up, but for scores by which those experts are the likeliest.
     """
     num_tokens = len(experts_TLK)
-    rng = np.random.default_rng([forward_id, request, num_tokens])
+    rng = rng or np.random.default_rng([forward_id, request, num_tokens])
     width = spec.hidden_size
     info = ForwardInfo(
         forward_id=forward_id,
@@ -81,16 +87,21 @@ def random_experts(spec: ModelSpec, num_tokens: int, rng: np.random.Generator) -
 
 
 def random_stream(
-    spec: ModelSpec, *, num_requests: int, prompt_tokens: int, new_tokens: int, seed: int
+    spec: ModelSpec, *, num_requests: int, prompt_tokens: int, new_tokens: int, seed: int, signals: bool = False
 ) -> Iterator[tuple[ForwardInfo, list[GateEvent]]]:
-    """Requests one after the other: a prompt in one forward, then a forward for each new token."""
+    """Requests one after the other: a prompt in one forward, then a forward for each new token.
+
+    Args:
+        signals: fill the optional fields too.
+    """
     rng = np.random.default_rng(seed)
+    other = np.random.default_rng(seed) if signals else None
     forward_id = 0
     for request in range(num_requests):
         lengths = [(prompt_tokens, Phase.PREFILL)] * bool(prompt_tokens) + [(1, Phase.DECODE)] * new_tokens
         for num_tokens, phase in lengths:
             experts = random_experts(spec, num_tokens, rng)
-            yield make_forward(spec, experts, forward_id=forward_id, request=request, phase=phase)
+            yield make_forward(spec, experts, forward_id=forward_id, request=request, phase=phase, rng=other)
             forward_id += 1
 
 
@@ -148,9 +159,11 @@ class MadeUpPredictor:
     """Scores that follow from the observed experts alone, as a `moetool.predictor.Predictor` would give them."""
 
     needs = frozenset({"experts"})
+    remembers = False
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
+        self.lookahead = spec.num_layers
         self.num_observed = 0
         self._event: GateEvent | None = None
 
@@ -160,6 +173,6 @@ class MadeUpPredictor:
         self._event = event
 
     def scores(self, layer: int) -> Any:
-        assert self._event is not None and layer == self._event.layer + 1
+        assert self._event is not None and self._event.layer < layer < self.spec.num_layers
         seeds = [hash((layer, row)) & 0xFFFF for row in self._event.experts_TK]
         return np.stack([np.random.default_rng(s).random(self.spec.num_experts) for s in seeds]).astype(np.float32)

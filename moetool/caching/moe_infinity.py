@@ -1,13 +1,13 @@
 """MoE-Infinity: prefetches by the earlier request that used experts most alike; the least often used goes first."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappush
 from typing import Any
 
 import numpy as np
 
-from moetool.caching import lfu
+from moetool.activation_matrix import ActivationMatrices
+from moetool.caching import _lfu_ahead, lfu
 from moetool.errors import UsageError
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
@@ -31,7 +31,7 @@ class Options(lfu.Options):
             )
 
 
-class Policy(lfu.Policy):
+class Policy(_lfu_ahead.Policy):
     """Matches the running request's activation matrix with those of earlier ones and prefetches what they used.
 
     An activation matrix counts, for each layer and expert, the tokens of one request that used it. After every
@@ -60,47 +60,35 @@ class Policy(lfu.Policy):
 
     def __init__(self, spec: ModelSpec, options: Options, num_slots: int, predictor: Any = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
-        self._past_HLE = np.zeros((options.history, spec.num_layers, spec.num_experts), np.float32)  # unit rows
-        self._matches = [0] * options.history
-        self._num_past = 0
-        self._running: dict[int, _Request] = {}
+        past_HLE = np.zeros((options.history, spec.num_layers, spec.num_experts), np.float32)
+        self._matrices = ActivationMatrices(past_HLE)
         self._ended: list[int] = []
-        self._ahead: set[int] = set()  # prefetched for layers that are still to come in this forward
 
     def begin_request(self, request: int) -> None:
-        self._running[request] = _Request(self._past_HLE)
+        self._matrices.begin(request)
 
     def end_request(self, request: int) -> None:
         self._ended.append(request)
 
     def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
-        self._ahead.clear()
+        super().begin_forward(info)
         for request in sorted(self._ended):
-            self._remember(self._running.pop(request))
+            self._matrices.remember(request)
         self._ended.clear()
         first = [key for key in range(self.spec.num_experts_L[0]) if key in self._uses]
         first.sort(key=lambda key: -self._uses[key][0])
         return first[: self.spec.top_k_L[0] * len(info.request_T)]
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
-        end = self.spec.expert_key(event.layer + 1, 0)
-        self._ahead = {key for key in self._ahead if key >= end}
-        for request, experts in zip(event.forward.request_T, event.experts_TK, strict=True):
-            counts_E = self._running[request].counts_LE[event.layer]
-            for expert in experts:
-                counts_E[expert] += 1
-        for request in set(event.forward.request_T):
-            running = self._running[request]
-            unit_E = _unit(running.counts_LE[event.layer])
-            running.likeness_HL[:, event.layer] = np.einsum("he,e->h", self._past_HLE[:, event.layer], unit_E)
+        self._matrices.observe(event)
         return super().gate(event, hits, misses)
 
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
         layer, num_layers = event.layer, self.spec.num_layers
         last = min(layer + self.options.distance, num_layers - 1)
-        if layer == last or not self._num_past:
+        if layer == last or not self._matrices.num_past:
             return ()
-        chance_LE = self._chances(event.forward.request_T, layer + 1, last + 1)
+        chance_LE = self._matrices.chances(event.forward.request_T, slice(layer + 1, last + 1))
         wanted: list[tuple[float, int]] = []
         for ahead, chance_E in enumerate(chance_LE, start=1):
             weight = 1 - ahead / (num_layers + 1)
@@ -112,89 +100,10 @@ class Policy(lfu.Policy):
             ]
         return [key for _, key in sorted(wanted)]
 
-    def admit(self, key: int, prefetched: bool) -> None:
-        super().admit(key, prefetched)
-        if prefetched:
-            self._ahead.add(key)
-
-    def removed(self, key: int) -> None:
-        super().removed(key)
-        self._ahead.discard(key)
-
-    def evict(self, locked: Collection[int]) -> int:
-        kept = self._ahead.union(locked)
-        return super().evict(kept if len(kept) < len(self._resident) else locked)
-
-    def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
-        kept = self._ahead.union(locked)
-        if len(kept) == len(self._resident):
-            return None
-        coldest = super().evict(kept)
-        uses, time = self._uses.get(coldest, (0, 0))
-        if uses > self._uses.get(key, (0, 0))[0]:
-            heappush(self._heap, (uses, time, coldest))  # it stays
-            return None
-        return coldest
-
     def state(self) -> dict[str, np.ndarray]:
         """The earlier requests' matrices, float32, and how often each matched, besides the uses."""
-        count = self._num_past
-        return {
-            **super().state(),
-            "past_HLE": self._past_HLE[:count].copy(),
-            "matches_H": np.array(self._matches[:count], np.int64),
-        }
+        return {**super().state(), **self._matrices.state()}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        past_HLE, matches_H = state["past_HLE"], state["matches_H"]
-        if past_HLE.shape[1:] != self._past_HLE.shape[1:] or len(past_HLE) != len(matches_H):
-            raise ValueError(f"past_HLE has shape {past_HLE.shape}")
+        self._matrices.restore(state)
         super().restore(state)
-        kept = np.sort(
-            np.argsort(-matches_H, kind="stable")[: self.options.history]
-        )  # where the history is shorter now
-        self._num_past = len(kept)
-        self._past_HLE[: len(kept)] = past_HLE[kept]
-        self._matches[: len(kept)] = matches_H[kept].tolist()
-
-    def _chances(self, request_T: Sequence[int], start: int, end: int) -> np.ndarray:
-        """How likely each expert of the layers from `start` to before `end` is used, by the matches, not normalised."""
-        total_LE = np.zeros((end - start, self.spec.num_experts))
-        for request in dict.fromkeys(request_T):
-            match = int(self._running[request].likeness_HL[: self._num_past].sum(axis=1).argmax())
-            self._matches[match] += 1
-            used_LE = self._past_HLE[match, start:end]
-            total_LE += request_T.count(request) * used_LE / np.maximum(used_LE.sum(axis=1, keepdims=True), 1e-9)
-        return total_LE
-
-    def _remember(self, request: "_Request") -> None:
-        """Keep the matrix of a request that is over."""
-        place = self._num_past
-        if place < len(self._matches):
-            self._num_past += 1
-        else:
-            place = self._matches.index(min(self._matches))
-        self._past_HLE[place] = _unit(request.counts_LE)
-        self._matches[place] = 1
-        for running in self._running.values():
-            running.likeness_HL[place] = np.einsum("le,le->l", self._past_HLE[place], _unit(running.counts_LE))
-
-
-class _Request:
-    """A running request.
-
-    Shapes: counts_LE, tokens that used each expert; likeness_HL, cosine with each earlier request in each layer.
-    """
-
-    __slots__ = ("counts_LE", "likeness_HL")
-
-    def __init__(self, past_HLE: np.ndarray) -> None:
-        self.counts_LE = np.zeros(past_HLE.shape[1:], np.float32)
-        self.likeness_HL = np.zeros(past_HLE.shape[:2], np.float32)
-
-
-def _unit(counts: np.ndarray) -> np.ndarray:
-    """Rows of length one; rows without counts stay zero."""
-    norms = np.sqrt(np.square(counts).sum(axis=-1, keepdims=True))
-    unit: np.ndarray = counts / np.maximum(norms, 1.0)
-    return unit

@@ -54,6 +54,11 @@ def run(policy: Policy, stream: list) -> str:
             assert len(set(residency.slot_of.values())) == len(residency.slot_of)
         for waiting, ready, program in programs:
             for step in program:
+                if step.kind == StepKind.HOST:
+                    assert policy.computes_on_host and step.slot == step.evicted == -1
+                    waiting.remove(step.key)
+                    assert step.key not in ready
+                    continue
                 assert 0 <= step.slot < policy.num_slots
                 if step.kind == StepKind.COMPUTE:
                     assert in_slot[step.slot] == step.key, "computed with the weights of another expert"
@@ -82,7 +87,9 @@ def run(policy: Policy, stream: list) -> str:
 @given(**streams)
 def test_programs_are_legal(name: str, num_slots: int, layers: int, top_k: int, prompt_tokens: int, seed: int) -> None:
     spec = make_spec(layers=layers, experts=8, top_k=top_k)
-    stream = list(random_stream(spec, num_requests=2, prompt_tokens=prompt_tokens, new_tokens=5, seed=seed))
+    stream = list(
+        random_stream(spec, num_requests=2, prompt_tokens=prompt_tokens, new_tokens=5, seed=seed, signals=True)
+    )
     num_slots = max(num_slots, least(name, spec))
     policy = build(name, spec, num_slots, stream)
     used = policy.slots_used(spec, policy.options, num_slots)
@@ -106,7 +113,7 @@ def test_too_few_slots_are_refused_with_the_numbers(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pool_of_all_experts_loads_each_at_most_once(name: str) -> None:
     spec = make_spec(layers=3, experts=8, top_k=2)
-    stream = list(random_stream(spec, num_requests=3, prompt_tokens=6, new_tokens=9, seed=1))
+    stream = list(random_stream(spec, num_requests=3, prompt_tokens=6, new_tokens=9, seed=1, signals=True))
     policy = build(name, spec, spec.total_experts, stream)
     if policy.num_slots < spec.total_experts:
         pytest.skip(f"{name} makes use of {policy.num_slots} slots only")

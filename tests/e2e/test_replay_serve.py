@@ -1,12 +1,17 @@
 """`replay` takes the decisions that `serve` took, on the gate stream that serve logged."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from moetool.models.spec import read_spec
+from moetool.predictor import build
 from moetool.replay import replay
 from moetool.request import SamplingParams
+from moetool.tokens import Tokens
 from moetool.trace import Trace
 from tests.engines import engine
 
@@ -27,6 +32,9 @@ PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said
         ("static_split", 70),
         ("hybrimoe", 3),
         ("hybrimoe", 60),
+        ("mixtral_offloading", 60),
+        ("mixtral_offloading", 6),
+        ("promoe", 60),
     ],
 )
 def test_replay_decides_as_serve_did(
@@ -57,3 +65,28 @@ def test_replay_decides_as_serve_did(
     assert row.counts == counts
     assert row.digest == trace.manifest["provenance"]["decisions"]
     assert counts.needed > 500
+
+
+@pytest.mark.parametrize("name", ["gate_ahead", "promoe", "lstm", "activation_matrix"])
+def test_replay_decides_as_serve_did_with_every_kind_of_signal(
+    name: str, reference: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    predictor = build(name, read_spec(reference)).eval().requires_grad_(False)  # untrained ones take decisions too
+    if name == "activation_matrix":
+        experts_TPK = torch.randint(0, 32, (200, 8, 4))
+        predictor.count(Tokens(experts_TPK=experts_TPK, request_T=torch.arange(200) // 20))
+    log = tmp_path / "log"
+    made = engine(reference, tokenizer, "promoe", 60, predictor=predictor, log=log)
+    for i, prompt in enumerate(PROMPTS):
+        made.submit(tokenizer(prompt)["input_ids"], SamplingParams(max_tokens=3 + 2 * i), lambda output: None)
+        made.step()
+    while not made.idle:
+        made.step()
+    counts = made.residency.counts
+    made.close()
+    trace = Trace(log)
+    again = copy.deepcopy(predictor)
+    (row,) = replay(trace, ["promoe"], [60 * trace.spec.slot_bytes], predictor=again)
+    assert row.counts == counts and counts.prefetch_loads
+    assert row.digest == trace.manifest["provenance"]["decisions"]

@@ -45,7 +45,7 @@ def test_the_split_follows_from_the_seed(trace: Trace) -> None:
 def test_candidates_are_those_that_can_serve(trace: Trace) -> None:
     without = {"layerwise", "lfu", "lru", "moe_infinity", "moesys", "on_demand", "static_split"}
     assert set(servable(trace, None)) == without
-    assert set(servable(trace, MadeUpPredictor(trace.spec))) == without | {"duoserve"}
+    assert set(servable(trace, MadeUpPredictor(trace.spec))) == without | {"duoserve", "promoe"}
 
 
 def test_with_a_profile_the_fastest_is_chosen_and_the_evidence_is_timed(trace: Trace) -> None:

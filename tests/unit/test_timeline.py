@@ -307,7 +307,9 @@ def test_time_lies_between_the_bounds(
 ) -> None:
     spec = make_spec(layers=3, experts=8, top_k=2)
     fewest = policy_class(name).min_slots(spec, plugins.load("policy", name).Options())
-    stream = list(random_stream(spec, num_requests=2, prompt_tokens=prompt_tokens, new_tokens=4, seed=seed))
+    stream = list(
+        random_stream(spec, num_requests=2, prompt_tokens=prompt_tokens, new_tokens=4, seed=seed, signals=True)
+    )
     costs = compute(expert=line(expert_ns), gate=gate_ns, shared=2, head=3)
     profile = make_profile(spec, costs, loads={"disk": flat(load_ns)}, predictor=2)
     timing, residency = drive(name, max(num_slots, fewest), stream, profile)

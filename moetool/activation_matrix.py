@@ -1,0 +1,125 @@
+"""Activation matrices: how often each request used each expert, and which earlier request a running one resembles.
+
+MoE-Infinity's machinery, for the policy and the predictor that are made of it.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from moetool.types import GateEvent
+
+
+class RunningRequest:
+    """A running request.
+
+    Shapes: counts_LE, tokens that used each expert; likeness_HL, cosine with each earlier request in each layer.
+    """
+
+    __slots__ = ("counts_LE", "likeness_HL")
+
+    def __init__(self, past_HLE: np.ndarray) -> None:
+        self.counts_LE = np.zeros(past_HLE.shape[1:], np.float32)
+        self.likeness_HL = np.zeros(past_HLE.shape[:2], np.float32)
+
+
+class ActivationMatrices:
+    """Earlier requests' matrices, and those of the running ones beside them.
+
+    Args:
+        past_HLE: room for H earlier requests; rows of length one in each layer, as `unit_rows` makes them.
+        num_past: how many of them are filled already.
+
+    Attributes:
+        running: by request.
+    """
+
+    def __init__(self, past_HLE: np.ndarray, num_past: int = 0) -> None:
+        self.past_HLE = past_HLE
+        self.num_past = num_past
+        self.running: dict[int, RunningRequest] = {}
+        self._matches = [1] * num_past + [0] * (len(past_HLE) - num_past)
+
+    def begin(self, request: int) -> None:
+        """A request begins, without counts."""
+        self.running[request] = RunningRequest(self.past_HLE)
+
+    def observe(self, event: GateEvent) -> None:
+        """Count what the tokens of an event used, each for its request, which has begun."""
+        for request, experts in zip(event.forward.request_T, event.experts_TK, strict=True):
+            counts_E = self.running[request].counts_LE[event.layer]
+            for expert in experts:
+                counts_E[expert] += 1
+        for request in set(event.forward.request_T):
+            running = self.running[request]
+            unit_E = unit_rows(running.counts_LE[event.layer])
+            running.likeness_HL[:, event.layer] = np.einsum("he,e->h", self.past_HLE[:, event.layer], unit_E)
+
+    def match(self, request: int) -> int:
+        """The earlier request with the most similar matrix: cosine of each layer's counts, averaged over the layers.
+
+        Of several the one that was kept first. There is none before the first was kept.
+        """
+        return int(self.running[request].likeness_HL[: self.num_past].sum(axis=1).argmax())
+
+    def used(self, match: int, layers: slice) -> np.ndarray:
+        """used_LE: how an earlier request's choices divide among the experts of these layers; rows sum to 1 or 0."""
+        used_LE = self.past_HLE[match, layers]
+        shares: np.ndarray = used_LE / np.maximum(used_LE.sum(axis=1, keepdims=True), 1e-9)
+        return shares
+
+    def chances(self, request_T: Sequence[int], layers: slice) -> np.ndarray:
+        """chance_LE float64: what the matches of a forward's requests used, weighted by their tokens, not normalised.
+
+        Effects: each match counts as one, for `remember`.
+        """
+        total_LE = np.zeros((layers.stop - layers.start, self.past_HLE.shape[2]))
+        for request in dict.fromkeys(request_T):
+            match = self.match(request)
+            self._matches[match] += 1
+            total_LE += request_T.count(request) * self.used(match, layers)
+        return total_LE
+
+    def remember(self, request: int) -> None:
+        """A running request is over: keep its matrix, in place of the one that matched least often."""
+        counts_LE = self.running.pop(request).counts_LE
+        place = self.num_past
+        if place < len(self._matches):
+            self.num_past += 1
+        else:
+            place = self._matches.index(min(self._matches))
+        self.past_HLE[place] = unit_rows(counts_LE)
+        self._matches[place] = 1
+        for running in self.running.values():
+            running.likeness_HL[place] = np.einsum("le,le->l", self.past_HLE[place], unit_rows(running.counts_LE))
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What `restore` takes: the earlier requests' matrices and how often each matched."""
+        count = self.num_past
+        return {"past_HLE": self.past_HLE[:count].copy(), "matches_H": np.array(self._matches[:count], np.int64)}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Begin with earlier requests; where there is less room now, with those that matched most often.
+
+        Raises:
+            ValueError: the arrays are not those of `state`.
+        """
+        past_HLE, matches_H = state["past_HLE"], state["matches_H"]
+        if past_HLE.shape[1:] != self.past_HLE.shape[1:] or len(past_HLE) != len(matches_H):
+            raise ValueError(f"past_HLE has shape {past_HLE.shape}")
+        kept = np.sort(np.argsort(-matches_H, kind="stable")[: len(self.past_HLE)])
+        self.num_past = len(kept)
+        self.past_HLE[: len(kept)] = past_HLE[kept]
+        self._matches[: len(kept)] = matches_H[kept].tolist()
+
+    def forget(self, requests: Collection[int]) -> None:
+        """Drop running requests without keeping their matrices."""
+        for request in requests:
+            del self.running[request]
+
+
+def unit_rows(counts: np.ndarray) -> np.ndarray:
+    """Rows of length one; rows without counts stay zero."""
+    norms = np.sqrt(np.square(counts).sum(axis=-1, keepdims=True))
+    unit: np.ndarray = counts / np.maximum(norms, 1.0)
+    return unit

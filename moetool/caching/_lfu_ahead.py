@@ -1,0 +1,49 @@
+"""LFU for policies that prefetch several layers ahead: what was prefetched for a layer still to come stays."""
+
+from collections.abc import Collection, Sequence
+from heapq import heappush
+from typing import Any
+
+from moetool.caching import lfu
+from moetool.types import ForwardInfo, GateEvent, ModelSpec
+
+
+class Policy(lfu.Policy):
+    """LFU that gives up what was prefetched for the layers to come last, and lets no prefetch oust a warmer expert."""
+
+    def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
+        super().__init__(spec, options, num_slots, predictor)
+        self._ahead: set[int] = set()  # prefetched for layers that are still to come in this forward
+
+    def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
+        self._ahead.clear()
+        return ()
+
+    def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
+        end = self.spec.expert_key(event.layer + 1, 0)
+        self._ahead = {key for key in self._ahead if key >= end}
+        return super().gate(event, hits, misses)
+
+    def admit(self, key: int, prefetched: bool) -> None:
+        super().admit(key, prefetched)
+        if prefetched:
+            self._ahead.add(key)
+
+    def removed(self, key: int) -> None:
+        super().removed(key)
+        self._ahead.discard(key)
+
+    def evict(self, locked: Collection[int]) -> int:
+        kept = self._ahead.union(locked)
+        return super().evict(kept if len(kept) < len(self._resident) else locked)
+
+    def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
+        kept = self._ahead.union(locked)
+        if len(kept) == len(self._resident):
+            return None
+        coldest = super().evict(kept)
+        uses, time = self._uses.get(coldest, (0, 0))
+        if uses > self._uses.get(key, (0, 0))[0]:
+            heappush(self._heap, (uses, time, coldest))  # it stays
+            return None
+        return coldest

@@ -1,0 +1,99 @@
+"""Activation matrix: what the earlier request used whose experts were most like those of the running one.
+
+A request's matrix counts, for each layer and expert, its tokens that used it.
+
+Source: MoE-Infinity (Xue et al., 2024), its published code, and FineMoE's words on it (§§ 2.3, 6.3: request-level
+expert activations, matched by cosine). Readings and deviations:
+
+- The matrix of the running request, of all its tokens and layers so far, is compared with those of the training
+  requests: cosine of each layer's counts, averaged over the layers. Its code masks the stored matrices up to the
+  current layer and compares the others.
+- Of more training requests than `history` those are kept that lie evenly over the trace, so that each task gives its
+  share; the paper clusters them. The policy `moe_infinity` learns while it runs, this predictor does not.
+- All tokens of a request in a forward get the same scores.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import moetool.predictor
+from moetool.activation_matrix import ActivationMatrices, unit_rows
+from moetool.errors import UsageError
+from moetool.tokens import Tokens
+from moetool.types import GateEvent, ModelSpec
+
+_RUNNING = 1024  # requests whose matrices are kept at a time; the one that began first goes first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of the activation matrix.
+
+    Attributes:
+        history: how many requests of the training set it keeps.
+    """
+
+    history: int = 128
+
+    def __post_init__(self) -> None:
+        if self.history < 1:
+            raise UsageError(f"activation_matrix: history is {self.history}, expected at least 1")
+
+
+class Predictor(moetool.predictor.Predictor):
+    """Scores an expert by its share of the matching request's choices in its layer.
+
+    Shapes: buffer past_HLE float32, rows of length one; without counts they are zero and come last.
+    """
+
+    remembers = True
+    past_HLE: Tensor
+
+    def __init__(self, spec: ModelSpec, options: Options) -> None:
+        super().__init__(spec, options)
+        self.lookahead = self.num_layers
+        self.register_buffer("past_HLE", torch.zeros(options.history, self.num_layers, self.num_experts))
+        self._matrices: ActivationMatrices | None = None
+        self._event: GateEvent | None = None
+
+    def count(self, tokens: Tokens) -> None:
+        assert tokens.request_T is not None
+        request_T, experts_TLK = tokens.request_T.numpy(), tokens.experts_TPK.numpy().astype(np.int64)
+        requests = np.unique(request_T)
+        if len(requests) > (history := len(self.past_HLE)):
+            requests = requests[((np.arange(history) + 0.5) * len(requests) / history).astype(int)]
+        self.past_HLE.zero_()
+        for place, request in enumerate(requests.tolist()):
+            used_NLK = experts_TLK[request_T == request]
+            cell_NLK = used_NLK + np.arange(self.num_layers)[:, None] * self.num_experts
+            counts = np.bincount(cell_NLK.ravel(), minlength=self.num_layers * self.num_experts)
+            unit_LE = unit_rows(counts.reshape(self.num_layers, self.num_experts).astype(np.float32))
+            self.past_HLE[place] = torch.from_numpy(unit_LE)
+        self._matrices = None
+
+    def observe(self, event: GateEvent) -> None:
+        """Takes a request for a new one at position 0."""
+        if self._matrices is None:
+            past_HLE = self.past_HLE.numpy()
+            self._matrices = ActivationMatrices(past_HLE, int(past_HLE.any(axis=(1, 2)).sum()))
+        forward, running = event.forward, self._matrices.running
+        for request, position in zip(forward.request_T, forward.position_T, strict=True):
+            if request not in running or (position == 0 and event.layer == 0):
+                running.pop(request, None)
+                self._matrices.begin(request)
+        if len(running) > _RUNNING:
+            present = set(forward.request_T)
+            self._matrices.forget([r for r in running if r not in present][: len(running) - _RUNNING])
+        self._matrices.observe(event)
+        self._event = event
+
+    def scores(self, layer: int) -> np.ndarray:
+        assert self._matrices is not None and self._event is not None, "nothing was observed"
+        row_of: dict[int, np.ndarray] = {}
+        for request in dict.fromkeys(self._event.forward.request_T):
+            match = self._matrices.match(request)
+            row_of[request] = self._matrices.used(match, slice(layer, layer + 1))[0]
+        return np.stack([row_of[request] for request in self._event.forward.request_T]).astype(np.float32)

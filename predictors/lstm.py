@@ -1,0 +1,123 @@
+"""LSTM: reads the embeddings of a request, iteration after iteration, and names the experts of all layers at a time.
+
+Source: SiDA (Du et al., 2024), as DuoServe-MoE § 2 describes it: "an LSTM to directly predict the activated experts of
+all layers at a time". Readings and deviations:
+
+- It is fed what a trace holds of a request's tokens: for each forward the mean output of the embedding layer over the
+  request's tokens. For a new token that is its own embedding; a prompt is one step (as many as there are forwards,
+  where it comes in chunks), and all its tokens get the same scores.
+- Nothing of the current forward but that is looked at, so the next layer is predicted as the last one is: all of them
+  from the first event of the forward on.
+- No attention over the steps and no distillation: what they are is not described. The loss is the binary
+  cross-entropy of ExpertMLP (DuoServe-MoE Eq. 6), mean over iterations, layers and experts; the target of a prompt is
+  the share of its tokens that use an expert.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+import moetool.predictor
+from moetool.errors import UsageError
+from moetool.tokens import Tokens
+from moetool.types import GateEvent, ModelSpec
+
+_RUNNING = 1024  # requests whose state is kept at a time; the one that began first goes first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of the LSTM.
+
+    Attributes:
+        hidden: width of its state.
+        dropout: share of the state that is dropped before the output in training.
+    """
+
+    hidden: int = 128
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.hidden < 1:
+            raise UsageError(f"lstm: hidden is {self.hidden}, expected at least 1")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"lstm: dropout is {self.dropout}, expected 0 <= dropout < 1")
+
+
+class Predictor(moetool.predictor.Predictor):
+    """Scores are the logits of one output for all layers.
+
+    Shapes: buffers mean_D and scale_D standardise the embeddings; the output maps the state of H to L * E.
+    """
+
+    needs = frozenset({"experts", "embeddings"})
+    learned = True
+    remembers = True
+    scores_are = "logits"
+    mean_D: Tensor
+    scale_D: Tensor
+
+    def __init__(self, spec: ModelSpec, options: Options) -> None:
+        super().__init__(spec, options)
+        D, H, L, E = spec.hidden_size, options.hidden, self.num_layers, self.num_experts
+        self.lookahead = L
+        self.dropout = options.dropout
+        self.register_buffer("mean_D", torch.zeros(D))
+        self.register_buffer("scale_D", torch.ones(D))
+        self.cell = nn.LSTM(D, H, batch_first=True)
+        self.output = nn.Linear(H, L * E)
+        nn.init.constant_(self.output.bias, math.log(self.top_k / max(E - self.top_k, 1)))  # the base rate
+        self._memory: dict[int, tuple[Tensor, Tensor]] = {}  # of each running request
+        self._logits_TLE: Tensor | None = None
+
+    def count(self, tokens: Tokens) -> None:
+        assert tokens.embedding_TD is not None
+        x_ND = tokens.embedding_TD.double()
+        self.mean_D.copy_(x_ND.mean(dim=0))
+        self.scale_D.copy_(x_ND.std(dim=0, unbiased=False).clamp(min=1e-6).reciprocal().clamp(max=1e4))
+
+    def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
+        """Binary cross-entropy of every layer in every iteration; `layer_N` is not looked at."""
+        assert tokens.embedding_TD is not None and tokens.request_T is not None and tokens.iteration_T is not None
+        step_N = torch.stack([tokens.request_T, tokens.iteration_T], dim=1)
+        step_S2, of_N, tokens_S = step_N.unique_consecutive(dim=0, return_inverse=True, return_counts=True)
+        x_SD = tokens.embedding_TD.new_zeros((len(step_S2), tokens.embedding_TD.shape[1]))
+        x_SD[of_N] = (tokens.embedding_TD - self.mean_D) * self.scale_D
+        chosen_NLE = x_SD.new_zeros((len(tokens), self.num_layers, self.num_experts))
+        chosen_NLE.scatter_(2, tokens.experts_TPK, 1.0)
+        used_SLE = x_SD.new_zeros((len(step_S2), *chosen_NLE.shape[1:])).index_add_(0, of_N, chosen_NLE)
+        used_SLE = used_SLE / tokens_S[:, None, None]
+
+        lengths = step_S2[:, 0].unique_consecutive(return_counts=True)[1].tolist()
+        padded_RSD = pad_sequence(list(x_SD.split(lengths)), batch_first=True)
+        states_RSH = self.cell(padded_RSD)[0]  # what comes after the end of a request is not looked at
+        state_SH = torch.cat([states_RSH[i, :length] for i, length in enumerate(lengths)])
+        logits_SF = self.output(F.dropout(state_SH, self.dropout, self.training))
+        return F.binary_cross_entropy_with_logits(logits_SF.view_as(used_SLE), used_SLE)
+
+    @torch.inference_mode()
+    def observe(self, event: GateEvent) -> None:
+        """Takes one step for each request when a forward begins; a request is new at position 0."""
+        if event.layer:
+            return
+        info = event.forward
+        assert info.embedding_TD is not None, "embeddings were asked for and not given"
+        request_T, position_T = np.array(info.request_T), np.array(info.position_T)
+        self._logits_TLE = torch.empty(len(request_T), self.num_layers, self.num_experts)
+        for request in dict.fromkeys(info.request_T):
+            mine = np.flatnonzero(request_T == request)
+            memory = None if (position_T[mine] == 0).any() else self._memory.pop(request, None)
+            x_D = (torch.from_numpy(info.embedding_TD[mine[0]]) - self.mean_D) * self.scale_D
+            state_1H, self._memory[request] = self.cell(x_D[None], memory)
+            self._logits_TLE[mine] = self.output(state_1H).view(self.num_layers, self.num_experts)
+        for request in [r for r in self._memory if r not in info.request_T][: max(0, len(self._memory) - _RUNNING)]:
+            del self._memory[request]
+
+    def scores(self, layer: int) -> np.ndarray:
+        assert self._logits_TLE is not None, "nothing was observed"
+        return self._logits_TLE[:, layer].numpy()

@@ -1,0 +1,112 @@
+"""ProMoE: a small perceptron for each layer that reads its hidden states and names the experts of later layers.
+
+Source: ProMoE (Song et al., 2024), as FineMoE §§ 1 and 6.1 describe it: stride-based speculative prefetching by
+predictors that are trained for each model. Readings and deviations:
+
+- Described are predictors that are trained, a stride and hidden states; widths, loss and training are not. Here one
+  hidden layer reads the hidden states that the router of a layer gets and has an output for each of the next `stride`
+  layers, so that one small network a layer serves every distance up to the stride.
+- Inputs are standardised by the mean and deviation of the training tokens.
+- The loss is the binary cross-entropy of ExpertMLP (DuoServe-MoE Eq. 6), mean over layers, distances and experts.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import moetool.predictor
+from moetool.errors import UsageError
+from moetool.tokens import Tokens
+from moetool.types import ModelSpec
+
+_PIECE = 4096  # tokens that are summed at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of ProMoE's predictors.
+
+    Attributes:
+        stride: how many layers ahead they see.
+        hidden: width of the hidden layer.
+        dropout: share of the hidden layer's activations that is dropped in training.
+    """
+
+    stride: int = 4
+    hidden: int = 128
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.stride < 1 or self.hidden < 1:
+            raise UsageError(f"promoe: stride {self.stride} and hidden {self.hidden} must both be at least 1")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"promoe: dropout is {self.dropout}, expected 0 <= dropout < 1")
+
+
+class Predictor(moetool.predictor.Predictor):
+    """Scores are the logits of the network of the last layer that has run.
+
+    Shapes: M = L-1 networks, S = the stride, H = the hidden width: parameters in_MDH, in_MH, out_MHF and out_MF with
+        F = S * E; buffers mean_MD and scale_MD.
+    """
+
+    needs = frozenset({"experts", "hidden"})
+    learned = True
+    scores_are = "logits"
+    mean_MD: Tensor
+    scale_MD: Tensor
+
+    def __init__(self, spec: ModelSpec, options: Options) -> None:
+        super().__init__(spec, options)
+        M, D, H, E = self.num_layers - 1, spec.hidden_size, options.hidden, self.num_experts
+        self.lookahead = min(options.stride, M)
+        self.dropout = options.dropout
+        F_ = self.lookahead * E
+        self.register_buffer("mean_MD", torch.zeros(M, D))
+        self.register_buffer("scale_MD", torch.ones(M, D))
+        self.in_MDH = nn.Parameter(torch.randn(M, D, H) / math.sqrt(D))
+        self.in_MH = nn.Parameter(torch.zeros(M, H))
+        self.out_MHF = nn.Parameter(torch.randn(M, H, F_) / math.sqrt(H))
+        self.out_MF = nn.Parameter(torch.full((M, F_), math.log(self.top_k / max(E - self.top_k, 1))))  # the base rate
+
+    def count(self, tokens: Tokens) -> None:
+        assert tokens.hidden_TPD is not None
+        M = self.num_layers - 1
+        total = torch.zeros((2, *self.mean_MD.shape), dtype=torch.float64)
+        for hidden_NLD in tokens.hidden_TPD.split(_PIECE):
+            x_NMD = hidden_NLD[:, :M].double()
+            total += torch.stack([x_NMD.sum(dim=0), x_NMD.square().sum(dim=0)])
+        mean_MD, square_MD = total / max(len(tokens), 1)
+        self.mean_MD.copy_(mean_MD)
+        self.scale_MD.copy_((square_MD - mean_MD.square()).clamp(min=1e-12).rsqrt().clamp(max=1e4))
+
+    def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
+        assert tokens.hidden_TPD is not None
+        last = tokens.num_layers - 1
+        x_TD = (tokens.hidden_TPD[:, last] - self.mean_MD[last]) * self.scale_MD[last]
+        inner_TH = F.relu(x_TD @ self.in_MDH[last] + self.in_MH[last])
+        start = (layer - last - 1) * self.num_experts
+        heads = slice(start, start + self.num_experts)
+        return inner_TH @ self.out_MHF[last, :, heads] + self.out_MF[last, heads]
+
+    def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
+        """Binary cross-entropy of every layer's network at every distance; `layer_N` is not looked at."""
+        assert tokens.hidden_TPD is not None
+        M, E, S = self.num_layers - 1, self.num_experts, self.lookahead
+        x_MND = ((tokens.hidden_TPD[:, :M] - self.mean_MD) * self.scale_MD).transpose(0, 1)
+        inner_MNH = F.dropout(
+            F.relu(torch.baddbmm(self.in_MH[:, None], x_MND, self.in_MDH)), self.dropout, self.training
+        )
+        logits_MNSE = torch.baddbmm(self.out_MF[:, None], inner_MNH, self.out_MHF).unflatten(2, (S, E))
+        chosen_NLE = logits_MNSE.new_zeros((len(tokens), M + 1, E)).scatter_(2, tokens.experts_TPK, 1.0)
+        losses = [
+            F.binary_cross_entropy_with_logits(
+                logits_MNSE[: M + 1 - d, :, d - 1], chosen_NLE[:, d:].transpose(0, 1), reduction="sum"
+            )
+            for d in range(1, S + 1)
+        ]
+        pairs = sum(M + 1 - d for d in range(1, S + 1))
+        return torch.stack(losses).sum() / (pairs * len(tokens) * E)

@@ -1,0 +1,38 @@
+"""From a capture that looks ahead to a table of predictors, on the command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from moetool.trace import Trace
+
+
+def _run(*args: object) -> str:
+    done = subprocess.run([sys.executable, "-m", "moetool.cli", *map(str, args)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_capture_that_looks_ahead_judges_gate_ahead_by_distance(tmp_path: Path) -> None:
+    wanted = ("--max-prompts", 3, "--max-new-tokens", 3, "--keep", "topk,ahead", "--ahead", 2, "--threads", 1)
+    for name in ("arithmetic", "chat"):
+        _run("capture", "reference", "--data", name, *wanted, "--out", tmp_path / name)
+    assert Trace(tmp_path / "chat").ahead == 2
+    _run("train", "gate_ahead", "--trace", tmp_path / "arithmetic", "--out", tmp_path / "gate_ahead")
+    judge = (
+        "evaluate",
+        tmp_path / "gate_ahead",
+        "--trace",
+        tmp_path / "arithmetic",
+        "--unseen-task",
+        tmp_path / "chat",
+    )
+    rows = json.loads(_run(*judge, "--json"))
+    assert [(row["predictor"], row["unseen_task"]) for row in rows][::3] == [
+        ("gate_ahead", False),
+        ("gate_ahead", True),
+    ]
+    assert {score["distance"] for score in rows[0]["scores"]} == {1, 2}
+    table = _run(*judge)
+    assert "match in decode by distance" in table and "of an unseen task" in table
