@@ -28,8 +28,8 @@ _MAX_VALIDATION_PAIRS = 2048
 
 def fit(
     model: Predictor,
-    train_NLK: np.ndarray,
-    validation_NLK: np.ndarray,
+    train_N: np.ndarray,
+    validation_N: np.ndarray,
     *,
     max_epochs: int,
     max_tokens: int | None,
@@ -42,8 +42,8 @@ def fit(
     """Fit `model` in place and leave it on the CPU with the weights of its best epoch.
 
     Args:
-        train_NLK: the experts of the training tokens in every MoE layer.
-        validation_NLK: those of the validation tokens; they decide when to stop and which epoch was best.
+        train_N: `Predictor.examples` of the training tokens.
+        validation_N: those of the validation tokens; they decide when to stop and which epoch was best.
         folder: where Lightning may write; nothing is expected there.
 
     The rest is explained at `moetool.training.train`.
@@ -56,7 +56,7 @@ def fit(
     Raises:
         MoetoolError: a loss is not finite.
     """
-    data = _Pairs(train_NLK, validation_NLK, batch_size, max_tokens, seed)
+    data = _Pairs(train_N, validation_N, model.num_layers, batch_size, max_tokens, seed)
     total_steps = max_epochs * len(data.epoch)
     best = _Best()
     console = Console(stderr=True)
@@ -80,7 +80,7 @@ def fit(
             trainer.fit(_Fit(model, learning_rate, total_steps), datamodule=data)
     model.cpu().load_state_dict(best.state)
     return {
-        "tokens": len(data.epoch.experts_NLK),
+        "tokens": len(data.epoch.example_N),
         "epochs": len(best.losses),
         "best_epoch": best.epoch + 1,
         "max_epochs": max_epochs,
@@ -95,40 +95,47 @@ def fit(
 class _Epoch(IterableDataset):
     """One pass over the tokens in whole batches, in a new order, each token at a layer drawn anew.
 
-    Shapes: yields experts_BLK and layer_B, int64.
+    Shapes: yields rows of example_N and layer_B, int64.
     """
 
-    def __init__(self, experts_NLK: Tensor, batch_size: int, generator: torch.Generator) -> None:
-        self.experts_NLK = experts_NLK
-        self.batch_size = min(batch_size, len(experts_NLK))
+    def __init__(self, example_N: Tensor, num_layers: int, batch_size: int, generator: torch.Generator) -> None:
+        self.example_N = example_N
+        self.num_layers = num_layers
+        self.batch_size = min(batch_size, len(example_N))
         self.generator = generator
 
     def __len__(self) -> int:
-        return len(self.experts_NLK) // self.batch_size  # a last batch of one token would break batch norm
+        return len(self.example_N) // self.batch_size  # a last batch of one token would break batch norm
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        num_tokens, num_layers, _ = self.experts_NLK.shape
+        num_tokens = len(self.example_N)
         token_N = torch.randperm(num_tokens, generator=self.generator)
-        layer_N = torch.randint(1, num_layers, (num_tokens,), generator=self.generator)
+        layer_N = torch.randint(1, self.num_layers, (num_tokens,), generator=self.generator)
         for batch in range(len(self)):
             rows = slice(batch * self.batch_size, (batch + 1) * self.batch_size)
-            yield self.experts_NLK[token_N[rows]].long(), layer_N[rows]
+            yield self.example_N[token_N[rows]].long(), layer_N[rows]
 
 
 class _Pairs(pl.LightningDataModule):
     """Pairs of a token and the layer to predict for it: new ones in every epoch, the same for every validation."""
 
     def __init__(
-        self, train_NLK: np.ndarray, validation_NLK: np.ndarray, batch_size: int, max_tokens: int | None, seed: int
+        self,
+        train_N: np.ndarray,
+        validation_N: np.ndarray,
+        num_layers: int,
+        batch_size: int,
+        max_tokens: int | None,
+        seed: int,
     ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        train = torch.from_numpy(train_NLK)
+        train = torch.from_numpy(train_N)
         if max_tokens is not None and max_tokens < len(train):
             train = train[torch.randperm(len(train), generator=generator)[:max_tokens]]
-        self.epoch = _Epoch(train, batch_size, generator)
-        held_out = torch.from_numpy(validation_NLK)
-        later = held_out.shape[1] - 1
+        self.epoch = _Epoch(train, num_layers, batch_size, generator)
+        held_out = torch.from_numpy(validation_N)
+        later = num_layers - 1
         pair_N = torch.randperm(len(held_out) * later, generator=generator)[:_MAX_VALIDATION_PAIRS]
         self.validation = [(held_out[pair // later].long(), 1 + pair % later) for pair in pair_N.split(batch_size)]
 

@@ -104,11 +104,23 @@ class Predictor(nn.Module):
             float32 [T, E]; higher is likelier; comparable within a row.
         """
 
+    def examples(self, experts_NLK: np.ndarray, request_N: np.ndarray) -> np.ndarray:
+        """What `loss` is to get of each token, by default its own experts; learned only.
+
+        Args:
+            experts_NLK: the experts of N tokens in every MoE layer, each request's in their order.
+            request_N: the request of each token.
+
+        Returns:
+            Integers, [N, ...].
+        """
+        return experts_NLK
+
     def loss(self, experts_NLK: Tensor, layer_N: Tensor) -> Tensor:
         """Mean training loss of predicting, for each token, one layer from the layers before it; learned only.
 
         Args:
-            experts_NLK: the experts of N tokens in every MoE layer, int64.
+            experts_NLK: N rows of `examples`, int64: by default the experts of N tokens in every MoE layer.
             layer_N: the layer 1..L-1 to predict for each token, int64.
         """
         raise TypeError(f"{type(self).__module__} has nothing that is fitted by gradient descent")

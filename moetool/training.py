@@ -130,7 +130,7 @@ def train(
         model = build(predictor, source.spec, options)
     source.require(model.needs, predictor)
     split = split_requests(source, seed)
-    routes = _read_routes(source, split)
+    routes, requests = _read_routes(source, split)
     tokens = {part: len(experts_NLK) for part, experts_NLK in routes.items()}
     if min(tokens.values()) < 2:
         raise UsageError(
@@ -146,8 +146,8 @@ def train(
 
                 fit = fitting.fit(
                     model,
-                    routes["train"],
-                    routes["validation"],
+                    model.examples(routes["train"], requests["train"]),
+                    model.examples(routes["validation"], requests["validation"]),
                     max_epochs=max_epochs,
                     max_tokens=max_tokens,
                     batch_size=batch_size,
@@ -175,14 +175,24 @@ def train(
     return card
 
 
-def _read_routes(trace: Trace, split: Split) -> dict[str, np.ndarray]:
-    """The experts of the tokens of each part, int16 [N, L, K]; test requests are not read."""
+def _read_routes(trace: Trace, split: Split) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The experts of the tokens of each part, int16 [N, L, K], one request after the other, and the request of each.
+
+    Test requests are not read.
+    """
     shape = (-1, trace.spec.num_layers, trace.spec.top_k_L[0])
-    parts: dict[str, list[np.ndarray]] = {"train": [], "validation": []}
+    parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {"train": [], "validation": []}
     for batch in trace.batches():
         for part, requests in (("train", split.train), ("validation", split.validation)):
-            parts[part].append(batch.experts_TS[np.isin(batch.request_T, requests)].astype(np.int16))
-    return {part: np.concatenate(rows).reshape(shape) for part, rows in parts.items()}
+            mine = np.isin(batch.request_T, requests)
+            parts[part].append((batch.experts_TS[mine].astype(np.int16), batch.request_T[mine]))
+    experts, requests_of = {}, {}
+    for part, rows in parts.items():
+        request_N = np.concatenate([request_T for _, request_T in rows])
+        order = np.argsort(request_N, kind="stable")
+        experts[part] = np.concatenate([experts_TS for experts_TS, _ in rows]).reshape(shape)[order]
+        requests_of[part] = request_N[order]
+    return experts, requests_of
 
 
 def _prompts(trace: Trace, requests: set[int]) -> list[str]:
