@@ -72,7 +72,7 @@ def choose_cache(
         kv_bytes: what is kept of it for the keys and values of `kv_tokens`.
         dtype: data type of everything but the experts.
         predictor: a `moetool.predictor.Predictor`, if there is one.
-        predictor_bytes: what it takes of the device memory; only policies that need it pay.
+        predictor_bytes: what it takes of the device memory; only policies that use it pay.
         reference: names `predictor` in the plan.
         trained_on: requests of the trace that the predictor has seen.
         policies: candidates; by default every lossless policy that can serve with what there is, in the slots that
@@ -91,7 +91,7 @@ def choose_cache(
     budget = _expert_budget(spec, device_memory_bytes, dense_bytes, kv_bytes)
     used, held_out = _split(trace, frozenset(trained_on), seed)
     candidates = list(policies) if policies else servable(trace, predictor)
-    paying = [name for name in candidates if policy_class(name).needs_predictor]
+    paying = [name for name in candidates if predictor is not None and policy_class(name).uses(predictor)]
     left_out: dict[str, str] = {}  # candidates that do not fit, and why
     if budget - predictor_bytes < MIN_SLOTS * spec.slot_bytes and len(paying) < len(candidates):
         left_out = dict.fromkeys(paying, f"whose predictor of {predictor_bytes:,} bytes leaves no room for experts")
@@ -115,6 +115,7 @@ def choose_cache(
     choice = best(rows(candidates, used))
     evidence = rows([*candidates, _BOUND], held_out)
     kind = policy_class(choice.policy)
+    predicts = predictor is not None and kind.uses(predictor)
     return CachePlan(
         spec=spec,
         policy=choice.policy,
@@ -126,9 +127,9 @@ def choose_cache(
         kv_bytes=kv_bytes,
         kv_tokens=kv_tokens,
         dtype=dtype,
-        predictor_bytes=predictor_bytes if kind.needs_predictor else 0,
+        predictor_bytes=predictor_bytes if predicts else 0,
         budget_bytes=choice.budget_bytes,
-        predictor=reference if kind.needs_predictor else None,
+        predictor=reference if predicts else None,
         trace_sha256=trace.sha256,
         profile_sha256=None if profile is None else profile.sha256,
         requests_used=tuple(sorted(used)),

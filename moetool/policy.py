@@ -69,6 +69,11 @@ class Policy:
         """How many of the `num_slots` that fit the policy makes use of (all of them by default)."""
         return num_slots
 
+    @classmethod
+    def uses(cls, predictor: Any = None) -> bool:
+        """Whether it makes use of this predictor; of None, whether there is any that it makes use of."""
+        return cls.needs_predictor
+
     def foresee(self, events: Sequence[Sequence[int]]) -> None:
         """The keys that each coming event needs, in order; only called where `needs_future` is true."""
 
@@ -157,6 +162,7 @@ class SharedPredictor:
         self.needs: frozenset[str] = predictor.needs
         self.lookahead: int = predictor.lookahead
         self._predictor = predictor
+        self.weights = getattr(predictor, "weights", None)
         self._observed: GateEvent | None = None
         self._scores: dict[int, np.ndarray] = {}
 

@@ -125,6 +125,14 @@ class Predictor(nn.Module):
         """
         raise TypeError(f"{type(self).__module__} predicts by what it has observed")
 
+    def prepare(self, tokens: Tokens) -> Tokens:
+        """What `loss` is to be given of these tokens, called once for those of a part; by default they themselves.
+
+        Args:
+            tokens: as they were read from a trace, in the order of the forwards.
+        """
+        return tokens
+
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
         """Mean training loss; learned only.
 

@@ -41,6 +41,7 @@ class Tokens:
             of its forwards.
         iteration_T, phase_T: 0 for the tokens of a prompt, then one number a new token; and their `Phase`. Known
             where `request_T` is.
+        example_T: a number that `Predictor.prepare` gave each token, if it did.
 
     Shapes: int64 and float32, as `take` gives them. What training reads of a trace is kept smaller, and the wide
         fields perhaps in a file: experts int16, everything else float16.
@@ -55,6 +56,7 @@ class Tokens:
     request_T: Tensor | None = None
     iteration_T: Tensor | None = None
     phase_T: Tensor | None = None
+    example_T: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.experts_TPK)

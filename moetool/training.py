@@ -149,8 +149,8 @@ def train(
 
                 fit = fitting.fit(
                     model,
-                    train_tokens,
-                    read(source, model.needs, split.validation, staged),
+                    model.prepare(train_tokens),
+                    model.prepare(read(source, model.needs, split.validation, staged)),
                     max_epochs=max_epochs,
                     max_tokens=max_tokens,
                     batch_size=batch_size,

@@ -110,7 +110,9 @@ def build_engine(
         require_substitutable(loaded.spec.name, name)
     if plan is not None:
         plan.check(loaded.spec)
-    predicts = _predictor(predictor, plan if from_plan else None) if kind.needs_predictor else None
+    predicts = _predictor(predictor, plan if from_plan else None) if kind.uses() else None
+    if predicts is not None and not kind.uses(predicts):
+        predicts = None
     slots = loaded.spec.total_experts
     if device_memory_bytes is None and plan is not None:
         device_memory_bytes = plan.device_memory_bytes

@@ -27,7 +27,7 @@ def test_the_cheapest_on_some_requests_is_shown_on_others(trace: Trace) -> None:
     assert plan.slots == 10
     assert sorted((*plan.requests_used, *plan.requests_held_out)) == [1, 2, 4, 5]
     moved = {row["policy"]: row["bytes_per_decode_token"] for row in plan.evidence}
-    assert set(moved) == {"on_demand", "lru", "lfu", "layerwise", "moe_infinity", "static_split", "belady"}
+    assert set(moved) == {"on_demand", "lru", "lfu", "layerwise", "moe_infinity", "static_split", "foresight", "belady"}
     assert moved[plan.policy] <= min(moved["on_demand"], moved["layerwise"])
     assert plan.reason.endswith("(left out: moesys, which needs 16 slots)")
     assert f"{moved[plan.policy]:,.0f}" in plan.reason
@@ -43,7 +43,7 @@ def test_the_split_follows_from_the_seed(trace: Trace) -> None:
 
 
 def test_candidates_are_those_that_can_serve(trace: Trace) -> None:
-    without = {"layerwise", "lfu", "lru", "moe_infinity", "moesys", "on_demand", "static_split"}
+    without = {"foresight", "layerwise", "lfu", "lru", "moe_infinity", "moesys", "on_demand", "static_split"}
     assert set(servable(trace, None)) == without
     assert set(servable(trace, MadeUpPredictor(trace.spec))) == without | {"duoserve", "promoe"}
 
