@@ -82,7 +82,7 @@ def choose_cache(
     budget = _expert_budget(spec, device_memory_bytes, dense_bytes, kv_bytes)
     used, held_out = _split(trace, frozenset(trained_on), seed)
     candidates = list(policies) if policies else servable(trace, predictor)
-    paying = [name for name in candidates if policy_class(name).needs_predictor]
+    paying = [name for name in candidates if predictor is not None and _asks(name)]
     left_out: dict[str, str] = {}  # candidates that do not fit, and why
     if budget - predictor_bytes < MIN_SLOTS * spec.slot_bytes and len(paying) < len(candidates):
         left_out = dict.fromkeys(paying, f"whose predictor of {predictor_bytes:,} bytes leaves no room for experts")
@@ -116,9 +116,9 @@ def choose_cache(
         kv_bytes=kv_bytes,
         kv_tokens=kv_tokens,
         dtype=dtype,
-        predictor_bytes=predictor_bytes if kind.needs_predictor else 0,
+        predictor_bytes=predictor_bytes if _asks(choice.policy) else 0,
         budget_bytes=choice.budget_bytes,
-        predictor=reference if kind.needs_predictor else None,
+        predictor=reference if _asks(choice.policy) else None,
         trace_sha256=trace.sha256,
         requests_used=tuple(sorted(used)),
         requests_held_out=tuple(sorted(held_out)),
@@ -138,6 +138,12 @@ def servable(trace: Trace, predictor: Any) -> list[str]:
         and kind.needs <= trace.columns
         and (predictor is not None or not kind.needs_predictor)
     ]
+
+
+def _asks(policy: str) -> bool:
+    """Whether a policy makes use of a predictor that it is given."""
+    kind = policy_class(policy)
+    return kind.needs_predictor or kind.wants_predictor
 
 
 def _expert_budget(spec: ModelSpec, device_memory_bytes: int, dense_bytes: int, kv_bytes: int) -> int:

@@ -27,6 +27,7 @@ class Policy:
         needs: trace columns without which it cannot decide: `experts`; `weights`, `logits`, `hidden` and `ahead` fill
             the fields of that name of an event (`logits` its scores), `embeddings` that of a forward.
         needs_predictor: whether it cannot work without a trained predictor.
+        wants_predictor: whether it makes use of a trained predictor where there is one.
         needs_future: whether it must know the coming events (replay only); `foresee` then gets them first.
         in_order: load and compute one expert after the other, residents first, with no overlap.
         lossless: whether the model's text stays as it is without the policy; only others may `route`.
@@ -37,6 +38,7 @@ class Policy:
 
     needs: ClassVar[frozenset[str]] = frozenset({"experts"})
     needs_predictor: ClassVar[bool] = False
+    wants_predictor: ClassVar[bool] = False
     needs_future: ClassVar[bool] = False
     in_order: ClassVar[bool] = False
     lossless: ClassVar[bool] = True
@@ -155,6 +157,7 @@ class SharedPredictor:
     def __init__(self, predictor: Any) -> None:
         self.spec: ModelSpec = predictor.spec
         self.needs: frozenset[str] = predictor.needs
+        self.maps: Any = getattr(predictor, "maps", None)  # of a predictor that searches expert maps
         self._predictor = predictor
         self._observed: GateEvent | None = None
         self._scores: dict[int, np.ndarray] = {}

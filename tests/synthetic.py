@@ -11,6 +11,8 @@ from moetool.trace import TokenBatch, Trace
 from moetool.trace_writer import TraceWriter
 from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 
+AHEAD = 3  # layers that made-up events look ahead
+
 
 def make_spec(
     layers: int = 3, experts: int = 8, top_k: int = 2, *, expert_bytes: Sequence[int] | None = None
@@ -35,18 +37,40 @@ def make_spec(
 def make_forward(
     spec: ModelSpec, experts_TLK: np.ndarray, *, forward_id: int = 0, request: int = 0, phase: Phase = Phase.DECODE
 ) -> tuple[ForwardInfo, list[GateEvent]]:
-    """One forward of one request and its events, from the experts of each token in each layer."""
+    """One forward of one request and its events, from the experts of each token in each layer.
+
+    All that a policy may ask for is there: made up, but for scores by which those experts are the likeliest.
+    """
     num_tokens = len(experts_TLK)
+    rng = np.random.default_rng([forward_id, request, num_tokens])
+    width = spec.hidden_size
     info = ForwardInfo(
         forward_id=forward_id,
         request_T=(request,) * num_tokens,
         phase_T=(phase,) * num_tokens,
         position_T=tuple(range(num_tokens)),
+        embedding_TD=np.repeat(rng.normal(size=(1, width)).astype(np.float32), num_tokens, axis=0),
     )
-    return info, [
-        GateEvent(forward=info, layer=layer, experts_TK=tuple(map(tuple, experts_TLK[:, layer].tolist())))
-        for layer in range(spec.num_layers)
-    ]
+    events = []
+    for layer in range(spec.num_layers):
+        experts_TK = experts_TLK[:, layer]
+        scores_TE = rng.random((num_tokens, spec.num_experts_L[layer])).astype(np.float32)
+        ranked_TK = np.arange(experts_TK.shape[1], 0, -1, dtype=np.float32).repeat(num_tokens).reshape(-1, num_tokens).T
+        np.put_along_axis(scores_TE, experts_TK, ranked_TK, axis=1)
+        scores_TE /= scores_TE.sum(axis=1, keepdims=True)
+        following = min(AHEAD, spec.num_layers - 1 - layer)
+        events.append(
+            GateEvent(
+                forward=info,
+                layer=layer,
+                experts_TK=tuple(map(tuple, experts_TK.tolist())),
+                weights_TK=np.take_along_axis(scores_TE, experts_TK, axis=1),
+                scores_TE=scores_TE,
+                hidden_TD=rng.normal(size=(num_tokens, width)).astype(np.float32),
+                ahead_ATE=rng.random((following, num_tokens, spec.num_experts)).astype(np.float32),
+            )
+        )
+    return info, events
 
 
 def random_experts(spec: ModelSpec, num_tokens: int, rng: np.random.Generator) -> np.ndarray:

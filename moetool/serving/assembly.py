@@ -99,7 +99,8 @@ def build_engine(
     assert loaded.files is not None
     if plan is not None:
         plan.check(loaded.spec)
-    predicts = _predictor(predictor, plan if from_plan else None) if kind.needs_predictor else None
+    asks = kind.needs_predictor or kind.wants_predictor
+    predicts = _predictor(predictor, plan if from_plan else None) if asks else None
     slots = loaded.spec.total_experts
     if device_memory_bytes is None and plan is not None:
         device_memory_bytes = plan.device_memory_bytes

@@ -37,6 +37,7 @@ def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
         *((policy, slots) for policy in ("on_demand", "lru", "lfu", "duoserve") for slots in (2, 5, 64)),
         *(("layerwise", 32), ("layerwise", 80), ("moesys", 64)),
         *(("moe_infinity", 2), ("moe_infinity", 64), ("static_split", 2), ("static_split", 70)),
+        *(("finemoe", 2), ("finemoe", 64)),
     ],
 )
 def test_logits_are_the_same_to_the_bit(
