@@ -197,7 +197,7 @@ class MapStore:
             self._squares_LC[:, row] = np.cumsum(np.einsum("le,le->l", map_LE, map_LE), dtype=np.float32)
             if self.embedding_CD.shape[1]:
                 self.embedding_CD[row] = search.unit_D
-            if 0 <= last and last not in taken:
+            if last >= 0 and last not in taken:
                 self.next_C[last], self._last_C[row] = row, last
         return rows
 
