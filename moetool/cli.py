@@ -78,7 +78,8 @@ def capture(
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of each source.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode for each prompt.")] = 32,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are forwarded together.")] = 1,
-    keep: Annotated[str, typer.Option(help="Columns: topk,logits,embeddings,hidden.")] = "topk,logits",
+    keep: Annotated[str, typer.Option(help="Columns: topk,logits,embeddings,hidden,ahead.")] = "topk,logits",
+    ahead: Annotated[int, typer.Option(min=1, help="For how many layers the column 'ahead' looks ahead.")] = 3,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     threads: Annotated[int, typer.Option(min=0, help="Of the arithmetic; 0 chooses.")] = 0,
     device_memory: Annotated[
@@ -98,7 +99,12 @@ def capture(
     from moetool.capture import capture as run
 
     options = CaptureOptions(
-        max_new_tokens=max_new_tokens, batch_size=batch_size, keep=tuple(_split([keep])), dtype=dtype, threads=threads
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        keep=tuple(_split([keep])),
+        ahead=ahead,
+        dtype=dtype,
+        threads=threads,
     )
     rest: dict[str, Any] = {"overwrite": overwrite}
     if device_memory is not None:
@@ -225,12 +231,15 @@ def summarize_card(card: dict[str, Any]) -> str:
 def evaluate(
     predictors: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of trained predictors.")],
     trace: TraceDir,
+    unseen_task: Annotated[
+        Path | None, typer.Option("--unseen-task", help="Folder of a trace of a task that they were not trained on.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Score predictors on requests that they were not trained on, beside popularity and affinity."""
     from moetool.evaluation import evaluate as run
 
-    rows = run(predictors, trace)
+    rows = run(predictors, trace, unseen_task)
     if as_json:
         tables.print_json([row.to_json() for row in rows])
     else:

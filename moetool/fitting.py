@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins.environments import LightningEnvironment
@@ -22,14 +21,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from moetool.errors import MoetoolError
 from moetool.predictor import Predictor
+from moetool.tokens import Tokens
 
 _MAX_VALIDATION_PAIRS = 2048
 
 
 def fit(
     model: Predictor,
-    train_NLK: np.ndarray,
-    validation_NLK: np.ndarray,
+    train: Tokens,
+    validation: Tokens,
     *,
     max_epochs: int,
     max_tokens: int | None,
@@ -42,8 +42,8 @@ def fit(
     """Fit `model` in place and leave it on the CPU with the weights of its best epoch.
 
     Args:
-        train_NLK: the experts of the training tokens in every MoE layer.
-        validation_NLK: those of the validation tokens; they decide when to stop and which epoch was best.
+        train: the training tokens, with all layers.
+        validation: those that decide when to stop and which epoch was best.
         folder: where Lightning may write; nothing is expected there.
 
     The rest is explained at `moetool.training.train`.
@@ -56,7 +56,7 @@ def fit(
     Raises:
         MoetoolError: a loss is not finite.
     """
-    data = _Pairs(train_NLK, validation_NLK, batch_size, max_tokens, seed)
+    data = _Pairs(train, validation, batch_size, max_tokens, seed, whole_requests=model.remembers)
     total_steps = max_epochs * len(data.epoch)
     best = _Best()
     console = Console(stderr=True)
@@ -80,7 +80,7 @@ def fit(
             trainer.fit(_Fit(model, learning_rate, total_steps), datamodule=data)
     model.cpu().load_state_dict(best.state)
     return {
-        "tokens": len(data.epoch.experts_NLK),
+        "tokens": len(data.epoch.index_N),
         "epochs": len(best.losses),
         "best_epoch": best.epoch + 1,
         "max_epochs": max_epochs,
@@ -95,48 +95,104 @@ def fit(
 class _Epoch(IterableDataset):
     """One pass over the tokens in whole batches, in a new order, each token at a layer drawn anew.
 
-    Shapes: yields experts_BLK and layer_B, int64.
+    Yields a batch of `Tokens` and layer_B, int64.
     """
 
-    def __init__(self, experts_NLK: Tensor, batch_size: int, generator: torch.Generator) -> None:
-        self.experts_NLK = experts_NLK
-        self.batch_size = min(batch_size, len(experts_NLK))
+    def __init__(self, tokens: Tokens, index_N: Tensor, batch_size: int, generator: torch.Generator) -> None:
+        self.tokens, self.index_N = tokens, index_N
+        self.batch_size = min(batch_size, len(index_N))
         self.generator = generator
 
     def __len__(self) -> int:
-        return len(self.experts_NLK) // self.batch_size  # a last batch of one token would break batch norm
+        return len(self.index_N) // self.batch_size  # a last batch of one token would break batch norm
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        num_tokens, num_layers, _ = self.experts_NLK.shape
-        token_N = torch.randperm(num_tokens, generator=self.generator)
-        layer_N = torch.randint(1, num_layers, (num_tokens,), generator=self.generator)
+    def __iter__(self) -> Iterator[tuple[Tokens, Tensor]]:
+        num_tokens = len(self.index_N)
+        token_N = self.index_N[torch.randperm(num_tokens, generator=self.generator)]
+        layer_N = torch.randint(1, self.tokens.num_layers, (num_tokens,), generator=self.generator)
         for batch in range(len(self)):
             rows = slice(batch * self.batch_size, (batch + 1) * self.batch_size)
-            yield self.experts_NLK[token_N[rows]].long(), layer_N[rows]
+            yield self.tokens.take(token_N[rows]), layer_N[rows]
+
+
+class _RequestEpoch(IterableDataset):
+    """One pass over whole requests in a new order, as many in a batch as hold `batch_size` tokens on average.
+
+    Yields a batch of `Tokens`, those of a request together and in order, and layer_B, int64.
+    """
+
+    def __init__(self, tokens: Tokens, index_N: Tensor, batch_size: int, generator: torch.Generator) -> None:
+        assert tokens.request_T is not None
+        self.tokens, self.index_N = tokens, index_N
+        request_N = tokens.request_T[index_N]
+        self.requests = index_N[request_N.argsort(stable=True)].split(request_N.unique(return_counts=True)[1].tolist())
+        self.batch_size = min(batch_size, len(index_N))
+        self.per_batch = max(1, batch_size * len(self.requests) // len(index_N))
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return -(-len(self.requests) // self.per_batch)
+
+    def __iter__(self) -> Iterator[tuple[Tokens, Tensor]]:
+        for token_N, layer_N in self.batches():
+            yield self.tokens.take(token_N), layer_N
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The tokens of each batch and the layers drawn for them."""
+        order = torch.randperm(len(self.requests), generator=self.generator)
+        for members in order.split(self.per_batch):
+            token_N = torch.cat([self.requests[i] for i in members.tolist()])
+            yield token_N, torch.randint(1, self.tokens.num_layers, (len(token_N),), generator=self.generator)
+
+
+class _Held(IterableDataset):
+    """The same pairs of a token and a layer in every pass, read when they are wanted."""
+
+    def __init__(self, tokens: Tokens, batches: list[tuple[Tensor, Tensor]]) -> None:
+        self.tokens, self.batches = tokens, batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[Tokens, Tensor]]:
+        for token_N, layer_N in self.batches:
+            yield self.tokens.take(token_N), layer_N
 
 
 class _Pairs(pl.LightningDataModule):
     """Pairs of a token and the layer to predict for it: new ones in every epoch, the same for every validation."""
 
     def __init__(
-        self, train_NLK: np.ndarray, validation_NLK: np.ndarray, batch_size: int, max_tokens: int | None, seed: int
+        self,
+        train: Tokens,
+        validation: Tokens,
+        batch_size: int,
+        max_tokens: int | None,
+        seed: int,
+        *,
+        whole_requests: bool,
     ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        train = torch.from_numpy(train_NLK)
+        index_N = torch.arange(len(train))
         if max_tokens is not None and max_tokens < len(train):
-            train = train[torch.randperm(len(train), generator=generator)[:max_tokens]]
-        self.epoch = _Epoch(train, batch_size, generator)
-        held_out = torch.from_numpy(validation_NLK)
-        later = held_out.shape[1] - 1
-        pair_N = torch.randperm(len(held_out) * later, generator=generator)[:_MAX_VALIDATION_PAIRS]
-        self.validation = [(held_out[pair // later].long(), 1 + pair % later) for pair in pair_N.split(batch_size)]
+            index_N = torch.randperm(len(train), generator=generator)[:max_tokens]
+        if whole_requests:
+            self.epoch: _Epoch | _RequestEpoch = _RequestEpoch(train, index_N.sort().values, batch_size, generator)
+            held = _RequestEpoch(validation, torch.arange(len(validation)), batch_size, generator)
+            self.validation = _Held(validation, list(held.batches()))
+            return
+        self.epoch = _Epoch(train, index_N, batch_size, generator)
+        later = validation.num_layers - 1
+        pair_N = torch.randperm(len(validation) * later, generator=generator)[:_MAX_VALIDATION_PAIRS]
+        pairs = [(pair // later, 1 + pair % later) for pair in pair_N.split(batch_size)]
+        self.validation = _Held(validation, pairs)
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.epoch, batch_size=None)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.validation, batch_size=None)  # type: ignore[arg-type]
+        return DataLoader(self.validation, batch_size=None)
 
 
 class _Fit(pl.LightningModule):
@@ -148,12 +204,12 @@ class _Fit(pl.LightningModule):
         self.learning_rate = learning_rate
         self.total_steps = total_steps
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: tuple[Tokens, Tensor], batch_idx: int) -> Tensor:
         loss = self.predictor.loss(*batch)
         self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[1]))
         return loss
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+    def validation_step(self, batch: tuple[Tokens, Tensor], batch_idx: int) -> None:
         self.log("validation_loss", self.predictor.loss(*batch), batch_size=len(batch[1]))
 
     def configure_optimizers(self) -> dict[str, Any]:

@@ -157,6 +157,7 @@ class SharedPredictor:
     def __init__(self, predictor: Any) -> None:
         self.spec: ModelSpec = predictor.spec
         self.needs: frozenset[str] = predictor.needs
+        self.lookahead: int = predictor.lookahead
         self.maps: Any = getattr(predictor, "maps", None)  # of a predictor that searches expert maps
         self._predictor = predictor
         self._observed: GateEvent | None = None

@@ -2,7 +2,16 @@
 
 Counting, searching and learned predictors share the class `Predictor`. A predictor file in predictors/ defines a
 frozen dataclass `Options` and a subclass `Predictor`. Whatever was learned or counted is a parameter or a buffer, so
-the state dict is the whole predictor. On disk it is a folder:
+the state dict is the whole predictor.
+
+What it looks at it names in `needs`, as trace columns. Training hands it whole tokens (`moetool.tokens.Tokens`) with
+these: `count` gets all of them, `loss` a batch. While a model runs, or a trace is replayed, `observe` takes the event
+of each layer, with the same fields filled, and `scores(layer)` answers for any layer within `lookahead`. The default
+`observe` collects the forward's events into the `Tokens` of its first layers and `scores` hands them to
+`layer_scores`, so most predictors define `count`, `layer_scores` and perhaps `loss`. One that carries something from
+one forward of a request to the next says `remembers` and defines `observe` and `scores` itself.
+
+On disk a predictor is a folder:
 
     card.json               what it is and what it was made from, with the sha256 of the weights
     predictor.safetensors   the state dict
@@ -25,6 +34,7 @@ from torch import Tensor, nn
 
 from moetool import __version__, durable, plugins
 from moetool.errors import MismatchError, UsageError, unknown_name
+from moetool.tokens import FIELDS, Tokens
 from moetool.types import GateEvent, ModelSpec
 
 SCHEMA_VERSION = 1
@@ -34,17 +44,21 @@ _REQUIRED = ("predictor", "options", "spec", "weights", "trace", "requests", "se
 
 
 class Predictor(nn.Module):
-    """Scores the experts of a coming layer from what is known of the current forward.
+    """Scores the experts of coming layers from what is known of the current forward.
 
-    State that belongs to one forward is set by `observe`; nothing else changes between calls, so a prediction
-    never sees a later token or layer.
+    State that belongs to one forward, or to the requests that are running, is set by `observe`; nothing else changes
+    between calls, so a prediction never sees a later token or layer.
 
     Class attributes:
-        needs: trace columns that training and predicting take.
+        needs: trace columns that training and predicting take: `experts`, and any of `moetool.tokens.FIELDS`.
         learned: whether it has parameters that gradient descent fits; counting predictors only use `count`.
-        lookahead: how many layers ahead of the last observed one it can score.
+        remembers: whether it carries state from one forward of a request to the next. `loss` then gets whole
+            requests, and it predicts by `observe` and `scores` only.
+        scores_are: `shares`, which say how the choices of a token divide among the experts, or `logits` of an expert
+            being chosen; see `probabilities`.
 
     Attributes:
+        lookahead: how many layers ahead of the last observed one it can score.
         num_layers, num_experts, top_k: L, E and K, the same in every MoE layer.
         name, card, sha256: what it was loaded as: its plugin name, its card, and the sha256 of the card's file, which
             holds that of the weights. Empty for a predictor that was not loaded.
@@ -55,7 +69,9 @@ class Predictor(nn.Module):
 
     needs: ClassVar[frozenset[str]] = frozenset({"experts"})
     learned: ClassVar[bool] = False
-    lookahead: ClassVar[int] = 1
+    remembers: ClassVar[bool] = False
+    scores_are: ClassVar[str] = "shares"
+    lookahead: int = 1
 
     def __init__(self, spec: ModelSpec, options: Any) -> None:
         super().__init__()
@@ -75,50 +91,85 @@ class Predictor(nn.Module):
         self.name = ""
         self.card: dict[str, Any] = {}
         self.sha256 = ""
-        self._path: list[np.ndarray] = []
+        self._path: dict[str, np.ndarray] = {}  # fields of Tokens, with room for every layer
+        self._num_observed = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its parameters and buffers."""
         return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
 
+    def reach(self, ahead: int) -> int:
+        """How many layers ahead it sees where the gates are known `ahead` layers ahead."""
+        return min(self.lookahead, ahead) if "ahead" in self.needs else self.lookahead
+
     @abstractmethod
-    def count(self, experts_NLK: np.ndarray) -> None:
+    def count(self, tokens: Tokens) -> None:
         """Gather the statistics of the training tokens, before any gradient step.
 
         Args:
-            experts_NLK: the experts of N training tokens in every MoE layer, any integer type.
+            tokens: all training tokens with all layers and their requests, stored small (see `Tokens`).
 
         Effects: replaces what an earlier call gathered.
         """
 
-    @abstractmethod
-    def layer_scores(self, experts_TPK: Tensor, layer: int) -> Tensor:
+    def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
         """Score the experts of MoE layer `layer`.
 
         Args:
-            experts_TPK: the experts that each token used in the MoE layers 0..P-1, int64, with P <= layer.
+            tokens: what is known of each token in the MoE layers 0..P-1, with P <= layer.
             layer: 1..L-1 with layer - P < lookahead.
 
         Returns:
             float32 [T, E]; higher is likelier; comparable within a row.
         """
+        raise TypeError(f"{type(self).__module__} predicts by what it has observed")
 
-    def loss(self, experts_NLK: Tensor, layer_N: Tensor) -> Tensor:
-        """Mean training loss of predicting, for each token, one layer from the layers before it; learned only.
+    def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
+        """Mean training loss; learned only.
 
         Args:
-            experts_NLK: the experts of N tokens in every MoE layer, int64.
-            layer_N: the layer 1..L-1 to predict for each token, int64.
+            tokens: a batch of N tokens with all layers.
+            layer_N: a layer 1..L-1 drawn for each token, int64, for those that predict one layer a token.
         """
         raise TypeError(f"{type(self).__module__} has nothing that is fitted by gradient descent")
 
+    def probabilities(self, scores_TE: Tensor) -> Tensor:
+        """How likely each expert is among a token's K, as far as the scores say."""
+        if self.scores_are == "logits":
+            return scores_TE.sigmoid()
+        share_TE = scores_TE.clamp(min=0)
+        return (self.top_k * share_TE / share_TE.sum(dim=1, keepdim=True).clamp(min=1e-9)).clamp(max=1)
+
     def observe(self, event: GateEvent) -> None:
         """Take in the event of the next layer of the current forward; layer 0 begins a new forward."""
+        given = {
+            "experts_TPK": np.asarray(event.experts_TK, dtype=np.int64),
+            "weights_TPK": event.weights_TK,
+            "scores_TPE": event.scores_TE,
+            "hidden_TPD": event.hidden_TD,
+            "ahead_TPAE": None if event.ahead_ATE is None else event.ahead_ATE.transpose(1, 0, 2),
+        }
+        wanted = {"experts_TPK", *(FIELDS[name] for name in self.needs & FIELDS.keys())} - {"embedding_TD"}
         if event.layer == 0:
             self._path.clear()
-        assert event.layer == len(self._path), "events of a forward come layer by layer"
-        self._path.append(np.asarray(event.experts_TK, dtype=np.int64))
+            for name in wanted:
+                first = given[name]
+                assert first is not None, f"{name} was asked for and not given"
+                self._path[name] = np.zeros((len(first), self.num_layers, *first.shape[1:]), first.dtype)
+            if "embeddings" in self.needs:
+                assert event.forward.embedding_TD is not None, "embeddings were asked for and not given"
+                self._path["embedding_TD"] = event.forward.embedding_TD
+        else:
+            assert event.layer == self._num_observed, "events of a forward come layer by layer"
+        for name in wanted:
+            column = given[name]
+            assert column is not None, f"{name} was asked for and not given"
+            place = self._path[name][:, event.layer]
+            if name == "ahead_TPAE":
+                place = place[:, : column.shape[1]]  # near the last layer there are fewer
+            place[:] = column
+        self._num_observed = event.layer + 1
 
     @torch.inference_mode()
     def scores(self, layer: int) -> np.ndarray:
@@ -127,9 +178,9 @@ class Predictor(nn.Module):
         Returns:
             float32 [T, E].
         """
-        assert layer > 0 and layer - len(self._path) < self.lookahead, "too few layers were observed"
-        path = torch.from_numpy(np.stack(self._path[:layer], axis=1))
-        return self.layer_scores(path, layer).numpy()
+        assert layer > 0 and layer - self._num_observed < self.lookahead, "too few layers were observed"
+        known = Tokens(**{name: torch.from_numpy(column) for name, column in self._path.items()})
+        return self.layer_scores(known.before(min(layer, self._num_observed)), layer).numpy()
 
 
 def build(name: str, spec: ModelSpec, options: Mapping[str, Any] | None = None) -> Predictor:

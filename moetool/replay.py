@@ -3,6 +3,7 @@
 The policies are driven exactly as the server drives them, so on the same gate stream they decide the same.
 """
 
+import copy
 import hashlib
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -289,7 +290,7 @@ def _prepare(
     if predictor is not None:
         source.trace.require(predictor.needs, "the predictor")
     slots = [slots_within(spec, budget) for budget in budgets]
-    shared = None if predictor is None else SharedPredictor(predictor)
+    shared = _shared(predictor, policies)
     future = None
     if any(kind.needs_future for kind in kinds.values()):
         future = [
@@ -299,12 +300,21 @@ def _prepare(
         ]
 
     def run(name: str, budget: int, num_slots: int) -> _Run:
-        policy = build_policy(name, spec, options.get(name, {}), num_slots, predictor=shared, future=future)
+        policy = build_policy(name, spec, options.get(name, {}), num_slots, predictor=shared.get(name), future=future)
         takes_all = policy.num_slots == num_slots
         capacity = (budget if takes_all else policy.num_slots * spec.slot_bytes) if in_bytes else None
         return _Run(name, budget, policy, capacity, limits)
 
     return [run(name, budget, fit) for name in policies for budget, fit in zip(budgets, slots, strict=True)]
+
+
+def _shared(predictor: Any, policies: Sequence[str]) -> dict[str, SharedPredictor]:
+    """The predictor of each policy: one for all, unless it remembers what a policy showed it earlier."""
+    if predictor is None:
+        return {}
+    if not predictor.remembers:
+        return dict.fromkeys(policies, SharedPredictor(predictor))
+    return {name: SharedPredictor(copy.deepcopy(predictor)) for name in policies}
 
 
 def _columns(policies: Sequence[str], predictor: Any) -> frozenset[str]:

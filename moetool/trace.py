@@ -318,6 +318,22 @@ class Trace:
             yield to_events(self.spec, rows, forward_id, embedding_TD=embedding_TD)
             forward_id += 1
 
+    def token_rows(self, columns: Iterable[str] = ()) -> Iterator[tuple[TokenBatch, np.ndarray | None]]:
+        """Stream the rows of tokens/ in the order of the forwards, with embedding_TD float32 where it is asked for.
+
+        Args:
+            columns: as in `forwards`. With `embeddings` the pieces are forwards, otherwise larger.
+        """
+        columns = set(columns)
+        self.require(columns, "this reader")
+        if "embeddings" not in columns:
+            for rows in self.batches(columns):
+                yield rows, None
+            return
+        embeddings = _Embeddings(self)
+        for rows in self.recorded_forwards(columns - {"embeddings"}):
+            yield rows, embeddings.of(rows)
+
     def recorded_forwards(self, columns: Iterable[str]) -> Iterator[TokenBatch]:
         """The rows of each forward, as they were recorded; arguments and errors are those of `batches`."""
         held: TokenBatch | None = None

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from moetool import durable
 from moetool.errors import MoetoolError, UsageError
 from moetool.predictor import build, save
+from moetool.tokens import read
 from moetool.trace import Trace
 
 HELD_OUT = 0.15
@@ -99,8 +100,9 @@ def train(
         options: values for the predictor's own `Options`.
         seed: of the split, the first weights, the order of the samples and dropout; on one machine the same seed
             gives the same weights.
-        max_epochs: an epoch visits every training token once, at one layer drawn at random, so that its cost does
-            not grow with the number of layers; a model of many layers wants more epochs.
+        max_epochs: an epoch visits every training token once; a predictor that learns one layer a token gets it at one
+            drawn at random, so that its cost does not grow with the number of layers; a model of many layers wants
+            more epochs.
         max_tokens: fit on at most so many training tokens, drawn at random; all of them are counted.
         patience: epochs without a better validation loss before stopping. The best weights are kept.
         overwrite: replace `out`.
@@ -130,8 +132,8 @@ def train(
         model = build(predictor, source.spec, options)
     source.require(model.needs, predictor)
     split = split_requests(source, seed)
-    routes = _read_routes(source, split)
-    tokens = {part: len(experts_NLK) for part, experts_NLK in routes.items()}
+    counts = dict(zip(source.requests["request"].to_pylist(), source.requests["tokens"].to_pylist(), strict=True))
+    tokens = {part: sum(counts[r] for r in getattr(split, part)) for part in ("train", "validation")}
     if min(tokens.values()) < 2:
         raise UsageError(
             f"{trace} gives {tokens['train']} training and {tokens['validation']} validation tokens, at least 2 are "
@@ -139,15 +141,16 @@ def train(
         )
     try:
         with durable.staged_directory(out, overwrite, "card.json") as staged:
-            model.count(routes["train"])
+            train_tokens = read(source, model.needs, split.train, staged)
+            model.count(train_tokens)
             fit: dict[str, Any] = {}
             if model.learned:
                 from moetool import fitting  # Lightning takes seconds to import; counting does without
 
                 fit = fitting.fit(
                     model,
-                    routes["train"],
-                    routes["validation"],
+                    train_tokens,
+                    read(source, model.needs, split.validation, staged),
                     max_epochs=max_epochs,
                     max_tokens=max_tokens,
                     batch_size=batch_size,
@@ -173,16 +176,6 @@ def train(
             f"cannot write the predictor to {out}: {error}; free space or choose another --out"
         ) from error
     return card
-
-
-def _read_routes(trace: Trace, split: Split) -> dict[str, np.ndarray]:
-    """The experts of the tokens of each part, int16 [N, L, K]; test requests are not read."""
-    shape = (-1, trace.spec.num_layers, trace.spec.top_k_L[0])
-    parts: dict[str, list[np.ndarray]] = {"train": [], "validation": []}
-    for batch in trace.batches():
-        for part, requests in (("train", split.train), ("validation", split.validation)):
-            parts[part].append(batch.experts_TS[np.isin(batch.request_T, requests)].astype(np.int16))
-    return {part: np.concatenate(rows).reshape(shape) for part, rows in parts.items()}
 
 
 def _prompts(trace: Trace, requests: set[int]) -> list[str]:

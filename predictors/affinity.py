@@ -1,7 +1,8 @@
 """Affinity: the experts that most often follow the ones just chosen.
 
 Source: DuoServe-MoE § 4.1, Eq. 3. The paper gives the matrix and no score made of it alone; here the score of a
-layer is the mean of the rows of the experts just chosen.
+layer is the mean of the rows of the experts just chosen; farther ahead, that row times the matrices of the layers
+between, as if each layer followed from the one before it alone.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import moetool.predictor
+from moetool.tokens import Tokens
 from moetool.types import ModelSpec
 from predictors.popularity import popularity
 
@@ -50,10 +52,15 @@ class Predictor(moetool.predictor.Predictor):
 
     def __init__(self, spec: ModelSpec, options: Options) -> None:
         super().__init__(spec, options)
+        self.lookahead = self.num_layers
         self.register_buffer("affinity_MEE", torch.zeros(self.num_layers - 1, self.num_experts, self.num_experts))
 
-    def count(self, experts_NLK: np.ndarray) -> None:
-        self.affinity_MEE.copy_(torch.from_numpy(affinity(experts_NLK, self.num_experts)))
+    def count(self, tokens: Tokens) -> None:
+        self.affinity_MEE.copy_(torch.from_numpy(affinity(tokens.experts_TPK.numpy(), self.num_experts)))
 
-    def layer_scores(self, experts_TPK: Tensor, layer: int) -> Tensor:
-        return self.affinity_MEE[layer - 1, experts_TPK[:, layer - 1]].mean(dim=1)
+    def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
+        last = tokens.num_layers - 1
+        scores_TE = self.affinity_MEE[last, tokens.experts_TPK[:, last]].mean(dim=1)
+        for between in range(last + 1, layer):
+            scores_TE = scores_TE @ self.affinity_MEE[between]
+        return scores_TE

@@ -21,13 +21,13 @@ Source: DuoServe-MoE § 4.2, Eqs. 4 to 6. Readings and deviations:
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moetool.predictor
 from moetool.errors import UsageError
+from moetool.tokens import Tokens
 from moetool.types import ModelSpec
 from predictors.affinity import affinity
 from predictors.popularity import popularity
@@ -61,6 +61,7 @@ class Predictor(moetool.predictor.Predictor):
     """
 
     learned = True
+    scores_are = "logits"
     popularity_LE: Tensor
     affinity_MEE: Tensor
 
@@ -78,7 +79,8 @@ class Predictor(moetool.predictor.Predictor):
         nn.init.constant_(output.bias, math.log(K / max(E - K, 1)))  # starts at the base rate of K experts in E
         self.network = nn.Sequential(*layers, output)
 
-    def count(self, experts_NLK: np.ndarray) -> None:
+    def count(self, tokens: Tokens) -> None:
+        experts_NLK = tokens.experts_TPK.numpy()
         self.popularity_LE.copy_(torch.from_numpy(popularity(experts_NLK, self.num_experts)))
         self.affinity_MEE.copy_(torch.from_numpy(affinity(experts_NLK, self.num_experts)))
 
@@ -105,12 +107,13 @@ class Predictor(moetool.predictor.Predictor):
             [history_NME.flatten(1), self.popularity_LE[layer_N], affinity_NKE.flatten(1), layer_NM], dim=1
         )
 
-    def layer_scores(self, experts_TPK: Tensor, layer: int) -> Tensor:
-        layer_T = torch.full((len(experts_TPK),), layer, device=experts_TPK.device)
-        return self.network(self.state(experts_TPK, layer_T))
+    def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
+        layer_T = torch.full((len(tokens),), layer, device=tokens.experts_TPK.device)
+        return self.network(self.state(tokens.experts_TPK, layer_T))
 
-    def loss(self, experts_NLK: Tensor, layer_N: Tensor) -> Tensor:
+    def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
         """Binary cross-entropy with logits (Eq. 6), mean over tokens and experts."""
+        experts_NLK = tokens.experts_TPK
         logits_NE = self.network(self.state(experts_NLK, layer_N))
         rows_N = torch.arange(len(layer_N), device=layer_N.device)
         chosen_NE = torch.zeros_like(logits_NE).scatter_(1, experts_NLK[rows_N, layer_N], 1.0)

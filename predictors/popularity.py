@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import moetool.predictor
+from moetool.tokens import Tokens
 from moetool.types import ModelSpec
 
 
@@ -40,10 +41,11 @@ class Predictor(moetool.predictor.Predictor):
 
     def __init__(self, spec: ModelSpec, options: Options) -> None:
         super().__init__(spec, options)
+        self.lookahead = self.num_layers
         self.register_buffer("popularity_LE", torch.zeros(self.num_layers, self.num_experts))
 
-    def count(self, experts_NLK: np.ndarray) -> None:
-        self.popularity_LE.copy_(torch.from_numpy(popularity(experts_NLK, self.num_experts)))
+    def count(self, tokens: Tokens) -> None:
+        self.popularity_LE.copy_(torch.from_numpy(popularity(tokens.experts_TPK.numpy(), self.num_experts)))
 
-    def layer_scores(self, experts_TPK: Tensor, layer: int) -> Tensor:
-        return self.popularity_LE[layer].repeat(len(experts_TPK), 1)
+    def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
+        return self.popularity_LE[layer].repeat(len(tokens), 1)

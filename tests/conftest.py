@@ -56,8 +56,9 @@ def predictor(reference: Path) -> Any:
 
     from moetool.models.spec import read_spec
     from moetool.predictor import build
+    from moetool.tokens import Tokens
 
     made = build("affinity", read_spec(reference))
     routes = np.random.default_rng(0).integers(0, 32, (500, 8, 4))
-    made.count(routes)
+    made.count(Tokens(experts_TPK=torch.from_numpy(routes)))
     return made.eval()

@@ -148,9 +148,11 @@ class MadeUpPredictor:
     """Scores that follow from the observed experts alone, as a `moetool.predictor.Predictor` would give them."""
 
     needs = frozenset({"experts"})
+    remembers = False
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
+        self.lookahead = spec.num_layers
         self.num_observed = 0
         self._event: GateEvent | None = None
 
@@ -160,6 +162,6 @@ class MadeUpPredictor:
         self._event = event
 
     def scores(self, layer: int) -> Any:
-        assert self._event is not None and layer == self._event.layer + 1
+        assert self._event is not None and self._event.layer < layer < self.spec.num_layers
         seeds = [hash((layer, row)) & 0xFFFF for row in self._event.experts_TK]
         return np.stack([np.random.default_rng(s).random(self.spec.num_experts) for s in seeds]).astype(np.float32)

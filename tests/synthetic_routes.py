@@ -1,5 +1,6 @@
 """Small traces whose routing can be learned: each layer mostly follows from the one before it and from the task."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,55 @@ def make_routes(spec: ModelSpec, num_tokens: int, task: int, rng: np.random.Gene
     return routes_TLK
 
 
+AHEAD = 3
+
+
+def make_signals(spec: ModelSpec, routes_TLK: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """What the routers see and say, noisily, of such tokens: the columns logits_TF, hidden_TH and ahead_TR, float16.
+
+    The hidden states of a layer show its own experts; the gates of the next layers are right more often than not.
+    """
+    num_tokens, num_layers, _ = routes_TLK.shape
+    E, D = spec.num_experts, spec.hidden_size
+    chosen_TLE = np.zeros((num_tokens, num_layers, E))
+    np.put_along_axis(chosen_TLE, routes_TLK, 1.0, axis=2)
+    hidden_TLD = rng.normal(0, 0.3, (num_tokens, num_layers, D))
+    hidden_TLD[..., : min(D, E)] += chosen_TLE[..., : min(D, E)]
+    ahead_TLAE = rng.normal(size=(num_tokens, num_layers, AHEAD, E))
+    for a in range(min(AHEAD, num_layers - 1)):
+        ahead_TLAE[:, : num_layers - 1 - a, a] += 2 * chosen_TLE[:, a + 1 :]
+    logits_TLE = rng.normal(size=chosen_TLE.shape) + 8 * chosen_TLE
+    made = {"logits_TF": logits_TLE, "hidden_TH": hidden_TLD, "ahead_TR": ahead_TLAE}
+    return {name: column.reshape(num_tokens, -1).astype(np.float16) for name, column in made.items()}
+
+
+def make_rows(
+    spec: ModelSpec, prompt_tokens: int, new_tokens: int, *, request: int, first_forward: int, rng: np.random.Generator
+) -> TokenBatch:
+    """The tokens of one request with every column."""
+    length = prompt_tokens + new_tokens
+    iteration_T = np.maximum(np.arange(length) - prompt_tokens + 1, 0)
+    routes_TLK = make_routes(spec, length, request % len(TASKS), rng)
+    return TokenBatch(
+        request_T=np.full(length, request, np.int32),
+        forward_T=(first_forward + iteration_T).astype(np.int32),
+        phase_T=(iteration_T > 0).astype(np.uint8),
+        iteration_T=iteration_T.astype(np.int32),
+        position_T=np.arange(length, dtype=np.int32),
+        token_id_T=np.full(length, -1, np.int32),
+        experts_TS=routes_TLK.reshape(length, -1).astype(np.uint16),
+        weights_TS=np.full((length, sum(spec.top_k_L)), 0.5, np.float16),
+        **make_signals(spec, routes_TLK, rng),
+    )
+
+
+def make_embedding(spec: ModelSpec, request: int, rng: np.random.Generator) -> np.ndarray:
+    """embedding_D float32 of an iteration of a request: it shows the task."""
+    embedding_D = rng.normal(0, 0.3, spec.hidden_size)
+    embedding_D[request % len(TASKS)] += 1
+    return embedding_D.astype(np.float32)
+
+
 def write_trace(
     path: Path,
     spec: ModelSpec | None = None,
@@ -53,36 +103,27 @@ def write_trace(
     new_tokens: int = 8,
     seed: int = 0,
     first_prompt: int = 0,
+    keep: Collection[str] = ("topk",),
 ) -> Path:
     """Write a trace of sequential requests; prompts are numbered from `first_prompt`."""
     spec = spec or make_spec()
     rng = np.random.default_rng(seed)
-    length = prompt_tokens + new_tokens
-    iteration_T = np.maximum(np.arange(length) - prompt_tokens + 1, 0)
     with durable.staged_directory(path) as staged:
-        writer = TraceWriter(staged, spec, ["topk"])
+        writer = TraceWriter(staged, spec, keep, AHEAD)
         for request in range(num_requests):
-            task = request % len(TASKS)
-            routes_TLK = make_routes(spec, length, task, rng)
             writer.add_request(
                 request,
                 dataset="synthetic",
-                task=TASKS[task],
+                task=TASKS[request % len(TASKS)],
                 prompt_id=str(first_prompt + request),
                 prompt_tokens=prompt_tokens,
                 new_tokens=new_tokens,
             )
-            writer.append(
-                TokenBatch(
-                    request_T=np.full(length, request, np.int32),
-                    forward_T=(request * (new_tokens + 1) + iteration_T).astype(np.int32),
-                    phase_T=(iteration_T > 0).astype(np.uint8),
-                    iteration_T=iteration_T.astype(np.int32),
-                    position_T=np.arange(length, dtype=np.int32),
-                    token_id_T=np.full(length, -1, np.int32),
-                    experts_TS=routes_TLK.reshape(length, -1).astype(np.uint16),
-                    weights_TS=np.full((length, sum(spec.top_k_L)), 0.5, np.float16),
-                )
-            )
+            first = request * (new_tokens + 1)
+            rows = make_rows(spec, prompt_tokens, new_tokens, request=request, first_forward=first, rng=rng)
+            writer.append(rows)
+            if "embeddings" in keep:
+                for iteration in range(new_tokens + 1):
+                    writer.add_embedding(request, iteration, make_embedding(spec, request, rng))
         writer.finish(composition={"kind": "sequential"}, provenance={"made_by": "tests"})
     return path

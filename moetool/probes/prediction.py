@@ -11,6 +11,7 @@ from moetool.probes.timing import Timings, repeat
 from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 
 TOKENS = (1, 8, 64)
+AHEAD = 8
 
 
 def prediction_curve(predictor: Any, seconds: float) -> Curve:
@@ -45,8 +46,12 @@ def _events(spec: ModelSpec, tokens: int, rng: np.random.Generator) -> list[Gate
         embedding_TD=rng.standard_normal((tokens, spec.hidden_size), np.float32),
     )
     events = []
+
+    def scores(*shape: int) -> np.ndarray:
+        return rng.random(shape, np.float32)
+
     for layer, (num_experts, top_k) in enumerate(zip(spec.num_experts_L, spec.top_k_L, strict=True)):
-        scores_TE = rng.random((tokens, num_experts), np.float32)
+        scores_TE = scores(tokens, num_experts)
         experts_TK = np.argsort(-scores_TE)[:, :top_k]
         events.append(
             GateEvent(
@@ -55,6 +60,8 @@ def _events(spec: ModelSpec, tokens: int, rng: np.random.Generator) -> list[Gate
                 experts_TK=tuple(map(tuple, experts_TK.tolist())),
                 weights_TK=np.take_along_axis(scores_TE, experts_TK, axis=1),
                 scores_TE=scores_TE,
+                hidden_TD=rng.standard_normal((tokens, spec.hidden_size), np.float32),
+                ahead_ATE=scores(min(AHEAD, spec.num_layers - 1 - layer), tokens, spec.num_experts),
             )
         )
     return events

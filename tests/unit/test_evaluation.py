@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from moetool.errors import MismatchError, UsageError
-from moetool.evaluation import _Tally, evaluate, held_out
+from moetool.evaluation import Tally, evaluate, held_out
 from moetool.predictor import Predictor, load_predictor
+from moetool.tokens import Tokens
 from moetool.trace import Trace
 from moetool.training import train
 from tests.synthetic_routes import make_spec, write_trace
@@ -25,7 +26,11 @@ def _expected(trace: Trace, predictor: Predictor, requests: list[int], phase: in
                 continue
             routes_1LK = torch.from_numpy(row.astype(np.int64).reshape(1, predictor.num_layers, predictor.top_k))
             for layer in range(1, predictor.num_layers):
-                predicted = predictor.layer_scores(routes_1LK[:, :layer], layer)[0].topk(predictor.top_k).indices
+                predicted = (
+                    predictor.layer_scores(Tokens(experts_TPK=routes_1LK[:, :layer]), layer)[0]
+                    .topk(predictor.top_k)
+                    .indices
+                )
                 matches.append(len(set(predicted.tolist()) & set(routes_1LK[0, layer].tolist())))
     right, k = np.array(matches), predictor.top_k
     return len(right), right.mean() / k, (right == k).mean(), (right > 0).mean()
@@ -36,7 +41,7 @@ def test_measures_agree_with_plain_loops(tmp_path: Path, phase: str, number: int
     trace = write_trace(tmp_path / "trace")
     card = train("affinity", trace, tmp_path / "affinity")
     (evaluation, _) = evaluate([tmp_path / "affinity"], trace)
-    (score,) = [s for s in evaluation.scores if s.phase == phase and s.layer is None]
+    (score,) = [s for s in evaluation.scores if s.phase == phase and s.layer is None and s.distance == 1]
     expected = _expected(Trace(trace), load_predictor(tmp_path / "affinity"), card["requests"]["test"], number)
     assert (score.predictions, score.match, score.exact, score.at_least_one) == pytest.approx(expected)
 
@@ -51,10 +56,11 @@ def test_layers_and_phases_add_up(tmp_path: Path) -> None:
     assert evaluation.size_bytes == 3 * 8 * 8 * 4
     assert evaluation.expert_bytes_share == evaluation.size_bytes / (4 * 8 * 1024)
     assert evaluation.step_ms > 0
-    overall = {score.phase: score for score in evaluation.scores if score.layer is None}
+    scores = [score for score in evaluation.scores if score.distance == 1]
+    overall = {score.phase: score for score in scores if score.layer is None}
     assert overall["all"].predictions == overall["prefill"].predictions + overall["decode"].predictions
     for phase, total in overall.items():
-        layers = [score for score in evaluation.scores if score.phase == phase and score.layer is not None]
+        layers = [score for score in scores if score.phase == phase and score.layer is not None]
         assert [score.layer for score in layers] == [1, 2, 3]
         assert total.match == pytest.approx(np.mean([score.match for score in layers]))
     assert json.loads(json.dumps(evaluation.to_json()))["scores"][0]["phase"] == "all"
@@ -110,19 +116,19 @@ class _Oracle(Predictor):
         super().__init__(make_spec(), None)
         self.routes_TLK, self.wrong = routes_TLK, wrong
 
-    def count(self, experts_NLK: np.ndarray) -> None: ...
+    def count(self, tokens: Tokens) -> None: ...
 
-    def layer_scores(self, experts_TPK: Tensor, layer: int) -> Tensor:
+    def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
         true_TK = self.routes_TLK[:, layer]
         value_TK = torch.ones(true_TK.shape)
         value_TK[:, : self.wrong] = -1
-        return torch.zeros(len(experts_TPK), self.num_experts).scatter_(1, true_TK, value_TK)
+        return torch.zeros(len(tokens), self.num_experts).scatter_(1, true_TK, value_TK)
 
 
 def test_a_perfect_predictor_scores_one() -> None:
     routes_TLK = torch.tensor([[[6, 7]] * 4] * 5)
     for wrong, expected in ((0, (1, 1, 1)), (1, (0.5, 0, 1)), (2, (0, 0, 0))):
-        tally = _Tally(4)
-        tally.add(_Oracle(routes_TLK, wrong), routes_TLK, torch.ones(5))
+        tally = Tally(_Oracle(routes_TLK, wrong), [1])
+        tally.add(Tokens(experts_TPK=routes_TLK, phase_T=torch.ones(5)))
         (score,) = [s for s in tally.scores() if s.phase == "all" and s.layer is None]
         assert (score.match, score.exact, score.at_least_one) == expected

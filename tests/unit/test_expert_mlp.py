@@ -9,6 +9,7 @@ from torch import nn
 
 from moetool.errors import UsageError
 from moetool.predictor import build
+from moetool.tokens import Tokens
 from tests.synthetic_routes import make_routes, make_spec
 
 SMALL = {"hidden": [16, 8]}
@@ -57,15 +58,17 @@ def test_loss_is_equation_6_averaged() -> None:
     spec = make_spec()
     predictor = build("expert_mlp", spec, SMALL).eval()
     routes_NLK = make_routes(spec, 6, 0, np.random.default_rng(0))
-    predictor.count(routes_NLK)
+    predictor.count(Tokens(experts_TPK=torch.from_numpy(routes_NLK)))
     layer_N = [1, 2, 3, 1, 2, 3]
     total = 0.0
     for experts_LK, layer in zip(routes_NLK, layer_N, strict=True):
-        logits_E = predictor.layer_scores(torch.from_numpy(experts_LK[None, :layer]), layer)[0].tolist()
+        logits_E = predictor.layer_scores(Tokens(experts_TPK=torch.from_numpy(experts_LK[None, :layer])), layer)[
+            0
+        ].tolist()
         for expert, logit in enumerate(logits_E):
             probability = 1 / (1 + math.exp(-logit))
             total -= math.log(probability if expert in experts_LK[layer] else 1 - probability)
-    loss = predictor.loss(torch.from_numpy(routes_NLK), torch.tensor(layer_N))
+    loss = predictor.loss(Tokens(experts_TPK=torch.from_numpy(routes_NLK)), torch.tensor(layer_N))
     assert loss.item() == pytest.approx(total / (6 * spec.num_experts), rel=1e-5)
 
 

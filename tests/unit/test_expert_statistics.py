@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from moetool.predictor import build
+from moetool.tokens import Tokens
 from predictors.affinity import affinity
 from predictors.popularity import popularity
 from tests.synthetic_routes import make_spec
@@ -40,14 +41,14 @@ def test_statistics_do_not_overflow_the_type_of_the_ids() -> None:
 
 def test_affinity_scores_are_the_mean_of_the_rows_just_chosen() -> None:
     predictor = build("affinity", make_spec(num_layers=2, num_experts=4, top_k=2))
-    predictor.count(ROUTES_NLK)
-    scores_TE = predictor.layer_scores(torch.tensor([[[0, 2]]]), 1)
+    predictor.count(Tokens(experts_TPK=torch.from_numpy(ROUTES_NLK)))
+    scores_TE = predictor.layer_scores(Tokens(experts_TPK=torch.tensor([[[0, 2]]])), 1)
     expected_E = (np.array([1, 1, 2, 2]) / 6 + np.array([0, 1, 0, 1]) / 2) / 2
     np.testing.assert_allclose(scores_TE.numpy()[0], expected_E, rtol=1e-6)
 
 
 def test_popularity_scores_do_not_alias_the_statistics() -> None:
     predictor = build("popularity", make_spec(num_layers=2, num_experts=4, top_k=2))
-    predictor.count(ROUTES_NLK)
-    predictor.layer_scores(torch.tensor([[[0, 2]]]), 1).zero_()
+    predictor.count(Tokens(experts_TPK=torch.from_numpy(ROUTES_NLK)))
+    predictor.layer_scores(Tokens(experts_TPK=torch.tensor([[[0, 2]]])), 1).zero_()
     np.testing.assert_allclose(predictor.get_buffer("popularity_LE").sum(dim=1), 1, rtol=1e-6)
