@@ -109,7 +109,7 @@ class MapStore:
 
     @classmethod
     def of(
-        cls, maps_LCE: np.ndarray, embedding_CD: np.ndarray, next_C: np.ndarray, capacity: int, distance: int
+        cls, maps_LCE: np.ndarray, embedding_CD: np.ndarray, next_C: np.ndarray, *, capacity: int, distance: int
     ) -> "MapStore":
         """A store over these arrays, which are taken as they are (of a memory-mapped file too); `copy` it to add maps.
 
@@ -134,8 +134,8 @@ class MapStore:
 
     def copy(self) -> "MapStore":
         """Another store with the same maps, to be changed on its own."""
-        arrays = (array.copy() for array in self.arrays().values())
-        return MapStore.of(*arrays, self.capacity, self.distance)
+        arrays = {name: array.copy() for name, array in self.arrays().items()}
+        return MapStore.of(**arrays, capacity=self.capacity, distance=self.distance)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What `of` takes: maps_LCE, embedding_CD and next_C of the maps that it holds."""
@@ -233,16 +233,17 @@ class Search:
         embedding_D: of the iteration, float32; None where it is not known.
 
     Attributes:
-        map_LE: the distributions so far, float32.
+        num_observed: layers so far.
+        map_LE: their distributions, float32; 0 for the others.
         unit_D: the embedding at length 1.
     """
 
-    __slots__ = ("_dots_C", "_meaning_C", "_seen", "_size", "_square", "_store", "map_LE", "unit_D")
+    __slots__ = ("_dots_C", "_meaning_C", "_size", "_square", "_store", "map_LE", "num_observed", "unit_D")
 
     def __init__(self, store: MapStore, embedding_D: np.ndarray | None = None) -> None:
         self._store = store
         self._size = store.size
-        self._seen = 0  # layers
+        self.num_observed = 0
         self._square = np.float32(0)
         self._dots_C = np.zeros(store.size, np.float32)
         self._meaning_C: np.ndarray | None = None
@@ -256,17 +257,17 @@ class Search:
     @property
     def complete(self) -> bool:
         """Whether every layer was observed."""
-        return self._seen == len(self.map_LE)
+        return self.num_observed == len(self.map_LE)
 
     def observe(self, chance_E: np.ndarray) -> None:
         """Take in the distribution of the next layer."""
-        layer, size = self._seen, self._size
+        layer, size = self.num_observed, self._size
         self.map_LE[layer, : len(chance_E)] = chance_E
         chance_E = self.map_LE[layer]
         if size:
             self._dots_C += np.einsum("ce,e->c", self._store.maps_LCE[layer, :size], chance_E)
         self._square += np.einsum("e,e->", chance_E, chance_E)
-        self._seen += 1
+        self.num_observed += 1
 
     def meaning_C(self) -> np.ndarray:
         """score^sem, the cosine of the embeddings with each stored one (Eq. 4)."""
@@ -276,7 +277,7 @@ class Search:
 
     def path_C(self) -> np.ndarray:
         """score^traj, the cosine of the layers so far with the same layers of each stored map (Eq. 5)."""
-        squares_C = self._store._squares_LC[self._seen - 1, : self._size] * self._square
+        squares_C = self._store._squares_LC[self.num_observed - 1, : self._size] * self._square
         score_C: np.ndarray = self._dots_C / np.sqrt(np.maximum(squares_C, np.float32(1e-30)))
         return score_C
 
@@ -286,7 +287,7 @@ class Search:
 
     def by_path(self) -> tuple[int, float] | None:
         """The stored iteration whose gates spoke most alike so far and its score; None before any layer."""
-        return _best(self.path_C()) if self._size and self._seen else None
+        return _best(self.path_C()) if self._size and self.num_observed else None
 
 
 def _best(score_C: np.ndarray) -> tuple[int, float]:

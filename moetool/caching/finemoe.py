@@ -176,7 +176,10 @@ class Policy(policy.Policy):
 
     def evict(self, locked: Collection[int]) -> int:
         found = self._least(self._ahead.union(locked))
-        return self._least(locked) if found is None else found
+        if found is None:
+            found = self._least(locked)
+        assert found is not None, "asked for a resident where all are locked"
+        return found
 
     def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
         found = self._least(self._ahead.union(locked))
@@ -211,7 +214,11 @@ class Policy(policy.Policy):
         if shapes != ((layers, experts), (self.spec.hidden_size,), self._uses_X.shape, self._used_X.shape):
             raise ValueError(f"arrays of shapes {shapes}")
         self.store = MapStore.of(
-            maps_LCE.copy(), embedding_CD.copy(), state["next_C"], self.store.capacity, self.store.distance
+            maps_LCE.copy(),
+            embedding_CD.copy(),
+            state["next_C"],
+            capacity=self.store.capacity,
+            distance=self.store.distance,
         )
         self._uses_X, self._used_X = state["uses_X"].astype(np.int64), state["used_X"].astype(np.int64)
         self._time = int(self._used_X.max(initial=0))
