@@ -231,6 +231,7 @@ class Search:
 
     Args:
         embedding_D: of the iteration, float32; None where it is not known.
+        compare: false only gathers the map, for a store with room for it.
 
     Attributes:
         num_observed: layers so far.
@@ -240,12 +241,12 @@ class Search:
 
     __slots__ = ("_dots_C", "_meaning_C", "_size", "_square", "_store", "map_LE", "num_observed", "unit_D")
 
-    def __init__(self, store: MapStore, embedding_D: np.ndarray | None = None) -> None:
+    def __init__(self, store: MapStore, embedding_D: np.ndarray | None = None, *, compare: bool = True) -> None:
         self._store = store
-        self._size = store.size
+        self._size = store.size if compare else 0
         self.num_observed = 0
         self._square = np.float32(0)
-        self._dots_C = np.zeros(store.size, np.float32)
+        self._dots_C = np.zeros(self._size, np.float32)
         self._meaning_C: np.ndarray | None = None
         num_layers, _, num_experts = store.maps_LCE.shape
         self.map_LE = np.zeros((num_layers, num_experts), np.float32)

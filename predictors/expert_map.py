@@ -102,7 +102,8 @@ class Predictor(moetool.predictor.Predictor):
             if self.options.prompts == "mean":
                 map_TLE = map_TLE.mean(axis=0, keepdims=True, dtype=np.float32)
             for map_LE in map_TLE:
-                search = Search(store, None if part.embedding_TD is None else part.embedding_TD[0].numpy())
+                embedding_D = None if part.embedding_TD is None else part.embedding_TD[0].numpy()
+                search = Search(store, embedding_D, compare=store.size == store.capacity)
                 for chance_E in map_LE:
                     search.observe(chance_E)
                 (row,) = store.add([search], [row])

@@ -5,7 +5,6 @@ experts that events needed and that were resident, kept or prefetched; `loads` c
 """
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,18 +53,17 @@ def _served_before(trace: Trace, name: str, slots: int, before: frozenset[int], 
     """Decode counts of a policy over `then`, after it has served `before`."""
     policy = build_policy(name, trace.spec, {}, slots)
     residency = Residency(policy)
-    counts = Counts()
+    counts, running = Counts(), -1
     for requests in (before, then):
         residency.decode = counts = Counts()
         for info, events in trace.forwards(sequential=True, columns=policy.columns - {"experts"}, requests=requests):
+            if info.request_T[0] != running:
+                residency.end_request(running)
+                running = info.request_T[0]
             residency.begin_forward(info)
             for event in events:
                 residency.event(event)
             residency.end_forward(info)
-            if trace.num_tokens and info.prefill:
-                for request in list(residency._requests):
-                    if request not in info.request_T:
-                        residency.end_request(request)
     return counts
 
 
