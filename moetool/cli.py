@@ -56,6 +56,7 @@ TraceDir = Annotated[Path, typer.Option("--trace", help="Folder of a trace.")]
 Out = Annotated[Path, typer.Option("--out", help="Where the result goes; it appears there whole or not at all.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result that is there.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Costs of a machine, by 'moetool profile'.")]
 Settings = Annotated[list[str], typer.Option("--set", help="An option by name, as in --set width=64. Repeatable.")]
 Recipe = Annotated[
     Path | None,
@@ -252,12 +253,15 @@ def plan_cache(
     device_memory: Annotated[str, typer.Option(help="For the whole model on the device, such as 64MB or 20GiB.")],
     out: Annotated[Path, typer.Option("--out", help="The plan, a JSON file.")],
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor.")] = None,
+    profile: ProfileFile = None,
     model: Annotated[str | None, typer.Option(help="The trace's model, if it is no longer where it was.")] = None,
     settings: Settings = [],  # noqa: B006
     as_json: Json = False,
     recipe: Recipe = None,
 ) -> None:
-    """Choose a cache policy and its slots for a device, by replaying the trace."""
+    """Choose a cache policy and its slots for a device, by replaying the trace: the fewest bytes, or with a profile
+    the shortest time per output token.
+    """
     from moetool.models.spec import locate, read_spec
     from moetool.planning import plan_cache as run
     from moetool.serving.assembly import ServeOptions, fixed_bytes
@@ -265,7 +269,10 @@ def plan_cache(
 
     durable.require_writable(out)
     source = Trace(trace)
-    options = parse(ServeOptions, parse_settings(settings), "--set")
+    values = parse_settings(settings)
+    machine = values.pop("timeline", {})
+    options = parse(ServeOptions, values, "--set")
+    costs, timeline = _timeline(profile, machine, dtype=options.dtype, io_threads=options.io_threads)
     path = locate(model or str(source.manifest["provenance"].get("model", "")))
     source.spec.require_same(read_spec(path), "the trace", f"the model at {path}")
     dense, kv = fixed_bytes(path, options)
@@ -277,6 +284,8 @@ def plan_cache(
         kv_bytes=kv,
         kv_tokens=options.kv_tokens,
         dtype=options.dtype,
+        profile=costs,
+        timeline=timeline,
     )
     plan.save(out)
     if as_json:
@@ -315,19 +324,27 @@ def plan_maps(
 @app.command()
 def replay(
     trace: TraceDir,
-    policy: Annotated[list[str], typer.Option(help="Cache policies; repeat, or separate by commas.")],
+    policy: Annotated[
+        list[str], typer.Option(help="Cache policies; repeat, or separate by commas. auto: all that can serve.")
+    ],
     budget: Annotated[list[str], typer.Option(help="For experts: bytes (64MB) or a share of all experts (25%).")],
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor.")] = None,
+    profile: ProfileFile = None,
     order: Annotated[str, typer.Option(help="auto, sequential (one request after the other) or recorded.")] = "auto",
     pool: Annotated[
         str, typer.Option(help="slots (each for any expert), bytes, or auto: bytes for imported traces.")
     ] = "auto",
     settings: Annotated[
-        list[str], typer.Option("--set", help="A policy's option, as in --set belady.whole_events=true. Repeatable.")
+        list[str],
+        typer.Option(
+            "--set",
+            help="A policy's option, as in --set belady.whole_events=true, or timeline.device=cuda. Repeatable.",
+        ),
     ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    """Run cache policies over a trace: hits, loads and bytes, in seconds and without the model."""
+    """Run cache policies over a trace: hits, loads and bytes, and with a profile times, without the model."""
+    from moetool.planning import best, servable, too_large
     from moetool.replay import replay as run
     from moetool.replay import whole_bytes
     from moetool.trace import Trace
@@ -337,42 +354,46 @@ def replay(
         raise UsageError(f"unknown --order {order!r}: known are {', '.join(orders)}")
     source = Trace(trace)
     budgets = [parse_bytes(text, whole_bytes(source, pool)) for text in _split(budget)]
-    names, options = _split(policy), parse_settings(settings)
-    if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
-        raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(names)}; write POLICY.OPTION=VALUE")
+    asked, options = _split(policy), parse_settings(settings)
+    costs, timeline = _timeline(profile, options.pop("timeline", {}))
     predicts = None
     if predictor is not None:
         from moetool.predictor import load_predictor
 
         predicts = load_predictor(predictor)
-    rows = run(source, names, budgets, predictor=predicts, sequential=orders[order], options=options, pool=pool)
-    if as_json:
-        tables.print_json([row.to_json() for row in rows])
-        return
-    tables.print_table(
-        f"{trace}: {len(source.requests):,} requests, {source.num_tokens:,} tokens",
-        ["policy", "budget", "slots", "hit rate", "in decode", "loads", "loaded", "MB / decode token"],
-        [
-            [
-                row.policy,
-                tables.count(row.budget_bytes, "B"),
-                str(row.slots),
-                f"{row.counts.hit_rate:.3f}",
-                f"{row.decode.hit_rate:.3f}",
-                tables.count(row.counts.loads),
-                tables.count(row.loaded_bytes, "B"),
-                f"{row.bytes_per_decode_token / 1e6:,.3f}",
-            ]
-            for row in rows
-        ],
+    known = servable(source, predicts) if "auto" in asked else []
+    names = list(dict.fromkeys(name for one in asked for name in (known if one == "auto" else [one])))
+    if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
+        raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(names)}; write POLICY.OPTION=VALUE")
+    left_out = too_large([name for name in known if name not in asked], source.spec, min(budgets), options)
+    names = [name for name in names if name not in left_out]
+    rows = run(
+        source,
+        names,
+        budgets,
+        predictor=predicts,
+        sequential=orders[order],
+        options=options,
+        pool=pool,
+        profile=costs,
+        timeline=timeline,
     )
+    chosen = [best([row for row in rows if row.policy in known and row.budget_bytes == b]) for b in budgets if known]
+    for name, why in left_out.items():
+        tables.narrate(f"moetool: auto leaves out {name}, {why}")
+    for row in chosen:
+        tables.narrate(f"moetool: auto is {row.policy} with {tables.count(row.budget_bytes, 'B')} for experts")
+    if as_json:
+        tables.print_json([{**row.to_json(), **({"auto": row in chosen} if known else {})} for row in rows])
+        return
+    tables.print_replay(f"{trace}: {len(source.requests):,} requests, {source.num_tokens:,} tokens", rows, chosen)
 
 
 @app.command()
 def serve(
     model: Model,
     plan: Annotated[Path | None, typer.Option(help="A plan made by 'moetool plan cache'.")] = None,
-    policy: Annotated[str | None, typer.Option(help="Cache policy; the plan's, or lru.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Cache policy; the plan's (or auto), or lru.")] = None,
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor; the plan's.")] = None,
     device_memory: Annotated[
         str | None, typer.Option(help="For everything together, such as 64MB; the plan's.")
@@ -388,6 +409,13 @@ def serve(
     """Serve a model through an OpenAI-compatible API, its experts in a pool smaller than the model."""
     from moetool.plan import CachePlan
 
+    if policy == "auto":
+        if plan is None:
+            raise UsageError(
+                "--policy auto is what replay found best on a trace, and there is no plan that says so; make one with "
+                "moetool plan cache, and give it with --plan"
+            )
+        policy = None
     chosen = CachePlan.load(plan) if plan is not None else None
     values = parse_settings(settings)
     if chosen is not None:
@@ -518,6 +546,19 @@ def demo(
     from moetool.demo import run
 
     run(out)
+
+
+def _timeline(path: Path | None, values: Any, **defaults: Any) -> tuple[Any, Any]:
+    """The profile, if there is one, and which of its machines a timeline is for."""
+    from moetool.costs import CostProfile
+    from moetool.pricing import TimelineOptions
+
+    if path is None and values:
+        raise UsageError("--set timeline… is of no use without a profile; give one with --profile FILE")
+    if isinstance(values, dict):
+        values = {**defaults, **values}
+    timeline = parse(TimelineOptions, values, "timeline")
+    return (CostProfile.load(path) if path is not None else None), timeline
 
 
 def _split(values: list[str]) -> list[str]:

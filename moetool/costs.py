@@ -1,6 +1,7 @@
 """What things cost on one machine: measured curves, and the profile that collects them. A profile is one JSON file."""
 
 import bisect
+import hashlib
 import json
 import math
 import statistics
@@ -170,6 +171,11 @@ class CostProfile:
     predictor: Curve | None = None
     peer: str | None = None
     link: Curve | None = None
+
+    @property
+    def sha256(self) -> str:
+        """Tells this profile from others, wherever it is saved."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def on(self, device: str = "cpu", dtype: str | None = None) -> ComputeCosts:
         """The costs on a device in a data type, or in the one that computes a single token's expert fastest.

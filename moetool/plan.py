@@ -42,6 +42,7 @@ class CachePlan:
         budget_bytes: what is left for experts.
         predictor: what the policy predicts with, if it does.
         trace_sha256: the trace that the choice was made from.
+        profile_sha256: the profile (`CostProfile.sha256`) that the choice was timed by, if it was.
         requests_used: the requests of it that the choice was made on.
         requests_held_out: the other requests, on which `evidence` was gathered.
         evidence: rows of a replay (`moetool.replay.Row.to_json`) of every candidate and of the bound.
@@ -63,6 +64,7 @@ class CachePlan:
     budget_bytes: int
     predictor: PredictorReference | None
     trace_sha256: str
+    profile_sha256: str | None = None
     requests_used: tuple[int, ...]
     requests_held_out: tuple[int, ...]
     evidence: tuple[dict[str, Any], ...]

@@ -6,10 +6,12 @@ from random import Random
 from typing import Any
 
 from moetool import plugins
+from moetool.costs import CostProfile
 from moetool.errors import CapacityError, UsageError
 from moetool.plan import CachePlan, PredictorReference
 from moetool.policy import MIN_SLOTS, parse_options, policy_class, slots_within
-from moetool.replay import Row, replay
+from moetool.pricing import TimelineOptions
+from moetool.replay import DEFAULT_MACHINE, Row, replay
 from moetool.trace import Trace
 from moetool.types import ModelSpec
 
@@ -53,9 +55,13 @@ def choose_cache(
     trained_on: Iterable[int] = (),
     policies: Sequence[str] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    profile: CostProfile | None = None,
+    timeline: TimelineOptions = DEFAULT_MACHINE,
     seed: int = 0,
 ) -> CachePlan:
     """Choose the cache policy that moves the fewest bytes per decode token, and show it on other requests.
+
+    With a profile the choice is the policy with the shortest time per output token instead.
 
     The requests that the predictor was not trained on are halved at random. Every candidate is replayed on the
     first half, where the choice is made, and again on the second, which gives the plan's evidence.
@@ -72,9 +78,12 @@ def choose_cache(
         policies: candidates; by default every lossless policy that can serve with what there is, in the slots that
             fit.
         options: values for the `Options` of policies, by the policy's name.
+        profile: costs of the machine to plan for.
+        timeline: which of the profile's devices, data types and tiers.
         seed: of the split.
 
     Raises:
+        MismatchError: the profile is of another model, or lacks what the timeline needs.
         CapacityError: what is left for experts is below the smallest legal pool, or below what one of `policies` needs.
         UsageError: too few requests to choose on some and show on others, or no candidate.
     """
@@ -91,18 +100,17 @@ def choose_cache(
     chosen_options = {name: parse_options(name, (options or {}).get(name, {})) for name in candidates}
     if not policies:
         for name in candidates:
-            fewest = policy_class(name).min_slots(spec, chosen_options[name])
-            if fewest > slots_within(spec, budget - predictor_bytes if name in paying else budget):
-                left_out[name] = f"which needs {fewest} slots"
+            left_out |= too_large([name], spec, budget - predictor_bytes if name in paying else budget, options or {})
         candidates, paying = ([name for name in names if name not in left_out] for names in (candidates, paying))
 
     def rows(names: list[str], requests: frozenset[int]) -> list[Row]:
         asked: dict[str, Any] = {"predictor": predictor, "options": options, "requests": requests, "pool": "slots"}
+        asked |= {"profile": profile, "timeline": timeline}
         free = [name for name in names if name not in paying]
         made = replay(trace, free, [budget], **asked) if free else []
         return made + (replay(trace, paying, [budget - predictor_bytes], **asked) if paying else [])
 
-    choice = _cheapest(rows(candidates, used))
+    choice = best(rows(candidates, used))
     evidence = rows([*candidates, _BOUND], held_out)
     kind = policy_class(choice.policy)
     return CachePlan(
@@ -120,6 +128,7 @@ def choose_cache(
         budget_bytes=choice.budget_bytes,
         predictor=reference if _asks(choice.policy) else None,
         trace_sha256=trace.sha256,
+        profile_sha256=None if profile is None else profile.sha256,
         requests_used=tuple(sorted(used)),
         requests_held_out=tuple(sorted(held_out)),
         evidence=tuple(row.to_json() for row in evidence),
@@ -144,6 +153,27 @@ def _asks(policy: str) -> bool:
     """Whether a policy makes use of a predictor that it is given."""
     kind = policy_class(policy)
     return kind.needs_predictor or kind.wants_predictor
+
+
+def too_large(
+    names: Iterable[str], spec: ModelSpec, budget_bytes: int, options: Mapping[str, Mapping[str, Any]]
+) -> dict[str, str]:
+    """Those of the policies that need more slots than a budget holds, and why in words."""
+    slots = slots_within(spec, budget_bytes)
+    needs = {name: policy_class(name).min_slots(spec, parse_options(name, options.get(name, {}))) for name in names}
+    return {name: f"which needs {fewest} slots" for name, fewest in needs.items() if fewest > slots}
+
+
+def best(rows: Sequence[Row]) -> Row:
+    """The shortest time per output token, on a timeline; the fewest bytes per decode token, without; then the fewest
+    bytes in all; then the smallest pool.
+    """
+
+    def cost(row: Row) -> tuple[float, float, int, int]:
+        seconds = row.timing.tpot_mean_s if row.timing is not None else None
+        return seconds or 0.0, row.bytes_per_decode_token, row.loaded_bytes, row.slots
+
+    return min(rows, key=cost)
 
 
 def _expert_budget(spec: ModelSpec, device_memory_bytes: int, dense_bytes: int, kv_bytes: int) -> int:
@@ -183,20 +213,30 @@ def _split(trace: Trace, trained_on: frozenset[int], seed: int) -> tuple[frozens
     return frozenset(unseen[:half]), frozenset(unseen[half:])
 
 
-def _cheapest(rows: Sequence[Row]) -> Row:
-    """The fewest bytes per decode token; then the fewest in all; then the smallest pool."""
-    return min(rows, key=lambda row: (row.bytes_per_decode_token, row.loaded_bytes, row.slots))
-
-
 def _reason(chosen: str, evidence: Sequence[Row], num_used: int, num_held_out: int, left_out: Mapping[str, str]) -> str:
     """One sentence with the numbers of the held-out requests."""
-    moved = {row.policy: f"{row.bytes_per_decode_token:,.0f}" for row in evidence}
+    timed = all(row.timing is not None and row.timing.tpot_mean_s is not None for row in evidence)
+    show = _milliseconds if timed else _moved
+    values = {row.policy: show(row) for row in evidence}
     hits = {row.policy: f"{100 * row.decode.hit_rate:.1f} %" for row in evidence}
-    others = ", ".join(f"{name} {moved[name]}" for name in moved if name not in (chosen, _BOUND))
+    others = ", ".join(f"{name} {values[name]}" for name in values if name not in (chosen, _BOUND))
     absent = "; ".join(f"{name}, {why}" for name, why in left_out.items())
+    if timed:
+        won, does = "had the shortest time per output token", "takes"
+    else:
+        won, does = "moved the fewest bytes per decode token", "moves"
     return (
-        f"{chosen} moved the fewest bytes per decode token on {num_used} requests; on {num_held_out} others, held out, "
-        f"it moves {moved[chosen]} at a decode hit rate of {hits[chosen]}"
-        f"{f' (the other candidates: {others})' if others else ''}, and {_BOUND}, which knows the future and makes "
-        f"the fewest loads in all, {moved[_BOUND]}{f' (left out: {absent})' if absent else ''}"
+        f"{chosen} {won} on {num_used} requests; on {num_held_out} others, held out, it {does} {values[chosen]} at a "
+        f"decode hit rate of {hits[chosen]}{f' (the other candidates: {others})' if others else ''}, and {_BOUND}, "
+        f"which knows the future and makes the fewest loads in all, {values[_BOUND]}"
+        f"{f' (left out: {absent})' if absent else ''}"
     )
+
+
+def _moved(row: Row) -> str:
+    return f"{row.bytes_per_decode_token:,.0f}"
+
+
+def _milliseconds(row: Row) -> str:
+    assert row.timing is not None and row.timing.tpot_mean_s is not None
+    return f"{row.timing.tpot_mean_s * 1e3:,.2f} ms"

@@ -1,6 +1,7 @@
 """Replaying a trace under cache policies: what would have been hit, loaded and moved, without a model.
 
-The policies are driven exactly as the server drives them, so on the same gate stream they decide the same.
+The policies are driven exactly as the server drives them, so on the same gate stream they decide the same. With a
+profile of a machine a timeline executes what they decide, and the rows say how long it would take there.
 """
 
 import copy
@@ -10,13 +11,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moetool.costs import CostProfile
 from moetool.errors import UsageError, unknown_name
 from moetool.policy import Policy, SharedPredictor, build_policy, policy_class, slots_within
+from moetool.pricing import Prices, TimelineOptions
 from moetool.residency import Counts, PrefetchLimits, Residency, Step, StepKind
+from moetool.timeline import MeteredPredictor, Timeline
+from moetool.timing import Timing
 from moetool.trace import Trace
 from moetool.types import ForwardInfo, GateEvent, Phase
 
 POOLS = ("auto", "slots", "bytes")
+DEFAULT_MACHINE = TimelineOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +39,7 @@ class Row:
         prefill_bytes: bytes loaded in the forwards with prompt tokens, on demand and ahead.
         decode_bytes: the same in the forwards without.
         digest: of all decisions, in order; equal digests mean equal decisions.
+        timing: what it took on the timeline, where there was a profile.
     """
 
     policy: str
@@ -44,6 +51,7 @@ class Row:
     prefill_bytes: int
     decode_bytes: int
     digest: str
+    timing: Timing | None = None
 
     @property
     def counts(self) -> Counts:
@@ -66,8 +74,15 @@ class Row:
         return self.decode_bytes / self.decode_tokens if self.decode_tokens else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """One flat object: the row of a table."""
-        counts = self.counts
+        """One flat object: the row of a table.
+
+        With a timeline, `prefetched` is split into `in_time` and `late`.
+        """
+        counts, timing = self.counts, self.timing
+        timed = {}
+        if timing is not None:
+            late = timing.total.late
+            timed = {"in_time": counts.prefetched - late, "late": late, **timing.to_json()}
         return {
             "policy": self.policy,
             "budget_bytes": self.budget_bytes,
@@ -86,6 +101,7 @@ class Row:
             "loads_per_decode_token": self.loads_per_decode_token,
             "bytes_per_decode_token": self.bytes_per_decode_token,
             "digest": self.digest,
+            **timed,
         }
 
 
@@ -114,6 +130,8 @@ def replay(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     pool: str = "auto",
     limits: PrefetchLimits | None = None,
+    profile: CostProfile | None = None,
+    timeline: TimelineOptions = DEFAULT_MACHINE,
 ) -> list[Row]:
     """Run each policy with each budget over a trace.
 
@@ -130,17 +148,21 @@ def replay(
         pool: `slots` that each hold any expert, as in our server; `bytes`, where each expert takes its own size;
             `auto`: bytes where the trace was imported.
         limits: of prefetching, for every policy.
+        profile: costs of the machine that the rows' `timing` is for; without one they have none.
+        timeline: which of the profile's devices, data types and tiers.
 
     Returns:
         A row for each policy and budget: the policies in their order, each with the budgets in theirs.
 
     Raises:
         UsageError: an unknown policy or option, no predictor where one is needed, or nothing to replay.
-        MismatchError: the trace lacks a column that a policy needs, or the predictor is of another model.
+        MismatchError: the trace lacks a column that a policy needs, the predictor or the profile is of another model,
+            or the profile lacks what the timeline needs.
         CapacityError: a budget is below the smallest legal pool.
     """
     source = _Source(trace, sequential, requests)
-    runs = _prepare(source, policies, budgets, predictor, options or {}, pools_bytes(trace, pool), limits)
+    prices = None if profile is None else Prices(profile, trace.spec, timeline)
+    runs = _prepare(source, policies, budgets, predictor, options or {}, pools_bytes(trace, pool), limits, prices)
     forwards = decode_tokens = 0
     for info, events, ended in source.forwards(_columns(policies, predictor)):
         for run in runs:
@@ -227,26 +249,36 @@ class _Run:
         policy: Policy,
         capacity_bytes: int | None,
         limits: PrefetchLimits | None,
+        timeline: Timeline | None,
     ) -> None:
         self._name = name
         self._budget_bytes = budget_bytes
         self._spec = policy.spec
         self._digest = DecisionDigest()
         self._residency = Residency(policy, self._digest, capacity_bytes=capacity_bytes, limits=limits)
+        self._timeline = timeline
         self._bytes = [0, 0]  # prefill, decode
         self._phase = Phase.DECODE
 
     def begin(self, info: ForwardInfo) -> list[Step]:
         self._phase = Phase.PREFILL if info.prefill else Phase.DECODE
-        return self._weigh(self._residency.begin_forward(info))
+        steps = self._weigh(self._residency.begin_forward(info))
+        if self._timeline is not None:
+            self._timeline.begin_forward(info, steps)
+        return steps
 
     def event(self, event: GateEvent) -> list[Step]:
         if (routed := self._residency.route(event)) is not None:
             event = replace(event, experts_TK=tuple(map(tuple, routed)))
-        return self._weigh(self._residency.event(event))
+        steps = self._weigh(self._residency.event(event))
+        if self._timeline is not None:
+            self._timeline.event(event, steps)
+        return steps
 
     def end(self, info: ForwardInfo, ended: list[int]) -> None:
         self._residency.end_forward(info)
+        if self._timeline is not None:
+            self._timeline.end_forward(info)
         for request in ended:
             self._residency.end_request(request)
 
@@ -261,6 +293,7 @@ class _Run:
             prefill_bytes=self._bytes[Phase.PREFILL],
             decode_bytes=self._bytes[Phase.DECODE],
             digest=self._digest.hexdigest(),
+            timing=None if self._timeline is None else self._timeline.timing(),
         )
 
     def _weigh(self, steps: list[Step]) -> list[Step]:
@@ -281,12 +314,15 @@ def _prepare(
     options: Mapping[str, Mapping[str, Any]],
     in_bytes: bool,
     limits: PrefetchLimits | None,
+    prices: Prices | None = None,
 ) -> list[_Run]:
     """Make a run of each policy and budget; refuses what cannot be replayed before any forward is read."""
     spec = source.trace.spec
     kinds = {name: policy_class(name) for name in policies}
     for name, kind in kinds.items():
         source.trace.require(kind.needs, f"policy {name}")
+        if prices is not None and predictor is not None and kind.needs_predictor:
+            prices.prediction_ns(1)  # refuses a profile that does not say what predicting takes
     if predictor is not None:
         source.trace.require(predictor.needs, "the predictor")
     slots = [slots_within(spec, budget) for budget in budgets]
@@ -300,10 +336,19 @@ def _prepare(
         ]
 
     def run(name: str, budget: int, num_slots: int) -> _Run:
-        policy = build_policy(name, spec, options.get(name, {}), num_slots, predictor=shared.get(name), future=future)
+        mine = shared.get(name)
+        metered = None if mine is None or prices is None else MeteredPredictor(mine)
+        policy = build_policy(name, spec, options.get(name, {}), num_slots, predictor=metered or mine, future=future)
         takes_all = policy.num_slots == num_slots
         capacity = (budget if takes_all else policy.num_slots * spec.slot_bytes) if in_bytes else None
-        return _Run(name, budget, policy, capacity, limits)
+        return _Run(
+            name,
+            budget,
+            policy,
+            capacity,
+            limits,
+            None if prices is None else Timeline(prices, predictor=metered),
+        )
 
     return [run(name, budget, fit) for name in policies for budget, fit in zip(budgets, slots, strict=True)]
 

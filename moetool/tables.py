@@ -118,6 +118,36 @@ def print_maps(made: Any) -> None:
     )
 
 
+def print_replay(title: str, rows: Sequence[Any], chosen: Sequence[Any] = ()) -> None:
+    """Policies side by side (`moetool.replay.Row`), with their times where there is a timeline; `chosen` are marked."""
+    timed = any(row.timing is not None for row in rows)
+    columns = ["policy", "budget", "slots", "hit rate", "in decode", "loads", "loaded", "MB / decode token"]
+    columns += ["TTFT ms", "TPOT ms", "bound ms", "stall", "late"] if timed else []
+    table = []
+    for row in rows:
+        cells = [
+            f"{row.policy} (auto)" if row in chosen else row.policy,
+            count(row.budget_bytes, "B"),
+            str(row.slots),
+            f"{row.counts.hit_rate:.3f}",
+            f"{row.decode.hit_rate:.3f}",
+            count(row.counts.loads),
+            count(row.loaded_bytes, "B"),
+            f"{row.bytes_per_decode_token / 1e6:,.3f}",
+        ]
+        if timed:
+            timing = row.timing.to_json()
+            bounds = [timing["tpot_overlap_bound_s"], timing["tpot_serial_bound_s"]]
+            cells += [
+                *("-" if s is None else _ms(s) for s in (timing["ttft_p50_s"], timing["tpot_mean_s"])),
+                "-" if None in bounds else " to ".join(map(_ms, bounds)),
+                f"{timing['stall_share']:.1%}",
+                count(row.timing.total.late),
+            ]
+        table.append(cells)
+    print_table(title, columns, table)
+
+
 def print_profile(profile: Any) -> None:
     """The curves of a `moetool.costs.CostProfile`, and what they say about one token."""
     spec, machine = profile.spec, profile.machine

@@ -1,13 +1,17 @@
 """Engines without a thread, so that a test composes the batches."""
 
 import random
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moetool.caching import lru
 from moetool.models.batching import Batcher
+from moetool.models.expert_files import ExpertFiles
 from moetool.models.loading import load_lazy
 from moetool.policy import Policy, build_policy
 from moetool.request import Output, SamplingParams
@@ -51,6 +55,58 @@ class Chaos(Policy):
         return [self._draw.randrange(self.spec.total_experts) for _ in range(self._draw.randrange(6))]
 
 
+class Seeing(lru.Policy):
+    """LRU that writes down what every event needs."""
+
+    def __init__(self, spec: Any, num_slots: int) -> None:
+        super().__init__(spec, None, num_slots)
+        self.needed: list[tuple[int, ...]] = []
+
+    def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
+        self.needed.append(event.needed)
+        return super().gate(event, hits, misses)
+
+
+class Perverse(Seeing):
+    """Prefetches only what the next layer will not need, as many as there are."""
+
+    def __init__(self, spec: Any, num_slots: int, seen: Seeing) -> None:
+        super().__init__(spec, num_slots)
+        self._coming = seen.needed
+        self.wrong = 0
+
+    def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
+        return self._unneeded(len(self.needed), 0)
+
+    def after_first_expert(self, event: GateEvent) -> Sequence[int]:
+        layer = event.layer + 1
+        return self._unneeded(len(self.needed), layer) if layer < self.spec.num_layers else ()
+
+    def _unneeded(self, number: int, layer: int) -> list[int]:
+        experts = set(range(self.spec.num_experts_L[layer])) - set(self._coming[number])
+        self.wrong += len(experts)
+        return [self.spec.expert_key(layer, expert) for expert in sorted(experts)]
+
+
+@contextmanager
+def every_read_fails_once(files: ExpertFiles) -> Iterator[Counter[int]]:
+    """The first read of every expert leaves rubbish in its slot and fails; gives how often each was tried."""
+    real, tries = files.read_into, Counter[int]()
+
+    def read_into(key: int, slot: torch.Tensor) -> int:
+        tries[key] += 1
+        if tries[key] == 1:
+            slot.fill_(0xAB)
+            raise OSError(5, "input/output error")
+        return real(key, slot)
+
+    files.read_into = read_into  # type: ignore[method-assign]
+    try:
+        yield tries
+    finally:
+        files.read_into = real  # type: ignore[method-assign]
+
+
 def engine(
     reference: Path,
     tokenizer: Any,
@@ -61,6 +117,7 @@ def engine(
     io_threads: int = 2,
     predictor: Any = None,
     log: Path | None = None,
+    pinned: Collection[int] = (),
 ) -> Engine:
     """An engine over the embedded model in float32, ready but with no thread of its own."""
     loaded = load_lazy(reference, torch.float32)
@@ -69,7 +126,7 @@ def engine(
     made = Engine(
         loaded,
         tokenizer,
-        Residency(policy),
+        Residency(policy, pinned=pinned),
         Batcher(loaded.model, max_requests=max_requests, kv_tokens=4096),
         model_name="reference",
         io_threads=io_threads,

@@ -1,9 +1,11 @@
 """LFU: one pool for all layers, and the least often used expert goes first."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from typing import Any
+
+import numpy as np
 
 from moetool import policy
 from moetool.types import GateEvent, ModelSpec
@@ -70,3 +72,14 @@ class Policy(policy.Policy):
     def _use(self, key: int) -> None:
         self._time += 1
         self._uses[key] = (self._uses.get(key, (0, 0))[0] + 1, self._time)
+
+    def state(self) -> dict[str, np.ndarray]:
+        rows = [(key, *use) for key, use in sorted(self._uses.items())]
+        return {"uses_N3": np.array(rows, np.int64).reshape(-1, 3)}  # key, uses, time of the last one
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        rows = state["uses_N3"]
+        if rows.ndim != 2 or rows.shape[1] != 3:
+            raise ValueError(f"uses_N3 has shape {rows.shape}")
+        self._uses = {key: (uses, time) for key, uses, time in rows.tolist()}
+        self._time = int(rows[:, 2].max(initial=0))

@@ -1,6 +1,6 @@
 """MoE-Infinity: prefetches by the earlier request that used experts most alike; the least often used goes first."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappush
 from typing import Any
@@ -135,6 +135,27 @@ class Policy(lfu.Policy):
             heappush(self._heap, (uses, time, coldest))  # it stays
             return None
         return coldest
+
+    def state(self) -> dict[str, np.ndarray]:
+        """The earlier requests' matrices, float32, and how often each matched, besides the uses."""
+        count = self._num_past
+        return {
+            **super().state(),
+            "past_HLE": self._past_HLE[:count].copy(),
+            "matches_H": np.array(self._matches[:count], np.int64),
+        }
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        past_HLE, matches_H = state["past_HLE"], state["matches_H"]
+        if past_HLE.shape[1:] != self._past_HLE.shape[1:] or len(past_HLE) != len(matches_H):
+            raise ValueError(f"past_HLE has shape {past_HLE.shape}")
+        super().restore(state)
+        kept = np.sort(
+            np.argsort(-matches_H, kind="stable")[: self.options.history]
+        )  # where the history is shorter now
+        self._num_past = len(kept)
+        self._past_HLE[: len(kept)] = past_HLE[kept]
+        self._matches[: len(kept)] = matches_H[kept].tolist()
 
     def _chances(self, request_T: Sequence[int], start: int, end: int) -> np.ndarray:
         """How likely each expert of the layers from `start` to before `end` is used, by the matches, not normalised."""

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from moetool import cli
+from tests.profiles import make_profile
+from tests.synthetic import make_spec
 
 HEAVY = ("torch", "transformers", "lightning", "datasets", "pyarrow", "numpy", "scipy", "pandas", "fastapi", "pydantic")
 
@@ -105,6 +107,52 @@ def test_unknown_policy(run: Run, trace: Path) -> None:
 def test_a_policy_that_cannot_serve(run: Run) -> None:
     _one_line(run("serve", "reference", "--policy", "belady", "--port", 0), 2, "has to know the future")
     _one_line(run("serve", "reference", "--policy", "duoserve", "--port", 0), 2, "needs a predictor")
+
+
+def test_what_a_timeline_needs(run: Run, trace: Path, tmp_path: Path) -> None:
+    from moetool.trace import Trace
+
+    replaying = ("replay", "--trace", trace, "--policy", "lru", "--budget", "50%")
+    _one_line(run(*replaying, "--profile", tmp_path / "none"), 2, "no profile at", "moetool profile MODEL")
+    _one_line(run(*replaying, "--set", "timeline.device=cuda"), 2, "without a profile", "--profile FILE")
+    profile = tmp_path / "profile.json"
+    make_profile(Trace(trace).spec).save(profile)
+    timed = (*replaying, "--profile", profile)
+    _one_line(run(*timed, "--set", "timeline.devise=cuda"), 2, "did you mean 'device'")
+    _one_line(run(*timed, "--set", "timeline=cuda"), 2, "expected options by name")
+    _one_line(run(*timed, "--set", "timeline.device=cuda"), 3, "no costs of any dtype on cuda")
+    make_profile(make_spec()).save(profile)
+    _one_line(run(*timed), 3, "the profile is of synthetic", "moetool profile")
+
+
+def test_the_best_policy_by_name(run: Run, trace: Path, tmp_path: Path) -> None:
+    _one_line(run("serve", "reference", "--policy", "auto", "--port", 0), 2, "moetool plan cache", "--plan")
+    replaying = ("replay", "--trace", trace, "--policy", "auto,belady", "--budget", "4MB", "--json")
+    code, printed, told = run(*replaying)
+    assert code == 0
+    assert "auto leaves out moesys, which needs 64 slots" in told
+    rows = json.loads(printed)
+    assert {row["policy"] for row in rows} > {"lru", "lfu", "on_demand", "belady"}
+    (chosen,) = [row for row in rows if row["auto"]]
+    assert f"auto is {chosen['policy']} with 4.0 MB" in told
+    candidates = [row["bytes_per_decode_token"] for row in rows if row["policy"] != "belady"]
+    assert chosen["bytes_per_decode_token"] == min(candidates)
+
+
+def test_times_by_a_profile(run: Run, trace: Path, tmp_path: Path) -> None:
+    from moetool.trace import Trace
+
+    profile, plan = tmp_path / "profile.json", tmp_path / "plan.json"
+    make_profile(Trace(trace).spec).save(profile)
+    code, printed, told = run("replay", "--trace", trace, "--policy", "lru", "--budget", "25%", "--profile", profile)
+    assert code == 0, told
+    assert "TTFT" in printed
+    code, printed, told = run(
+        *("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--out", plan, "--profile", profile)
+    )
+    assert code == 0, told
+    assert "had the shortest time per output token" in printed
+    assert json.loads(plan.read_text())["profile_sha256"]
 
 
 def test_unknown_predictor(run: Run, trace: Path, tmp_path: Path) -> None:

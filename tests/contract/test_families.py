@@ -4,14 +4,17 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moetool import plugins
 from moetool.errors import MismatchError, UsageError
 from moetool.models.checkpoint import sources
 from moetool.models.decoding import Batch
@@ -21,17 +24,24 @@ from moetool.models.loading import LoadedModel, load_full, load_lazy
 from moetool.models.recording import GateRecorder
 from moetool.models.sequential import open_batcher
 from moetool.models.spec import MoeLayer, dense_bytes, read_spec
-from moetool.policy import build_policy
+from moetool.policy import Policy, build_policy, parse_options, policy_class
+from moetool.predictor import build
 from moetool.request import SamplingParams
 from moetool.residency import Residency
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.store import ExpertStore
 from moetool.trace import TokenBatch
-from moetool.types import ForwardInfo, Phase
+from moetool.types import ForwardInfo, ModelSpec, Phase
 from tests import families
+from tests.engines import Chaos, Perverse, Seeing, every_read_fails_once
 
 SUPPORTED = sorted(name for name, family in FAMILIES.items() if not family.refused)
 TOKENS = torch.tensor([[(7 * i + 3) % 60 + 3 for i in range(24)]])
+
+ALL_POLICIES = (
+    *("dbrx", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "granitemoe", "jetmoe", "llama4_text", "minimax_m2"),
+    *("mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
+)
 
 # llama4 runs every expert over every token, at weight 0 where it was not chosen: a product of another size.
 OTHER_PRODUCTS = {"llama4_text"}
@@ -202,6 +212,73 @@ def test_requests_get_the_tokens_of_generate(case: Case) -> None:
         batcher.close()
     assert found == expected
     assert batcher.max_requests == (1 if FAMILIES[case.name].one_at_a_time else 3)
+
+
+def _decode(
+    path: Path, policy: Callable[[ModelSpec], Policy], failing: bool = False
+) -> tuple[Policy, list[torch.Tensor]]:
+    """Two requests at once where the family can, from the pool of a policy: the policy, and every forward's logits."""
+    logits: list[torch.Tensor] = []
+    loaded = load_lazy(path, torch.float32)
+    assert loaded.files is not None
+    made = policy(loaded.spec)
+    store = ExpertStore(loaded.files, made.num_slots, num_threads=1)
+    runtime = ExpertRuntime(loaded, Residency(made), store)
+    with contextlib.ExitStack() as stack:
+        stack.callback(loaded.files.shards.close)
+        stack.callback(runtime.close)
+        tries = stack.enter_context(every_read_fails_once(loaded.files)) if failing else None
+        head = loaded.model.get_output_embeddings()
+        head.register_forward_hook(lambda module, args, output: logits.append(output.clone()))
+        batcher = open_batcher(loaded.model, max_requests=2, kv_tokens=64)
+        stack.callback(batcher.close)
+        batcher.on_forward = lambda batch: runtime.begin_forward(batch.info)
+        for i, prompt in enumerate((TOKENS[0, :7].tolist(), TOKENS[0, 9:12].tolist())):
+            batcher.add(i, prompt, SamplingParams(max_tokens=3, ignore_eos=True))
+        while not batcher.idle:
+            assert all(output.error is None for output in batcher.step())
+            runtime.end_forward()
+        assert tries is None or (store.stats.retried > 0 and min(tries.values()) > 1)
+    return made, logits
+
+
+def test_no_eviction_prefetch_or_failed_read_changes_a_bit(case: Case) -> None:
+    seen, expected = _decode(case.path, lambda spec: Seeing(spec, spec.total_experts))
+    assert isinstance(seen, Seeing)
+    for seed, slots in ((1, 2), (2, 5), (3, 11)):
+        assert _same(_decode(case.path, lambda spec, a=(slots, seed): Chaos(spec, *a))[1], expected)  # type: ignore[misc]
+    perverse, found = _decode(case.path, lambda spec: Perverse(spec, 9, seen))
+    assert isinstance(perverse, Perverse) and perverse.wrong and _same(found, expected)
+    assert _same(_decode(case.path, lambda spec: Seeing(spec, 4), failing=True)[1], expected)
+
+
+@pytest.mark.parametrize("name", ALL_POLICIES)
+def test_no_policy_changes_a_bit(name: str, tmp_path: Path) -> None:
+    families.save(name, tmp_path)
+    _, expected = _decode(tmp_path, lambda spec: build_policy("lru", spec, {}, spec.total_experts))
+    for policy in plugins.names("policy"):
+        kind = policy_class(policy)
+        if kind.needs_future or not kind.lossless:
+            continue
+
+        def built(spec: ModelSpec, policy: str = policy, kind: type[Policy] = kind) -> Policy:
+            slots = max(6, kind.min_slots(spec, parse_options(policy, {})))
+            return build_policy(policy, spec, {}, slots, predictor=_counted(spec) if kind.needs_predictor else None)
+
+        assert _same(_decode(tmp_path, built)[1], expected), policy
+
+
+def _counted(spec: ModelSpec) -> Any:
+    """An affinity predictor of routes drawn at random: where it errs does not matter here."""
+    made = build("affinity", spec)
+    draw = np.random.default_rng(5)
+    shape = (64, spec.num_layers, spec.top_k_L[0])
+    made.count(draw.integers(0, spec.num_experts, shape))
+    return made
+
+
+def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_missing_tensor_is_refused_by_name(case: Case, tmp_path: Path) -> None:

@@ -116,3 +116,13 @@ def test_tokens_are_those_of_the_plain_model(
     with capsys.disabled():
         print(f"\nbatch {batch}: {len(ids) - ties} of {len(ids)} answers equal the plain model's, {ties} ties ", end="")
     assert ties <= 1
+
+
+def test_pinned_experts_change_no_bit(baseline: Any, reference: Path, tokenizer: Any) -> None:
+    ids, tokens, logits = baseline
+    made = engine(reference, tokenizer, "lru", 20, pinned=range(40, 60))
+    found_tokens, found_logits = generate(made, ids, 8)
+    made.close()
+    assert made.store.num_slots == 40
+    assert found_tokens == tokens
+    assert _same(found_logits, logits)

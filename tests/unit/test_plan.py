@@ -10,6 +10,7 @@ from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.plan import CachePlan, PredictorReference
 from moetool.planning import choose_cache, servable
 from moetool.trace import Trace
+from tests.profiles import compute, flat, line, make_profile
 from tests.synthetic import MadeUpPredictor, make_spec, write_trace
 
 
@@ -43,6 +44,31 @@ def test_candidates_are_those_that_can_serve(trace: Trace) -> None:
     without = {"layerwise", "lfu", "lru", "moe_infinity", "moesys", "on_demand", "static_split"}
     assert set(servable(trace, None)) == without
     assert set(servable(trace, MadeUpPredictor(trace.spec))) == without | {"duoserve"}
+
+
+def test_with_a_profile_the_fastest_is_chosen_and_the_evidence_is_timed(trace: Trace) -> None:
+    choices = {"policies": ["on_demand", "layerwise", "lru"], "seed": 1}
+    by_bytes = choose_cache(trace, 16_000, **choices)
+    assert by_bytes.profile_sha256 is None
+    profile = make_profile(trace.spec, loads={"disk": flat(100)})
+    timed = choose_cache(trace, 16_000, profile=profile, **choices)
+    assert timed.profile_sha256 == profile.sha256 != make_profile(trace.spec).sha256
+    times = {row["policy"]: row["tpot_mean_s"] for row in timed.evidence}
+    assert set(times) == {"on_demand", "layerwise", "lru", "belady"}
+    assert times["lru"] < times["on_demand"] < times["layerwise"]
+    assert timed.policy == "lru"
+    assert "lru had the shortest time per output token" in timed.reason
+    assert f"it takes {times['lru'] * 1e3:,.2f} ms" in timed.reason
+    with pytest.raises(MismatchError, match="the profile is of"):
+        choose_cache(trace, 16_000, profile=make_profile(make_spec(experts=9)))
+
+
+def test_the_fastest_need_not_move_the_fewest_bytes(trace: Trace) -> None:
+    """Prefetches that cost nothing on a machine whose dense layers take longer than a whole layer's loads."""
+    choices = {"policies": ["on_demand", "moesys"], "seed": 1}
+    assert choose_cache(trace, 16_000, **choices).policy == "on_demand"
+    profile = make_profile(trace.spec, compute(attention=flat(1000), expert=line(3)), loads={"disk": flat(10)})
+    assert choose_cache(trace, 16_000, profile=profile, **choices).policy == "moesys"
 
 
 def test_a_policy_that_needs_more_slots_is_refused_when_asked_for(trace: Trace) -> None:

@@ -6,9 +6,11 @@ import pytest
 
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.policy import build_policy
+from moetool.pricing import TimelineOptions
 from moetool.replay import DecisionDigest, decisions, replay, whole_bytes
 from moetool.residency import Residency, StepKind
 from moetool.trace import Trace
+from tests.profiles import compute, flat, make_profile
 from tests.synthetic import MadeUpPredictor, make_spec, write_trace
 
 ALL = ["on_demand", "lru", "lfu", "duoserve", "belady"]
@@ -112,6 +114,43 @@ def test_what_cannot_be_replayed_is_refused(trace: Trace, monkeypatch: pytest.Mo
     monkeypatch.setattr("moetool.caching.lru.Policy.needs", frozenset({"experts", "logits"}))
     with pytest.raises(MismatchError, match="policy lru needs logits"):
         replay(trace, ["lru"], [6000])
+
+
+def test_a_profile_adds_times_and_changes_no_decision(trace: Trace) -> None:
+    predictor = MadeUpPredictor(trace.spec)
+    profile = make_profile(trace.spec, compute(attention=flat(4), head=5), loads={"disk": flat(6)}, predictor=2)
+    plain = replay(trace, ALL, [4000, 9000], predictor=predictor)
+    timed = replay(trace, ALL, [4000, 9000], predictor=predictor, profile=profile)
+    assert all(row.timing is None and "seconds" not in row.to_json() for row in plain)
+    for without, row in zip(plain, timed, strict=True):
+        assert row.digest == without.digest
+        assert row.timing is not None
+        total = row.timing.total
+        assert row.timing.decode_forwards == 4 * 6
+        assert total.compute_s + total.prediction_s + total.stall_s == pytest.approx(total.seconds)
+        assert (total.prediction_s > 0) == (row.policy == "duoserve")
+        assert total.read_bytes <= row.loaded_bytes
+        values = row.to_json()
+        assert values["in_time"] + values["late"] == values["prefetched"]
+        assert values["kept"] + values["in_time"] + values["late"] + values["missed"] == values["needed"]
+        assert values["tpot_overlap_bound_s"] <= values["tpot_mean_s"]
+    # per token and layer 4 of attention, two loads and two experts, one by one; 5 of the head
+    on_demand = timed[0].timing
+    assert on_demand is not None
+    assert on_demand.tpot_p95_s == on_demand.tpot_p50_s == pytest.approx((3 * (4 + 2 * 9) + 5) * 1e-9)
+    # a layer is predicted for each of a token's layers but the first
+    assert timed[ALL.index("duoserve") * 2].timing.total.prediction_s == pytest.approx(4 * 6 * 2 * 2e-9)  # type: ignore[union-attr]
+
+
+def test_a_profile_that_does_not_say_what_the_policy_costs_is_refused(trace: Trace) -> None:
+    profile, predictor = make_profile(trace.spec), MadeUpPredictor(trace.spec)
+    with pytest.raises(MismatchError, match="no time of a prediction"):
+        replay(trace, ["duoserve"], [9000], predictor=predictor, profile=profile)
+    replay(trace, ["lru"], [9000], predictor=predictor, profile=profile)
+    options = TimelineOptions(prediction_ms=0.0)
+    replay(trace, ["duoserve"], [9000], predictor=predictor, profile=profile, timeline=options)
+    with pytest.raises(MismatchError, match="on cuda"):
+        replay(trace, ["lru"], [9000], profile=profile, timeline=TimelineOptions(device="cuda"))
 
 
 def test_a_pool_in_bytes_is_never_larger_than_its_budget_and_holds_more(trace: Trace) -> None:

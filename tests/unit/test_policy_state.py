@@ -1,0 +1,87 @@
+"""What a policy has learned survives a restart, and nobody else's does."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moetool import plugins
+from moetool.errors import MismatchError, MoetoolError
+from moetool.policy import Policy, build_policy, policy_class
+from moetool.residency import Residency
+from moetool.serving.state import restore_state, save_state
+from moetool.types import ModelSpec
+from tests.synthetic import make_spec, random_stream
+
+LEARNING = ("lfu", "moe_infinity")
+
+
+def make(name: str, spec: ModelSpec) -> Policy:
+    return build_policy(name, spec, {}, 12)
+
+
+def run(policy: Policy, seed: int) -> Residency:
+    residency = Residency(policy)
+    stream = list(random_stream(policy.spec, num_requests=4, prompt_tokens=5, new_tokens=6, seed=seed))
+    last = {request: i for i, (info, _) in enumerate(stream) for request in info.request_T}
+    for i, (info, events) in enumerate(stream):
+        residency.begin_forward(info)
+        for event in events:
+            residency.event(event)
+        residency.end_forward(info)
+        for request in sorted(set(info.request_T)):
+            if last[request] == i:
+                residency.end_request(request)
+    return residency
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_a_restored_policy_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
+    spec = make_spec(layers=3, experts=8, top_k=2)
+    first, file = make(name, spec), tmp_path / "state.safetensors"
+    run(first, seed=1)
+    save_state(file, name, first)
+    second, third = make(name, spec), make(name, spec)
+    assert restore_state(file, name, second) and restore_state(file, name, third)
+    for key, array in first.state().items():
+        assert np.array_equal(second.state()[key], array) and array.size
+    gone_on = run(second, seed=2).counts
+    assert run(third, seed=2).counts == gone_on
+    assert run(make(name, spec), seed=2).counts != gone_on  # it matters
+
+
+def test_another_policys_or_models_state_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "state.safetensors"
+    lfu = make("lfu", make_spec(layers=3, experts=8, top_k=2))
+    assert not restore_state(file, "lfu", lfu)
+    run(lfu, seed=1)
+    save_state(file, "lfu", lfu)
+    with pytest.raises(MismatchError, match=r"holds what lfu learned .* expected moe_infinity"):
+        restore_state(file, "moe_infinity", make("moe_infinity", lfu.spec))
+    other = ModelSpec.from_json({**lfu.spec.to_json(), "revision": "f" * 64})
+    with pytest.raises(MismatchError, match="expected lfu and ffffffffffff"):
+        restore_state(file, "lfu", make("lfu", other))
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(MismatchError, match="is damaged"):
+        restore_state(file, "lfu", lfu)
+
+
+def test_a_failed_save_leaves_the_former_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "state.safetensors"
+    lfu = make("lfu", make_spec(layers=3, experts=8, top_k=2))
+    run(lfu, seed=1)
+    save_state(file, "lfu", lfu)
+    former = file.read_bytes()
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(MoetoolError, match="No space left"):
+        save_state(file, "lfu", lfu)
+    assert file.read_bytes() == former and list(tmp_path.iterdir()) == [file]
+
+
+def test_every_policy_that_learns_is_among_these() -> None:
+    learning = {name for name in plugins.names("policy") if policy_class(name).state is not Policy.state}
+    assert set(LEARNING) <= learning
