@@ -15,7 +15,7 @@ from moetool import __version__, durable
 from moetool.errors import CapacityError, MoetoolError, UsageError
 from moetool.models.batching import Batcher
 from moetool.models.decoding import Batch
-from moetool.models.loading import LoadedModel, load_full, load_tokenizer, parse_dtype, use_threads
+from moetool.models.loading import LoadedModel, load_full, load_tokenizer, parse_device, parse_dtype, use_threads
 from moetool.models.recording import GateRecorder
 from moetool.models.sequential import Sequential, one_at_a_time, open_batcher
 from moetool.models.spec import locate
@@ -62,6 +62,7 @@ class CaptureOptions:
             request of one has ended, so that the same call gives the same rows.
         keep: columns to record, of `moetool.trace.KEEP`.
         ahead: for how many layers the column `ahead` looks ahead.
+        device: `cpu` or `cuda`.
         dtype: data type of the model.
         threads: of the arithmetic; see `use_threads`. The same number gives the same rows.
     """
@@ -70,6 +71,7 @@ class CaptureOptions:
     batch_size: int = 1
     keep: tuple[str, ...] = ("topk", "logits")
     ahead: int = 3
+    device: str = "cpu"
     dtype: str = "float32"
     threads: int = 0
 
@@ -82,7 +84,7 @@ class CaptureOptions:
             )
 
 
-OpenModel = Callable[[Path, torch.dtype], LoadedModel]
+OpenModel = Callable[[Path, torch.dtype, torch.device], LoadedModel]
 
 
 def capture(
@@ -113,10 +115,13 @@ def capture(
         MoetoolError: the disk failed, or a forward did.
     """
     durable.require_absent(out, overwrite, MANIFEST)
+    device = parse_device(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     path = locate(model)
     began = time.perf_counter()
     with durable.staged_directory(out, overwrite, MANIFEST) as folder:
-        loaded = open_model(path, parse_dtype(options.dtype))
+        loaded = open_model(path, parse_dtype(options.dtype), device)
         config = loaded.model.config.get_text_config()
         num_threads = use_threads(config, options.threads)
         if one_at_a_time(config):
@@ -127,6 +132,7 @@ def capture(
             run.all(batches[share[0] :: share[1]], on_progress)
             provenance = {
                 "model": model,
+                "device": options.device,
                 "dtype": options.dtype,
                 "max_new_tokens": options.max_new_tokens,
                 "threads": num_threads,

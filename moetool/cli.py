@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import json
 import os
+import shlex
 import sys
 import tomllib
 from dataclasses import asdict
@@ -31,8 +33,10 @@ app = typer.Typer(
 )
 trace_app = typer.Typer(help="Look at traces, and import those of others.", no_args_is_help=True)
 plan_app = typer.Typer(help="Decide where experts live.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure what belongs together, side by side.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
+app.add_typer(bench_app, name="bench")
 
 
 def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -58,6 +62,11 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result t
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Costs of a machine, by 'moetool profile'.")]
 Settings = Annotated[list[str], typer.Option("--set", help="An option by name, as in --set width=64. Repeatable.")]
+Device = Annotated[str | None, typer.Option(help="cpu (the default) or cuda: where the model computes.")]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(help="For experts between disk and --device-memory, such as 32GB; pinned beside a GPU."),
+]
 Recipe = Annotated[
     Path | None,
     typer.Option("--recipe", help="TOML file with values for these flags.", is_eager=True, callback=_use_recipe),
@@ -86,6 +95,8 @@ def capture(
     device_memory: Annotated[
         str | None, typer.Option(help="For dense weights and an expert pool, such as 64MB: a model larger than memory.")
     ] = None,
+    device: Device = None,
+    host_memory: HostMemory = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that share the batches, one thread each.")] = 1,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -94,24 +105,33 @@ def capture(
     """Run a model over prompts and record what its routers do, token by token."""
     from moetool import prompts
 
+    if host_memory is not None and device_memory is None:
+        raise UsageError("--host-memory is the tier below --device-memory: give that too, or leave both out")
     texts = list(prompts.load(_split(data), max_prompts=max_prompts))
     from moetool import shares
     from moetool.capture import CaptureOptions
     from moetool.capture import capture as run
+    from moetool.models.loading import parse_device
 
     options = CaptureOptions(
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
         keep=tuple(_split([keep])),
         ahead=ahead,
+        device=device or "cpu",
         dtype=dtype,
         threads=threads,
     )
+    parse_device(options.device)  # refused here once, and not by every worker
     rest: dict[str, Any] = {"overwrite": overwrite}
     if device_memory is not None:
         from moetool.serving.assembly import open_pooled
 
-        rest["open_model"] = partial(open_pooled, device_memory_bytes=parse_bytes(device_memory))
+        rest["open_model"] = partial(
+            open_pooled,
+            device_memory_bytes=parse_bytes(device_memory),
+            host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),
+        )
     with tables.progress(f"capturing {model}", None if workers > 1 else len(texts)) as on_progress:
         if shares.under_torchrun():
             shared = shares.capture_under_torchrun(model, texts, out, options, **rest, on_progress=on_progress)
@@ -363,8 +383,7 @@ def replay(
         predicts = load_predictor(predictor)
     known = servable(source, predicts) if "auto" in asked else []
     names = list(dict.fromkeys(name for one in asked for name in (known if one == "auto" else [one])))
-    if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
-        raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(names)}; write POLICY.OPTION=VALUE")
+    _require_policies(names, options)
     left_out = too_large([name for name in known if name not in asked], source.spec, min(budgets), options)
     names = [name for name in names if name not in left_out]
     rows = run(
@@ -398,6 +417,8 @@ def serve(
     device_memory: Annotated[
         str | None, typer.Option(help="For everything together, such as 64MB; the plan's.")
     ] = None,
+    device: Device = None,
+    host_memory: HostMemory = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any free one.")] = 8000,
     log: Annotated[
@@ -420,6 +441,10 @@ def serve(
     values = parse_settings(settings)
     if chosen is not None:
         values = {"kv_tokens": chosen.kv_tokens, "dtype": chosen.dtype, **values}
+    if device is not None:
+        values["device"] = device
+    if host_memory is not None:
+        values["host_memory_bytes"] = parse_bytes(host_memory)
     from moetool.serving import server
     from moetool.serving.assembly import ServeOptions, build_engine
 
@@ -440,9 +465,12 @@ def serve(
         raise
     engine.start()
     slots = engine.store.num_slots
+    below = (
+        f", {tables.count(engine.store.host_pool_bytes, 'B')} in host memory" if engine.store.host_pool_bytes else ""
+    )
     tables.narrate(
         f"moetool: {model} under {policy or (chosen.policy if chosen else 'lru')}: {slots} of "
-        f"{engine.spec.total_experts} experts fit ({tables.count(engine.store.pool_bytes, 'B')})"
+        f"{engine.spec.total_experts} experts fit ({tables.count(engine.store.pool_bytes, 'B')}{below})"
     )
     try:
         server.run(engine, sock, on_ready=lambda url: tables.narrate(f"moetool: serving on {url}/v1"))
@@ -509,6 +537,69 @@ def profile(
         tables.print_profile(made)
 
 
+@bench_app.command("serve")
+def bench_serve(
+    policy: Annotated[list[str], typer.Option(help="Cache policies; repeat, or separate by commas.")],
+    budget: Annotated[list[str], typer.Option(help="For experts: bytes (64MB) or a share of all experts (25%).")],
+    model: Annotated[
+        str | None, typer.Argument(help="'reference', a folder in Hugging Face format, or a hub name.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Instead of MODEL a config alone, such as deepseek-v2-lite: random weights.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="MoE layers of the shape; all, if not given.")] = None,
+    routes: Annotated[Path | None, typer.Option(help="Folder of a trace whose routing the model follows.")] = None,
+    data: Annotated[
+        list[str], typer.Option(help="Prompts of a MODEL that routes by itself: embedded sets, or files.")
+    ] = [],  # noqa: B006
+    predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor.")] = None,
+    work: Annotated[Path, typer.Option(help="Where random weights are kept for the next time.")] = Path(
+        "moetool-bench"
+    ),
+    settings: Annotated[
+        list[str], typer.Option("--set", help="bench.rounds, bench.requests, ..., and POLICY.OPTION. Repeatable.")
+    ] = [],  # noqa: B006
+    as_json: Json = False,
+    out: Annotated[Path | None, typer.Option("--out", help="The results with their raw values, a JSON file.")] = None,
+    recipe: Recipe = None,
+) -> None:
+    """Time policies and budgets against each other in a live engine, beside their bounds."""
+    if out is not None:
+        durable.require_writable(out)
+    names, options = _split(policy), parse_settings(settings)
+    values = options.pop("bench", {})
+    _require_policies(names, options)
+    from moetool.bench.results import print_serve_bench
+    from moetool.bench.serve import bench_serve as run
+    from moetool.bench.stage import BenchOptions, Subject
+
+    subject = Subject(
+        model=model,
+        shape=shape,
+        layers=layers,
+        routes=routes,
+        data=tuple(_split(data)) if data else (),
+        predictor=predictor,
+        work=work,
+    )
+    with tables.progress(f"benching {model or shape}", 100) as on_progress:
+        made = run(
+            subject,
+            policies=names,
+            budgets=_split(budget),
+            options=parse(BenchOptions, values, "bench"),
+            policy_options=options,
+            command=shlex.join(["moetool", *sys.argv[1:]]),
+            on_progress=on_progress,
+        )
+    if out is not None:
+        durable.write_text(out, json.dumps(made.to_json(), indent=1) + "\n")
+    if as_json:
+        tables.print_json(made.to_json())
+    else:
+        print_serve_bench(made)
+
+
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what of this machine moetool can use; run it in the folder where models lie."""
@@ -546,6 +637,12 @@ def demo(
     from moetool.demo import run
 
     run(out)
+
+
+def _require_policies(names: list[str], options: dict[str, Any]) -> None:
+    """Raises: UsageError where a setting is no policy's option."""
+    if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
+        raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(names)}; write POLICY.OPTION=VALUE")
 
 
 def _timeline(path: Path | None, values: Any, **defaults: Any) -> tuple[Any, Any]:

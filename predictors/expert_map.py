@@ -10,7 +10,8 @@ Source: FineMoE (Yu et al., EuroSys 2026), sections 4.1, 4.2 and 4.4. Readings a
   each of its tokens instead, which says more of a single one.
 - The paper predicts layer l from the layers up to l - d, for one d. Here any layer is predicted from all that have
   run; d is left in RDY, which decides what a full store keeps.
-- The paper takes the one best map. `neighbours` takes the mean of the n best.
+- The paper takes the one best map. `neighbours` takes the mean of the n best: on DeepSeek-V2-Lite routes the 16 best
+  match 0.02 less than the best one on a task that was counted, and 0.015 more on one that was not.
 - `source = "topk"` makes do with the chosen experts' weights, for traces that hold no more: 0 for every other expert,
   no embeddings, and so no search by meaning.
 """

@@ -12,7 +12,7 @@ import torch
 from moetool.caching import lru
 from moetool.models.batching import Batcher
 from moetool.models.expert_files import ExpertFiles
-from moetool.models.loading import load_lazy
+from moetool.models.loading import CPU, load_lazy
 from moetool.policy import Policy, build_policy
 from moetool.request import Output, SamplingParams
 from moetool.residency import Residency
@@ -117,10 +117,12 @@ def engine(
     io_threads: int = 2,
     predictor: Any = None,
     log: Path | None = None,
+    host_memory_bytes: int | None = None,
+    device: torch.device = CPU,
     pinned: Collection[int] = (),
 ) -> Engine:
     """An engine over the embedded model in float32, ready but with no thread of its own."""
-    loaded = load_lazy(reference, torch.float32)
+    loaded = load_lazy(reference, torch.float32, device)
     if isinstance(policy, str):
         policy = build_policy(policy, loaded.spec, {}, slots, predictor=predictor)
     made = Engine(
@@ -130,6 +132,7 @@ def engine(
         Batcher(loaded.model, max_requests=max_requests, kv_tokens=4096),
         model_name="reference",
         io_threads=io_threads,
+        host_memory_bytes=host_memory_bytes,
         log=ServeLog(log, {"topk"} | (policy.columns & set(KEEP)), policy.distance) if log else None,
     )
     made.state = "ready"

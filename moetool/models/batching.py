@@ -23,7 +23,7 @@ from moetool.models.decoding import (
     kv_shape,
     score_prompt,
 )
-from moetool.models.paged_attention import no_mask, paged_attention
+from moetool.models.paged_attention import SequenceEnds, no_mask, paged_attention
 from moetool.models.sampling import Sampler
 from moetool.request import Output, SamplingParams
 from moetool.types import ForwardInfo, Phase
@@ -233,9 +233,9 @@ class Batcher:
             self._sampler.remove(str(request))
         return Output(request, token, logprob, finish)
 
-    def _before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if self._processor is None or "cache" not in kwargs:
-            return  # a plain forward, not one of ours
+            return args, kwargs  # a plain forward, not one of ours
         request_T: list[int] = []
         phase_T: list[int] = []
         iteration_T: list[int] = []
@@ -260,3 +260,4 @@ class Batcher:
         )
         if self.on_forward is not None:
             self.on_forward(batch)
+        return args, {**kwargs, "sequence_ends": SequenceEnds.of(kwargs)}

@@ -73,12 +73,12 @@ def check_request(model: Any, max_context: int, prompt: list[int], params: Sampl
 def score_prompt(
     model: Any, request: int, prompt: list[int], forward_id: int, on_forward: Callable[[Batch], None] | None
 ) -> torch.Tensor:
-    """A plain forward of one prompt; gives its logits [T, V] float32."""
+    """A plain forward of one prompt; gives its logits [T, V] float32, on the CPU."""
     if on_forward is not None:
         on_forward(prefill(request, prompt, forward_id))
     with torch.inference_mode():
         tokens = torch.tensor([prompt], device=model.device)
-        logits: torch.Tensor = model(tokens, use_cache=False).logits[0].float()
+        logits: torch.Tensor = model(tokens, use_cache=False).logits[0].float().cpu()
     return logits
 
 

@@ -1,5 +1,6 @@
 """Bringing a model into memory: whole, or without its routed experts."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -7,13 +8,15 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from moetool.errors import MismatchError, UsageError, first_line
+from moetool.errors import CapacityError, MismatchError, UsageError, first_line
 from moetool.models.checkpoint import Source, sources
 from moetool.models.expert_files import ExpertFiles, Shards
 from moetool.models.spec import MoeLayer, empty_model, moe_layers, offloaded, read_config, read_spec
 from moetool.types import ForwardInfo, ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICES = ("cpu", "cuda")
+CPU = torch.device("cpu")
 
 
 class ExpertPool(Protocol):
@@ -33,6 +36,7 @@ class LoadedModel:
         layers: its MoE layers, in order.
         files: reads its experts; None where the experts are in memory.
         pool: computes its experts where they are not; it must hear of every forward.
+        device: where it computes.
     """
 
     path: Path
@@ -41,6 +45,7 @@ class LoadedModel:
     layers: list[MoeLayer]
     files: ExpertFiles | None
     pool: "ExpertPool | None" = None
+    device: torch.device = CPU
 
     def begin_forward(self, info: ForwardInfo) -> None:
         """Announce a forward that is about to run."""
@@ -65,6 +70,24 @@ def parse_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise UsageError(f"unknown dtype {name!r}: known are {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def parse_device(name: str) -> torch.device:
+    """The device of a name: `cpu`, or `cuda`: the first GPU, under torchrun the one of the process's local rank.
+
+    Raises:
+        UsageError: an unknown name, or there is no GPU that torch can use.
+    """
+    if name not in DEVICES:
+        raise UsageError(f"unknown device {name!r}: known are {', '.join(DEVICES)}")
+    if name == "cpu":
+        return CPU
+    if not torch.cuda.is_available():
+        raise UsageError(
+            f"--device cuda: torch {torch.__version__} finds no GPU that it can use; 'moetool doctor' says what this "
+            "machine has; leave --device out to run on the CPU"
+        )
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def use_threads(config: Any, threads: int = 0) -> int:
@@ -95,19 +118,30 @@ def load_tokenizer(path: Path) -> Any:
         raise UsageError(f"{path} has no tokenizer: {first_line(error)}") from None
 
 
-def load_full(path: Path, dtype: torch.dtype) -> LoadedModel:
-    """The plain model, experts and all, in memory on the CPU."""
+def load_full(path: Path, dtype: torch.dtype, device: torch.device = CPU) -> LoadedModel:
+    """The plain model, experts and all, in the memory of a device.
+
+    Raises:
+        CapacityError: the device does not have that much.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     spec = read_spec(path)
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False).eval()
-    return LoadedModel(path=path, spec=spec, model=model, layers=moe_layers(model), files=None)
+    try:
+        model = model.to(device)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"{path} does not fit on {device} ({first_line(error)}); give it a --device-memory, so that its experts "
+            "are loaded when needed"
+        ) from None
+    return LoadedModel(path=path, spec=spec, model=model, layers=moe_layers(model), files=None, device=device)
 
 
-def load_lazy(path: Path, dtype: torch.dtype, direct: bool = True) -> LoadedModel:
-    """The model with everything but its routed experts in memory on the CPU.
+def load_lazy(path: Path, dtype: torch.dtype, device: torch.device = CPU, direct: bool = True) -> LoadedModel:
+    """The model with everything but its routed experts in the memory of a device.
 
     The experts' parameters stay on the meta device; whoever runs the model puts an experts implementation in
     their place (see `moetool.serving.experts`).
@@ -126,13 +160,20 @@ def load_lazy(path: Path, dtype: torch.dtype, direct: bool = True) -> LoadedMode
     shards = Shards(path, direct=direct)
     made_of = sources(model, shards.tensors)
     files = ExpertFiles(shards, layers, spec, made_of)
-    _fill(model, made_of, offloaded(layers), shards, dtype)
+    _fill(model, made_of, offloaded(layers), shards, dtype, device)
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
-    return LoadedModel(path=path, spec=spec, model=model, layers=layers, files=files)
+    return LoadedModel(path=path, spec=spec, model=model, layers=layers, files=files, device=device)
 
 
-def _fill(model: Any, made_of: dict[str, Source], experts: set[str], shards: Shards, dtype: torch.dtype) -> None:
+def _fill(
+    model: Any,
+    made_of: dict[str, Source],
+    experts: set[str],
+    shards: Shards,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
     """Bring all but the experts from the meta device into memory.
 
     Raises:
@@ -150,7 +191,7 @@ def _fill(model: Any, made_of: dict[str, Source], experts: set[str], shards: Sha
             if place is None or value.shape != place.shape:
                 expected = None if place is None else list(place.shape)
                 raise MismatchError(f"{name} has shape {list(value.shape)}, expected {expected} by the config")
-            _put(model, name, value)
+            _put(model, name, value.to(device))
     model.tie_weights()
     missing = [name for name, value in model.state_dict().items() if value.is_meta and name not in experts]
     if missing:
@@ -158,6 +199,10 @@ def _fill(model: Any, made_of: dict[str, Source], experts: set[str], shards: Sha
             f"{missing[0]} is missing from the weight files, or they name it otherwise; cannot load this layout"
         )
     _compute_buffers(model)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
 
 
 def _put(model: Any, name: str, value: torch.Tensor) -> None:
@@ -171,7 +216,10 @@ def _put(model: Any, name: str, value: torch.Tensor) -> None:
 
 
 def _compute_buffers(model: Any) -> None:
-    """Give the buffers that no file holds (rotary frequencies, decays, scales) the values that transformers gives."""
+    """Give the buffers that no file holds (rotary frequencies, decays, scales) the values that transformers gives.
+
+    They are computed on the CPU, as transformers does, so that they are the same on every device.
+    """
     missing = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     owners = {}
     for name in missing:

@@ -1,9 +1,27 @@
 """Attention over a paged KV cache, and over one plain sequence."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+
+class SequenceEnds(NamedTuple):
+    """Where the sequences of a batch end, on the CPU: asked for once a forward, since on a GPU each question waits.
+
+    Attributes:
+        queries: cumulative lengths, from 0.
+        keys: likewise, by the kind of layer.
+    """
+
+    queries: list[int]
+    keys: dict[str, list[int]]
+
+    @classmethod
+    def of(cls, kwargs: dict[str, Any]) -> "SequenceEnds":
+        """From what the manager passes to a forward."""
+        keys = {kind: ends.tolist() for kind, ends in kwargs["cu_seq_lens_k"].items()}
+        return cls(kwargs["cu_seq_lens_q"].tolist(), keys)
 
 
 def paged_attention(
@@ -15,6 +33,7 @@ def paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     cache: Any = None,
+    sequence_ends: SequenceEnds | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a batch of sequences laid end to end, each one over its own keys only.
@@ -30,8 +49,9 @@ def paged_attention(
     width = value.shape[-1]
     value = F.pad(value, (0, key.shape[-1] - width))  # latent attention has narrower values; the cache has one width
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
-    query_ends = kwargs["cu_seq_lens_q"].tolist()
-    key_ends = kwargs["cu_seq_lens_k"].tolist()  # cache.update picked this layer's
+    assert sequence_ends is not None
+    query_ends = sequence_ends.queries
+    key_ends = sequence_ends.keys[cache.layer_to_allocator[module.layer_idx].layer_type]
     outputs = []
     for i in range(len(query_ends) - 1):
         queries = slice(query_ends[i], query_ends[i + 1])

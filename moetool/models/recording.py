@@ -60,6 +60,8 @@ class GateRecorder:
     def take(self, batch: Batch) -> tuple[TokenBatch, np.ndarray | None]:
         """The rows of the forward that has just run, and its embeddings.
 
+        Until here everything stays on the model's device: each column costs one copy from it, not one a layer.
+
         Returns:
             The rows, and the output of the embedding layer [T, D] float32 or None.
         """

@@ -100,8 +100,12 @@ class Sampler:
 
 
 def _gumbel_scores(logits_V: Tensor, params: SamplingParams, seed: int, place: int) -> Tensor:
-    """Scores whose argmax is a sample of softmax(logits / temperature) cut to its top_p nucleus."""
-    scaled = logits_V / params.temperature
+    """Scores whose argmax is a sample of softmax(logits / temperature) cut to its top_p nucleus.
+
+    Made on the CPU whatever the model's device: a GPU adds up a running sum in no fixed order, and has random numbers
+    of its own.
+    """
+    scaled = logits_V.cpu() / params.temperature
     if params.top_p < 1.0:
         values, order = scaled.softmax(-1).sort(descending=True)
         # The nucleus is the shortest run of likeliest tokens that reaches top_p; the first always belongs to it.

@@ -10,19 +10,22 @@ import torch
 
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.models.decoding import kv_cache_bytes
-from moetool.models.loading import LoadedModel, load_lazy, load_tokenizer, parse_dtype, use_threads
+from moetool.models.loading import CPU, LoadedModel, load_lazy, load_tokenizer, parse_device, parse_dtype, use_threads
 from moetool.models.sequential import open_batcher
 from moetool.models.spec import dense_bytes, locate, read_config
 from moetool.plan import CachePlan
 from moetool.policy import MIN_SLOTS, build_policy, policy_class
 from moetool.residency import PrefetchLimits, Residency
+from moetool.serving.copies import stride_of
 from moetool.serving.engine import Engine
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.log import ServeLog
 from moetool.serving.state import restore_state, save_state
-from moetool.serving.store import ExpertStore
+from moetool.serving.store import open_store
 from moetool.trace import KEEP
 from moetool.types import ModelSpec
+
+_LEAST = {"host_memory_bytes": 0, "kv_tokens": 16, "max_requests": 1, "io_threads": 1, "threads": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,9 @@ class ServeOptions:
     """What `moetool serve --set` sets.
 
     Attributes:
+        device: `cpu` or `cuda`: where the model computes and the expert slots are.
+        host_memory_bytes: for experts in host memory, between the disk and the device (0: none but what moving them
+            takes; see `moetool.serving.store.ExpertStore`). It comes on top of the device's memory.
         dtype: data type of everything but the experts, which stay as the checkpoint has them.
         kv_tokens: tokens that the KV cache holds, over all requests; the longest context of one.
         max_requests: requests that are forwarded together; the rest queue.
@@ -40,6 +46,8 @@ class ServeOptions:
         state: file that what the policy learns is kept in from one run to the next (empty: none).
     """
 
+    device: str = "cpu"
+    host_memory_bytes: int = 0
     dtype: str = "float32"
     kv_tokens: int = 4096
     max_requests: int = 8
@@ -50,7 +58,7 @@ class ServeOptions:
     state: str = ""
 
     def __post_init__(self) -> None:
-        for name, least in (("kv_tokens", 16), ("max_requests", 1), ("io_threads", 1), ("threads", 0)):
+        for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}, expected at least {least}")
 
@@ -88,13 +96,13 @@ def build_engine(
         CapacityError: it does not fit.
     """
     path = locate(model)
-    dtype = parse_dtype(options.dtype)
+    dtype, device = parse_dtype(options.dtype), parse_device(options.device)
     name = policy or (plan.policy if plan else "lru")
     kind = policy_class(name)
     if kind.needs_future:
         raise UsageError(f"policy {name} has to know the future: it works in replay only; choose another to serve")
     from_plan = plan is not None and plan.policy == name
-    loaded = load_lazy(path, dtype)
+    loaded = load_lazy(path, dtype, device)
     use_threads(loaded.model.config.get_text_config(), options.threads)
     assert loaded.files is not None
     if plan is not None:
@@ -127,26 +135,38 @@ def build_engine(
         open_batcher(loaded.model, max_requests=options.max_requests, kv_tokens=options.kv_tokens),
         model_name=model,
         io_threads=options.io_threads,
+        host_memory_bytes=options.host_memory_bytes or None,
         log=ServeLog(log, keep={"topk"} | (built.columns & set(KEEP)), ahead=built.distance) if log else None,
         save=None if state is None else partial(save_state, state, name, built),
     )
 
 
-def open_pooled(path: Path, dtype: torch.dtype, device_memory_bytes: int, kv_bytes: int = 0) -> LoadedModel:
+def open_pooled(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    *,
+    device_memory_bytes: int,
+    host_memory_bytes: int | None = None,
+    kv_bytes: int = 0,
+) -> LoadedModel:
     """A model whose experts live in a pool of what the memory leaves beside its dense weights and `kv_bytes`.
 
     For `moetool.capture`: the pool is LRU, and every forward must be announced (`LoadedModel.begin_forward`).
+
+    Args:
+        host_memory_bytes: for the tier below it, as in `ServeOptions`.
 
     Effects: allocates the pool; `LoadedModel.close` ends its threads.
 
     Raises:
         CapacityError: not even the smallest legal pool fits.
     """
-    loaded = load_lazy(path, dtype)
-    assert loaded.files is not None
+    loaded = load_lazy(path, dtype, device)
     slots = _slots(loaded.spec, device_memory_bytes, dense_bytes(path, dtype), kv_bytes, 0)
-    policy = build_policy("lru", loaded.spec, {}, slots)
-    return replace(loaded, pool=ExpertRuntime(loaded, Residency(policy), ExpertStore(loaded.files, slots)))
+    residency = Residency(build_policy("lru", loaded.spec, {}, slots))
+    store = open_store(loaded, residency, host_memory_bytes=host_memory_bytes)
+    return replace(loaded, pool=ExpertRuntime(loaded, residency, store))
 
 
 def _predictor(path: Path | None, plan: CachePlan | None) -> Any:
@@ -166,11 +186,12 @@ def _predictor(path: Path | None, plan: CachePlan | None) -> Any:
 
 
 def _slots(spec: ModelSpec, memory_bytes: int, dense: int, kv: int, predictor: int) -> int:
-    slots = (memory_bytes - dense - kv - predictor) // spec.slot_bytes
+    slot_bytes = stride_of(spec.slot_bytes)
+    slots = (memory_bytes - dense - kv - predictor) // slot_bytes
     if slots < MIN_SLOTS:
         raise CapacityError(
             f"--device-memory {memory_bytes:,} does not hold {spec.name}: {dense:,} bytes of dense weights, {kv:,} of "
-            f"KV cache, {predictor:,} of predictor and at least {MIN_SLOTS} expert slots of {spec.slot_bytes:,} make "
-            f"{dense + kv + predictor + MIN_SLOTS * spec.slot_bytes:,}; give it that much or set fewer kv_tokens"
+            f"KV cache, {predictor:,} of predictor and at least {MIN_SLOTS} expert slots of {slot_bytes:,} make "
+            f"{dense + kv + predictor + MIN_SLOTS * slot_bytes:,}; give it that much or set fewer kv_tokens"
         )
     return min(slots, spec.total_experts)

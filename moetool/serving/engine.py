@@ -21,7 +21,7 @@ from moetool.request import Output, SamplingParams, Sink, State, TokenLogprob, U
 from moetool.residency import Residency
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.log import ServeLog
-from moetool.serving.store import ExpertStore
+from moetool.serving.store import open_store
 
 _SAVE_SECONDS = 300.0
 
@@ -36,6 +36,7 @@ class Engine:
         residency: decides about the expert slots; its `num_slots` is the size of the pool.
         batcher: forwards the same model's requests.
         model_name: what clients call the model.
+        host_memory_bytes: for experts in host memory (`ExpertStore`).
         log: records the gate stream and the decisions.
         save: called when the engine closes, and every few minutes: keeps what the policy has learned.
 
@@ -51,6 +52,7 @@ class Engine:
         *,
         model_name: str,
         io_threads: int = 2,
+        host_memory_bytes: int | None = None,
         log: ServeLog | None = None,
         save: Callable[[], None] | None = None,
     ) -> None:
@@ -62,7 +64,7 @@ class Engine:
         self.max_context = batcher.max_context
         self.vocab_size = int(loaded.model.config.get_text_config().vocab_size)
         self.state: State = "starting"
-        self.store = ExpertStore(loaded.files, residency.num_slots, io_threads)
+        self.store = open_store(loaded, residency, io_threads, host_memory_bytes)
         self.residency = residency
         if log is not None:
             residency.sink = log.on_step
@@ -170,8 +172,11 @@ class Engine:
             "expert_reads": stats.reads,
             "bytes_read": stats.bytes_read,
             "prefetch_bytes_read": stats.prefetch_bytes,
+            "host_hits": stats.host_hits,
+            "host_bytes": stats.host_bytes,
             "reads_retried": stats.retried,
             "stall_seconds": stats.stall_seconds,
+            "host_stall_seconds": stats.host_stall_seconds,
             "forward_seconds": self._forward_seconds,
             "queue_running": self._batcher.running,
             "queue_waiting": max(0, len(self._sinks) - self._batcher.running),
@@ -181,6 +186,7 @@ class Engine:
             "failures": self._failures,
             "slots": self.store.num_slots,
             "slots_bytes": self.store.pool_bytes,
+            "host_pool_bytes": self.store.host_pool_bytes,
             "kv_bytes": self._batcher.kv_bytes,
         }
 

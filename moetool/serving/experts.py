@@ -1,6 +1,6 @@
 """Running the experts of a model from a pool that may be smaller than one event."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from moetool.models.routing import sorted_routes, to_float16, watch
 from moetool.models.signals import Signals, request_means
 from moetool.models.spec import MoeLayer
 from moetool.residency import Residency, StepKind
+from moetool.serving.on_host import HostCompute
 from moetool.serving.store import ExpertStore
 from moetool.types import ForwardInfo, GateEvent
 
@@ -29,6 +30,10 @@ class ExpertRuntime:
     composition of the batch the result is the same to the bit under every policy, budget and order of loads.
     Families that sum in another order of their own get the same sum to within rounding.
 
+    On a GPU that holds too, with nothing switched on for it: all computing goes through one stream, and none of the
+    operations here adds in an order of its own there (rows are gathered and written, never accumulated).
+    `torch.use_deterministic_algorithms` would add nothing but errors in families whose own layers have no such form.
+
     Args:
         loaded: a model whose experts are on the meta device (`load_lazy`).
 
@@ -41,6 +46,7 @@ class ExpertRuntime:
 
         self.residency = residency
         self.store = store
+        self._host = HostCompute(store)
         self._info: ForwardInfo | None = None
         self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._needs = residency.policy.columns
@@ -78,6 +84,7 @@ class ExpertRuntime:
     def close(self) -> None:
         """End the store's threads and leave the model's routers alone."""
         self._signals.close()
+        self._host.close()
         self.store.close()
 
     def forward(
@@ -103,7 +110,7 @@ class ExpertRuntime:
         event = GateEvent(
             forward=self._info,
             layer=layer.index,
-            experts_TK=tuple(map(tuple, index_TK.tolist())),
+            experts_TK=tuple(map(tuple, index_TK.tolist())),  # here the host waits for the device, once a layer
             weights_TK=to_float16(weights_TK).astype(np.float32) if "weights" in self._needs else None,
         )
         return self._signals.fill(event)
@@ -132,26 +139,62 @@ class ExpertRuntime:
         Args:
             inputs: gives what an expert gets for the places in [T * K] that chose it.
         """
-        rows_of = _rows_by_expert(index_TK)
+        rows_of = _rows_by_expert(index_TK.cpu(), index_TK.device)
+        expert_of, num_experts = self.residency.policy.spec.expert_of, layer.form.num_experts
         products: torch.Tensor | None = None
+
+        def put(expert: int, output: torch.Tensor) -> None:
+            nonlocal products
+            if products is None:
+                products = output.new_empty(index_TK.numel(), output.shape[1])
+            products[rows_of[expert]] = output
+
+        steps = self.residency.event(event)
+        on_host = [expert_of(step.key)[1] for step in steps if step.kind is StepKind.HOST]
+        begun: list[tuple[int, Callable[[], torch.Tensor]]] = []  # on the host, to be put in their place at the end
         beside: list[tuple[int, int]] = []  # loaded on demand though nothing here needs it: a whole layer's rest
-        for step in self.residency.event(event):
-            expert = self.residency.policy.spec.expert_of(step.key)[1]
+        for step, following in zip(steps, [*steps[1:], None], strict=True):
+            if step.kind is StepKind.HOST:
+                continue
+            expert = expert_of(step.key)[1]
             if step.kind is not StepKind.COMPUTE:
+                at_once = following is not None and (following.kind, following.key) == (StepKind.COMPUTE, step.key)
+                if at_once and not on_host:
+                    continue  # `ready` is next and loads it on this thread, sooner than another could
                 self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
                 if step.kind is StepKind.LOAD and expert not in rows_of:
                     beside.append((step.key, step.slot))
                 continue
+            begun += self._begin_on_host(layer, on_host, rows_of, inputs)  # now that loads are under way
             while beside:
                 self.store.ready(*beside.pop())
             x = inputs(expert, rows_of[expert])
-            if expert < layer.form.num_experts:
+            if expert < num_experts:
                 x = layer.form.compute(x, self.store.ready(step.key, step.slot))
-            if products is None:
-                products = x.new_empty(index_TK.numel(), x.shape[1])
-            products[rows_of[expert]] = x
+                self.store.computed(step.slot)
+            put(expert, x)
+        begun += self._begin_on_host(layer, on_host, rows_of, inputs)
+        for expert, finished in begun:
+            put(expert, finished())
         assert products is not None
         return products
+
+    def _begin_on_host(
+        self,
+        layer: MoeLayer,
+        experts: list[int],
+        rows_of: dict[int, torch.Tensor],
+        inputs: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> Iterator[tuple[int, Callable[[], torch.Tensor]]]:
+        """Begin to compute `experts` in host memory and empty the list; gives what waits for each one's output."""
+        while experts:
+            expert = experts.pop()
+            x = inputs(expert, rows_of[expert])
+            if expert < layer.form.num_experts:
+                key = self.residency.policy.spec.expert_key(layer.index, expert)
+                yield expert, self._host.start(layer.form, key, x)
+            else:
+                yield expert, lambda x=x: x  # type: ignore[misc]
 
     def _bind(self, layer: MoeLayer) -> None:
         if layer.form.call is Call.INTERFACE:
@@ -204,16 +247,20 @@ class ExpertRuntime:
             self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
 
 
-def _rows_by_expert(index_TK: torch.Tensor) -> dict[int, torch.Tensor]:
+def _rows_by_expert(index_TK: torch.Tensor, device: torch.device) -> dict[int, torch.Tensor]:
     """For each expert the places, in [T * K], that chose it: first choices first, then by token.
 
     So do the families' own loops order them, and where a row lies can change its last bit.
+
+    Args:
+        index_TK: on the CPU: on a GPU every question of how many would wait for the answer.
+        device: where the places go.
     """
     num_tokens, top_k = index_TK.shape
     ids, order = torch.sort(index_TK.T.reshape(-1), stable=True)
     places = order % num_tokens * top_k + order // num_tokens
     experts, counts = torch.unique_consecutive(ids, return_counts=True)
-    return dict(zip(experts.tolist(), places.split(counts.tolist()), strict=True))
+    return dict(zip(experts.tolist(), places.to(device).split(counts.tolist()), strict=True))
 
 
 def _experts_forward(

@@ -27,7 +27,10 @@ _COUNTERS = {
     "hits_late": _Entry("moetool_expert_uses", _USES, ("outcome", "late")),
     "misses": _Entry("moetool_expert_uses", _USES, ("outcome", "missed")),
     "bytes_read": _Entry("moetool_read_bytes", "Bytes of expert weights read from storage."),
+    "host_hits": _Entry("moetool_host_hits", "Experts found in host memory when they were to be loaded."),
+    "host_bytes": _Entry("moetool_host_bytes", "Bytes of expert weights found in host memory."),
     "stall_seconds": _Entry("moetool_stall_seconds", "Seconds that forwards waited for expert weights."),
+    "host_stall_seconds": _Entry("moetool_host_stall_seconds", "Seconds among them for weights in host memory."),
     "tokens_prompt": _Entry("moetool_prompt_tokens", "Prompt tokens processed."),
     "tokens_generated": _Entry("moetool_generated_tokens", "Tokens generated."),
     "forwards": _Entry("moetool_forwards", "Forward passes of the model."),
@@ -38,6 +41,7 @@ _GAUGES = {
     "queue_running": _Entry("moetool_requests", _REQUESTS, ("state", "running")),
     "slots": _Entry("moetool_slots", "Expert slots in the pool."),
     "slots_bytes": _Entry("moetool_slots_bytes", "Bytes of the pool of expert slots."),
+    "host_pool_bytes": _Entry("moetool_host_pool_bytes", "Bytes of the pool of host memory."),
 }
 
 

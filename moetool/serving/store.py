@@ -1,90 +1,94 @@
-"""The expert pool: slots of memory, filled from disk by I/O threads that only read and copy.
+"""The expert pool: slots of device memory, filled from host memory or disk by I/O threads that only read and copy.
 
 `Residency` decides; the store executes. A load is started and not waited for; `ready` waits for it just before
 the expert is computed. What arrives when changes the seconds lost and nothing else.
 """
 
+import contextlib
 import heapq
 import itertools
 import threading
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from moetool.errors import MoetoolError
 from moetool.models.expert_files import ExpertFiles
-
-_ALIGNMENT = 64
-
-
-@dataclass(slots=True)
-class StoreStats:
-    """What the store did since it began.
-
-    Attributes:
-        reads: experts read.
-        bytes_read: their bytes.
-        prefetch_bytes: bytes among them that a prefetch asked for.
-        late: prefetched experts that were waited for.
-        retried: reads that were tried again after an error.
-        stall_seconds: time the model's thread waited for bytes.
-    """
-
-    reads: int = 0
-    bytes_read: int = 0
-    prefetch_bytes: int = 0
-    late: int = 0
-    retried: int = 0
-    stall_seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """The counters by name."""
-        return asdict(self)
+from moetool.models.loading import LoadedModel
+from moetool.residency import Residency
+from moetool.serving.copies import Copies, CpuCopies, cut, open_copies, stride_of
+from moetool.serving.source import ExpertSource, StoreStats
 
 
 class _Job:
     """One load of an expert into a slot."""
 
-    __slots__ = ("after", "claimed", "done", "error", "key", "prefetch", "slot")
+    __slots__ = ("after", "claimed", "copied", "done", "error", "freed", "key", "prefetch", "slot", "tier")
 
-    def __init__(self, key: int, slot: int, prefetch: bool, after: "_Job | None") -> None:
+    def __init__(self, key: int, slot: int, prefetch: bool, freed: Any) -> None:
         self.key = key
         self.slot = slot
         self.prefetch = prefetch
-        self.after = after  # the slot's earlier load, while it may still be writing
+        self.freed = freed  # mark after which the slot's former expert is computed
+        self.after: _Job | None = None  # the slot's earlier load, while it may still be writing
         self.claimed = False
-        self.done = threading.Event()
-        self.error: OSError | None = None
+        self.done = False  # the slot is filled, or its copy is on the way
+        self.copied: Any = None  # mark of that copy's end
+        self.tier = "disk"  # where the expert came from
+        self.error: BaseException | None = None
 
 
 class ExpertStore:
-    """A fixed pool of expert slots over the expert files.
+    """A fixed pool of expert slots over host memory and the expert files.
 
-    `load`, `ready` and `close` belong to the model's thread.
+    `load`, `ready`, `computed` and `close` belong to the model's thread.
 
     Args:
         num_slots: slots of the pool.
         num_threads: I/O threads.
+        host_memory_bytes: for the host tier (`HostTier`). A device that can be filled by copies only needs a buffer
+            for each thread that reads, and so does computing on the host: where this is None, the tier has those and
+            no more, none on a CPU that computes out of slots alone.
+        hosts: whether `host` will be called.
+        copies: the device; the CPU by default.
 
-    Effects: allocates the pool (`pool_bytes`) at once; starts the threads; `close` ends them.
+    Attributes:
+        pool_bytes: bytes of the slots.
+        host_pool_bytes: bytes of the host tier, at most `host_memory_bytes` where that is given.
+
+    Effects: allocates both at once; starts the threads; `close` ends them.
+
+    Raises:
+        CapacityError: `host_memory_bytes` is less than the tier must have, or there is no such memory.
     """
 
-    def __init__(self, files: ExpertFiles, num_slots: int, num_threads: int = 2) -> None:
+    def __init__(
+        self,
+        files: ExpertFiles,
+        num_slots: int,
+        num_threads: int = 2,
+        *,
+        host_memory_bytes: int | None = None,
+        hosts: bool = False,
+        copies: Copies | None = None,
+    ) -> None:
         self.files = files
         self.num_slots = num_slots
-        self.stats = StoreStats()
-        stride = -(-files.slot_bytes // _ALIGNMENT) * _ALIGNMENT
-        pool = torch.empty(num_slots * stride + _ALIGNMENT, dtype=torch.uint8)
-        start = -pool.data_ptr() % _ALIGNMENT  # every slot equally aligned: kernels may add in another order if not
-        self.pool_bytes = num_slots * stride
-        self._slots = [pool[start + i * stride : start + i * stride + files.slot_bytes] for i in range(num_slots)]
+        self.copies = CpuCopies() if copies is None else copies
+        self._source = ExpertSource(files, self.copies, num_threads, host_memory_bytes, hosts)
+        self.host_pool_bytes = self._source.pool_bytes
+        self.pool_bytes = num_slots * stride_of(files.slot_bytes)
+        self._slots = cut(self.copies.device_memory(self.pool_bytes), num_slots, files.slot_bytes)
         self._views = [files.views(slot) for slot in self._slots]
         self._jobs: list[_Job | None] = [None] * num_slots
+        self._freed: list[Any] = [None] * num_slots
         self._queue: list[tuple[bool, int, _Job]] = []
         self._order = itertools.count()
-        self._lock = threading.Condition()
+        self._lock = self._source.lock
+        self._queued = threading.Condition(self._lock)
+        self._finished = threading.Condition(self._lock)
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"expert-io-{i}", daemon=True) for i in range(num_threads)
@@ -92,97 +96,174 @@ class ExpertStore:
         for thread in self._threads:
             thread.start()
 
-    def load(self, key: int, slot: int, prefetch: bool) -> None:
-        """Start to read expert `key` into `slot`, ahead of every prefetch unless it is one.
+    @property
+    def stats(self) -> StoreStats:
+        """The counters so far. On a GPU the stalls include the time that its own queue waited for copies."""
+        stats, host, disk = self._source.stats, self.copies.stalled("host"), self.copies.stalled("disk")
+        return replace(
+            stats,
+            stall_seconds=stats.stall_seconds + host + disk,
+            host_stall_seconds=stats.host_stall_seconds + host,
+        )
 
-        The slot's former expert must have been computed, or not be needed.
+    def load(self, key: int, slot: int, prefetch: bool) -> None:
+        """Start to bring expert `key` into `slot`, ahead of every prefetch unless it is one.
+
+        The slot's former expert must have been computed (`computed`), or not be needed.
         """
+        job = self._replace(key, slot, prefetch)
+        if not prefetch and self.copies.staged and job.after is None and self._source.in_host(key):
+            job.claimed = True  # asking for a copy takes no longer than asking a thread to ask for it
+            self._run(job)
+            return
         with self._lock:
-            before = self._jobs[slot]
-            if before is not None and not before.claimed:
-                before.claimed = True  # never begun, and nobody needs it now
-                before = before.after
-            job = self._jobs[slot] = _Job(key, slot, prefetch, before)
             heapq.heappush(self._queue, (prefetch, next(self._order), job))
-            self._lock.notify()
+            self._queued.notify()
 
     def ready(self, key: int, slot: int) -> tuple[torch.Tensor, ...]:
-        """Wait until `slot` holds the expert `key`; gives its weights (`ExpertFiles.views`).
+        """The weights of expert `key`, which `slot` was to be loaded with (`ExpertFiles.views`).
 
-        A read that failed is tried once more. A slot that does not hold what the program says (because an earlier
-        forward was broken off) is read again: a wrong weight is never handed out.
+        Waits until its bytes have been read; where they are still being copied, what the device is asked to compute
+        next waits. A read that failed is tried once more. A slot that does not hold what the program says (nobody
+        asked for the load, or an earlier forward was broken off) is loaded on the spot: a wrong weight is never
+        handed out.
 
         Raises:
             MoetoolError: the expert could not be read twice.
         """
         job = self._jobs[slot]
+        if job is not None and job.key == key and job.done and job.copied is None and job.error is None:
+            return self._views[slot]
         if job is None or job.key != key:
-            self.load(key, slot, prefetch=False)
-            job = self._jobs[slot]
-            assert job is not None
-        if not job.done.is_set():
-            began = time.perf_counter()
-            if job.prefetch:
-                self.stats.late += 1
-            self._finish(job)
-            self.stats.stall_seconds += time.perf_counter() - began
+            job = self._replace(key, slot, prefetch=False)
+        if job.prefetch and not (job.done and self.copies.passed(job.copied)):
+            self._source.stats.late += 1
+        if not job.done:
+            self._wait_for(job)
+        job.prefetch = False
         if job.error is not None:
-            self.stats.retried += 1
-            self.load(key, slot, prefetch=False)
-            job = self._jobs[slot]
-            assert job is not None
-            self._finish(job)
+            with self._lock:
+                self._source.stats.retried += 1
+            job = self._replace(key, slot, prefetch=False)
+            self._wait_for(job)
             if job.error is not None:
                 self._jobs[slot] = None
-                layer, expert = self.files.spec.expert_of(key)
-                absolute = self.files.spec.layer_ids_L[layer]
-                raise MoetoolError(f"cannot read expert {expert} of layer {absolute}: {job.error}") from job.error
+                raise self._source.unreadable(key, job.error) from job.error
+        if self.copies.passed(job.copied):
+            job.copied = None
+        else:
+            self.copies.wait(job.copied, job.tier)
         return self._views[slot]
 
+    def computed(self, slot: int) -> None:
+        """All that was to be computed with the expert in `slot` has been asked for: it may be replaced after that."""
+        self._freed[slot] = self.copies.mark()
+
+    @contextlib.contextmanager
+    def host(self, key: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The weights of an expert in host memory, for as long as the context lasts; read if they are not there.
+
+        For one thread at a time, which need not be the model's. Only where `hosts` was announced.
+
+        Raises:
+            MoetoolError: the expert could not be read twice.
+        """
+        began = time.perf_counter()
+        with self._source.host(key) as (weights, tier):
+            if not self.copies.staged:  # otherwise the thread that waits is not the model's
+                self._charge(tier, time.perf_counter() - began)
+            yield weights
+
     def close(self) -> None:
-        """Drop what is queued and end the threads."""
+        """Drop what is queued, end the threads, and finish what is being copied."""
         with self._lock:
             self._closed = True
             self._queue.clear()
-            self._lock.notify_all()
+            self._queued.notify_all()
         for thread in self._threads:
             thread.join()
+        self.copies.close()
 
-    def _finish(self, job: _Job) -> None:
+    def _replace(self, key: int, slot: int, prefetch: bool) -> _Job:
+        """A new job for the slot in place of its last one, which is never begun if it has not been yet."""
+        job = _Job(key, slot, prefetch, self._freed[slot])
+        with self._lock:
+            before = self._jobs[slot]
+            if before is not None:
+                self._source.given_up(before.key)
+                if not before.claimed:
+                    before.claimed = True  # nobody needs it now
+                    before = before.after
+            if before is not None and not before.done:
+                job.after = before
+            self._jobs[slot] = job
+        return job
+
+    def _wait_for(self, job: _Job) -> None:
         """Do the job here if no thread has begun it, else wait for the one that has."""
+        began = time.perf_counter()
         with self._lock:
             mine = not job.claimed
             job.claimed = True
         if mine:
             self._run(job)
         else:
-            job.done.wait()
+            self._await(job)
+        self._charge(job.tier, time.perf_counter() - began)
+
+    def _await(self, job: _Job) -> None:
+        with self._finished:
+            while not job.done:
+                self._finished.wait()
 
     def _work(self) -> None:
         while True:
             with self._lock:
                 while not self._queue and not self._closed:
-                    self._lock.wait()
+                    self._queued.wait()
                 if self._closed:
                     return
-                job = heapq.heappop(self._queue)[2]
+                prefetch, _, job = heapq.heappop(self._queue)
                 if job.claimed:
                     continue
                 job.claimed = True
             self._run(job)
+            if prefetch:
+                # Copies have one queue: prefetches that lay in host memory would fill it ahead of demand loads.
+                self.copies.finish(job.copied)
 
     def _run(self, job: _Job) -> None:
         if job.after is not None:
-            job.after.done.wait()
+            self._await(job.after)
             job.after = None
         try:
-            num_bytes = self.files.read_into(job.key, self._slots[job.slot])
-            with self._lock:
-                self.stats.reads += 1
-                self.stats.bytes_read += num_bytes
-                if job.prefetch:
-                    self.stats.prefetch_bytes += num_bytes
-        except OSError as error:
+            job.tier, job.copied = self._source.fill(job.key, self._slots[job.slot], job.prefetch, job.freed)
+        except BaseException as error:
             job.error = error
+            if not isinstance(error, Exception):
+                raise
         finally:
-            job.done.set()
+            with self._lock:
+                job.done = True
+                self._finished.notify_all()
+
+    def _charge(self, tier: str, seconds: float) -> None:
+        """Count seconds that the model's thread has waited."""
+        self._source.stats.stall_seconds += seconds
+        if tier == "host":
+            self._source.stats.host_stall_seconds += seconds
+
+
+def open_store(
+    loaded: LoadedModel, residency: Residency, num_threads: int = 2, host_memory_bytes: int | None = None
+) -> ExpertStore:
+    """The store of a model from `load_lazy` on that model's device; arguments and errors as for `ExpertStore`."""
+    assert loaded.files is not None
+    return ExpertStore(
+        loaded.files,
+        residency.num_slots,
+        num_threads,
+        host_memory_bytes=host_memory_bytes,
+        hosts=residency.policy.computes_on_host,
+        copies=open_copies(loaded.device),
+    )

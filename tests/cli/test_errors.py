@@ -253,6 +253,23 @@ def test_numbers_that_make_no_sense(run: Run, trace: Path, tmp_path: Path) -> No
     _one_line(run(*replay, "--policy", "", "--budget", "50%"), 2, "names nothing")
 
 
+def test_devices_and_tiers_that_cannot_be_had(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    capture = ("capture", "reference", "--data", "chat", "--max-prompts", 1, "--out", tmp_path / "t")
+    serve = ("serve", "reference", "--port", 0)
+    for command in (capture, serve):
+        _one_line(run(*command, "--device", "cuda"), 2, "finds no GPU", "moetool doctor", "leave --device out")
+        _one_line(run(*command, "--device", "gpu"), 2, "unknown device 'gpu'", "cpu, cuda")
+    _one_line(run(*capture, "--device", "cuda", "--workers", 2), 2, "finds no GPU")
+    _one_line(run(*serve, "--set", "device=cuda"), 2, "finds no GPU")
+    _one_line(run(*capture, "--host-memory", "8MB"), 2, "the tier below --device-memory")
+    _one_line(run(*serve, "--host-memory", "plenty"), 2, "'plenty' is no amount of memory")
+    _one_line(run(*serve, "--set", "host_memory_bytes=-1"), 2, "host_memory_bytes is -1")
+    assert not (tmp_path / "t").exists()
+
+
 def test_two_writers_of_one_output(run: Run, tmp_path: Path) -> None:
     from moetool import durable
 

@@ -1,0 +1,1 @@
+"""Paired measurements behind `moetool bench`."""

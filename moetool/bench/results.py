@@ -1,0 +1,269 @@
+"""What a bench of serving says: medians over paired rounds, ratios, and the bounds that bytes and arithmetic set."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from moetool import tables
+from moetool.bench.runs import PhaseTimes, Run
+from moetool.machine import Machine
+
+RESIDENT = "all in memory"
+PLAIN = "transformers, all in memory"
+OFFLOADED = "transformers, offloaded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """One phase of one line beside its bounds; the seconds of one forward.
+
+    Attributes:
+        compute_s: of the same forwards with every expert in memory, in the same round.
+        io_s: of the bytes that this line read for a forward, at the rate of the disk in the same round.
+        sum_s: both, one after the other: the bound of a policy that reads nothing ahead.
+        larger_s: the larger of them: the bound of one that reads ahead.
+        reads_ahead: which of the two is meant: whether any byte of this phase was read ahead.
+        x_bound: the line's own seconds over that bound.
+        x_resident: the line's own seconds over `compute_s`.
+    """
+
+    compute_s: float
+    io_s: float
+    sum_s: float
+    larger_s: float
+    reads_ahead: bool
+    x_bound: float
+    x_resident: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One policy with one budget: medians over the rounds.
+
+    Attributes:
+        policy: its name, or what else ran: `RESIDENT`, `PLAIN`, `OFFLOADED`.
+        budget_bytes, slots: of the pool; None without one.
+        ttft_s: seconds of a prompt's forward; the median over the requests.
+        tpot_p50_s, tpot_p95_s, tpot_mean_s: seconds of a later token's forward.
+        hit_rate: share of the experts needed in decode that were resident.
+        bytes_per_token: bytes read for a token in decode.
+        prompt_bytes: bytes read for a prompt.
+        stall_share: of the time in decode, waiting for bytes.
+        booking_share: of the time in decode, in the policy, its predictor and the residency.
+        prefill, decode: the bounds of the two phases; None without a resident line.
+        as_replayed: whether the counts of every round are those of `moetool replay`; None where there is no trace.
+        rounds: the raw values.
+    """
+
+    policy: str
+    budget_bytes: int | None
+    slots: int | None
+    ttft_s: float
+    tpot_p50_s: float
+    tpot_p95_s: float
+    tpot_mean_s: float
+    hit_rate: float | None
+    bytes_per_token: float
+    prompt_bytes: float
+    stall_share: float
+    booking_share: float
+    prefill: Bound | None
+    decode: Bound | None
+    as_replayed: bool | None = None
+    rounds: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """A policy that has to know the future, by replay alone: the fewest bytes, and the bounds that they set.
+
+    Attributes:
+        sum_s, larger_s: as in `Bound`, for a token in decode; None without a resident line.
+    """
+
+    policy: str
+    budget_bytes: int
+    slots: int
+    hit_rate: float
+    bytes_per_token: float
+    sum_s: float | None
+    larger_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeBench:
+    """Everything that a bench of serving found.
+
+    Attributes:
+        model: what ran.
+        experts_bytes: of all its experts, as slots.
+        machine, load_average, threads, io_threads, dtype, command: the conditions; the load is that before it began.
+        direct: whether reads went past the page cache.
+        disk_bytes_s: the disk's rate for whole experts, by the best number of threads; the median over rounds.
+        disk_threads: that number.
+        disk_rates: the rate by the number of threads.
+        routes: folder of the routes that were followed; None where the routers chose.
+        requests, prompt_tokens, new_tokens, rounds: the workload; prompt tokens of each request.
+        lines: one a policy and budget, and the lines beside them.
+        replayed: policies that cannot be served.
+        refused: what transformers said where it could not run the model offloaded.
+        notes: what a reader has to know.
+    """
+
+    model: str
+    experts_bytes: int
+    machine: Machine
+    load_average: float
+    threads: int
+    io_threads: int
+    dtype: str
+    command: str
+    direct: bool
+    disk_bytes_s: float
+    disk_threads: int
+    disk_rates: dict[int, float]
+    routes: str | None
+    requests: int
+    prompt_tokens: tuple[int, ...]
+    new_tokens: int
+    rounds: int
+    lines: tuple[Line, ...]
+    replayed: tuple[Replayed, ...]
+    refused: str | None
+    notes: tuple[str, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object, raw values included."""
+        return asdict(self)
+
+
+def summarize(
+    policy: str,
+    runs: Sequence[Run],
+    resident: Sequence[Run] | None,
+    rates: Sequence[float],
+    *,
+    budget_bytes: int | None = None,
+    slots: int | None = None,
+    as_replayed: bool | None = None,
+) -> Line:
+    """A line from its runs, one a round.
+
+    Args:
+        resident: the runs of the same rounds with every expert in memory.
+        rates: bytes a second of the disk in the same rounds.
+    """
+
+    def median(value: Callable[[Run], float]) -> float:
+        return statistics.median(map(value, runs))
+
+    def bound(phase: Callable[[Run], PhaseTimes]) -> Bound | None:
+        return None if resident is None else _bound([*map(phase, runs)], [*map(phase, resident)], rates)
+
+    counts = runs[0].decode_counts
+    return Line(
+        policy=policy,
+        budget_bytes=budget_bytes,
+        slots=slots,
+        ttft_s=median(lambda run: run.prefill.quantile_s(0.5)),
+        tpot_p50_s=median(lambda run: run.decode.quantile_s(0.5)),
+        tpot_p95_s=median(lambda run: run.decode.quantile_s(0.95)),
+        tpot_mean_s=median(lambda run: run.decode.mean_s),
+        hit_rate=None if counts is None else counts.hit_rate,
+        bytes_per_token=median(lambda run: run.decode.bytes_per_forward),
+        prompt_bytes=median(lambda run: run.prefill.bytes_per_forward),
+        stall_share=median(lambda run: run.decode.stall_share),
+        booking_share=median(lambda run: run.decode.booking_share),
+        prefill=bound(lambda run: run.prefill),
+        decode=bound(lambda run: run.decode),
+        as_replayed=as_replayed,
+        rounds=tuple(run.to_json() for run in runs),
+    )
+
+
+def _bound(phases: Sequence[PhaseTimes], resident: Sequence[PhaseTimes], rates: Sequence[float]) -> Bound:
+    ahead = any(phase.ahead_bytes > 0 for phase in phases)
+    compute = [phase.mean_s for phase in resident]
+    io = [phase.bytes_per_forward / rate for phase, rate in zip(phases, rates, strict=True)]
+    both = [(c + i, max(c, i)) for c, i in zip(compute, io, strict=True)]
+    mine = [phase.mean_s for phase in phases]
+    return Bound(
+        compute_s=statistics.median(compute),
+        io_s=statistics.median(io),
+        sum_s=statistics.median(total for total, _ in both),
+        larger_s=statistics.median(larger for _, larger in both),
+        reads_ahead=ahead,
+        x_bound=statistics.median(m / pair[ahead] for m, pair in zip(mine, both, strict=True)),
+        x_resident=statistics.median(m / c for m, c in zip(mine, compute, strict=True)),
+    )
+
+
+def print_serve_bench(made: ServeBench) -> None:
+    """The table, with the conditions above it and the notes below."""
+    machine = made.machine
+    prompts = " to ".join(map(str, sorted({min(made.prompt_tokens), max(made.prompt_tokens)})))
+    direct = "past the page cache" if made.direct else "THROUGH THE PAGE CACHE"
+    print(
+        f"{made.model}: experts of {tables.count(made.experts_bytes, 'B')}; batch 1, requests: {made.requests}, "
+        f"prompts of {prompts} tokens, {made.new_tokens} new ones each; medians of {made.rounds} rounds\n"
+        f"{machine.cpu}, {made.threads} of {machine.cores} cores for arithmetic, {made.io_threads} I/O threads, "
+        f"{made.dtype}, load {made.load_average:.1f}, torch {machine.torch}\n"
+        f"disk {made.disk_bytes_s / 1e9:.2f} GB/s in whole experts, {made.disk_threads} at a time, {direct}\n"
+        f"{made.command}"
+    )
+    rows = [_row(line) for line in made.lines]
+    rows += [
+        [
+            f"{one.policy} (replay)",
+            tables.count(one.budget_bytes, "B"),
+            str(one.slots),
+            *("",) * 4,
+            f"{one.hit_rate:.3f}",
+            f"{one.bytes_per_token / 1e6:,.1f}",
+            *("",) * 2,
+            _ms(one.sum_s),
+            _ms(one.larger_s),
+            "",
+        ]
+        for one in made.replayed
+    ]
+    tables.print_table(
+        "milliseconds; * reads ahead, so its bound is the larger of compute and I/O, else their sum",
+        [
+            *("policy", "pool", "slots", "TTFT", "TPOT p50", "p95", "x all", "hits", "MB/token"),
+            *("stall", "books", "sum", "larger", "x bound"),
+        ],
+        rows,
+    )
+    if made.refused is not None:
+        print(f"{OFFLOADED}: {made.refused}")
+    for note in made.notes:
+        print(note)
+
+
+def _row(line: Line) -> list[str]:
+    bound, served = line.decode, line.slots is not None
+    star = "*" if bound is not None and bound.reads_ahead else ""
+    return [
+        f"{line.policy}{star}",
+        "" if line.budget_bytes is None else tables.count(line.budget_bytes, "B"),
+        "" if line.slots is None else str(line.slots),
+        _ms(line.ttft_s),
+        _ms(line.tpot_p50_s),
+        _ms(line.tpot_p95_s),
+        "" if bound is None else f"{bound.x_resident:.2f}",
+        "" if line.hit_rate is None else f"{line.hit_rate:.3f}",
+        f"{line.bytes_per_token / 1e6:,.1f}" if served else "",
+        f"{line.stall_share:.0%}" if served else "",
+        f"{line.booking_share:.2%}" if served else "",
+        _ms(bound.sum_s) if bound is not None and served else "",
+        _ms(bound.larger_s) if bound is not None and served else "",
+        f"{bound.x_bound:.2f}" if bound is not None and served else "",
+    ]
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds * 1e3:,.1f}" if seconds < 1 else f"{seconds * 1e3:,.0f}"

@@ -1,0 +1,295 @@
+"""One run of one line of a bench: an engine, or transformers' own model, over the same requests, forward by forward."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from moetool.bench.routes import ForcedRoutes
+from moetool.errors import MoetoolError
+from moetool.models.decoding import Batch
+from moetool.models.loading import LoadedModel
+from moetool.models.sequential import Sequential, open_batcher
+from moetool.policy import Policy
+from moetool.request import Output, SamplingParams
+from moetool.residency import Counts, Residency, Step
+from moetool.serving.engine import Engine
+from moetool.types import ForwardInfo, GateEvent
+
+_SPARE_TOKENS = 64  # whole pages of the cache, and room to spare
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What every line is given, one request after the other.
+
+    Attributes:
+        prompts: token ids.
+        new_tokens: tokens that each request generates; the first comes of the prompt's forward.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    new_tokens: int
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.prompts))
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that a cache for one request has to hold."""
+        return self.longest_prompt + self.new_tokens + _SPARE_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseTimes:
+    """The forwards of one phase of one run.
+
+    Attributes:
+        seconds: of each forward.
+        bytes_read: bytes that the store read, over all forwards.
+        ahead_bytes: those among them that a prefetch asked for.
+        stall_s: seconds that the model's thread waited for bytes, over all forwards.
+        booking_s: seconds of the policy and the residency on that thread, prediction included, over all forwards.
+    """
+
+    seconds: tuple[float, ...]
+    bytes_read: float
+    ahead_bytes: float
+    stall_s: float
+    booking_s: float
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds of a forward."""
+        return statistics.fmean(self.seconds)
+
+    def quantile_s(self, share: float) -> float:
+        """Seconds that this share of the forwards does not exceed."""
+        return float(np.quantile(self.seconds, share))
+
+    @property
+    def bytes_per_forward(self) -> float:
+        """Bytes read for a forward."""
+        return self.bytes_read / len(self.seconds)
+
+    @property
+    def stall_share(self) -> float:
+        """Share of the time that was spent waiting for bytes."""
+        return self.stall_s / sum(self.seconds)
+
+    @property
+    def booking_share(self) -> float:
+        """Share of the time that policy and residency took."""
+        return self.booking_s / sum(self.seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One line's run over the workload.
+
+    Attributes:
+        prefill: a forward for each prompt.
+        decode: a forward for each later token.
+        prefill_counts, decode_counts: what the residency counted; None without one.
+    """
+
+    prefill: PhaseTimes
+    decode: PhaseTimes
+    prefill_counts: Counts | None
+    decode_counts: Counts | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Raw values: what the medians are made of."""
+        return {
+            "prefill": asdict(self.prefill),
+            "decode": asdict(self.decode),
+            "prefill_counts": self.prefill_counts and self.prefill_counts.to_json(),
+            "decode_counts": self.decode_counts and self.decode_counts.to_json(),
+        }
+
+
+def run_engine(
+    loaded: LoadedModel,
+    policy: Policy,
+    workload: Workload,
+    *,
+    io_threads: int,
+    forced: ForcedRoutes | None = None,
+    warm: bool = False,
+) -> Run:
+    """Serve the workload by an engine of its own, cold: pool empty, policy new.
+
+    Args:
+        forced: routes to follow; otherwise the routers choose.
+        warm: run the workload once before, unmeasured.
+
+    Effects: allocates the pool, and frees it at the end.
+
+    Raises:
+        MoetoolError: a forward failed.
+    """
+    batcher = open_batcher(
+        loaded.model,
+        max_requests=1,
+        kv_tokens=workload.kv_tokens,
+        max_batch_tokens=max(512, workload.longest_prompt),  # a prompt is one forward
+    )
+    residency = _Booked(policy)
+    engine = Engine(loaded, None, residency, batcher, model_name=loaded.spec.name, io_threads=io_threads)
+    try:
+        engine.state = "ready"  # driven from here, forward by forward: the engine's own thread is not started
+        _announce(batcher, forced)
+        if warm:
+            _drive(engine, workload, forced, residency)
+            residency.prefill, residency.decode = Counts(), Counts()
+        prefill, decode = _drive(engine, workload, forced, residency)
+        return Run(
+            prefill=prefill,
+            decode=decode,
+            prefill_counts=residency.prefill,
+            decode_counts=residency.decode,
+        )
+    finally:
+        engine.close()
+
+
+def run_plain(model: Any, workload: Workload, forced: ForcedRoutes | None = None) -> Run:
+    """Run the workload by a transformers model as it is, over its own cache; arguments as for `run_engine`.
+
+    Raises:
+        MoetoolError: a forward failed.
+    """
+    plain = _Plain(model, workload)
+    try:
+        _announce(plain.batcher, forced)
+        prefill, decode = _drive(plain, workload, forced, None)
+        return Run(prefill=prefill, decode=decode, prefill_counts=None, decode_counts=None)
+    finally:
+        plain.batcher.close()
+
+
+class _Plain:
+    """A model without a pool, driven like an engine."""
+
+    def __init__(self, model: Any, workload: Workload) -> None:
+        self.batcher = Sequential(model, kv_tokens=workload.kv_tokens)
+        self._sink: Callable[[Output], None] = lambda _: None
+        self._requests = 0
+
+    @property
+    def idle(self) -> bool:
+        return self.batcher.idle
+
+    def submit(self, prompt: list[int], params: SamplingParams, sink: Callable[[Output], None]) -> int:
+        number = self._requests
+        self._requests += 1
+        self._sink = sink
+        self.batcher.add(number, prompt, params)
+        return number
+
+    def step(self) -> None:
+        for output in self.batcher.step():
+            self._sink(output)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+class _Booked(Residency):
+    """A residency that takes its own time, with that of the policy and the predictor that it asks."""
+
+    booked_s = 0.0
+
+    def begin_forward(self, info: ForwardInfo) -> list[Step]:
+        began = time.perf_counter()
+        steps = super().begin_forward(info)
+        self.booked_s += time.perf_counter() - began
+        return steps
+
+    def route(self, event: GateEvent) -> Sequence[Sequence[int]] | None:
+        began = time.perf_counter()
+        routed = super().route(event)
+        self.booked_s += time.perf_counter() - began
+        return routed
+
+    def event(self, event: GateEvent) -> list[Step]:
+        began = time.perf_counter()
+        steps = super().event(event)
+        self.booked_s += time.perf_counter() - began
+        return steps
+
+    def end_forward(self, info: ForwardInfo) -> None:
+        began = time.perf_counter()
+        super().end_forward(info)
+        self.booked_s += time.perf_counter() - began
+
+    def end_request(self, request: int) -> None:
+        began = time.perf_counter()
+        super().end_request(request)
+        self.booked_s += time.perf_counter() - began
+
+
+def _announce(batcher: Any, forced: ForcedRoutes | None) -> None:
+    """Let the forced routes hear of each forward, before whoever hears of it already."""
+    if forced is None:
+        return
+    heard = batcher.on_forward
+
+    def on_forward(batch: Batch) -> None:
+        forced.begin_forward(batch.info)
+        if heard is not None:
+            heard(batch)
+
+    batcher.on_forward = on_forward
+
+
+def _drive(
+    server: Any, workload: Workload, forced: ForcedRoutes | None, residency: _Booked | None
+) -> tuple[PhaseTimes, PhaseTimes]:
+    """One request after the other; the forwards of prompts, and those of later tokens."""
+    params = SamplingParams(max_tokens=workload.new_tokens, ignore_eos=True)
+    phases: tuple[list[list[float]], list[list[float]]] = ([], [])
+
+    def sink(output: Output) -> None:
+        if output.error is not None:
+            raise MoetoolError(f"a forward failed: {output.error}")
+
+    before = _totals(server, residency)
+    for number, prompt in enumerate(workload.prompts):
+        request = server.submit(list(prompt), params, sink)
+        if forced is not None:
+            forced.follow(request, number)
+        forwards = 0
+        while not server.idle:
+            began = time.perf_counter()
+            server.step()
+            seconds = time.perf_counter() - began
+            after = _totals(server, residency)
+            phases[min(forwards, 1)].append([seconds, *(b - a for a, b in zip(before, after, strict=True))])
+            before = after
+            forwards += 1
+        assert forwards == workload.new_tokens, "a prompt is one forward, each later token another"
+    prefill, decode = map(_phase, phases)
+    return prefill, decode
+
+
+def _totals(server: Any, residency: _Booked | None) -> list[float]:
+    metrics = server.metrics()
+    names = ("bytes_read", "prefetch_bytes_read", "stall_seconds")
+    return [*(metrics.get(name, 0.0) for name in names), residency.booked_s if residency is not None else 0.0]
+
+
+def _phase(forwards: Sequence[Sequence[float]]) -> PhaseTimes:
+    seconds, read, ahead, stall, booking = zip(*forwards, strict=True)
+    return PhaseTimes(
+        seconds=tuple(seconds),
+        bytes_read=sum(read),
+        ahead_bytes=sum(ahead),
+        stall_s=sum(stall),
+        booking_s=sum(booking),
+    )

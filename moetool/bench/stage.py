@@ -1,0 +1,225 @@
+"""What a bench of serving runs on: a model in memory, what it is given, and whose routes it follows."""
+
+import contextlib
+import itertools
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool import prompts as prompt_sets
+from moetool.bench.checkpoint import random_checkpoint, remove_checkpoint
+from moetool.bench.routes import CutPredictor, ForcedRoutes, bench_spec, choose, write_part
+from moetool.bench.runs import Workload
+from moetool.errors import UsageError
+from moetool.models.loading import LoadedModel, load_lazy, load_tokenizer, parse_dtype, use_threads
+from moetool.models.spec import locate
+from moetool.policy import Policy
+from moetool.predictor import load_predictor
+from moetool.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What `moetool bench serve --set bench.NAME=VALUE` sets.
+
+    Attributes:
+        rounds: how often every line runs.
+        requests: requests of a run, one after the other.
+        new_tokens: tokens that each generates; the first comes of the prompt's forward.
+        prompt_share: share of a traced request's tokens that make its prompt; by default as the trace says, and a
+            third where it was imported from a file that does not say.
+        dtype: of everything but the experts; bfloat16 for a shape, float32 for a checkpoint.
+        threads, io_threads: of the arithmetic (0 chooses), of the reads.
+        seed: of random weights and prompts.
+        resident: whether a line has every expert in memory; without it there are no bounds.
+        offload: whether transformers is asked to run the model offloaded.
+        keep: whether the random checkpoint and the part of the trace stay for the next bench.
+    """
+
+    rounds: int = 5
+    requests: int = 3
+    new_tokens: int = 48
+    prompt_share: float | None = None
+    dtype: str | None = None
+    threads: int = 0
+    io_threads: int = 2
+    seed: int = 0
+    resident: bool = True
+    offload: bool = True
+    keep: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("rounds", 1), ("requests", 1), ("new_tokens", 2), ("threads", 0), ("io_threads", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"bench.{name} is {getattr(self, name)}, expected at least {least}")
+        if self.prompt_share is not None and not 0 < self.prompt_share < 1:
+            raise UsageError(f"bench.prompt_share is {self.prompt_share}, expected a share between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is benched.
+
+    Attributes:
+        model: a checkpoint: `reference`, a folder, a hub name; or none, and `shape`.
+        shape: a config alone; its weights are made up on disk.
+        layers: MoE layers of the shape; all of them by default.
+        routes: folder of a trace whose routing the model is made to follow, MoE layer i that of layer i; always
+            needed for a shape, whose own routing would mean nothing.
+        data: prompts for a checkpoint that routes by itself, as `moetool.prompts.load` takes them.
+        predictor: folder of a trained one. Only requests that it has not seen are used.
+        work: where random checkpoints and parts of traces are kept.
+    """
+
+    model: str | None = None
+    shape: str | None = None
+    layers: int | None = None
+    routes: Path | None = None
+    data: tuple[str, ...] = ()
+    predictor: Path | None = None
+    work: Path = Path("moetool-bench")
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.shape is None):
+            raise UsageError("bench serve takes a MODEL or a --shape; give one of them")
+        if self.layers is not None and self.shape is None:
+            raise UsageError("--layers cuts a --shape; a checkpoint is taken as it is")
+        if self.shape is not None and self.routes is None:
+            raise UsageError(
+                "a --shape has random weights, whose own routing means nothing; give --routes DIR to follow"
+            )
+        if (self.routes is None) == (not self.data):
+            raise UsageError("bench serve takes --routes DIR to follow, or --data of a model that routes by itself")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A model in memory without its experts, and what every line runs on it.
+
+    Attributes:
+        name: of the model, for people.
+        predictor: for the policies that need one; None if there is none.
+        part: the routes that are followed, as a trace of this model; None where it routes by itself.
+        forced: makes it follow them.
+    """
+
+    name: str
+    loaded: LoadedModel
+    workload: Workload
+    predictor: Any
+    part: Trace | None
+    forced: ForcedRoutes | None
+
+
+def open_stage(
+    subject: Subject, options: BenchOptions, kinds: Mapping[str, type[Policy]], stack: contextlib.ExitStack
+) -> Stage:
+    """Bring the model into memory and decide what it is given.
+
+    Args:
+        kinds: the policies, by name.
+        stack: closes and removes, at its end, what is made here.
+
+    Effects: writes the random checkpoint and the part of the trace; sets torch's number of threads.
+
+    Raises:
+        UsageError, MismatchError, CapacityError: as `moetool.bench.serve.bench_serve`.
+    """
+    trace = Trace(subject.routes) if subject.routes is not None else None
+    for name, kind in kinds.items():
+        if trace is not None:
+            _require_routes(f"policy {name}", kind.needs)
+        elif kind.needs_future:
+            raise UsageError(f"policy {name} has to know the future: give --routes DIR, or leave it out")
+        if kind.needs_predictor and subject.predictor is None:
+            raise UsageError(f"policy {name} needs a predictor and got none; pass one with --predictor DIR")
+    predictor = load_predictor(subject.predictor) if subject.predictor is not None else None
+    if trace is not None and predictor is not None:
+        trace.spec.require_same(predictor.spec, "the routes", "the predictor")
+        _require_routes("the predictor", predictor.needs)
+    name = subject.shape or str(subject.model)
+    if subject.shape is not None:
+        path = random_checkpoint(subject.shape, subject.layers, subject.work, seed=options.seed)
+        if not options.keep:
+            stack.callback(remove_checkpoint, path)
+        name += f" ({path.name}, random weights)"
+    else:
+        path = locate(str(subject.model))
+    loaded = load_lazy(path, parse_dtype(options.dtype or ("bfloat16" if subject.shape else "float32")))
+    stack.callback(loaded.close)
+    use_threads(loaded.model.config.get_text_config(), options.threads)
+    if trace is not None:
+        return _following(trace, name, loaded, predictor, subject.work, options, stack)
+    if predictor is not None:
+        loaded.spec.require_same(predictor.spec, "the model", "the predictor")
+    workload = _prompts(path, subject.data, predictor, options)
+    return Stage(name=name, loaded=loaded, workload=workload, predictor=predictor, part=None, forced=None)
+
+
+def _require_routes(user: str, needs: frozenset[str]) -> None:
+    """Raises: UsageError for a policy or predictor that looks at more than which experts are chosen."""
+    if more := sorted(needs - {"experts", "weights"}):
+        raise UsageError(
+            f"{user} looks at {', '.join(more)}, which mean nothing in a model that is made to follow routes; bench it "
+            "on a MODEL that routes by itself, with --data"
+        )
+
+
+def _following(
+    trace: Trace,
+    name: str,
+    loaded: LoadedModel,
+    predictor: Any,
+    work: Path,
+    options: BenchOptions,
+    stack: contextlib.ExitStack,
+) -> Stage:
+    """A model that follows the routes of a trace; its prompts are random tokens, since the routes say it all."""
+    loaded = replace(loaded, spec=bench_spec(loaded.spec, trace))
+    chosen = choose(
+        trace,
+        requests=options.requests,
+        new_tokens=options.new_tokens,
+        prompt_share=options.prompt_share,
+        predictor=predictor,
+    )
+    part = write_part(trace, loaded.spec, chosen, work)
+    if not options.keep:
+        stack.callback(shutil.rmtree, part.path)
+    forced = ForcedRoutes(loaded.layers, part)
+    stack.callback(forced.close)
+    vocabulary = int(loaded.model.config.get_text_config().vocab_size)
+    generator = torch.Generator().manual_seed(options.seed)
+    ids = [torch.randint(vocabulary, (one.prompt_tokens,), generator=generator).tolist() for one in chosen]
+    return Stage(
+        name=f"{name}, following {trace.path}",
+        loaded=loaded,
+        workload=Workload(prompts=tuple(map(tuple, ids)), new_tokens=options.new_tokens),
+        predictor=None if predictor is None else CutPredictor(predictor, loaded.spec),
+        part=part,
+        forced=forced,
+    )
+
+
+def _prompts(path: Path, data: tuple[str, ...], predictor: Any, options: BenchOptions) -> Workload:
+    """Prompts that the predictor has not seen, from each set of the data in turn."""
+    tokenizer = load_tokenizer(path)
+    seen = set(predictor.card["seen_prompts"]) if predictor is not None else set()
+    by_set: dict[str, list[str]] = defaultdict(list)
+    for prompt in prompt_sets.load(data):
+        if f"{prompt.dataset}/{prompt.prompt_id}" not in seen:
+            by_set[prompt.dataset].append(prompt.text)
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*by_set.values()))
+    texts = list(itertools.islice((text for text in turns if text is not None), options.requests))
+    if len(texts) < options.requests:
+        raise UsageError(
+            f"{', '.join(data)} holds {len(texts)} prompts{' that the predictor has not seen' if seen else ''}, "
+            f"expected {options.requests}; set bench.requests lower"
+        )
+    ids = tuple(tuple(tokenizer(text)["input_ids"]) for text in texts)
+    return Workload(prompts=ids, new_tokens=options.new_tokens)

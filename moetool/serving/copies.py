@@ -1,0 +1,199 @@
+"""Memory of the device and of the host, and copies from one to the other beside the computing.
+
+A *mark* is a point in the device's work. `copy` gives one that is passed when its bytes are there, `mark` one that is
+passed when all computing asked for so far is done; None is always passed. Only `finish` blocks a thread: everything
+else orders the device's own queues, so that the model's thread runs ahead of them.
+"""
+
+import threading
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+
+from moetool.errors import CapacityError, first_line
+
+ALIGNMENT = 256
+"""Of every expert in memory, on every device: kernels are chosen by it, and may add in another order if it differs."""
+
+
+class Copies(Protocol):
+    """What the store asks of a device. All but `mark` and `wait` may be called from any thread.
+
+    Attributes:
+        device: where slots are.
+        staged: whether a slot can be filled by a copy from host memory only, not by reading a file into it.
+    """
+
+    device: torch.device
+    staged: bool
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        """Memory for slots, uint8. Raises: CapacityError where the device does not have it."""
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        """Memory to copy from, uint8; pinned where that matters. Raises: CapacityError."""
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
+        """Copy from host to device memory as soon as `after` is passed; gives the mark of its end."""
+
+    def mark(self) -> Any:
+        """The mark of the end of all computing that the calling thread has asked for."""
+
+    def wait(self, mark: Any, tier: str) -> None:
+        """What the calling thread asks the device to compute from now on begins after `mark`.
+
+        Args:
+            tier: what is charged with the time that the device then waits: `disk` or `host`.
+        """
+
+    def passed(self, mark: Any) -> bool:
+        """Whether a mark is passed already."""
+
+    def finish(self, mark: Any) -> None:
+        """Block the calling thread until `mark` is passed, with the GIL released."""
+
+    def stalled(self, tier: str) -> float:
+        """Seconds that the device waited in `wait`, as far as they are over."""
+
+    def close(self) -> None:
+        """Finish all copies and give up the host memory. Called once."""
+
+
+def open_copies(device: torch.device) -> Copies:
+    """The `Copies` of a device."""
+    return CudaCopies(device) if device.type == "cuda" else CpuCopies()
+
+
+class CpuCopies:
+    """The CPU as its own device: a copy is done when the call returns, so every mark is passed."""
+
+    device = torch.device("cpu")
+    staged = False
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        return _allocate(num_bytes, self.device)
+
+    host_memory = device_memory
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
+        target.copy_(source)
+
+    def mark(self) -> Any:
+        return None
+
+    def wait(self, mark: Any, tier: str) -> None: ...
+
+    def passed(self, mark: Any) -> bool:
+        return True
+
+    def finish(self, mark: Any) -> None: ...
+
+    def stalled(self, tier: str) -> float:
+        return 0.0
+
+    def close(self) -> None: ...
+
+
+class CudaCopies:
+    """A GPU: copies have a stream of their own, marks are CUDA events.
+
+    Host memory is allocated in pages and then registered with the driver, because torch's own pinned memory comes in
+    powers of two: a budget of 100 GB would take 128.
+
+    Written for a GPU and run on none so far; what depends on the order of its queues is tested with a device made up
+    of two queues (`tests/streams.py`), and the tests marked `gpu` try the rest.
+    """
+
+    staged = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        self._registered: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+        self._stalls: dict[str, deque[tuple[Any, Any]]] = {"disk": deque(), "host": deque()}
+        self._stalled = {"disk": 0.0, "host": 0.0}
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        return _allocate(num_bytes, self.device)
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        memory = _allocate(num_bytes, torch.device("cpu"))
+        with torch.cuda.device(self.device):
+            error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+        if error:
+            raise CapacityError(
+                f"the driver does not pin {num_bytes:,} bytes of host memory (CUDA error {error}); give less "
+                "--host-memory; 'moetool doctor' says what this machine has"
+            )
+        self._registered.append(memory)
+        return memory
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
+        copied = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            copied.record(self._stream)
+        return copied
+
+    def mark(self) -> Any:
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def wait(self, mark: Any, tier: str) -> None:
+        if mark is None or mark.query():
+            return
+        stream = torch.cuda.current_stream(self.device)
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        stream.wait_event(mark)
+        after.record(stream)
+        with self._lock:
+            self._stalls[tier].append((before, after))
+        self.stalled(tier)
+
+    def passed(self, mark: Any) -> bool:
+        return mark is None or bool(mark.query())
+
+    def finish(self, mark: Any) -> None:
+        if mark is not None:
+            mark.synchronize()
+
+    def stalled(self, tier: str) -> float:
+        waits = self._stalls[tier]
+        with self._lock:
+            while waits and waits[0][1].query():
+                before, after = waits.popleft()
+                self._stalled[tier] += before.elapsed_time(after) / 1000
+            return self._stalled[tier]
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        while self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())
+
+
+def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Aligned memory; the few bytes that aligning takes come on top."""
+    try:
+        memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        raise CapacityError(
+            f"{device} does not have {num_bytes:,} bytes for experts ({first_line(error)}); set a smaller "
+            "--device-memory or --host-memory"
+        ) from None
+    start = -memory.data_ptr() % ALIGNMENT
+    return memory[start : start + num_bytes]
+
+
+def stride_of(slot_bytes: int) -> int:
+    """Bytes from one slot to the next in a pool of aligned slots."""
+    return -(-slot_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def cut(memory: torch.Tensor, count: int, num_bytes: int) -> list[torch.Tensor]:
+    """So many aligned slots of `num_bytes` each out of a pool."""
+    stride = stride_of(num_bytes)
+    return [memory[i * stride : i * stride + num_bytes] for i in range(count)]

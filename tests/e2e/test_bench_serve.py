@@ -1,0 +1,278 @@
+"""`moetool bench serve`: the model uses the experts of the trace, and the counts are those of replay."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moetool import cli
+from moetool.bench import serve, stage
+from moetool.bench.checkpoint import random_checkpoint
+from moetool.bench.results import OFFLOADED, PLAIN, RESIDENT
+from moetool.bench.routes import Chosen, CutPredictor, ForcedRoutes, bench_spec, choose, write_part
+from moetool.bench.runs import Workload, run_engine, run_plain
+from moetool.bench.serve import bench_serve
+from moetool.bench.stage import BenchOptions, Subject
+from moetool.caching import lru
+from moetool.errors import MismatchError, UsageError
+from moetool.models.loading import load_full, load_lazy
+from moetool.models.routing import watch
+from moetool.policy import build_policy
+from moetool.replay import replay
+from moetool.trace import Trace
+from moetool.training import train
+from moetool.types import GateEvent
+from tests.synthetic_routes import make_spec, write_trace
+from tests.tiny_shape import EXPERT_BYTES, write_shape
+
+SPEC = make_spec(num_layers=6)  # two layers more than the shape has
+OPTIONS = BenchOptions(rounds=2, requests=3, new_tokens=6, threads=1)
+POLICIES = ["on_demand", "lru", "lfu", "belady", "static_split", "duoserve", "moe_infinity", "layerwise", "moesys"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shape, routes for it, and a predictor trained on some of them."""
+    folder = tmp_path_factory.mktemp("bench")
+    write_shape(folder / "tiny")
+    write_trace(folder / "routes", SPEC)
+    train("affinity", folder / "routes", folder / "affinity")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kilobytes are read so often for one reading of the disk's rate that the tests would do little else."""
+    monkeypatch.setattr(serve, "THREADS", (2,))
+    monkeypatch.setattr(serve, "_READINGS", 2)
+
+
+@pytest.fixture
+def subject(folder: Path) -> Subject:
+    return Subject(shape=str(folder / "tiny"), layers=4, routes=folder / "routes", work=folder / "work")
+
+
+def test_the_model_uses_the_experts_and_weights_of_the_trace(folder: Path) -> None:
+    trace = Trace(folder / "routes")
+    path = random_checkpoint(str(folder / "tiny"), 4, folder / "work")
+    loaded, full = load_lazy(path, torch.float32), load_full(path, torch.float32)
+    chosen = [Chosen(request=7, prompt_tokens=5, tokens=10), Chosen(request=2, prompt_tokens=9, tokens=14)]
+    part = write_part(trace, bench_spec(loaded.spec, trace), chosen, folder / "work")
+    forced = ForcedRoutes(loaded.layers, part)
+    forced.attach(full.layers)
+    seen: dict[int, list[Any]] = {layer.index: [] for layer in loaded.layers}
+    for layer in loaded.layers:
+        watch(layer, lambda index, weights, i=layer.index: seen[i].append((index.clone(), weights.clone())))
+    events: list[GateEvent] = []
+
+    class Listening(lru.Policy):
+        def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Any:
+            events.append(event)
+            return super().gate(event, hits, misses)
+
+    workload = Workload(prompts=((3, 4, 5, 6, 7), tuple(range(10, 19))), new_tokens=6)
+    run_engine(loaded, Listening(loaded.spec, lru.Options(), 5), workload, io_threads=1, forced=forced)
+    expected = np.concatenate([batch.experts_TS for batch in trace.batches()])
+    request = np.concatenate([batch.request_T for batch in trace.batches()])
+    weights = np.concatenate([batch.weights_TS for batch in trace.batches(["weights"])])
+    for layer, pairs in seen.items():
+        for column, recorded in ((0, expected), (1, weights)):
+            used = torch.cat([pair[column] for pair in pairs]).numpy()
+            rows = np.concatenate([recorded[request == 7][:10], recorded[request == 2][:14]])
+            assert np.array_equal(used, rows[:, 2 * layer : 2 * layer + 2]), (layer, column)
+    assert [e.experts_TK for e in events] == [e.experts_TK for _, es in part.forwards(sequential=True) for e in es]
+    assert [len(e.experts_TK) for e in events[::4]] == [5, 1, 1, 1, 1, 1, 9, 1, 1, 1, 1, 1]
+
+    logits: list[torch.Tensor] = []
+    hooks = [m.lm_head.register_forward_hook(lambda *a: logits.append(a[2][0, -1])) for m in (loaded.model, full.model)]
+    run_engine(loaded, build_policy("lru", loaded.spec, {}, 3), workload, io_threads=1, forced=forced)
+    run_plain(full.model, workload, forced)
+    for hook in hooks:
+        hook.remove()
+    assert len(logits) == 24
+    torch.testing.assert_close(torch.stack(logits[:12]), torch.stack(logits[12:]), rtol=1e-4, atol=1e-5)
+    forced.close()
+    loaded.close()
+
+
+def test_counts_are_those_of_replay_for_every_policy(folder: Path, subject: Subject) -> None:
+    subject = Subject(
+        shape=subject.shape, layers=4, routes=subject.routes, predictor=folder / "affinity", work=subject.work
+    )
+    made = bench_serve(
+        subject, policies=POLICIES, budgets=["25%", "75%"], options=OPTIONS, policy_options={"lfu": {"forget": True}}
+    )
+    assert made.experts_bytes == 4 * 8 * EXPERT_BYTES
+    assert made.lines[0].policy == RESIDENT and made.lines[0].hit_rate == 1.0
+    assert made.lines[0].bytes_per_token == 0
+    served = [line for line in made.lines if line.slots is not None and line.policy != RESIDENT]
+    assert {line.policy for line in served} == set(POLICIES) - {"belady"}
+    assert all(line.as_replayed for line in served)
+    assert made.notes == (
+        "on_demand uses 2 slots with 73.7 kB too: measured once",
+        "duoserve uses 2 slots with 73.7 kB too: measured once",
+        "moesys needs 16 slots: left out with 24.6 kB",
+    )
+
+    assert made.routes is not None
+    part = Trace(Path(made.routes))
+    trace = Trace(folder / "routes")
+    card = json.loads((folder / "affinity" / "card.json").read_text())
+    taken = choose(trace, requests=3, new_tokens=6, prompt_share=None, predictor=_Card(card))
+    assert {one.request for one in taken} <= set(card["requests"]["test"])
+    assert part.requests["prompt_id"].to_pylist() == [str(one.request) for one in taken]
+    assert part.requests["tokens"].to_pylist() == [17] * 3
+    from moetool.predictor import load_predictor
+
+    predictor = CutPredictor(load_predictor(folder / "affinity"), part.spec)
+    budgets = [made.experts_bytes // 4, made.experts_bytes * 3 // 4]
+    options = {"lfu": {"forget": True}}
+    fitting = [name for name in POLICIES if name != "moesys"]
+    rows = replay(part, fitting, budgets, predictor=predictor, options=options, pool="slots")
+    rows += replay(part, ["moesys"], budgets[1:], pool="slots")
+    by_name = {(row.policy, row.budget_bytes): row for row in rows}
+    for line in served:
+        row = by_name[line.policy, line.budget_bytes or 0]
+        assert line.hit_rate == row.decode.hit_rate
+        raw = line.rounds[0]["decode_counts"]
+        assert raw == row.decode.to_json()
+    for one in made.replayed:
+        assert one.hit_rate == by_name["belady", one.budget_bytes].decode.hit_rate
+        same = [line for line in served if line.budget_bytes == one.budget_bytes and not line.decode.reads_ahead]
+        assert all(one.bytes_per_token <= line.bytes_per_token for line in same)
+
+
+class _Card:
+    def __init__(self, card: dict[str, Any]) -> None:
+        self.card = card
+
+
+def test_other_routes_than_the_traces_would_be_noticed(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shifted(ForcedRoutes):
+        def begin_forward(self, info: Any) -> None:
+            super().begin_forward(info)
+            self._rows_T = self._rows_T // 2
+
+    monkeypatch.setattr(stage, "ForcedRoutes", Shifted)
+    made = bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
+    assert made.lines[1].as_replayed is False
+    assert made.notes == ("lru with 8 slots: the counts are not those of replay",)
+
+
+def test_routes_of_another_shape_are_refused(folder: Path, tmp_path: Path) -> None:
+    for name, spec in (
+        ("few", make_spec(num_layers=3)),
+        ("wide", make_spec(num_experts=16)),
+        ("top", make_spec(4, 8, 3)),
+    ):
+        routes = write_trace(tmp_path / name, spec, num_requests=3)
+        subject = Subject(shape=str(folder / "tiny"), routes=routes, work=folder / "work")
+        with pytest.raises(MismatchError, match="give routes of the same shape"):
+            bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
+
+
+def test_requests_must_be_long_enough(subject: Subject) -> None:
+    options = BenchOptions(requests=3, new_tokens=20)
+    with pytest.raises(UsageError, match=r"holds 0 requests of enough tokens, expected 3"):
+        bench_serve(subject, policies=["lru"], budgets=["25%"], options=options)
+
+
+def test_what_looks_at_scores_is_not_benched_on_made_up_ones(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lru.Policy, "needs", frozenset({"experts", "logits"}))
+    with pytest.raises(UsageError, match=r"policy lru looks at logits, .* bench it on a MODEL that routes by itself"):
+        bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
+
+
+def test_transformers_offloading_has_a_line_or_a_refusal(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(path: Path, dtype: torch.dtype, memory_bytes: int, scratch: str) -> Any:
+        full = load_full(path, dtype)
+        return full.model, full.layers
+
+    monkeypatch.setattr(serve, "open_offloaded", opened)
+    made = bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
+    assert [line.policy for line in made.lines] == [RESIDENT, "lru", PLAIN, OFFLOADED]
+    assert made.refused is None and len(made.lines[-1].rounds) == 2
+
+    def broken(*args: Any) -> Any:
+        model, layers = opened(*args)
+        model.register_forward_pre_hook(_fail)
+        return model, layers
+
+    monkeypatch.setattr(serve, "open_offloaded", broken)
+    made = bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
+    assert [line.policy for line in made.lines] == [RESIDENT, "lru", PLAIN]
+    assert made.refused == "refused, MoetoolError: a forward failed: expected meta, found cpu"
+
+
+def _fail(*args: Any) -> None:
+    raise RuntimeError("expected meta, found cpu\nand more lines")
+
+
+def _main(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["moetool", *map(str, args)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_the_command_prints_a_table_and_writes_the_raw_values(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work, out = tmp_path / "work", tmp_path / "results.json"
+    common = ["--shape", folder / "tiny", "--layers", 2, "--routes", folder / "routes", "--work", work]
+    settings = [f"--set=bench.{s}" for s in ("rounds=2", "requests=2", "new_tokens=4", "threads=1", "keep=false")]
+    code = _main(
+        monkeypatch, *["bench", "serve", *common, "--policy", "lru,belady,on_demand", "--budget", "25%,50%"],
+        *settings, "--out", out,
+    )  # fmt: skip
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert not [path for path in work.iterdir() if path.is_dir()]  # nothing is kept
+    made = json.loads(out.read_text())
+    assert [line["policy"] for line in made["lines"]][:4] == [RESIDENT, "lru", "lru", "on_demand"]
+    assert all(len(line["rounds"]) == 2 for line in made["lines"])
+    assert len(made["lines"][1]["rounds"][0]["decode"]["seconds"]) == 2 * 3
+    assert made["command"].startswith("moetool bench serve --shape")
+    assert made["dtype"] == "bfloat16" and made["threads"] == 1
+    assert made["refused"] or any("offloaded" in line["policy"] for line in made["lines"])
+    for words in ("all in memory", "belady (replay)", "x bound", "GB/s", "on_demand uses 2 slots", made["command"]):
+        assert words in printed.out
+    assert (
+        _main(monkeypatch, *["bench", "serve", *common, "--policy", "lru", "--budget", "50%", "--json"], *settings) == 0
+    )
+    assert json.loads(capsys.readouterr().out)["rounds"] == 2
+
+
+def test_a_checkpoint_routes_by_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = [f"--set=bench.{s}" for s in ("rounds=1", "requests=2", "new_tokens=3")]
+    args = ["bench", "serve", "reference", "--data", "chat,code", "--policy", "lru", "--budget", "50%", "--json"]
+    assert _main(monkeypatch, *args, *settings) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [line["policy"] for line in made["lines"]][:3] == [RESIDENT, "lru", "transformers, all in memory"]
+    assert made["routes"] is None and made["lines"][1]["as_replayed"] is None
+    assert 0 < made["lines"][1]["hit_rate"] < 1
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ("--policy lru --budget 25%", "a MODEL or a --shape"),
+        ("reference --shape deepseek-v2-lite --policy lru --budget 25%", "a MODEL or a --shape"),
+        ("reference --policy lru --budget 25%", "--routes DIR to follow, or --data"),
+        ("reference --layers 2 --data chat --policy lru --budget 25%", "--layers cuts a --shape"),
+        ("--shape deepseek-v2-lite --policy lru --budget 25%", "give --routes DIR"),
+        ("reference --data chat --policy belady --budget 25%", "has to know the future"),
+        ("reference --data chat --policy duoserve --budget 25%", "needs a predictor"),
+        ("reference --data chat --policy lru --budget 25% --set bench.rounds=0", "bench.rounds is 0"),
+        ("reference --data chat --policy lru --budget 25% --set bench.runds=1", "did you mean 'rounds'"),
+        ("reference --data chat --policy lru --budget 25% --set lfu.forget=true", "for none of lru"),
+    ],
+)
+def test_refusals(args: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _main(monkeypatch, "bench", "serve", *args.split()) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1

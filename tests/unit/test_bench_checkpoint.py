@@ -1,0 +1,132 @@
+"""Random checkpoints of a shape: what lies in them, and that half of one is never taken for whole."""
+
+import collections
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from moetool.bench import checkpoint
+from moetool.bench.checkpoint import MARKER, random_checkpoint, remove_checkpoint
+from moetool.errors import CapacityError, UsageError
+from moetool.models.loading import load_lazy
+from tests.tiny_shape import EXPERT_BYTES, write_shape
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> str:
+    return write_shape(tmp_path / "tiny")
+
+
+def test_transformers_and_the_lazy_loader_read_it(shape: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = random_checkpoint(shape, 2, tmp_path / "work")
+    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    assert model.config.num_hidden_layers == 3  # the dense one comes with the two
+
+    loaded = load_lazy(path, torch.bfloat16)
+    assert loaded.files is not None
+    assert loaded.spec.layer_ids_L == (1, 2)
+    assert loaded.spec.expert_bytes_L == (EXPERT_BYTES,) * 2
+    slot = torch.empty(loaded.files.slot_bytes, dtype=torch.uint8)
+    assert loaded.files.read_into(loaded.spec.expert_key(1, 5), slot) == EXPERT_BYTES
+    up, down = loaded.files.views(slot)
+    experts = model.model.layers[2].mlp.experts
+    assert torch.equal(up, experts.gate_up_proj[5].bfloat16())
+    assert torch.equal(down, experts.down_proj[5].bfloat16())
+    loaded.close()
+
+
+def test_each_expert_is_one_read(shape: str, tmp_path: Path) -> None:
+    loaded = load_lazy(random_checkpoint(shape, 2, tmp_path / "work"), torch.bfloat16)
+    assert loaded.files is not None
+    reads: list[int] = []
+    read = loaded.files.shards.read
+    loaded.files.shards.read = lambda *args: (reads.append(args[2]), read(*args))[1]  # type: ignore[method-assign]
+    loaded.files.read_into(0, torch.empty(loaded.files.slot_bytes, dtype=torch.uint8))
+    assert reads == [EXPERT_BYTES]
+    loaded.close()
+
+
+def test_values_are_finite_small_and_different(shape: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(random_checkpoint(shape, 4, tmp_path / "work"))
+    rows = collections.Counter()
+    for name, value in model.named_parameters():
+        if value.dim() == 1:
+            assert (value == 1).all(), name
+            continue
+        assert ((value.abs() >= 2**-6) & (value.abs() < 2**-5)).all(), name
+        assert 0.3 < (value > 0).float().mean() < 0.7, name
+        rows.update(tuple(row) for row in value.flatten(0, -2)[:, :16].tolist())
+    assert max(rows.values()) == 1
+
+
+def test_the_seed_and_the_config_tell_checkpoints_apart(shape: str, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    first = random_checkpoint(shape, 1, work)
+    before = {file: file.stat().st_mtime_ns for file in first.iterdir()}
+    assert random_checkpoint(shape, 1, work) == first
+    assert {file: file.stat().st_mtime_ns for file in first.iterdir()} == before  # found, not written
+    others = [random_checkpoint(shape, 2, work), random_checkpoint(shape, 1, work, seed=1)]
+    assert len({first, *others}) == 3
+    data = "model-layer-001.safetensors"
+    assert (others[1] / data).read_bytes() != (first / data).read_bytes()
+    shutil.rmtree(first)
+    contents = (others[0] / data).read_bytes()
+    assert (random_checkpoint(shape, 1, work) / data).read_bytes() == contents  # by seed and place alone
+
+
+def test_a_killed_writer_leaves_nothing_that_counts(shape: str, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    child = os.fork()
+    if child == 0:
+        write, files = checkpoint._write, []
+
+        def killed(file: Path, *rest: object) -> None:
+            files.append(file)
+            if len(files) == 3:
+                os._exit(9)
+            write(file, *rest)  # type: ignore[arg-type]
+
+        checkpoint._write = killed
+        random_checkpoint(shape, 4, work)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    left = [path for path in work.iterdir() if path.is_dir()]
+    assert [path.suffix for path in left] == [".partial"]
+    assert len(list(left[0].glob("*.safetensors"))) == 2
+    assert not (left[0] / MARKER).exists()
+    whole = random_checkpoint(shape, 4, work)
+    assert len(list(whole.glob("*.safetensors"))) == 6
+    assert [path for path in work.iterdir() if path.is_dir()] == [whole]
+
+
+def test_a_full_disk_is_told_before_anything_is_written(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = collections.namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 0, 10))
+    with pytest.raises(CapacityError, match=r"4 MoE layers of .* take [\d,]+ bytes on disk and .* has 10 free; give"):
+        random_checkpoint(shape, 4, tmp_path / "work")
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+@pytest.mark.parametrize("layers", [0, 5])
+def test_layers_that_the_shape_does_not_have(shape: str, tmp_path: Path, layers: int) -> None:
+    with pytest.raises(UsageError, match="4 MoE layers; give 1 to 4"):
+        random_checkpoint(shape, layers, tmp_path / "work")
+
+
+def test_only_random_checkpoints_are_removed(shape: str, tmp_path: Path) -> None:
+    path = random_checkpoint(shape, 1, tmp_path / "work")
+    remove_checkpoint(path)
+    assert not path.exists()
+    with pytest.raises(UsageError, match="will not remove it"):
+        remove_checkpoint(tmp_path / "tiny")
+    assert (tmp_path / "tiny" / "config.json").is_file()

@@ -1,0 +1,149 @@
+"""What is asked of CUDA, and in which order, on a stand-in for its few primitives that writes everything down."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from moetool.errors import CapacityError, UsageError
+from moetool.models.loading import parse_device
+from moetool.serving.copies import ALIGNMENT, CpuCopies, CudaCopies, cut, open_copies, stride_of
+
+GPU = torch.device("cuda", 0)
+
+
+class _Cuda:
+    """Streams and events that only log; an event is passed once `run` was called after it was recorded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[str, ...]] = []
+        self.events: list[Any] = []
+        self.refuse = 0
+        cuda = self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                self.name, self.timed, self.done = f"event{len(cuda.events)}", enable_timing, False
+                cuda.events.append(self)
+
+            def record(self, stream: Any) -> None:
+                cuda.log.append((stream.name, "record", self.name))
+
+            def query(self) -> bool:
+                return self.done
+
+            def synchronize(self) -> None:
+                cuda.log.append(("host", "wait", self.name))
+
+            def elapsed_time(self, end: Any) -> float:
+                assert self.timed and end.timed
+                return 250.0
+
+        class Stream:
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            def wait_event(self, event: Any) -> None:
+                cuda.log.append((self.name, "wait", event.name))
+
+            def record_event(self) -> Event:
+                event = Event()
+                event.record(self)
+                return event
+
+            def synchronize(self) -> None:
+                cuda.log.append(("host", "wait", self.name))
+
+        compute = Stream("compute")
+
+        class Cudart:
+            def cudaHostRegister(self, pointer: int, num_bytes: int, flags: int) -> int:
+                cuda.log.append(("register", str(num_bytes)))
+                return cuda.refuse
+
+            def cudaHostUnregister(self, pointer: int) -> int:
+                cuda.log.append(("unregister",))
+                return 0
+
+        for name, stand_in in {
+            "Event": Event,
+            "Stream": lambda device: Stream("copies"),
+            "current_stream": lambda device: compute,
+            "stream": lambda stream: contextlib.nullcontext(),
+            "device": lambda device: contextlib.nullcontext(),
+            "cudart": Cudart,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    def run(self) -> None:
+        for event in self.events:
+            event.done = True
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> _Cuda:
+    return _Cuda(monkeypatch)
+
+
+def test_a_copy_comes_after_the_computing_and_the_computing_after_the_copy(cuda: _Cuda) -> None:
+    copies = CudaCopies(GPU)
+    source, target = torch.ones(4), torch.zeros(4)
+    freed = copies.mark()
+    copied = copies.copy(source, target, after=freed)
+    copies.wait(copied, "host")
+    assert cuda.log == [
+        ("compute", "record", "event0"),
+        ("copies", "wait", "event0"),
+        ("copies", "record", "event1"),
+        ("compute", "record", "event2"),
+        ("compute", "wait", "event1"),
+        ("compute", "record", "event3"),
+    ]
+    assert torch.equal(source, target)
+    assert (copies.passed(copied), copies.stalled("host")) == (False, 0.0)
+    cuda.run()
+    assert copies.passed(copied)
+    assert (copies.stalled("host"), copies.stalled("disk")) == (0.25, 0.0)
+    assert copies.stalled("host") == 0.25  # counted once
+    cuda.log.clear()
+    copies.wait(copied, "host")
+    assert cuda.log == []  # nothing to wait for
+    copies.finish(copied)
+    assert cuda.log == [("host", "wait", "event1")]
+
+
+def test_host_memory_is_registered_and_given_back(cuda: _Cuda) -> None:
+    copies = CudaCopies(GPU)
+    memory = copies.host_memory(5000)
+    assert (memory.numel(), memory.data_ptr() % ALIGNMENT) == (5000, 0)
+    copies.close()
+    assert cuda.log == [("register", "5000"), ("host", "wait", "copies"), ("unregister",)]
+    cuda.refuse = 2
+    with pytest.raises(CapacityError, match=r"does not pin 5,000 bytes .*CUDA error 2"):
+        copies.host_memory(5000)
+
+
+def test_memory_that_is_not_there_is_refused() -> None:
+    with pytest.raises(CapacityError, match="cpu does not have"):
+        CpuCopies().device_memory(1 << 60)
+    assert isinstance(open_copies(torch.device("cpu")), CpuCopies)
+
+
+def test_slots_are_cut_at_equal_distances() -> None:
+    assert [stride_of(n) for n in (1, 256, 257)] == [256, 256, 512]
+    slots = cut(CpuCopies().device_memory(3 * 512), 3, 300)
+    assert [slot.data_ptr() - slots[0].data_ptr() for slot in slots] == [0, 512, 1024]
+    assert {slot.numel() for slot in slots} == {300}
+
+
+def test_each_process_of_torchrun_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert parse_device("cuda") == torch.device("cuda", 0)
+    for rank, index in (("1", 1), ("2", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert parse_device("cuda") == torch.device("cuda", index)
+    assert parse_device("cpu") == torch.device("cpu")
+    with pytest.raises(UsageError, match="unknown device"):
+        parse_device("cuda:1")
