@@ -83,7 +83,9 @@ class Tokens:
 
     def to(self, device: Any) -> "Tokens":
         """The same tokens on another device."""
-        moved = {f.name: None if (v := getattr(self, f.name)) is None else v.to(device) for f in fields(self)}
+        moved: dict[str, Any] = {
+            f.name: None if (v := getattr(self, f.name)) is None else v.to(device) for f in fields(self)
+        }
         return Tokens(**moved)
 
 
