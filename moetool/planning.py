@@ -10,7 +10,7 @@ from moetool.costs import CostProfile
 from moetool.errors import CapacityError, UsageError
 from moetool.plan import CachePlan, PredictorReference
 from moetool.policy import MIN_SLOTS, parse_options, policy_class, slots_within
-from moetool.pricing import TimelineOptions
+from moetool.pricing import Prices, TimelineOptions, with_host_costs
 from moetool.replay import DEFAULT_MACHINE, Row, replay
 from moetool.trace import Trace
 from moetool.types import ModelSpec
@@ -97,6 +97,8 @@ def choose_cache(
         left_out = dict.fromkeys(paying, f"whose predictor of {predictor_bytes:,} bytes leaves no room for experts")
         candidates, paying = [name for name in candidates if name not in paying], []
 
+    if profile is not None:
+        options = with_host_costs(candidates, options or {}, Prices(profile, spec, timeline))
     chosen_options = {name: parse_options(name, (options or {}).get(name, {})) for name in candidates}
     if not policies:
         for name in candidates:
@@ -171,7 +173,7 @@ def best(rows: Sequence[Row]) -> Row:
 
     def cost(row: Row) -> tuple[float, float, int, int]:
         seconds = row.timing.tpot_mean_s if row.timing is not None else None
-        return seconds or 0.0, row.bytes_per_decode_token, row.loaded_bytes, row.slots
+        return seconds or 0.0, _touched_bytes(row), row.loaded_bytes, row.slots
 
     return min(rows, key=cost)
 
@@ -234,9 +236,14 @@ def _reason(chosen: str, evidence: Sequence[Row], num_used: int, num_held_out: i
 
 
 def _moved(row: Row) -> str:
-    return f"{row.bytes_per_decode_token:,.0f}"
+    return f"{_touched_bytes(row):,.0f}"
 
 
 def _milliseconds(row: Row) -> str:
     assert row.timing is not None and row.timing.tpot_mean_s is not None
     return f"{row.timing.tpot_mean_s * 1e3:,.2f} ms"
+
+
+def _touched_bytes(row: Row) -> float:
+    """Bytes for each decode token that were loaded, or that the host computed with where they lie."""
+    return row.bytes_per_decode_token + row.host_bytes_per_decode_token

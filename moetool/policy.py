@@ -31,7 +31,7 @@ class Policy:
         needs_future: whether it must know the coming events (replay only); `foresee` then gets them first.
         in_order: load and compute one expert after the other, residents first, with no overlap.
         lossless: whether the model's text stays as it is without the policy; only others may `route`.
-        computes_on_host: whether it has misses computed where they lie in host memory (`on_host`).
+        computes_on_host: whether it has misses computed where they lie in host memory (`on_host`); its options may say.
         prefetch_distance: how many layers ahead it prefetches (0: nothing); where its `Options` have a `distance`,
             that is meant.
     """
@@ -42,7 +42,7 @@ class Policy:
     needs_future: ClassVar[bool] = False
     in_order: ClassVar[bool] = False
     lossless: ClassVar[bool] = True
-    computes_on_host: ClassVar[bool] = False
+    computes_on_host: bool = False
     prefetch_distance: ClassVar[int] = 0
 
     def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
@@ -219,8 +219,8 @@ def build_policy(
         future: the keys of every coming event, where they are known (in a replay).
 
     Raises:
-        UsageError: an unknown policy or option, no predictor where one is needed, or a policy that must know the
-            future where nobody does.
+        UsageError: an unknown policy or option, no predictor where one is needed, a policy that routes where routers
+            have no scores, or one that must know the future where nobody does.
         MismatchError: the predictor is of another model.
         CapacityError: the policy needs more slots than fit.
     """
@@ -231,6 +231,10 @@ def build_policy(
         raise CapacityError(
             f"policy {name} needs at least {fewest} expert slots of {spec.name} ({fewest * spec.slot_bytes:,} bytes), "
             f"and {num_slots} fit; give it more memory or choose another policy"
+        )
+    if not kind.lossless and not all(spec.has_logits_L):
+        raise UsageError(
+            f"policy {name} needs the scores of every router, and of {spec.name} some are not known; choose another"
         )
     if predictor is not None:
         spec.require_same(predictor.spec, "the model", "the predictor")

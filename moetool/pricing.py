@@ -2,13 +2,17 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moetool.costs import ComputeCosts, CostProfile
 from moetool.errors import MismatchError, UsageError
+from moetool.host_split import HostCosts
+from moetool.policy import parse_options
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
+
+_SEVERAL = 8  # tokens of a decode step that an expert is priced for beside one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +145,17 @@ class Prices:
         self.experts(event)
         return self._host_expert[self._tokens[key]]
 
+    def host_costs(self) -> dict[str, float]:
+        """Options of `moetool.host_split.HostCosts`; none where the host has no arithmetic of its own to offer."""
+        if self.host_is_device or self._host_expert is None:
+            return {}
+        one, many = self._host_expert[1], self._host_expert[_SEVERAL]
+        return {
+            "load_s": self.load_ns(self.options.tier, 0) / 1e9,
+            "host_s": one / 1e9,
+            "host_token_s": max(0, many - one) / (_SEVERAL - 1) / 1e9,
+        }
+
     def _price(self, info: ForwardInfo) -> ForwardCosts:
         tokens = len(info.request_T)
         requests = set(info.request_T)
@@ -170,6 +185,20 @@ class Prices:
                 added = self._prompt[end] - self._prompt[start] if start else 0
                 total += max(self._prompt[len(positions)], added)
         return total
+
+
+def with_host_costs(
+    policies: Iterable[str], options: Mapping[str, Mapping[str, Any]], prices: Prices | None
+) -> dict[str, Mapping[str, Any]]:
+    """The options of policies, with the prices of link and host where a policy weighs them and was given none."""
+    made = dict(options)
+    costs = {} if prices is None else prices.host_costs()
+    for name in policies if costs else ():
+        given = made.get(name, {})
+        chosen = parse_options(name, given)
+        if isinstance(chosen, HostCosts) and not chosen.splits:
+            made[name] = {**given, **costs}
+    return made
 
 
 def _host_costs(profile: CostProfile, dtype: str | None) -> ComputeCosts | None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from moetool.costs import CostProfile
 from moetool.errors import UsageError, unknown_name
+from moetool.models.families import require_substitutable
 from moetool.policy import Policy, SharedPredictor, build_policy, policy_class, slots_within
-from moetool.pricing import Prices, TimelineOptions
+from moetool.pricing import Prices, TimelineOptions, with_host_costs
 from moetool.residency import Counts, PrefetchLimits, Residency, Step, StepKind
 from moetool.timeline import MeteredPredictor, Timeline
 from moetool.timing import Timing
@@ -38,6 +39,7 @@ class Row:
         decode_tokens: tokens of the forwards without prompt tokens.
         prefill_bytes: bytes loaded in the forwards with prompt tokens, on demand and ahead.
         decode_bytes: the same in the forwards without.
+        decode_host_bytes: bytes of the experts that the host computed in the forwards without prompt tokens.
         digest: of all decisions, in order; equal digests mean equal decisions.
         timing: what it took on the timeline, where there was a profile.
     """
@@ -50,6 +52,7 @@ class Row:
     decode_tokens: int
     prefill_bytes: int
     decode_bytes: int
+    decode_host_bytes: int
     digest: str
     timing: Timing | None = None
 
@@ -72,6 +75,11 @@ class Row:
     def bytes_per_decode_token(self) -> float:
         """Bytes loaded for each token of the forwards without prompt tokens (0 without such tokens)."""
         return self.decode_bytes / self.decode_tokens if self.decode_tokens else 0.0
+
+    @property
+    def host_bytes_per_decode_token(self) -> float:
+        """The same of what the host computed: bytes that it reads from its memory, or from disk."""
+        return self.decode_host_bytes / self.decode_tokens if self.decode_tokens else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """One flat object: the row of a table.
@@ -100,6 +108,7 @@ class Row:
             "decode_tokens": self.decode_tokens,
             "loads_per_decode_token": self.loads_per_decode_token,
             "bytes_per_decode_token": self.bytes_per_decode_token,
+            "host_bytes_per_decode_token": self.host_bytes_per_decode_token,
             "digest": self.digest,
             **timed,
         }
@@ -144,7 +153,8 @@ def replay(
         sequential: one request after the other, or the forwards as recorded; by default as recorded where the
             trace is the log of a server.
         requests: only these requests; all by default.
-        options: values for the `Options` of policies, by the policy's name.
+        options: values for the `Options` of policies, by the policy's name. A profile gives the costs of host and
+            link to policies that weigh them.
         pool: `slots` that each hold any expert, as in our server; `bytes`, where each expert takes its own size;
             `auto`: bytes where the trace was imported.
         limits: of prefetching, for every policy.
@@ -164,7 +174,7 @@ def replay(
     prices = None if profile is None else Prices(profile, trace.spec, timeline)
     runs = _prepare(source, policies, budgets, predictor, options or {}, pools_bytes(trace, pool), limits, prices)
     forwards = decode_tokens = 0
-    for info, events, ended in source.forwards(_columns(policies, predictor)):
+    for info, events, ended in source.forwards(_columns(runs)):
         for run in runs:
             run.begin(info)
         for event in events:
@@ -198,7 +208,7 @@ def decisions(
     source = _Source(trace, sequential, requests)
     in_bytes = pools_bytes(trace, pool)
     (run,) = _prepare(source, [policy], [budget_bytes], predictor, {policy: options or {}}, in_bytes, limits)
-    for info, events, ended in source.forwards(_columns([policy], predictor)):
+    for info, events, ended in source.forwards(_columns([run])):
         for step in run.begin(info):
             yield info.forward_id, -1, step
         for event in events:
@@ -254,10 +264,12 @@ class _Run:
         self._name = name
         self._budget_bytes = budget_bytes
         self._spec = policy.spec
+        self.columns = policy.columns
         self._digest = DecisionDigest()
         self._residency = Residency(policy, self._digest, capacity_bytes=capacity_bytes, limits=limits)
         self._timeline = timeline
         self._bytes = [0, 0]  # prefill, decode
+        self._host_bytes = [0, 0]
         self._phase = Phase.DECODE
 
     def begin(self, info: ForwardInfo) -> list[Step]:
@@ -292,17 +304,18 @@ class _Run:
             decode_tokens=decode_tokens,
             prefill_bytes=self._bytes[Phase.PREFILL],
             decode_bytes=self._bytes[Phase.DECODE],
+            decode_host_bytes=self._host_bytes[Phase.DECODE],
             digest=self._digest.hexdigest(),
             timing=None if self._timeline is None else self._timeline.timing(),
         )
 
     def _weigh(self, steps: list[Step]) -> list[Step]:
-        spec = self._spec
-        self._bytes[self._phase] += sum(
-            spec.expert_bytes_L[spec.expert_of(step.key)[0]]
-            for step in steps
-            if step.kind in (StepKind.LOAD, StepKind.PREFETCH)
-        )
+        sizes, stride = self._spec.expert_bytes_L, self._spec.num_experts
+        for kind, key, _, _ in steps:
+            if kind is StepKind.HOST:
+                self._host_bytes[self._phase] += sizes[key // stride]
+            elif kind is not StepKind.COMPUTE:
+                self._bytes[self._phase] += sizes[key // stride]
         return steps
 
 
@@ -319,8 +332,11 @@ def _prepare(
     """Make a run of each policy and budget; refuses what cannot be replayed before any forward is read."""
     spec = source.trace.spec
     kinds = {name: policy_class(name) for name in policies}
+    options = with_host_costs(policies, options, prices)
     for name, kind in kinds.items():
         source.trace.require(kind.needs, f"policy {name}")
+        if not kind.lossless:
+            require_substitutable(spec.name, name)
         if prices is not None and predictor is not None and kind.needs_predictor:
             prices.prediction_ns(1)  # refuses a profile that does not say what predicting takes
     if predictor is not None:
@@ -339,6 +355,7 @@ def _prepare(
         mine = shared.get(name)
         metered = None if mine is None or prices is None else MeteredPredictor(mine)
         policy = build_policy(name, spec, options.get(name, {}), num_slots, predictor=metered or mine, future=future)
+        source.trace.require(policy.columns, f"policy {name}")
         takes_all = policy.num_slots == num_slots
         capacity = (budget if takes_all else policy.num_slots * spec.slot_bytes) if in_bytes else None
         return _Run(
@@ -362,9 +379,6 @@ def _shared(predictor: Any, policies: Sequence[str]) -> dict[str, SharedPredicto
     return {name: SharedPredictor(copy.deepcopy(predictor)) for name in policies}
 
 
-def _columns(policies: Sequence[str], predictor: Any) -> frozenset[str]:
+def _columns(runs: Sequence[_Run]) -> frozenset[str]:
     """What the events must carry besides the experts."""
-    needs = [policy_class(name).needs for name in policies]
-    if predictor is not None:
-        needs.append(predictor.needs)
-    return frozenset[str]().union(*needs) - {"experts"}
+    return frozenset[str]().union(*(run.columns for run in runs)) - {"experts"}

@@ -251,3 +251,22 @@ def require_supported(model_type: str) -> None:
     family = FAMILIES.get(model_type)
     if family is not None and family.refused:
         raise UsageError(f"{model_type} models are not supported: {family.refused}; see 'moetool models'")
+
+
+def require_substitutable(spec_name: str, policy: str) -> None:
+    """Refuse a policy that routes, for a model whose experts nothing can stand for.
+
+    Args:
+        spec_name: `ModelSpec.name`. It begins with the family; where it names none that moetool knows, as for a trace
+            from elsewhere, nothing is refused.
+
+    Raises:
+        UsageError: the family's routers cannot be substituted.
+    """
+    family = FAMILIES.get(spec_name.partition(":")[0])
+    if family is not None and not family.substitutable:
+        raise UsageError(
+            f"policy {policy} puts experts in place of others, and {family.name} does not allow that: "
+            f"{family.refused or family.exception or family.fixed}; choose another policy ('moetool models' lists "
+            f"where it works)"
+        )

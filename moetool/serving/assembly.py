@@ -10,6 +10,7 @@ import torch
 
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.models.decoding import kv_cache_bytes
+from moetool.models.families import require_substitutable
 from moetool.models.loading import CPU, LoadedModel, load_lazy, load_tokenizer, parse_device, parse_dtype, use_threads
 from moetool.models.sequential import open_batcher
 from moetool.models.spec import dense_bytes, locate, read_config
@@ -105,6 +106,8 @@ def build_engine(
     loaded = load_lazy(path, dtype, device)
     use_threads(loaded.model.config.get_text_config(), options.threads)
     assert loaded.files is not None
+    if not kind.lossless:
+        require_substitutable(loaded.spec.name, name)
     if plan is not None:
         plan.check(loaded.spec)
     asks = kind.needs_predictor or kind.wants_predictor

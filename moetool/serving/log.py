@@ -1,7 +1,8 @@
 """The server's own trace: every forward's gate stream as it happened, and the decisions about it.
 
 `moetool replay` reads it like any other trace, in the recorded order, and takes the same decisions, unless a forward
-failed: that one leaves no rows, though decisions were taken in it. The manifest counts such forwards.
+failed: that one leaves no rows, though decisions were taken in it. The manifest counts such forwards. Under a policy
+that routes, the experts are those that the router chose, and a replay puts the same ones in their place.
 """
 
 import contextlib

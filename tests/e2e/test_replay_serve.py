@@ -27,6 +27,8 @@ PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said
         ("static_split", 70),
         ("finemoe", 60),
         ("finemoe", 4),
+        ("hybrimoe", 3),
+        ("hybrimoe", 60),
     ],
 )
 def test_replay_decides_as_serve_did(

@@ -9,7 +9,9 @@ import pytest
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.plan import CachePlan, PredictorReference
 from moetool.planning import choose_cache, servable
+from moetool.pricing import TimelineOptions
 from moetool.trace import Trace
+from tests import traces
 from tests.profiles import compute, flat, line, make_profile
 from tests.synthetic import MadeUpPredictor, make_spec, write_trace
 
@@ -143,3 +145,19 @@ def test_a_predictor_that_leaves_no_room_is_said(trace: Trace) -> None:
     plan = choose_cache(trace, 10_000, predictor=predictor, predictor_bytes=9_000)
     assert "left out: duoserve, whose predictor of 9,000 bytes leaves no room" in plan.reason
     assert "duoserve" not in {row["policy"] for row in plan.evidence}
+
+
+def test_a_profile_prices_host_and_link_for_policies_that_weigh_them(tmp_path: Path) -> None:
+    lengths = [(3, 4), (2, 3), (3, 3)]
+    made = traces.write(tmp_path / "scored", traces.alone(lengths), lengths)
+    costs = [compute(device="cuda"), compute(expert=line(5))]
+    profile = make_profile(made.spec, *costs, loads={"disk": flat(10), "pinned": flat(10)})
+    machine = TimelineOptions(device="cuda", tier="pinned")
+    plan = choose_cache(made, 1_000, policies=["hybrimoe"], profile=profile, timeline=machine)
+    assert plan.options == {"load_s": 1e-8, "host_s": 5e-9, "host_token_s": 5e-9}
+    assert sum(int(row["hosted"]) for row in plan.evidence if row["policy"] == "hybrimoe")
+    given = {"hybrimoe": {"load_s": 1.0, "host_s": 9.0}}
+    plan = choose_cache(made, 1_000, policies=["hybrimoe"], profile=profile, timeline=machine, options=given)
+    assert plan.options == given["hybrimoe"]
+    plan = choose_cache(made, 1_000, policies=["hybrimoe"], profile=profile)  # one processor: it is its own host
+    assert plan.options == {}

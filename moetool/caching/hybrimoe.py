@@ -1,0 +1,156 @@
+"""HybriMoE: prefetches where it shortens a coming layer most, shares misses between host and link, keeps by score."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moetool import policy
+from moetool.errors import UsageError
+from moetool.host_split import HostCosts, tokens_of, two_pointers
+from moetool.types import GateEvent, ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(HostCosts):
+    """How far HybriMoE looks, ahead and back.
+
+    Attributes:
+        distance: how many layers ahead it prefetches.
+        recent: share of the last event's scores in an expert's running score; the rest is what it was before.
+    """
+
+    distance: int = 3
+    recent: float = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.distance < 1 or not 0 < self.recent <= 1:
+            raise UsageError(
+                f"policy hybrimoe: distance is {self.distance} and recent {self.recent}, expected 1 or more and "
+                f"above 0 to 1"
+            )
+
+
+class Policy(policy.Policy):
+    """Asks the next layers' routers about this layer's hidden states, and weighs host against link within a layer.
+
+    Source: HybriMoE (Zhong et al., 2025), by what SMoE's authors and its own abstract say of it: dynamic scheduling
+    within a layer that shortens the longer of host and link, prefetches by their simulated gain, and a cache that
+    evicts by "Minus Recent Score". Its text was not at hand, so the formulas are of the kind described, with
+    constants of moetool's. Readings and deviations:
+        - A running score is `recent` times the event's score plus the rest times itself, and the lowest is evicted. An
+          event counts the scores of each token's 2k highest experts, averaged over the tokens; the others get 0.
+        - The experts that the event needs, and those prefetched for layers still to come in this forward, go last.
+        - A coming layer needs the union of its tokens' predicted top-k. The gain of prefetching one of its missing
+          experts is what that takes off the layer's longer side, with host and link shared out as in `on_host`; then
+          the next, and so on. Prefetched are those with a gain, the largest first, of several the nearer layer's, the
+          higher score first. Without costs every miss has the same gain.
+        - A prefetch takes the place of no expert whose running score is at least as high as the predicted one, from
+          which `recent` and the 2k rule take nothing.
+        - Within a layer the host gets the misses that the fewest tokens use, of several those of lower score; the link
+          the others, so that both are done at about the same time. Costs are options and never measured while
+          deciding; without them the host computes nothing.
+        - Kernels, quantisation and the order of the experts on the GPU are kTransformers' and left out.
+    """
+
+    needs = frozenset({"experts", "logits", "ahead"})
+    prefetch_distance = 3
+
+    def __init__(self, spec: ModelSpec, options: Options, num_slots: int, predictor: Any = None) -> None:
+        super().__init__(spec, options, num_slots, predictor)
+        self.computes_on_host = options.splits
+        size = spec.num_layers * spec.num_experts  # one place for each key
+        self._score_E = np.zeros(size)
+        self._resident_E = np.zeros(size, bool)
+        self._shield: set[int] = set()  # what the event at hand needs
+        self._ahead: set[int] = set()  # prefetched for layers that are still to come in this forward
+        self._wanted: dict[int, float] = {}  # for prefetching, with the predicted score
+
+    def begin_forward(self, info: Any) -> Sequence[int]:
+        self._ahead.clear()
+        return ()
+
+    def on_host(self, event: GateEvent, misses: list[int]) -> Collection[int]:
+        assert event.scores_TE is not None
+        base = self.spec.expert_key(event.layer, 0)
+        mean_E, tokens_E = event.scores_TE.mean(axis=0, dtype=np.float64), tokens_of(event, self.spec)
+        ranked = sorted(misses, key=lambda key: (-tokens_E[key - base], -mean_E[key - base], key))
+        seconds = [self.options.seconds(tokens_E[key - base]) for key in ranked]
+        return ranked[two_pointers(seconds, self.options.load_s, finish=True) :]
+
+    def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
+        assert event.scores_TE is not None
+        top = min(2 * self.spec.top_k_L[event.layer], event.scores_TE.shape[1])
+        order_TE = np.argsort(-event.scores_TE, axis=1, kind="stable")[:, :top]
+        counted_TE = np.zeros_like(event.scores_TE)
+        np.put_along_axis(counted_TE, order_TE, np.take_along_axis(event.scores_TE, order_TE, axis=1), axis=1)
+        base = self.spec.expert_key(event.layer, 0)
+        score_E = self._score_E[base : base + counted_TE.shape[1]]
+        score_E += self.options.recent * (counted_TE.mean(axis=0, dtype=np.float64) - score_E)
+        end = self.spec.expert_key(event.layer + 1, 0)
+        self._ahead = {key for key in self._ahead if key >= end}
+        self._shield = {*hits, *misses}
+        return misses
+
+    def after_first_expert(self, event: GateEvent) -> Sequence[int]:
+        assert event.ahead_ATE is not None
+        gains: list[tuple[float, int, float, int]] = []
+        for distance, scores_TE in enumerate(event.ahead_ATE[: self.options.distance], start=1):
+            gains += self._gains(event.layer + distance, scores_TE)
+        self._wanted = {key: -score for _, _, score, key in sorted(gains)}
+        return list(self._wanted)
+
+    def after_last_expert(self, event: GateEvent) -> Sequence[int]:
+        self._shield.clear()
+        return ()
+
+    def admit(self, key: int, prefetched: bool) -> None:
+        self._resident_E[key] = True
+        if prefetched:
+            self._ahead.add(key)
+
+    def removed(self, key: int) -> None:
+        self._resident_E[key] = False
+        self._ahead.discard(key)
+
+    def evict(self, locked: Collection[int]) -> int:
+        key = self._lowest({*locked, *self._shield, *self._ahead})
+        if key is None:
+            key = self._lowest(locked)
+        assert key is not None
+        return key
+
+    def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
+        lowest = self._lowest({*locked, *self._shield, *self._ahead})
+        return None if lowest is None or self._score_E[lowest] >= self._wanted[key] else lowest
+
+    def _gains(self, layer: int, scores_TE: np.ndarray) -> list[tuple[float, int, float, int]]:
+        """(-gain, layer, -score, key) of the missing experts that a coming layer seems to need, where there is any."""
+        order_TK = np.argsort(-scores_TE, axis=1, kind="stable")[:, : self.spec.top_k_L[layer]]
+        base = self.spec.expert_key(layer, 0)
+        mean_E = scores_TE.mean(axis=0, dtype=np.float64)
+        tokens_E = np.bincount(order_TK.reshape(-1), minlength=scores_TE.shape[1])
+        missing = [e for e in np.flatnonzero(tokens_E).tolist() if not self._resident_E[base + e]]
+        missing.sort(key=lambda e: (-tokens_E[e], -mean_E[e], e))
+        seconds = [self.options.seconds(int(tokens_E[e])) for e in missing]
+        spans = [self._span(seconds[first:]) for first in range(len(missing) + 1)]
+        return [
+            (spans[i + 1] - spans[i], layer, -float(mean_E[e]), base + e)
+            for i, e in enumerate(missing)
+            if spans[i + 1] < spans[i]
+        ]
+
+    def _span(self, host_s: list[float]) -> float:
+        """How long link or host, whichever takes longer, is busy with a layer's misses."""
+        if not self.options.splits:
+            return float(len(host_s))
+        loaded = two_pointers(host_s, self.options.load_s, finish=True)
+        return max(loaded * self.options.load_s, sum(host_s[loaded:]))
+
+    def _lowest(self, kept: Collection[int]) -> int | None:
+        standing_E = np.where(self._resident_E, self._score_E, np.inf)
+        standing_E[list(kept)] = np.inf
+        key = int(standing_E.argmin())
+        return key if np.isfinite(standing_E[key]) else None
