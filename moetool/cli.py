@@ -317,6 +317,30 @@ def plan_cache(
     print(plan.reason)
 
 
+@plan_app.command("maps")
+def plan_maps(
+    trace: TraceDir,
+    out: Out,
+    capacity: Annotated[str | None, typer.Option(help="Maps to keep: a number, 2LJ or LJlnLJ/2 (default).")] = None,
+    settings: Annotated[
+        list[str], typer.Option("--set", help="Options of the predictor expert_map, such as source=topk. Repeatable.")
+    ] = [],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Of the split into requests for the maps and requests to judge them.")] = 0,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    recipe: Recipe = None,
+) -> None:
+    """Make a store of expert maps, for the policy finemoe, and say what likeness is worth on held-out requests."""
+    from moetool.map_plan import plan_maps as run
+
+    options = parse_settings(settings) | ({} if capacity is None else {"capacity": capacity})
+    made = run(trace, out, options=options, seed=seed, overwrite=overwrite)
+    if as_json:
+        tables.print_json(made.to_json())
+    else:
+        tables.print_maps(made)
+
+
 @app.command()
 def replay(
     trace: TraceDir,

@@ -210,7 +210,7 @@ def _evaluate(
     requests, which, num_skipped = held_out(card, trace)
     distances = [d for d in DISTANCES if d < predictor.num_layers and d <= predictor.reach(trace.ahead)]
     tally = Tally(predictor, distances)
-    if predictor.remembers:
+    if predictor.remembers or predictor.incremental:
         _replay(predictor, trace, requests, tally)
     else:
         for tokens in stream(trace, predictor.needs, requests):
@@ -236,7 +236,7 @@ def _evaluate(
 
 
 def _replay(predictor: Predictor, trace: Trace, requests: frozenset[int], tally: "Tally") -> None:
-    """Score a predictor that remembers: request after request, forward after forward."""
+    """Score a predictor by what it says as it watches: request after request, forward after forward."""
     columns = predictor.needs - {"experts"}
     for info, events in trace.forwards(sequential=True, columns=columns, requests=requests):
         phase_T = torch.tensor(info.phase_T)

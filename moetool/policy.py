@@ -161,6 +161,7 @@ class SharedPredictor:
         self.spec: ModelSpec = predictor.spec
         self.needs: frozenset[str] = predictor.needs
         self.lookahead: int = predictor.lookahead
+        self.maps: Any = getattr(predictor, "maps", None)  # of a predictor that searches expert maps
         self._predictor = predictor
         self.weights = getattr(predictor, "weights", None)
         self._observed: GateEvent | None = None

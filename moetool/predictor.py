@@ -50,10 +50,13 @@ class Predictor(nn.Module):
     between calls, so a prediction never sees a later token or layer.
 
     Class attributes:
-        needs: trace columns that training and predicting take: `experts`, and any of `moetool.tokens.FIELDS`.
+        needs: trace columns that training and predicting take: `experts`, and any of `moetool.tokens.FIELDS`; options
+            may make it others for an instance.
         learned: whether it has parameters that gradient descent fits; counting predictors only use `count`.
         remembers: whether it carries state from one forward of a request to the next. `loss` then gets whole
             requests, and it predicts by `observe` and `scores` only.
+        incremental: whether it works out its answers as layers arrive, and is judged by `observe` and `scores`, since
+            `layer_scores` would begin anew for each layer.
         scores_are: `shares`, which say how the choices of a token divide among the experts, or `logits` of an expert
             being chosen; see `probabilities`.
 
@@ -67,9 +70,10 @@ class Predictor(nn.Module):
         UsageError: the model has fewer than two MoE layers, or layers of different widths.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"experts"})
+    needs: frozenset[str] = frozenset({"experts"})
     learned: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
+    incremental: ClassVar[bool] = False
     scores_are: ClassVar[str] = "shares"
     lookahead: int = 1
 

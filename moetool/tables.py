@@ -96,6 +96,28 @@ def _print_evaluations(rows: Sequence[Any], unseen: bool) -> None:
     )
 
 
+def print_maps(made: Any) -> None:
+    """A `MapReport`: what was made, and what likeness says of the hit rate."""
+    print(f"{made.out}: {made.maps:,} expert maps of at most {made.capacity:,} ({count(made.bytes, 'B')})")
+    rows = []
+    for name, likeness in (("embeddings", made.meaning), ("gates", made.path)):
+        if likeness is None:
+            continue
+        pearson = "-" if likeness.pearson is None else f"{likeness.pearson:.3f}"
+        rise = ", ".join(f"{least:.2f}: {hit_rate:.2f}" for least, _, hit_rate, _ in likeness.bins)
+        rows.append([name, pearson, f"{likeness.best:.3f}", f"{likeness.best_hit_rate:.3f}", rise])
+    print_table(
+        f"likeness to {made.iterations:,} held-out iterations, and hit rate of the map's K likeliest experts",
+        ["likeness of", "Pearson", "of the best map", "its hit rate", "hit rate from a likeness of"],
+        rows,
+    )
+    print(
+        f"at distance {made.distance} δ selects {made.selected:.2f} experts a layer (K = {made.top_k}), "
+        f"{100 * made.selected_share:.1f} % of them, more than K for {100 * made.widened_share:.1f} % of the layers; "
+        f"{100 * made.hit_rate:.1f} % of the needed ones are among them"
+    )
+
+
 def print_replay(title: str, rows: Sequence[Any], chosen: Sequence[Any] = ()) -> None:
     """Policies side by side (`moetool.replay.Row`), with their times where there is a timeline; `chosen` are marked."""
     timed = any(row.timing is not None for row in rows)

@@ -30,6 +30,7 @@ from moetool.request import SamplingParams
 from moetool.residency import Residency
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.store import ExpertStore
+from moetool.tokens import Tokens
 from moetool.trace import TokenBatch
 from moetool.types import ForwardInfo, ModelSpec, Phase
 from tests import families
@@ -273,7 +274,7 @@ def _counted(spec: ModelSpec) -> Any:
     made = build("affinity", spec)
     draw = np.random.default_rng(5)
     shape = (64, spec.num_layers, spec.top_k_L[0])
-    made.count(draw.integers(0, spec.num_experts, shape))
+    made.count(Tokens(experts_TPK=torch.from_numpy(draw.integers(0, spec.num_experts, shape))))
     return made
 
 

@@ -30,6 +30,8 @@ PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said
         ("moesys", 64),
         ("moe_infinity", 60),
         ("static_split", 70),
+        ("finemoe", 60),
+        ("finemoe", 4),
         ("hybrimoe", 3),
         ("hybrimoe", 60),
         ("mixtral_offloading", 60),

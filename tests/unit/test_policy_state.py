@@ -13,7 +13,7 @@ from moetool.serving.state import restore_state, save_state
 from moetool.types import ModelSpec
 from tests.synthetic import make_spec, random_stream
 
-LEARNING = ("lfu", "moe_infinity")
+LEARNING = ("finemoe", "lfu", "moe_infinity")
 
 
 def make(name: str, spec: ModelSpec) -> Policy:

@@ -1,0 +1,307 @@
+"""FineMoE: prefetches and evicts by the earlier iteration whose gates, or whose words, were most alike."""
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from moetool import policy
+from moetool.errors import MismatchError, UsageError
+from moetool.expert_maps import MapStore, Search, Sizing, capacity_of, check_state, distribution, select, threshold
+from moetool.types import ForwardInfo, GateEvent, ModelSpec
+
+COLD_CAPACITY = 1024
+"""Maps of a store that begins empty: the paper evaluates with 1K."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How far FineMoE looks, what it remembers, and its parts one by one.
+
+    Attributes:
+        distance: d: the layers 1 to d are searched by meaning, layer l > d by the gates of the layers 1 to l-d.
+        capacity: maps that are kept: a number, `2LJ` or `LJlnLJ/2`; None for the given store's, or 1024.
+        lag: events from the gate that starts a search to the one at which its result is used; at most distance - 1,
+            to which it is cut, since later it would be too late.
+        floor: the least probability that the eviction counts with.
+        meaning: search by meaning; without, nothing is prefetched for the layers 1 to d.
+        mass: prefetch as much probability as δ asks for; without, the K likeliest.
+        eviction: `maps`, by 1 / (p * freq); `lfu` or `lru`, to compare.
+    """
+
+    distance: int = 3
+    capacity: Sizing | None = None
+    lag: int = 1
+    floor: float = 1e-3
+    meaning: bool = True
+    mass: bool = True
+    eviction: Literal["maps", "lfu", "lru"] = "maps"
+
+    def __post_init__(self) -> None:
+        if self.distance < 1:
+            raise UsageError(f"policy finemoe: distance is {self.distance}, expected at least 1")
+        if self.lag < 0:
+            raise UsageError(f"policy finemoe: lag is {self.lag}, expected at least 0")
+        if not 0 < self.floor <= 1:
+            raise UsageError(f"policy finemoe: floor is {self.floor}, expected more than 0 and at most 1")
+
+
+class Policy(policy.Policy):
+    """Searches a store of expert maps, prefetches by the map that it finds, and gives up by 1 / (p * freq).
+
+    Prefetched for a layer are the experts that hold δ = clip(1 - score) of the found map's probability, and at
+    least K, in the order of p / (l - l_now); they are asked for again at each event until their layer comes. Every
+    iteration's own map joins the store when its forward ends, where it replaces what it makes redundant. The store
+    is that of the predictor `expert_map`, if one is given; else it begins empty, and so do prefetches.
+
+    Source: FineMoE (Yu et al., EuroSys 2026), section 4. Readings and deviations:
+        - Publishing and subscribing: the search that the gate of layer l starts is used `lag` events later, whatever
+          the time it took, so that replay decides as serve did; it is then that much less than `distance` layers
+          ahead. It runs on the model's thread. The search by meaning is used at once: it starts when the embedding
+          has spoken, before anything of the forward has run, and later it would miss the first layer.
+        - "A miss pauses all prefetches": a prefetch is placed only when every miss of the event has its slot.
+        - 1 / (p * freq) is infinite for an expert that was never used or is not in the map: freq + 1, and a floor
+          on p. freq counts events that needed the expert, resident or not. Of equal ones the least recently used
+          goes.
+        - p of layers still to come is that of the latest map found for them; of layers that have passed, that of the
+          iteration that followed the found one in its request, or of the found one where none is known to have.
+        - What was prefetched for a layer still to come goes only when nothing else can.
+        - A prefetch takes the place of no expert whose p * (freq + 1) is higher than its own (section 5 of moetool's
+          design); the paper has no such rule.
+        - A prompt's map and embedding are the means over its tokens; a part of a long prompt is an iteration.
+        - With several requests in a forward each searches for itself; p is the sum over them.
+        - The round robin over several devices is not decided here: there is one pool.
+    """
+
+    needs = frozenset({"experts", "logits", "embeddings"})
+    prefetch_distance = 3
+
+    def __init__(self, spec: ModelSpec, options: Options, num_slots: int, predictor: Any = None) -> None:
+        super().__init__(spec, options, num_slots, predictor)
+        layers, experts = spec.num_layers, spec.num_experts
+        self._lag = min(options.lag, options.distance - 1)
+        self.store = self._first_store(getattr(predictor, "maps", None))
+        self._requests: dict[int, _Request] = {}  # those of the forward
+        self._last: dict[int, int] = {}  # of running requests: the row of the previous iteration
+        self._chance_LE = np.zeros((layers, experts), np.float32)  # p, over all requests of the forward
+        self._wanted: list[list[int]] = [[] for _ in range(layers)]  # experts to prefetch for a layer
+        self._found: deque[tuple[int, int]] = deque()  # searches under way: (event that may use it, target layer)
+        self._ahead: set[int] = set()  # prefetched for layers that are still to come in this forward
+        # By key, so that one line of NumPy weighs all residents.
+        self._uses_X = np.zeros(layers * experts, np.int64)
+        self._used_X = np.zeros(layers * experts, np.int64)  # when last
+        self._resident_X = np.zeros(layers * experts, bool)
+        self._worth_X = np.zeros(layers * experts)
+        self._stale = True
+        self._time = 0
+
+    @classmethod
+    def uses(cls, predictor: Any = None) -> bool:
+        return predictor is None or getattr(predictor, "maps", None) is not None
+
+    def _first_store(self, given: MapStore | None) -> MapStore:
+        spec, options = self.spec, self.options
+        shape = (spec.num_layers, spec.num_experts)
+        if given is None:
+            sizing = COLD_CAPACITY if options.capacity is None else options.capacity
+            return MapStore(*shape, capacity_of(sizing, *shape), spec.hidden_size, options.distance)
+        if given.embedding_CD.shape[1] != spec.hidden_size:
+            raise MismatchError(
+                "policy finemoe searches whole gate distributions and embeddings, and this predictor's maps hold the "
+                "chosen experts only; make them with moetool plan maps, of a trace kept with topk,logits,embeddings"
+            )
+        capacity = given.capacity if options.capacity is None else capacity_of(options.capacity, *shape)
+        if capacity < given.size:
+            raise UsageError(f"policy finemoe: capacity is {capacity}, and the given store has {given.size} maps")
+        store = given.copy()
+        store.capacity, store.distance = capacity, min(options.distance, spec.num_layers)
+        return store
+
+    def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
+        assert info.embedding_TD is not None, "needs the embeddings"
+        self._requests = {}
+        first_T = {request: t for t, request in reversed(list(enumerate(info.request_T)))}
+        for request in dict.fromkeys(info.request_T):
+            search = Search(self.store, info.embedding_TD[first_T[request]])
+            self._requests[request] = _Request(search, np.zeros_like(self._chance_LE))
+        self._ahead.clear()
+        self._found.clear()
+        self._wanted = [[] for _ in self._wanted]
+        if self.options.meaning:
+            for running in self._requests.values():
+                running.match = running.search.by_meaning()
+            self._use(-1, range(min(self.options.distance, self.spec.num_layers)))
+        else:
+            self._stale = True
+        return self._ask(-1)
+
+    def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
+        assert event.scores_TE is not None, "needs the logits"
+        self._time += 1
+        base = self.spec.expert_key(event.layer, 0)
+        keys = [base + expert for expert in event.needed]
+        self._uses_X[keys] += 1
+        self._used_X[keys] = self._time
+        end = self.spec.expert_key(event.layer + 1, 0)
+        self._ahead = {key for key in self._ahead if key >= end}
+        chance_TE = distribution(event.scores_TE)
+        rows_T = np.asarray(event.forward.request_T)
+        for request, running in self._requests.items():
+            if len(self._requests) == len(rows_T):  # a token each
+                running.search.observe(chance_TE[int(np.argmax(rows_T == request))])
+            else:
+                running.search.observe(chance_TE[rows_T == request].mean(axis=0, dtype=np.float32))
+            running.pending.append(running.search.by_path())
+        self._found.append((event.layer + self._lag, event.layer + self.options.distance))
+        self._stale = True
+        while self._found and self._found[0][0] <= event.layer:
+            target = self._found.popleft()[1]
+            for running in self._requests.values():
+                running.match = running.pending.popleft()
+            self._use(event.layer, range(target, min(target + 1, self.spec.num_layers)), first=target)
+        return misses
+
+    def after_first_expert(self, event: GateEvent) -> Sequence[int]:
+        return self._ask(event.layer)
+
+    def admit(self, key: int, prefetched: bool) -> None:
+        self._resident_X[key] = True
+        self._stale = True
+        if prefetched:
+            self._ahead.add(key)
+
+    def removed(self, key: int) -> None:
+        self._resident_X[key] = False
+        self._worth_X[key] = np.inf
+        self._ahead.discard(key)
+
+    def evict(self, locked: Collection[int]) -> int:
+        found = self._least(self._ahead.union(locked))
+        if found is None:
+            found = self._least(locked)
+        assert found is not None, "asked for a resident where all are locked"
+        return found
+
+    def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
+        found = self._least(self._ahead.union(locked))
+        if found is None:
+            return None
+        if self.options.eviction == "lru":
+            return found  # what is prefetched was always used longer ago
+        return None if self._worth_X[found] > self._weigh(np.array([key]))[0] else found
+
+    def end_forward(self, info: ForwardInfo) -> None:
+        done = {request: running.search for request, running in self._requests.items() if running.search.complete}
+        self._requests = {}
+        if not done:
+            return
+        rows = self.store.add(list(done.values()), [self._last.get(request, -1) for request in done])
+        taken = set(rows)
+        self._last = {request: row for request, row in self._last.items() if row not in taken}
+        self._last.update({request: row for request, row in zip(done, rows, strict=True) if row >= 0})
+
+    def end_request(self, request: int) -> None:
+        self._last.pop(request, None)
+
+    def state(self) -> dict[str, np.ndarray]:
+        arrays = {name: array.copy() for name, array in self.store.arrays().items()}
+        return {**arrays, "uses_X": self._uses_X.copy(), "used_X": self._used_X.copy()}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        check_state(state, ("maps_LCE", "embedding_CD", "next_C", "uses_X", "used_X"))
+        layers, experts = self.spec.num_layers, self.spec.num_experts
+        maps_LCE, embedding_CD = state["maps_LCE"], state["embedding_CD"]
+        shapes = (maps_LCE.shape[::2], embedding_CD.shape[1:], state["uses_X"].shape, state["used_X"].shape)
+        if shapes != ((layers, experts), (self.spec.hidden_size,), self._uses_X.shape, self._used_X.shape):
+            raise ValueError(f"arrays of shapes {shapes}")
+        self.store = MapStore.of(
+            maps_LCE.copy(),
+            embedding_CD.copy(),
+            state["next_C"],
+            capacity=self.store.capacity,
+            distance=self.store.distance,
+        )
+        self._uses_X, self._used_X = state["uses_X"].astype(np.int64), state["used_X"].astype(np.int64)
+        self._time = int(self._used_X.max(initial=0))
+
+    def _use(self, layer: int, targets: range, *, first: int = 0) -> None:
+        """Take over the requests' newest matches: p of the layers from `first` on and up to `layer`, and what to
+        prefetch for the layers `targets`.
+        """
+        selected: dict[int, set[int]] = {target: set() for target in targets}
+        self._stale = True
+        store = self.store
+        for running in self._requests.values():
+            if running.match is None:
+                continue
+            row, score = running.match
+            after = int(store.next_C[row])
+            fresh = not running.chance_LE.any()  # no match was in use before
+            running.chance_LE[0 if fresh else first :] = store.maps_LCE[0 if fresh else first :, row]
+            running.chance_LE[: layer + 1] = store.maps_LCE[: layer + 1, row if after < 0 else after]
+            for target in targets:
+                mass = threshold(score) if self.options.mass else 0.0
+                chance_E = store.maps_LCE[target, row, : self.spec.num_experts_L[target]]
+                selected[target].update(select(chance_E, mass, self.spec.top_k_L[target]))
+        if len(self._requests) == 1:
+            self._chance_LE = next(iter(self._requests.values())).chance_LE
+        else:
+            self._chance_LE = np.sum([running.chance_LE for running in self._requests.values()], axis=0)
+        for target, experts in selected.items():
+            self._wanted[target] = sorted(experts)
+
+    def _ask(self, layer: int) -> list[int]:
+        """What to prefetch once the gate of `layer` has spoken, by PRI = p / (l - l_now)."""
+        last = min(layer + self.options.distance, self.spec.num_layers - 1)
+        wanted: list[tuple[float, int]] = []
+        for ahead in range(layer + 1, last + 1):
+            base = self.spec.expert_key(ahead, 0)
+            chance_E = self._chance_LE[ahead].tolist()
+            wanted += [(-chance_E[expert] / (ahead - layer), base + expert) for expert in self._wanted[ahead]]
+        return [key for _, key in sorted(wanted)]
+
+    def _weigh(self, index: Any) -> np.ndarray:
+        """How much the experts at `index` are worth keeping: the reciprocal of PRI^evict."""
+        if self.options.eviction == "lru":
+            return self._used_X[index].astype(np.float64)
+        uses = self._uses_X[index] + 1.0
+        if self.options.eviction == "lfu":
+            return uses
+        worth: np.ndarray = np.maximum(self._chance_LE.reshape(-1)[index], self.options.floor) * uses
+        return worth
+
+    def _least(self, kept: Collection[int]) -> int | None:
+        """The resident outside `kept` that is worth least; of several the least recently used one."""
+        if self._stale:
+            self._worth_X = np.where(self._resident_X, self._weigh(slice(None)), np.inf)
+            self._stale = False
+        worth_X = self._worth_X
+        if kept:
+            worth_X = worth_X.copy()
+            worth_X[list(kept)] = np.inf
+        least = worth_X.min()
+        if least == np.inf:
+            return None
+        equal = np.flatnonzero(worth_X == least)
+        return int(equal[self._used_X[equal].argmin()])
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request of the running forward: its search, p as its matches have it, and what was found.
+
+    Attributes:
+        match: the newest (row, score) in use.
+        pending: those found and not yet in use, oldest first.
+    """
+
+    search: Search
+    chance_LE: np.ndarray
+    match: tuple[int, float] | None
+    pending: deque[tuple[int, float] | None]
+
+    def __init__(self, search: Search, chance_LE: np.ndarray) -> None:
+        self.search, self.chance_LE = search, chance_LE
+        self.match, self.pending = None, deque()
