@@ -180,6 +180,22 @@ def trace_info(
     print(f"{tables.count(info['bytes'], 'B')}, {info['bytes'] / max(1, info['tokens']):,.0f} bytes a token")
 
 
+@trace_app.command("head")
+def trace_head(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace.")],
+    out: Out,
+    layers: Annotated[int | None, typer.Option(help="Its first MoE layers, as a model that ends there.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Its first requests.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Make a trace of the first layers or requests of another."""
+    from moetool.trace import Trace
+    from moetool.trace_edit import head
+
+    made = head(Trace(path), out, layers=layers, requests=requests, overwrite=overwrite)
+    print(f"{out}: {len(made.requests):,} requests, {made.num_tokens:,} tokens, {made.spec.num_layers} MoE layers")
+
+
 @trace_app.command("import")
 def trace_import(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of one model, a task each.")],

@@ -197,7 +197,9 @@ class ForcedRoutes:
 
 
 class CutPredictor:
-    """A predictor of a whole model, for one with its first layers only.
+    """A predictor of the routes' model, for the one that follows them in its first layers.
+
+    What a policy takes from a predictor as a whole, and not layer by layer, it only has where no layer is cut.
 
     Args:
         predictor: a `moetool.predictor.Predictor`.
@@ -207,7 +209,11 @@ class CutPredictor:
     def __init__(self, predictor: Any, spec: ModelSpec) -> None:
         self.spec = spec
         self.needs = predictor.needs
+        self.remembers = predictor.remembers
+        self.lookahead = predictor.lookahead
         self.num_bytes = predictor.num_bytes
+        whole = predictor.spec.num_layers == spec.num_layers
+        self.weights = getattr(predictor, "weights", None) if whole else None
         self._predictor = predictor
 
     def observe(self, event: GateEvent) -> None:

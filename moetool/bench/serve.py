@@ -5,6 +5,7 @@ same tokens, a new policy, an empty pool. Decisions are then the same in every r
 """
 
 import contextlib
+import copy
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -150,7 +151,7 @@ def _entries(
         fitting = [size for size in sizes if slots_within(spec, size) >= fewest]
         if tight := [size for size in sizes if size not in fitting]:
             notes.append(f"{name} needs {fewest} slots: left out with {_sizes(tight)}")
-        predictor = stage.predictor if kind.needs_predictor else None
+        predictor = stage.predictor if kind.uses(stage.predictor) else None
         rows: dict[int, Row] = {}
         if stage.part is not None and fitting:
             made = replay(stage.part, [name], fitting, predictor=predictor, options={name: given}, pool="slots")
@@ -180,8 +181,9 @@ def _sizes(sizes: Sequence[int]) -> str:
 
 def _builder(name: str, stage: Stage, values: Mapping[str, Any], slots: int) -> Callable[[], Policy]:
     spec: ModelSpec = stage.loaded.spec
-    predictor = stage.predictor if policy_class(name).needs_predictor else None
-    return lambda: build_policy(name, spec, values, slots, predictor=predictor)
+    predictor = stage.predictor if policy_class(name).uses(stage.predictor) else None
+    # One that remembers what it was shown begins each run afresh.
+    return lambda: build_policy(name, spec, values, slots, predictor=copy.deepcopy(predictor))
 
 
 def _require_memory(stage: Stage, entries: Sequence[_Entry]) -> int:

@@ -39,7 +39,7 @@ def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
         *(("mixtral_offloading", 2), ("mixtral_offloading", 64), ("promoe", 2), ("promoe", 64)),
         *(("moe_infinity", 2), ("moe_infinity", 64), ("static_split", 2), ("static_split", 70)),
         *(("finemoe", 2), ("finemoe", 64)),
-        *(("hybrimoe", 2), ("hybrimoe", 64)),
+        *(("hybrimoe", 2), ("hybrimoe", 64), ("foresight", 2), ("foresight", 64)),
     ],
 )
 def test_logits_are_the_same_to_the_bit(

@@ -34,6 +34,8 @@ PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said
         ("finemoe", 4),
         ("hybrimoe", 3),
         ("hybrimoe", 60),
+        ("foresight", 60),
+        ("foresight", 5),
         ("mixtral_offloading", 60),
         ("mixtral_offloading", 6),
         ("promoe", 60),
