@@ -38,7 +38,13 @@ class Chosen:
 
 
 def choose(
-    trace: Trace, *, requests: int, new_tokens: int, prompt_share: float | None, predictor: Any = None
+    trace: Trace,
+    *,
+    requests: int,
+    new_tokens: int,
+    prompt_share: float | None,
+    task: str | None = None,
+    predictor: Any = None,
 ) -> list[Chosen]:
     """The first requests of a trace that are long enough and that the predictor was not trained on.
 
@@ -46,6 +52,7 @@ def choose(
         new_tokens: tokens to generate; the last of them is not forwarded.
         prompt_share: share of a request's tokens that make its prompt; by default as the trace says, and a third
             where it was imported from a file that does not say.
+        task: of the requests; any by default.
 
     Raises:
         UsageError: there are fewer such requests.
@@ -61,12 +68,14 @@ def choose(
         share = prompt_share
         prompt = row["prompt_tokens"] if share is None else max(1, round(share * row["tokens"]))
         tokens = prompt + new_tokens - 1
-        if (allowed is None or row["request"] in allowed) and tokens <= row["tokens"]:
+        fits = (allowed is None or row["request"] in allowed) and task in (None, row["task"])
+        if fits and tokens <= row["tokens"]:
             found.append(Chosen(request=row["request"], prompt_tokens=prompt, tokens=tokens))
     if len(found) < requests:
         unseen = "" if allowed is None else " that the predictor was not trained on"
+        of_task = "" if task is None else f" of task {task}"
         raise UsageError(
-            f"{trace.path} holds {len(found)} requests of enough tokens{unseen}, expected {requests}; set "
+            f"{trace.path} holds {len(found)} requests{of_task} of enough tokens{unseen}, expected {requests}; set "
             "bench.requests or bench.new_tokens lower"
         )
     return found[:requests]

@@ -33,6 +33,7 @@ class BenchOptions:
         new_tokens: tokens that each generates; the first comes of the prompt's forward.
         prompt_share: share of a traced request's tokens that make its prompt; by default as the trace says, and a
             third where it was imported from a file that does not say.
+        task: of the traced requests; any by default.
         dtype: of everything but the experts; bfloat16 for a shape, float32 for a checkpoint.
         threads, io_threads: of the arithmetic (0 chooses), of the reads.
         seed: of random weights and prompts.
@@ -45,6 +46,7 @@ class BenchOptions:
     requests: int = 3
     new_tokens: int = 48
     prompt_share: float | None = None
+    task: str | None = None
     dtype: str | None = None
     threads: int = 0
     io_threads: int = 2
@@ -186,6 +188,7 @@ def _following(
         requests=options.requests,
         new_tokens=options.new_tokens,
         prompt_share=options.prompt_share,
+        task=options.task,
         predictor=predictor,
     )
     part = write_part(trace, loaded.spec, chosen, work)

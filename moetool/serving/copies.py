@@ -178,7 +178,8 @@ class CudaCopies:
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Aligned memory; the few bytes that aligning takes come on top."""
     try:
-        memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+        # Zeros and not just room: what a budget takes is taken now, and no load pays for the first touch of a page.
+        memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device).zero_()
     except RuntimeError as error:
         raise CapacityError(
             f"{device} does not have {num_bytes:,} bytes for experts ({first_line(error)}); set a smaller "
