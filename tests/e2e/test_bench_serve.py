@@ -177,8 +177,8 @@ def test_routes_of_another_shape_are_refused(folder: Path, tmp_path: Path) -> No
 
 def test_nothing_left_to_serve_is_said(subject: Subject) -> None:
     options = BenchOptions(rounds=1, requests=3, new_tokens=6, threads=1, resident=False)
-    with pytest.raises(CapacityError, match=r"nothing to serve: lru needs 2 slots: left out with .*; give larger"):
-        bench_serve(subject, policies=["lru"], budgets=["3%"], options=options)
+    with pytest.raises(CapacityError, match=r"nothing to serve: moesys needs 16 slots: left out with .*; give larger"):
+        bench_serve(subject, policies=["moesys"], budgets=["25%"], options=options)
 
 
 def test_requests_must_be_long_enough(subject: Subject) -> None:
