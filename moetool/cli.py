@@ -378,7 +378,7 @@ def replay(
         list[str],
         typer.Option(
             "--set",
-            help="A policy's option, as in --set lfu.forget=true; timeline.device=cuda; devices=2, which share the model.",
+            help="A policy's option, as in --set lfu.forget=true, timeline.device=cuda, or devices=2 that share it.",
         ),
     ] = [],  # noqa: B006
     as_json: Json = False,
