@@ -1,4 +1,7 @@
-"""The command line: commands, and the one place where errors become messages and exit codes."""
+"""The command line: commands, and the one place where errors become messages and exit codes.
+
+The commands about placement are in `moetool.cli_placement`.
+"""
 
 import contextlib
 import errno
@@ -14,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moetool import __version__, durable, tables
+from moetool import __version__, cli_placement, durable, tables
 from moetool.config import parse, parse_bytes, parse_settings
 from moetool.errors import MoetoolError, UsageError
 
@@ -37,6 +40,7 @@ bench_app = typer.Typer(help="Measure what belongs together, side by side.", no_
 app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
+cli_placement.register(plan_app)
 
 
 def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:

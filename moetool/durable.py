@@ -30,9 +30,14 @@ def sync(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text` as a whole, or leave it as it was."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace `path` by `content` as a whole, or leave it as it was."""
     partial = path.with_name(path.name + PARTIAL)
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content)
         sync(partial)
         partial.replace(path)
     except BaseException:

@@ -10,11 +10,19 @@ from types import ModuleType
 
 from moetool.errors import UsageError, unknown_name
 
-FOLDERS = {"policy": "moetool.caching", "predictor": "predictors", "format": "moetool.formats"}
+FOLDERS = {
+    "policy": "moetool.caching",
+    "planner": "moetool.placement",
+    "predictor": "predictors",
+    "format": "moetool.formats",
+}
 
 
 def names(kind: str) -> list[str]:
-    """The plugins of a kind (`policy`, `predictor`, `format`), sorted. Modules that begin with `_` are not plugins."""
+    """The plugins of a kind (`policy`, `planner`, `predictor`, `format`), sorted.
+
+    Modules that begin with `_` are not plugins.
+    """
     package = importlib.import_module(FOLDERS[kind])
     return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
 

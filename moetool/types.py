@@ -174,3 +174,102 @@ class GateEvent:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "needed", tuple(sorted({e for row in self.experts_TK for e in row})))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU of a server.
+
+    Attributes:
+        memory_bytes: all of its memory.
+        reserved_bytes: what of it is not for experts: the dense weights, keys and values, activations.
+        host_to_device_bytes_s: rate at which experts reach it from host memory.
+        speed: of its arithmetic, relative to the GPU that a cost profile was measured on.
+    """
+
+    memory_bytes: int
+    reserved_bytes: int = 0
+    host_to_device_bytes_s: float = 12e9
+    speed: float = 1.0
+
+    @property
+    def expert_bytes(self) -> int:
+        """What is left for experts."""
+        return self.memory_bytes - self.reserved_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """One server.
+
+    Attributes:
+        name: as traces and links name it.
+        gpus: at least one.
+        cpu_threads: that may compute or copy.
+        host_memory_bytes: for experts on their way, when no GPU has room.
+        disk_bytes_s: rate at which experts are read.
+        gpu_link_bytes_s: rate between two of its GPUs.
+    """
+
+    name: str
+    gpus: tuple[Gpu, ...]
+    cpu_threads: int = 1
+    host_memory_bytes: int = 16 * 2**30
+    disk_bytes_s: float = 1e9
+    gpu_link_bytes_s: float = 20e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The way between two servers, the same in both directions.
+
+    Attributes:
+        between: the names of the two.
+        bytes_s: its rate.
+        latency_s: until the first byte arrives.
+    """
+
+    between: tuple[str, str]
+    bytes_s: float
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Servers and the links between them. Its GPUs are numbered server by server.
+
+    Attributes:
+        servers: at least one.
+        link_bytes_s: rate between servers for which `links` has no other.
+        link_latency_s: latency between them.
+        links: the exceptions.
+    """
+
+    servers: tuple[Server, ...]
+    link_bytes_s: float = 125e6
+    link_latency_s: float = 0.0
+    links: tuple[Link, ...] = ()
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """All GPUs, in the order of their numbers."""
+        return tuple(gpu for server in self.servers for gpu in server.gpus)
+
+    @property
+    def server_G(self) -> tuple[int, ...]:
+        """The server of each GPU."""
+        return tuple(n for n, server in enumerate(self.servers) for _ in server.gpus)
+
+    def slots_G(self, slot_bytes: int) -> tuple[int, ...]:
+        """How many experts of `slot_bytes` each GPU has room for."""
+        return tuple(gpu.expert_bytes // slot_bytes for gpu in self.gpus)
+
+    def link(self, a: int, b: int) -> tuple[float, float]:
+        """(bytes/s, latency) between two servers, by number; of a server with itself, that between its GPUs."""
+        if a == b:
+            return self.servers[a].gpu_link_bytes_s, 0.0
+        names = {self.servers[a].name, self.servers[b].name}
+        for link in self.links:
+            if set(link.between) == names:
+                return link.bytes_s, link.latency_s
+        return self.link_bytes_s, self.link_latency_s

@@ -1,0 +1,59 @@
+"""What exporters of placements share: equal slots, no expert twice on a rank, rows for layers without experts."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from moetool import durable
+from moetool.errors import MismatchError, UsageError
+from moetool.placement_plan import PlacementPlan
+
+
+def equal_slots(plan: PlacementPlan, format: str) -> np.ndarray:
+    """The experts of a plan as [L, G, S], as many on each GPU in each layer; each GPU is a rank, in their order.
+
+    Raises:
+        MismatchError: the plan has unequal numbers, or layers of different width: the format cannot say that.
+    """
+    plan.check()
+    if len(set(plan.spec.num_experts_L)) > 1:
+        raise MismatchError(f"{format} knows one number of experts for all layers, but {plan.spec.name} has several")
+    first = len(plan.experts_LG[0][0])
+    for layer, gpus in enumerate(plan.experts_LG):
+        for g, experts in enumerate(gpus):
+            if len(set(experts)) != first:
+                raise MismatchError(
+                    f"{format} wants as many slots on every rank in every layer, but this plan has {first} on GPU 0 in "
+                    f"MoE layer 0 and {len(experts)} on GPU {g} in layer {layer}; plan with uniform, eplb or director "
+                    f"on equal GPUs whose memory holds a multiple of {plan.spec.num_layers} experts"
+                )
+    return np.array(plan.experts_LG, np.int64)
+
+
+def hidden_layers(plan: PlacementPlan, num_hidden_layers: int | None) -> int:
+    """The model's layers with and without experts; by default none follows the last with experts.
+
+    Raises:
+        UsageError: fewer than the plan needs.
+    """
+    least = max(plan.spec.layer_ids_L) + 1
+    if num_hidden_layers is not None and num_hidden_layers < least:
+        raise UsageError(
+            f"num_hidden_layers is {num_hidden_layers}, but the plan has layer {least - 1}; give the model's"
+        )
+    return num_hidden_layers or least
+
+
+def write_sidecar(plan: PlacementPlan, out: Path) -> Path:
+    """Where the plan comes from, beside a format that has no place for it."""
+    path = out.with_name(out.name + ".about.json")
+    about = {
+        "spec": plan.spec.to_json(),
+        "planner": plan.planner,
+        "options": plan.options,
+        "seed": plan.seed,
+        "traces": [trace.sha256 for trace in plan.traces],
+    }
+    durable.write_text(path, json.dumps(about, indent=1) + "\n")
+    return path

@@ -1,0 +1,35 @@
+"""SGLang's `--init-expert-location`: JSON with `physical_to_logical_map` [num_hidden_layers][P] and nothing else.
+
+SGLang 0.5.23 passes every key on, so one more is a TypeError there: what else there is to say goes to a sidecar. Its
+layers are all hidden layers, those without experts included, and every logical id has to be in every row: rows of
+layers without experts hold the trivial map. Rank r owns the slots r * P/ep to (r + 1) * P/ep;
+P = E + `--ep-num-redundant-experts`.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from moetool import durable
+from moetool.formats._slots import equal_slots, hidden_layers, write_sidecar
+from moetool.placement_plan import PlacementPlan
+
+
+def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:
+    """Write a plan; gives what to start SGLang with.
+
+    Raises:
+        MismatchError: the plan cannot be said in this format.
+        UsageError: `num_hidden_layers` is too small.
+    """
+    slots_LGS = equal_slots(plan, "SGLang")
+    num_experts, num_slots = plan.spec.num_experts, slots_LGS.shape[1] * slots_LGS.shape[2]
+    rows = np.tile(np.arange(num_slots) % num_experts, (hidden_layers(plan, num_hidden_layers), 1))
+    rows[list(plan.spec.layer_ids_L)] = slots_LGS.reshape(len(slots_LGS), -1)
+    durable.write_text(out, json.dumps({"physical_to_logical_map": rows.tolist()}) + "\n")
+    return [
+        f"--init-expert-location {out} --ep-size {slots_LGS.shape[1]} "
+        f"--ep-num-redundant-experts {num_slots - num_experts}",
+        f"{write_sidecar(plan, out)} says where it comes from",
+    ]

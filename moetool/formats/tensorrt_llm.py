@@ -1,0 +1,26 @@
+"""TensorRT-LLM's `moe_config.load_balancer`: YAML with the experts of every slot by absolute layer index.
+
+Only layers with experts are named. Rank r owns num_slots / ep_size consecutive slots. `layer_updates_per_iter: 0`
+keeps the placement as it is.
+"""
+
+from pathlib import Path
+
+from moetool import durable
+from moetool.formats._slots import equal_slots
+from moetool.placement_plan import PlacementPlan
+
+
+def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:
+    """Write a plan; gives what to start TensorRT-LLM with. Its layers are absolute: `num_hidden_layers` is not needed.
+
+    Raises:
+        MismatchError: the plan cannot be said in this format.
+    """
+    slots_LGS = equal_slots(plan, "TensorRT-LLM")
+    lines = ["initial_global_assignments:"]
+    for layer_id, slots_GS in zip(plan.spec.layer_ids_L, slots_LGS, strict=True):
+        lines.append(f"  {layer_id}: [{', '.join(map(str, slots_GS.ravel().tolist()))}]")
+    lines += [f"num_slots: {slots_LGS.shape[1] * slots_LGS.shape[2]}", "layer_updates_per_iter: 0"]
+    durable.write_text(out, "\n".join(lines) + "\n")
+    return [f"moe_config.load_balancer: {out}, with moe_expert_parallel_size {slots_LGS.shape[1]}"]

@@ -1,0 +1,33 @@
+"""vllm-ascend's `expert_map_path`: JSON with a list of layers, each a list of devices with their experts.
+
+Layers are counted among those with experts, from 0. Every device has to have as many, and none an expert twice
+(vllm-ascend issue 9151).
+"""
+
+import json
+from pathlib import Path
+
+from moetool import durable
+from moetool.formats._slots import equal_slots
+from moetool.placement_plan import PlacementPlan
+
+
+def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:
+    """Write a plan; gives what to start vllm-ascend with. Its layers are those with experts only.
+
+    Raises:
+        MismatchError: the plan cannot be said in this format.
+    """
+    slots_LGS = equal_slots(plan, "vllm-ascend")
+    layers = [
+        {
+            "layer_id": layer,
+            "device_count": len(slots_GS),
+            "device_list": [{"device_id": g, "device_expert": slots.tolist()} for g, slots in enumerate(slots_GS)],
+        }
+        for layer, slots_GS in enumerate(slots_LGS)
+    ]
+    durable.write_text(out, json.dumps({"moe_layer_count": len(layers), "layer_list": layers}) + "\n")
+    redundant = slots_LGS.shape[1] * slots_LGS.shape[2] - plan.spec.num_experts
+    config = {"eplb_config": {"expert_map_path": str(out), "num_redundant_experts": redundant}}
+    return [f"--additional-config '{json.dumps(config)}'"]

@@ -1,0 +1,59 @@
+"""Linear programmes by HiGHS."""
+
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+from scipy.sparse import csc_matrix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """A vertex of the programme.
+
+    Attributes:
+        value: the objective; of the dual, so a bound even where the primal was stopped.
+    """
+
+    value: float
+    x: np.ndarray
+
+
+def minimise(
+    cost: np.ndarray,
+    matrix: csc_matrix,
+    row_lower: np.ndarray,
+    row_upper: np.ndarray,
+    lower: np.ndarray,
+    upper: np.ndarray,
+    *,
+    method: str = "simplex",
+) -> Solution | None:
+    """The optimum, or None if nothing is feasible.
+
+    Args:
+        method: `simplex` (dual; the solution is a vertex), or `ipm`.
+
+    Raises:
+        AssertionError: HiGHS ends with neither, which no programme of ours can bring about.
+    """
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("threads", 1)
+    highs.setOptionValue("random_seed", 0)
+    highs.setOptionValue("solver", method)
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(cost), len(row_lower)
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, lower, upper
+    lp.row_lower_, lp.row_upper_ = row_lower, row_upper
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+    lp.a_matrix_.start_ = matrix.indptr
+    lp.a_matrix_.index_ = matrix.indices
+    lp.a_matrix_.value_ = matrix.data
+    highs.passModel(lp)
+    highs.run()
+    status = highs.getModelStatus()
+    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        return None
+    assert status == highspy.HighsModelStatus.kOptimal, status
+    return Solution(value=highs.getInfo().objective_function_value, x=np.array(highs.getSolution().col_value))

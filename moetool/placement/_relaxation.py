@@ -1,0 +1,164 @@
+"""DIRECTOR's linear relaxation of one layer: a bound that no placement beats, and where rounding starts."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse import csc_matrix
+
+from moetool.latency import along, hull
+from moetool.placement._programme import minimise
+from moetool.placement._search import Layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxed:
+    """The relaxed optimum of a layer.
+
+    Attributes:
+        bound: of T_comp + T_comm.
+        x_EG: the share of each expert on each GPU.
+    """
+
+    bound: float
+    x_EG: np.ndarray
+
+
+def relax(layer: Layer, budget: float | None = None, method: str = "simplex") -> Relaxed | None:
+    """Solve Eq. 6 for one layer; None if nothing fits `budget`.
+
+    Args:
+        budget: find a solution within this T_comp + T_comm, as the printed programme does; without it, the least.
+
+    Source: DIRECTOR § VI-C, Eqs. 6a to 6g. Deviations:
+        - Each constraint but 6b is about one layer and the objective is a sum, so each layer is minimised by itself.
+        - Convex under-estimates of f_comp and f_comm, so that the value is a bound (`moetool.latency.hull`).
+        - Sum of x = 1 (6e has >= 1, under which a copy would double an expert's work).
+        - tau_comp >= the time of the hottest expert together with the coldest of those that must be with it on its GPU:
+          at least E less the room of the other GPUs. Without it the relaxation splits the hottest expert.
+        - With `sides="both"` receiving binds tau_comm too, and tau_comm counts twice. There tau_comm >= what the GPU of
+          an expert receives for it and its coldest company, wherever the expert is put: the same repair for Eq. 6d.
+    """
+    latency, tokens_GE, room_G = layer.latency, layer.tokens_GE, layer.room_G
+    num_gpus, num_experts = tokens_GE.shape
+    total_E, total_G = tokens_GE.sum(axis=0), tokens_GE.sum(axis=1)
+    whole = float(total_E.sum())
+    comp, comm = num_experts * num_gpus, num_experts * num_gpus + 1
+    rows: list[tuple[np.ndarray, np.ndarray, float, float]] = []  # columns, values, lower, upper
+    x = np.arange(num_experts * num_gpus).reshape(num_experts, num_gpus)
+    ones_G, ones_E = np.ones(num_gpus), np.ones(num_experts)
+    rows += [(x[i], ones_G, 1.0, 1.0) for i in range(num_experts)]
+    rows += [(x[:, k], ones_E, -np.inf, float(room_G[k])) for k in range(num_gpus)]
+
+    comp_knots = _knots(latency.comp.x, whole)
+    for slope, intercept in hull(lambda amount: along(latency.comp, amount), comp_knots):
+        for k in range(num_gpus):
+            rate = slope / latency.speed_G[k]
+            rows.append((_and(x[:, k], comp), _and(-rate * total_E, 1.0), intercept / latency.speed_G[k], np.inf))
+
+    # Links: one line a way where the hull is one, else a column for the time of the way.
+    lines = {}
+    for j in range(num_gpus):
+        for k in range(num_gpus):
+            if j != k:
+                lines[j, k] = _lines(layer, j, k, float(total_G[j]))
+    columns = comm + 1
+    time_of: dict[tuple[int, int], int] = {}
+    slope_GG = np.zeros((num_gpus, num_gpus))
+    for (j, k), pieces in lines.items():
+        if len(pieces) == 1:
+            slope_GG[j, k] = pieces[0][0]
+            continue
+        time_of[j, k] = columns
+        for slope, intercept in pieces:
+            rows.append((_and(x[:, k], columns), _and(-slope * tokens_GE[j], 1.0), intercept, np.inf))
+        columns += 1
+    for j in range(num_gpus):
+        others = np.delete(slope_GG[j], j)
+        values, counts = np.unique(others, return_counts=True)
+        base = float(values[counts.argmax()]) if len(values) else 0.0  # sum of x = 1: only the others need entries
+        index, value = [np.array([comm])], [np.ones(1)]
+        for k in range(num_gpus):
+            if slope_GG[j, k] != base:
+                index.append(x[:, k])
+                value.append((base - slope_GG[j, k]) * tokens_GE[j])
+            if (j, k) in time_of:
+                index.append(np.array([time_of[j, k]]))
+                value.append(-np.ones(1))
+        rows.append((np.concatenate(index), np.concatenate(value), base * float(total_G[j]), np.inf))
+    if latency.sides == "both":
+        for k in range(num_gpus):
+            ways = [time_of[j, k] for j in range(num_gpus) if (j, k) in time_of]
+            received = np.concatenate([-(slope_GG[:, k] @ tokens_GE), [1.0], -np.ones(len(ways))])
+            rows.append((np.concatenate([x[:, k], [comm], np.array(ways, np.int64)]), received, 0.0, np.inf))
+    if budget is not None:
+        rows.append((np.array([comp, comm]), np.array([1.0, latency.ways]), -np.inf, budget))
+
+    cost = np.zeros(columns)
+    if budget is None:
+        cost[comp], cost[comm] = 1.0, latency.ways
+    lower, upper = np.zeros(columns), np.ones(columns)
+    upper[comp:] = np.inf
+    lower[comp] = hottest(layer)
+    if latency.sides == "both":
+        first_GG = np.zeros((num_gpus, num_gpus))
+        for (j, k), pieces in lines.items():
+            first_GG[j, k] = max(0.0, pieces[0][0])
+        lower[comm] = most_received(layer, tokens_GE.T @ first_GG)
+    starts = np.concatenate([[0], np.cumsum([len(row[0]) for row in rows])])
+    matrix = csc_matrix(
+        (
+            np.concatenate([row[1] for row in rows]),
+            (np.repeat(np.arange(len(rows)), np.diff(starts)), np.concatenate([row[0] for row in rows])),
+        ),
+        shape=(len(rows), columns),
+    )
+    row_lower, row_upper = np.array([row[2] for row in rows]), np.array([row[3] for row in rows])
+    solution = minimise(cost, matrix, row_lower, row_upper, lower, upper, method=method)
+    if solution is None:
+        return None
+    value = solution.x[comp] + latency.ways * solution.x[comm]
+    return Relaxed(bound=float(value), x_EG=np.clip(solution.x[:comp], 0.0, 1.0).reshape(num_experts, num_gpus))
+
+
+def hottest(layer: Layer) -> float:
+    """The least time of the GPU that has the most wanted expert, with the coldest that others have no room for."""
+    total_E, room_G = np.sort(layer.tokens_GE.sum(axis=0)), layer.room_G
+    times = []
+    for k, room in enumerate(room_G.tolist()):
+        if room > 0:
+            forced = max(1, len(total_E) - int(room_G.sum() - room))
+            load_G = np.zeros(len(room_G))
+            load_G[k] = total_E[-1] + total_E[: forced - 1].sum()
+            times.append(float(layer.latency.comp_s(load_G)[k]))
+    return min(times)
+
+
+def most_received(layer: Layer, received_EG: np.ndarray) -> float:
+    """The least time that some GPU receives: that of the worst expert, where it is put best.
+
+    Shapes: received_EG, the time that each expert's tokens take to each GPU.
+    """
+    room_G, num_experts = layer.room_G, len(received_EG)
+    sums_XG = np.concatenate([np.zeros((1, len(room_G))), np.cumsum(np.sort(received_EG, axis=0), axis=0)])
+    company_G = np.clip(num_experts - (room_G.sum() - room_G), 1, num_experts) - 1
+    least_EG = received_EG + sums_XG[company_G, np.arange(len(room_G))]
+    return float(np.where(room_G > 0, least_EG, np.inf).min(axis=1).max())
+
+
+def _lines(layer: Layer, j: int, k: int, most: float) -> list[tuple[float, float]]:
+    """The under-estimate of f_comm from j to k, against tokens."""
+    latency = layer.latency
+    curve = latency.links[int(latency.link_GG[j, k])]
+    link = np.array(latency.link_GG[j, k])
+    return hull(lambda tokens: latency.link_s(tokens, link), _knots([v / latency.token_bytes for v in curve.x], most))
+
+
+def _knots(inner: Iterable[float], most: float) -> np.ndarray:
+    inside = [float(v) for v in inner if 0 < v < most]
+    tiny = most * 1e-9  # just above 0, where a curve may jump
+    return np.array(sorted({0.0, tiny, *inside, most})) if most > 0 else np.array([0.0, 1.0])
+
+
+def _and(many: np.ndarray, one: float) -> np.ndarray:
+    return np.append(many, one)

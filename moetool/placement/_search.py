@@ -1,0 +1,201 @@
+"""Local search for one layer: every expert in one place, T_comp + T_comm of DIRECTOR as the objective."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moetool.latency import Latency, along
+
+_POTENTIAL = 1e-7
+
+
+@dataclass(slots=True, kw_only=True)
+class Layer:
+    """A layer to place.
+
+    Attributes:
+        tokens_GE: W^l, the tokens on GPU j that want expert i.
+        room_G: the most experts on each GPU.
+    """
+
+    tokens_GE: np.ndarray
+    room_G: np.ndarray
+    latency: Latency
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.tokens_GE.shape[1])
+
+    def flow(self, gpu_E: np.ndarray) -> np.ndarray:
+        """Tokens [G, G] from GPU j to GPU k, those that stay on the diagonal."""
+        flow_GG = np.zeros((len(self.room_G), len(self.room_G)))
+        np.add.at(flow_GG.T, gpu_E, self.tokens_GE.T)
+        return flow_GG
+
+    def cost(self, gpu_E: np.ndarray) -> float:
+        """T_comp + T_comm."""
+        return sum(self.latency.layer(self.flow(gpu_E)))
+
+
+class Descent:
+    """A placement of a layer that swaps and moves improve one at a time.
+
+    A free slot counts as an expert that nobody wants, so a move is a swap. A step looks at every swap that touches the
+    slowest GPU (by computing, sending or receiving) and takes the best; if none helps and links are unequal, at every
+    swap there is. Of placements with the same straggler the one
+    with the smaller sum of squares is better, so that a step may lower a second straggler first.
+    """
+
+    def __init__(self, layer: Layer, gpu_E: np.ndarray) -> None:
+        self.layer, self.latency = layer, layer.latency
+        num_gpus = len(layer.room_G)
+        self.num_experts = layer.num_experts
+        self.tokens_XG = np.concatenate([layer.tokens_GE.T, np.zeros((num_gpus, num_gpus))])
+        self.tokens_X = self.tokens_XG.sum(axis=1)
+        self.gpu_X = np.concatenate([gpu_E, np.arange(num_gpus)])
+        self.linear = self.latency.linear
+        self.slope_GG = self.latency.link_slope_GG
+        self.slope_to = np.ascontiguousarray(self.slope_GG.T)  # rows by the receiving GPU
+        self.recv_XG = self.tokens_XG @ self.slope_GG
+        self.both = self.latency.sides == "both"
+        # Where a GPU reaches others at unequal cost, an exchange between two others can help it.
+        self.uneven = not self.linear or len(np.unique(self.latency.link_GG)) > 2
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Sums from scratch, so that errors of rounding do not pile up."""
+        gpu_E = self.gpu_X[: self.num_experts]
+        self.flow_GG = self.layer.flow(gpu_E)
+        self.load_G = self.flow_GG.sum(axis=0)
+        self.comp_G = self.latency.comp_s(self.load_G)
+        self.comm_GG = self.flow_GG * self.slope_GG if self.linear else self.latency.comm_s(self.flow_GG)
+        self.send_G, self.recv_G = self.comm_GG.sum(axis=1), self.comm_GG.sum(axis=0)
+        self.free_G = self.layer.room_G - np.bincount(gpu_E, minlength=len(self.load_G))
+        self.score = float(self._score(self.comp_G.max(), self._comm(), self._potential()))
+
+    def _comm(self) -> float:
+        return float(max(self.send_G.max(), self.recv_G.max()) if self.both else self.send_G.max())
+
+    def _potential(self) -> float:
+        return float((self.comp_G**2).sum() + (self.send_G**2).sum() * self.latency.ways)
+
+    def _score(self, comp: Any, comm: Any, potential: Any) -> Any:
+        cost = comp + self.latency.ways * comm
+        return cost + _POTENTIAL * potential / np.maximum(cost, 1e-30)
+
+    def run(self) -> float:
+        """Step until no swap helps; the cost."""
+        while self._step():
+            pass
+        return float(self.comp_G.max() + self.latency.ways * self._comm())
+
+    def _step(self) -> bool:
+        stragglers = {int(self.comp_G.argmax()), int(self.send_G.argmax())}
+        if self.both:
+            stragglers.add(int(self.recv_G.argmax()))
+        return self._take_best(sorted(stragglers)) or (self.uneven and self._take_best(range(len(self.load_G))))
+
+    def _take_best(self, gpus: Sequence[int]) -> bool:
+        here, there = self._candidates(gpus)
+        if not len(here):
+            return False
+        score = self._scores(here, there)
+        best = int(score.argmin())
+        if score[best] >= self.score * (1 - 1e-12) - 1e-300:
+            return False
+        self.swap(int(here[best]), int(there[best]))
+        return True
+
+    def _candidates(self, gpus: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Every swap of an expert or free slot of these GPUs."""
+        usable_X = np.concatenate([np.ones(self.num_experts, bool), self.free_G > 0])
+        here, there = [], []
+        for g in gpus:
+            inside, outside = np.flatnonzero(usable_X & (self.gpu_X == g)), np.flatnonzero(usable_X & (self.gpu_X != g))
+            here.append(np.repeat(inside, len(outside)))
+            there.append(np.tile(outside, len(inside)))
+        return np.concatenate(here), np.concatenate(there)
+
+    def _scores(self, here: np.ndarray, there: np.ndarray) -> np.ndarray:
+        """What the score would be after each swap."""
+        g, h = self.gpu_X[here], self.gpu_X[there]
+        more_CG = self.tokens_XG[there] - self.tokens_XG[here]
+        more = self.tokens_X[there] - self.tokens_X[here]
+        comp_C2 = np.stack([self.load_G[g] + more, self.load_G[h] - more], axis=1)
+        if self.linear:
+            slope = self.latency.comp_slope_G
+            comp_C2 = comp_C2 * np.stack([slope[g], slope[h]], axis=1)
+            send_CG = self.send_G + more_CG * (self.slope_to[g] - self.slope_to[h])
+            if self.both:
+                recv_C2 = np.stack(
+                    [
+                        self.recv_G[g] + self.recv_XG[there, g] - self.recv_XG[here, g],
+                        self.recv_G[h] + self.recv_XG[here, h] - self.recv_XG[there, h],
+                    ],
+                    axis=1,
+                )
+        else:
+            speed = np.array(self.latency.speed_G)
+            comp_C2 = along(self.latency.comp, comp_C2) / np.stack([speed[g], speed[h]], axis=1)
+            into_CG = self.latency.link_s(self.flow_GG.T[g] + more_CG, self.latency.link_GG.T[g])
+            out_CG = self.latency.link_s(self.flow_GG.T[h] - more_CG, self.latency.link_GG.T[h])
+            send_CG = self.send_G + into_CG + out_CG - self.comm_GG.T[g] - self.comm_GG.T[h]
+            recv_C2 = np.stack([into_CG.sum(axis=1), out_CG.sum(axis=1)], axis=1)
+        comp = np.maximum(_others(self.comp_G, g, h), comp_C2.max(axis=1))
+        comm = send_CG.max(axis=1)
+        if self.both:
+            comm = np.maximum(comm, np.maximum(_others(self.recv_G, g, h), recv_C2.max(axis=1)))
+        squares = (self.comp_G**2).sum() - self.comp_G[g] ** 2 - self.comp_G[h] ** 2 + (comp_C2**2).sum(axis=1)
+        potential = squares + self.latency.ways * np.einsum("cg,cg->c", send_CG, send_CG)
+        return np.asarray(self._score(comp, comm, potential))
+
+    def swap(self, here: int, there: int) -> None:
+        """Exchange the places of two experts, or of an expert and a free slot."""
+        g, h = int(self.gpu_X[here]), int(self.gpu_X[there])
+        for item, gpu in ((here, h), (there, g)):
+            if item < self.num_experts:
+                self.gpu_X[item] = gpu
+        self._refresh()
+
+    def kick(self, rng: np.random.Generator, swaps: int) -> None:
+        """Random swaps and moves, to leave a local optimum."""
+        for _ in range(swaps):
+            others = np.concatenate([np.arange(self.num_experts), self.num_experts + np.flatnonzero(self.free_G > 0)])
+            here, there = int(rng.integers(self.num_experts)), int(rng.choice(others))
+            if self.gpu_X[here] != self.gpu_X[there]:
+                self.swap(here, there)
+
+    def place(self) -> np.ndarray:
+        """The GPU of each expert."""
+        return self.gpu_X[: self.num_experts].copy()
+
+
+def _others(value_G: np.ndarray, g: np.ndarray, h: np.ndarray) -> np.ndarray:
+    """The largest value but for those at g and h."""
+    order = np.argsort(-value_G, kind="stable")[:3].tolist()
+    largest = np.zeros(len(g))
+    for gpu in reversed(order):
+        largest = np.where((g != gpu) & (h != gpu), value_G[gpu], largest)
+    return largest
+
+
+def improve(layer: Layer, starts: list[np.ndarray], rng: np.random.Generator, kicks: int) -> tuple[float, np.ndarray]:
+    """Descend from every start, then kick the best and descend again so many times; the best found.
+
+    Shapes: gpu_E int.
+    """
+    best, found = np.inf, starts[0]
+    for start in starts:
+        descent = Descent(layer, start)
+        cost = descent.run()
+        if cost < best:
+            best, found = cost, descent.place()
+    for _ in range(kicks):
+        descent = Descent(layer, found)
+        descent.kick(rng, int(rng.integers(2, 5)))
+        cost = descent.run()
+        if cost <= best:
+            best, found = cost, descent.place()
+    return best, found

@@ -1,0 +1,93 @@
+"""Simulated annealing over swaps: the heuristic that DIRECTOR compares itself with."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from moetool.errors import UsageError
+from moetool.placement._search import Layer
+from moetool.placement.uniform import even_shares
+from moetool.planner import Problem, layer_slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of the annealing.
+
+    Attributes:
+        c_max: the most experts of a layer on a GPU (0: as memory allows).
+        steps: swaps tried in each layer.
+        hot: the temperature at the start, as a share of the cost.
+        cold: that at the end.
+    """
+
+    c_max: int = 0
+    steps: int = 4000
+    hot: float = 0.02
+    cold: float = 1e-5
+
+
+def place(problem: Problem, options: Options) -> np.ndarray:
+    """Anneal each layer from the uniform placement; the best placement met.
+
+    A proposal exchanges two random experts, or moves one into a free slot. A worse one is taken with the chance
+    exp(-worsening / temperature); the temperature falls geometrically.
+
+    Shapes: placed_GLE bool.
+
+    Source: DIRECTOR § VIII-D names simulated annealing "for sufficient iterations", and no schedule; this is ours.
+
+    Raises:
+        UsageError: a temperature is not above 0, or steps are negative.
+    """
+    if options.steps < 0 or not 0 < options.cold <= options.hot:
+        raise UsageError("annealing needs steps >= 0 and 0 < cold <= hot")
+    room_GL = layer_slots(problem, options.c_max)
+    placed_GLE = np.zeros(problem.demand.tokens_GLE.shape, bool)
+    for number, num_experts in enumerate(problem.spec.num_experts_L):
+        tokens_GE = problem.demand.tokens_GLE[:, number, :num_experts]
+        layer = Layer(tokens_GE=tokens_GE, room_G=room_GL[:, number], latency=problem.latency)
+        start = np.repeat(np.arange(len(room_GL)), even_shares(num_experts, room_GL[:, number]))
+        gpu_E = anneal(layer, start, options, np.random.default_rng([problem.seed, number]))
+        placed_GLE[gpu_E, number, np.arange(num_experts)] = True
+    return placed_GLE
+
+
+def anneal(layer: Layer, start: np.ndarray, options: Options, rng: np.random.Generator) -> np.ndarray:
+    """The best placement met from a start: gpu_E."""
+    latency, tokens_GE, num_experts = layer.latency, layer.tokens_GE, layer.num_experts
+    gpu_E, flow_GG = start.copy(), layer.flow(start)
+    free_G = layer.room_G - np.bincount(start, minlength=len(layer.room_G))
+    cost = sum(latency.layer(flow_GG))
+    best, found = cost, gpu_E.copy()
+    fall = (options.cold / options.hot) ** (1 / max(1, options.steps))
+    temperature = options.hot * cost
+    slots = np.arange(num_experts + len(free_G))
+    for _ in range(options.steps):
+        temperature *= fall
+        here, there = int(rng.integers(num_experts)), int(rng.integers(len(slots)))
+        g = int(gpu_E[here])
+        h = int(gpu_E[there]) if there < num_experts else there - num_experts
+        if g == h or (there >= num_experts and free_G[h] <= 0):
+            continue
+        more_G = -tokens_GE[:, here]
+        if there < num_experts:
+            more_G = more_G + tokens_GE[:, there]
+        flow_GG[:, g] += more_G
+        flow_GG[:, h] -= more_G
+        after = sum(latency.layer(flow_GG))
+        if after > cost and rng.random() >= math.exp((cost - after) / max(temperature, 1e-300)):
+            flow_GG[:, g] -= more_G
+            flow_GG[:, h] += more_G
+            continue
+        gpu_E[here] = h
+        if there < num_experts:
+            gpu_E[there] = g
+        else:
+            free_G[g] += 1
+            free_G[h] -= 1
+        cost = after
+        if cost < best:
+            best, found = cost, gpu_E.copy()
+    return found

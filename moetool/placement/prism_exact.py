@@ -1,0 +1,70 @@
+"""Prism's Eq. 2, solved exactly: no placement that covers every expert within memory calls fewer experts remotely."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moetool.demand import per_server
+from moetool.placement._packing import pack_servers
+from moetool.planner import Problem
+
+OBJECTIVE = "remote"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The optimum has no options."""
+
+
+def place(problem: Problem, options: Options) -> np.ndarray:
+    """The optimum of Eq. 2, then each server's experts packed onto its GPUs.
+
+    Shapes: placed_GLE bool.
+
+    Source: Prism § III-B, Eq. 2 with its two constraints. What it rests on, and where it differs:
+        - Each variable is in one coverage row (an expert) and one capacity row (a server): the rows form the incidence
+          matrix of a bipartite graph, which is totally unimodular, so every vertex that the dual simplex ends in is
+          integral. That is asserted, not rounded.
+        - Per-GPU memory needs no variable: a server gains nothing from two copies, and with experts of one slot each
+          any set that fits the server's slots fits its GPUs. Slots have the size of the model's largest expert, so
+          with experts of several sizes this is the optimum among placements by slots.
+        - An idle server counts as uniform (`Demand.frequency_NLE`).
+    """
+    return pack_servers(problem, optimum(problem)[1])
+
+
+def optimum(problem: Problem) -> tuple[float, np.ndarray]:
+    """(Eq. 2 at its optimum, placed_NLE)."""
+    from scipy.sparse import csc_matrix
+
+    from moetool.placement._programme import minimise
+
+    frequency_NLE, exists_LE = problem.demand.frequency_NLE, problem.exists_LE
+    num_servers = len(frequency_NLE)
+    slots_N = per_server(problem.cluster, problem.slots_G)
+    value_NX = frequency_NLE[:, exists_LE]
+    num_experts = value_NX.shape[1]
+    columns = num_servers * num_experts
+    # Column (server, expert) has a 1 in the row of the expert and a 1 in the row of the server.
+    rows = np.empty((columns, 2), np.int32)
+    rows[:, 0] = np.tile(np.arange(num_experts), num_servers)
+    rows[:, 1] = num_experts + np.repeat(np.arange(num_servers), num_experts)
+    matrix = csc_matrix(
+        (np.ones(2 * columns), rows.ravel(), np.arange(0, 2 * columns + 1, 2)),
+        shape=(num_experts + num_servers, columns),
+    )
+    infinite = np.full(num_experts, np.inf)
+    solution = minimise(
+        -value_NX.ravel(),
+        matrix,
+        np.concatenate([np.ones(num_experts), np.zeros(num_servers)]),
+        np.concatenate([infinite, slots_N]),
+        np.zeros(columns),
+        np.ones(columns),
+    )
+    assert solution is not None, "Problem has checked that every expert fits"
+    chosen_NX = solution.x.reshape(num_servers, num_experts)
+    assert (np.abs(chosen_NX - np.round(chosen_NX)) < 1e-6).all(), "a vertex of a network programme is integral"
+    placed_NLE = np.zeros(frequency_NLE.shape, bool)
+    placed_NLE[:, exists_LE] = chosen_NX > 0.5
+    return float(frequency_NLE.sum() + solution.value), placed_NLE

@@ -1,0 +1,180 @@
+"""How good a placement is for some requests: locality, latency, balance, bytes, and how far from the bounds."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from moetool.demand import per_server
+from moetool.latency import flows, hull
+from moetool.planner import Problem, layer_slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A placement against the demand of some requests.
+
+    Attributes:
+        local_N: share of each server's expert calls that one of its own GPUs computes (None: an idle server).
+        local: of all calls.
+        local_mean: mean over the servers that are not idle.
+        remote_calls: Prism's Eq. 2, in calls: those that no GPU of the own server computes.
+        remote_bound: the least that any placement in this memory has (`prism_exact`), or None if not asked for.
+        comp: DIRECTOR's T_comp (Eq. 2), in the unit of the costs.
+        comm: T_comm (Eq. 4).
+        latency_bound: a bound of comp + comm, or None. With one copy each, the relaxation with the hottest expert;
+            with copies only that the work is shared perfectly and nothing is sent, since a copy may be anywhere.
+        balancedness: three definitions on the same loads of GPUs: `sglang`, the mean over layers of
+            (mean + 1e-5) / (max + 1e-5); `vllm`, the sum of means over the sum of maxima; `tensorrt_llm`, the mean
+            over layers of (max - mean) / mean, where 0 is best.
+        even_balancedness: `sglang`'s if copies shared their expert's tokens evenly, as EPLB assumes.
+        link_bytes: what each pair of servers sends, dispatch and combine together, as [from, to, bytes].
+        copies: experts held, each GPU's counted, over the model's experts.
+        unit: of comp, comm and their bound.
+    """
+
+    local_N: tuple[float | None, ...]
+    local: float
+    local_mean: float
+    remote_calls: float
+    remote_bound: float | None
+    comp: float
+    comm: float
+    latency_bound: float | None
+    balancedness: dict[str, float]
+    even_balancedness: float
+    link_bytes: tuple[tuple[str, str, float], ...]
+    copies: float
+    unit: str
+
+    @property
+    def latency(self) -> float:
+        """T_comp + T_comm."""
+        return self.comp + self.comm
+
+    @property
+    def latency_gap(self) -> float | None:
+        """How far above the bound, as a share of it."""
+        return None if not self.latency_bound else self.latency / self.latency_bound - 1
+
+    @property
+    def remote_gap(self) -> float | None:
+        """How far Eq. 2 is above its bound, as a share of all calls."""
+        if self.remote_bound is None:
+            return None
+        calls = self.remote_calls / max(1e-12, 1 - self.local) if self.local < 1 else None
+        return 0.0 if calls is None else (self.remote_calls - self.remote_bound) / calls
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return {
+            **asdict(self),
+            "latency": self.latency,
+            "latency_gap": self.latency_gap,
+            "remote_gap": self.remote_gap,
+        }
+
+
+def score(
+    problem: Problem,
+    placed_GLE: np.ndarray,
+    *,
+    bounds: bool = True,
+    routing: str = "nearest",
+    value_bytes: int = 2,
+    c_max: int = 0,
+) -> Score:
+    """Score a placement on the demand of a problem.
+
+    Args:
+        bounds: whether to compute the two lower bounds, which takes longer than the rest.
+        routing: which copy a token goes to (`moetool.latency.flows`).
+        value_bytes: bytes of one number of a hidden state, for `link_bytes`.
+        c_max: the limit that the latency bound assumes.
+    """
+    demand, cluster, latency = problem.demand, problem.cluster, problem.latency
+    flow_LGG = np.stack(
+        [flows(cluster, demand.tokens_GLE[:, i], placed_GLE[:, i], routing) for i in range(problem.spec.num_layers)]
+    )
+    calls_N = demand.tokens_NLE.sum(axis=(1, 2))
+    local_N = (demand.tokens_NLE * (per_server(cluster, placed_GLE) > 0)).sum(axis=(1, 2))
+    busy_N = calls_N > 0
+    parts = np.array([latency.layer(flow_GG) for flow_GG in flow_LGG])
+    even_LG = np.stack(
+        [
+            flows(cluster, demand.tokens_GLE[:, i], placed_GLE[:, i], "even").sum(axis=0)
+            for i in range(problem.spec.num_layers)
+        ]
+    )
+    return Score(
+        local_N=tuple(float(a / b) if b else None for a, b in zip(local_N, calls_N, strict=True)),
+        local=float(local_N.sum() / calls_N.sum()),
+        local_mean=float((local_N[busy_N] / calls_N[busy_N]).mean()),
+        remote_calls=float(calls_N.sum() - local_N.sum()),
+        remote_bound=remote_bound(problem) if bounds else None,
+        comp=float(parts[:, 0].sum()),
+        comm=float(parts[:, 1].sum()),
+        latency_bound=latency_bound(problem, placed_GLE, c_max) if bounds else None,
+        balancedness=balancedness(flow_LGG.sum(axis=1)),
+        even_balancedness=balancedness(even_LG)["sglang"],
+        link_bytes=_link_bytes(problem, flow_LGG, value_bytes),
+        copies=float(placed_GLE.sum() / problem.spec.total_experts),
+        unit=latency.unit,
+    )
+
+
+def balancedness(load_LG: np.ndarray) -> dict[str, float]:
+    """The three definitions in use, of loads of GPUs."""
+    used_LG = load_LG[load_LG.sum(axis=1) > 0]
+    mean_L, max_L = used_LG.mean(axis=1), used_LG.max(axis=1)
+    return {
+        "sglang": float(((mean_L + 1e-5) / (max_L + 1e-5)).mean()),
+        "vllm": float(mean_L.sum() / max_L.sum()),
+        "tensorrt_llm": float(((max_L - mean_L) / mean_L).mean()),
+    }
+
+
+def remote_bound(problem: Problem) -> float:
+    """The least remote calls of any placement in this memory.
+
+    Idle servers have no call: the thousandth of a token a layer that planners count for them is left out.
+    """
+    from moetool.placement.prism_exact import optimum
+
+    demand = problem.demand
+    idle = float(demand.frequency_NLE.sum() - demand.tokens_NLE.sum())
+    return max(0.0, optimum(problem)[0] - idle)
+
+
+def latency_bound(problem: Problem, placed_GLE: np.ndarray, c_max: int = 0) -> float:
+    """A bound of T_comp + T_comm: the relaxation's where every expert has one place, else of the work alone."""
+    latency, demand = problem.latency, problem.demand
+    if (placed_GLE.sum(axis=0) > 1).any():
+        speed_G = np.array(latency.speed_G)
+        total = 0.0
+        for load in demand.tokens_LE.sum(axis=1).tolist():
+            knots = np.array(sorted({0.0, load * 1e-9, *(x for x in latency.comp.x if 0 < x < load), load}))
+            lines = hull(
+                lambda amount: latency.comp_s(np.outer(amount, np.ones(len(speed_G))))[:, 0] * speed_G[0], knots
+            )
+            total += max(slope * load / speed_G.sum() + cut * len(speed_G) / speed_G.sum() for slope, cut in lines)
+        return total
+    from moetool.placement._relaxation import relax
+    from moetool.placement._search import Layer
+
+    # Experts may sit where this placement has them, though planners that share memory by layers would not put them.
+    room_GL = np.maximum(layer_slots(problem, c_max), placed_GLE.sum(axis=2))
+    total = 0.0
+    for i, num_experts in enumerate(problem.spec.num_experts_L):
+        layer = Layer(tokens_GE=demand.tokens_GLE[:, i, :num_experts], room_G=room_GL[:, i], latency=latency)
+        relaxed = relax(layer)
+        assert relaxed is not None, "without a budget the relaxation has a solution"
+        total += relaxed.bound
+    return total
+
+
+def _link_bytes(problem: Problem, flow_LGG: np.ndarray, value_bytes: int) -> tuple[tuple[str, str, float], ...]:
+    names = [server.name for server in problem.cluster.servers]
+    away_NN = per_server(problem.cluster, per_server(problem.cluster, flow_LGG.sum(axis=0)).T).T
+    bytes_NN = (away_NN + away_NN.T) * problem.spec.hidden_size * value_bytes
+    return tuple((a, b, float(bytes_NN[i, j])) for i, a in enumerate(names) for j, b in enumerate(names) if i != j)

@@ -1,0 +1,261 @@
+"""From traces, a cluster and costs to placement plans, and planners side by side on requests they have not seen."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moetool import config, durable, planner, plugins
+from moetool.costs import CostProfile
+from moetool.demand import Demand, held_out, one_model, planned_share, read_demand, spread
+from moetool.errors import MismatchError, UsageError
+from moetool.latency import Latency, profiled_latency, unit_latency
+from moetool.placement_plan import PlacementPlan, TraceReference, experts_of
+from moetool.placement_score import Score, score
+from moetool.planner import Problem
+from moetool.trace import Trace
+from moetool.types import Cluster, ModelSpec
+
+BASELINE = "uniform"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a placement is judged by besides the traces.
+
+    Attributes:
+        seed: of every random choice.
+        starts: on which GPU of its server a request's tokens start (`moetool.demand.STARTS`).
+        sides: of Eq. 4, `both` or `send` (`moetool.latency.Latency`).
+        routing: which copy a token goes to when plans are scored (`moetool.latency.ROUTINGS`).
+        value_bytes: bytes of one number of a hidden state on its way.
+    """
+
+    seed: int = 0
+    starts: str = "round_robin"
+    sides: str = "both"
+    routing: str = "nearest"
+    value_bytes: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A planner on some requests.
+
+    Attributes:
+        requests: `planned on`, `held out` or `unseen task`.
+        planning_s: how long the planner took.
+    """
+
+    planner: str
+    requests: str
+    score: Score
+    planning_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return {
+            "planner": self.planner,
+            "requests": self.requests,
+            "planning_s": self.planning_s,
+            **self.score.to_json(),
+        }
+
+
+def open_traces(given: Sequence[str]) -> dict[str, Trace]:
+    """Traces from `SERVER=DIR`.
+
+    Raises:
+        UsageError: one has no `=`, a server comes twice, or there is no such folder.
+        MismatchError: a trace is damaged.
+    """
+    traces: dict[str, Trace] = {}
+    for text in given:
+        server, equals, path = text.partition("=")
+        if not equals or not server or not path:
+            raise UsageError(f"--trace {text!r} names no server; write --trace SERVER=DIR")
+        if server in traces:
+            raise UsageError(f"--trace names the server {server!r} twice; give each one trace")
+        traces[server] = Trace(Path(path))
+    return traces
+
+
+def latency_of(cluster: Cluster, spec: ModelSpec, profile: CostProfile | None, setting: Setting) -> Latency:
+    """The profile's costs, or unit costs without one."""
+    if profile is None:
+        return unit_latency(cluster, sides=setting.sides)
+    return profiled_latency(cluster, spec, profile, sides=setting.sides, value_bytes=setting.value_bytes)
+
+
+def plan_placement(
+    traces: Mapping[str, Trace],
+    cluster: Cluster,
+    name: str,
+    options: Mapping[str, Any],
+    *,
+    profile: Path | None = None,
+    split: float = 1.0,
+    setting: Setting | None = None,
+) -> tuple[PlacementPlan, list[Row]]:
+    """Plan on a share of the requests; the plan, and its scores on those and on the rest.
+
+    Raises:
+        UsageError: an unknown planner, option or server, or no token to plan from.
+        MismatchError: traces or profile are of different models.
+        CapacityError: the experts do not fit.
+    """
+    setting = setting or Setting()
+    spec = one_model(traces, cluster)
+    planner.require_room(spec, cluster)
+    known = CostProfile.load(profile) if profile is not None else None
+    latency = latency_of(cluster, spec, known, setting)
+    uses = planned_share(split)
+    demands = _split_demands(traces, cluster, uses, split, setting)
+    problem = Problem(demand=demands["planned on"], latency=latency, seed=setting.seed)
+    module = plugins.load("planner", name)
+    chosen = config.parse(module.Options, options, f"planner {name}")
+    placed_GLE, seconds = timed(name, problem, chosen)
+    c_max = int(getattr(chosen, "c_max", 0))
+    rows = [
+        Row(
+            planner=name,
+            requests=requests,
+            score=_score(demand, latency, placed_GLE, setting, c_max),
+            planning_s=seconds,
+        )
+        for requests, demand in demands.items()
+    ]
+    first = rows[0].score
+    remote = getattr(chosen, "objective", getattr(module, "OBJECTIVE", "latency")) == "remote"
+    plan = PlacementPlan(
+        spec=spec,
+        cluster=cluster,
+        planner=name,
+        options=dict(options),
+        seed=setting.seed,
+        experts_LG=experts_of(placed_GLE),
+        starts=setting.starts,
+        costs=f"{latency.name}; in {latency.unit}; {setting.sides} of Eq. 4",
+        objective="remote calls (Prism, Eq. 2)" if remote else "T_comp + T_comm (DIRECTOR, Eq. 5)",
+        value=first.remote_calls if remote else first.latency,
+        lower_bound=first.remote_bound if remote else first.latency_bound,
+        traces=tuple(
+            TraceReference(
+                server=server,
+                path=str(trace.path),
+                sha256=trace.sha256,
+                requests=sum(uses(server, place) for place in range(len(trace.requests))),
+            )
+            for server, trace in traces.items()
+        ),
+        profile_sha256=None if profile is None else durable.sha256_file(profile),
+        planning_s=seconds,
+    )
+    plan.check(spec)
+    return plan, rows
+
+
+def timed(name: str, problem: Problem, options: Any) -> tuple[np.ndarray, float]:
+    """A placement and the seconds that it took."""
+    began = time.perf_counter()
+    placed_GLE = planner.place(name, problem, options)
+    return placed_GLE, time.perf_counter() - began
+
+
+def score_plan(
+    plan: PlacementPlan, traces: Mapping[str, Trace], *, profile: Path | None = None, setting: Setting | None = None
+) -> Row:
+    """Score a plan on whole traces.
+
+    Raises:
+        MismatchError: a trace is of another model than the plan.
+        UsageError: an unknown server, or no token.
+    """
+    setting = setting or Setting()
+    spec = one_model(traces, plan.cluster)
+    spec.require_same(plan.spec, "the trace", "the plan")
+    known = CostProfile.load(profile) if profile is not None else None
+    latency = latency_of(plan.cluster, spec, known, setting)
+    demand = read_demand(traces, plan.cluster, starts=setting.starts, seed=setting.seed)
+    c_max = int(plan.options.get("c_max", 0))
+    found = _score(demand, latency, plan.placed_GLE, setting, c_max)
+    return Row(planner=plan.planner, requests="given", score=found, planning_s=plan.planning_s)
+
+
+def comparable(cluster: Cluster) -> list[str]:
+    """Every planner but `exhaustive`, which is for tiny cases."""
+    return [name for name in plugins.names("planner") if name != "exhaustive"]
+
+
+def compare(
+    traces: Mapping[str, Trace],
+    cluster: Cluster,
+    names: Sequence[str],
+    *,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    profile: Path | None = None,
+    split: float = 0.5,
+    unseen: Trace | None = None,
+    setting: Setting | None = None,
+) -> list[Row]:
+    """Planners side by side: on the requests that they plan on, on the others, and on a task that none has seen.
+
+    Args:
+        options: of planners, by name.
+        split: share of each trace's requests that is planned on.
+        unseen: a trace whose requests then come to every server alike.
+
+    Raises:
+        As `plan_placement`.
+    """
+    setting = setting or Setting()
+    spec = one_model(traces, cluster)
+    planner.require_room(spec, cluster)
+    latency = latency_of(cluster, spec, CostProfile.load(profile) if profile is not None else None, setting)
+    demands = _split_demands(traces, cluster, planned_share(split), split, setting)
+    if unseen is not None:
+        spec.require_same(unseen.spec, "the traces", "the unseen task")
+        alone = Cluster(servers=(cluster.servers[0],))
+        tokens_LE = read_demand({cluster.servers[0].name: unseen}, alone).tokens_LE
+        demands["unseen task"] = spread(spec, cluster, np.repeat(tokens_LE[None], len(cluster.servers), axis=0))
+    problem = Problem(demand=demands["planned on"], latency=latency, seed=setting.seed)
+    rows = []
+    for name in names:
+        chosen = config.parse(plugins.load("planner", name).Options, (options or {}).get(name, {}), f"planner {name}")
+        placed_GLE, seconds = timed(name, problem, chosen)
+        for requests, demand in demands.items():
+            found = _score(demand, latency, placed_GLE, setting, int(getattr(chosen, "c_max", 0)))
+            rows.append(Row(planner=name, requests=requests, score=found, planning_s=seconds))
+    return rows
+
+
+def _split_demands(
+    traces: Mapping[str, Trace],
+    cluster: Cluster,
+    uses: Callable[[str, int], bool],
+    split: float,
+    setting: Setting,
+) -> dict[str, Demand]:
+    how: dict[str, Any] = {"starts": setting.starts, "seed": setting.seed}
+    demands = {"planned on": read_demand(traces, cluster, uses, **how)}
+    if split < 1:
+        try:
+            demands["held out"] = read_demand(traces, cluster, held_out(uses), **how)
+        except UsageError:
+            raise UsageError(f"--split {split} leaves no request with tokens to hold out; give longer traces") from None
+    return demands
+
+
+def _score(demand: Demand, latency: Latency, placed_GLE: np.ndarray, setting: Setting, c_max: int) -> Score:
+    if demand.tokens_GLE.shape != placed_GLE.shape:
+        raise MismatchError("the plan and the requests are of different shapes; plan again for this cluster")
+    return score(
+        Problem(demand=demand, latency=latency),
+        placed_GLE,
+        routing=setting.routing,
+        value_bytes=setting.value_bytes,
+        c_max=c_max,
+    )

@@ -1,0 +1,133 @@
+"""`moetool plan placement`, `score`, `compare`, `stream`, `migrate` and `export`, as a user calls them."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetool import cli
+from tests.synthetic import make_spec, write_trace
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in this process; gives exit code, stdout and stderr."""
+
+    def call(*args: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["moetool", "plan", *map(str, args)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as exit:
+            code = exit.code if isinstance(exit.code, int) else 1
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Traces of two servers, and their cluster."""
+    folder = tmp_path_factory.mktemp("placement")
+    for seed, name in enumerate(("a", "b")):
+        write_trace(folder / name, make_spec(), num_requests=8, seed=seed)
+    servers = "".join(f'[[servers]]\nname = "{n}"\n[[servers.gpus]]\nmemory_bytes = "15kB"\n' for n in ("a", "b"))
+    (folder / "cluster.toml").write_text(servers)
+    return folder
+
+
+def _inputs(folder: Path) -> list[str]:
+    return [f"--trace=a={folder / 'a'}", f"--trace=b={folder / 'b'}", f"--cluster={folder / 'cluster.toml'}"]
+
+
+def test_from_traces_to_plans_scores_and_migrations(run: Run, folder: Path, tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    code, out, err = run("placement", *_inputs(folder), "--planner", "uniform", "--out", old, "--split", "0.5")
+    assert (code, err) == (0, "")
+    assert "held out" in out and "c_max as memory allows; tokens start round_robin; sides both" in out
+    code, out, _ = run(
+        *("placement", *_inputs(folder), "--planner", "director", "--out", new, "--c-max", 5, "--json"),
+        *("--set", "kicks=1", "--set", "seed=3", "--set", "sides=send"),
+    )
+    assert code == 0
+    made = json.loads(new.read_text())
+    assert (made["options"], made["seed"]) == ({"kicks": 1, "c_max": 5}, 3)
+    assert "unit costs" in made["costs"] and "send" in made["costs"]
+    assert json.loads(out)["scores"][0]["latency_gap"] >= 0
+    code, out, _ = run("score", new, *_inputs(folder)[:2], "--json")
+    assert code == 0 and json.loads(out)["balancedness"].keys() == {"sglang", "vllm", "tensorrt_llm"}
+    code, out, _ = run("score", old, *_inputs(folder)[:2])
+    assert code == 0 and "a -> b" in out
+    code, out, _ = run(
+        "migrate",
+        old,
+        new,
+        *_inputs(folder)[:2],
+        "--horizon-tokens",
+        1e6,
+        "--window-ms",
+        5,
+        "--out",
+        tmp_path / "m.json",
+    )
+    assert code == 0 and "worth it" in out and "compute phases of 5 ms" in out
+
+
+def test_planners_side_by_side_and_on_a_stream(run: Run, folder: Path) -> None:
+    code, out, _ = run("compare", *_inputs(folder), "--planners", "prism,prism_exact", "--unseen-task", folder / "a")
+    assert code == 0 and "unseen task" in out
+    code, out, _ = run("compare", *_inputs(folder), "--planners", "uniform", "--json")
+    assert [row["requests"] for row in json.loads(out)] == ["planned on", "held out"]
+    code, out, err = run("stream", "--trace", folder / "a", _inputs(folder)[2], "--tokens", 4, "--json")
+    assert (code, err) == (0, "")
+    assert [row["mode"] for row in json.loads(out)] == ["vanilla", "offline", "reactive", "proactive", "predicted"]
+
+
+def test_exports(run: Run, folder: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    run("placement", *_inputs(folder), "--planner", "uniform", "--out", plan)
+    code, out, _ = run("export", plan, "--format", "sglang", "--out", tmp_path / "s.json", "--num-hidden-layers", 5)
+    assert code == 0 and "--init-expert-location" in out
+    assert len(json.loads((tmp_path / "s.json").read_text())["physical_to_logical_map"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["--planner", "unifrm"], 2, "did you mean 'uniform'"),
+        (["--planner", "uniform", "--set", "starts=last"], 2, "unknown --set starts 'last'"),
+        (["--planner", "uniform", "--c-max", "3"], 2, "unknown option of planner uniform: 'c_max'"),
+        (["--planner", "director", "--c-max", "2"], 4, "raise c_max"),
+        (["--planner", "uniform", "--split", "2"], 2, "expected a share above 0"),
+        (["--planner", "uniform", "--profile", "none.json"], 2, "no profile at none.json"),
+        (["--planner", "uniform", "--trace", "c=x"], 2, "no trace at x"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    run: Run, folder: Path, tmp_path: Path, args: list[str], code: int, message: str
+) -> None:
+    found, out, err = run("placement", *_inputs(folder), "--out", tmp_path / "p.json", *args)
+    assert (found, out) == (code, ""), err
+    assert message in err and len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_what_cannot_be_exported_or_compared_is_said_in_one_line(run: Run, folder: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    run("placement", *_inputs(folder), "--planner", "prism_exact", "--out", plan)
+    for args, message in (
+        (["export", plan, "--format", "sglan", "--out", tmp_path / "x"], "did you mean 'sglang'"),
+        (["export", plan, "--format", "route_csv", "--out", tmp_path / "x"], "unknown format of placements"),
+        (["compare", *_inputs(folder), "--set", "prizm.fill=true"], "write PLANNER.OPTION=VALUE"),
+        (["score", plan, *_inputs(folder)[:2], "--set", "kicks=1"], "'kicks' is unknown here"),
+        (["stream", _inputs(folder)[2], "--trace", folder / "none"], "no trace at"),
+    ):
+        code, out, err = run(*args)
+        assert (code, out) == (2, ""), err
+        assert message in err and len(err.strip().splitlines()) == 1

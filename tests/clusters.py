@@ -1,0 +1,40 @@
+"""Small clusters and loads that tests make up."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moetool.demand import Demand
+from moetool.latency import Latency, unit_latency
+from moetool.planner import Problem
+from moetool.types import Cluster, Gpu, ModelSpec, Server
+
+
+def make_cluster(slots: Sequence[Sequence[int]], slot_bytes: int = 1000, **fields: object) -> Cluster:
+    """A cluster whose servers' GPUs have room for so many experts."""
+    return Cluster(
+        servers=tuple(
+            Server(name=f"s{n}", gpus=tuple(Gpu(memory_bytes=room * slot_bytes) for room in gpus))
+            for n, gpus in enumerate(slots)
+        ),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def make_problem(
+    spec: ModelSpec,
+    cluster: Cluster,
+    *,
+    seed: int = 0,
+    tokens_GLE: np.ndarray | None = None,
+    latency: Latency | None = None,
+) -> Problem:
+    """A problem with random loads without ties, some experts far likelier than others."""
+    if tokens_GLE is None:
+        rng = np.random.default_rng(seed)
+        shape = (len(cluster.gpus), spec.num_layers, spec.num_experts)
+        tokens_GLE = rng.random(shape) ** 4 * 100
+        for layer, num_experts in enumerate(spec.num_experts_L):
+            tokens_GLE[:, layer, num_experts:] = 0
+    demand = Demand(spec=spec, cluster=cluster, tokens_GLE=tokens_GLE)
+    return Problem(demand=demand, latency=latency or unit_latency(cluster), seed=seed)

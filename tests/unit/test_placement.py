@@ -1,0 +1,338 @@
+"""Placement algorithms against what is known from outside: published outputs, brute force, hand computation."""
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from moetool.costs import ComputeCosts, CostProfile, Curve
+from moetool.demand import Demand, spread
+from moetool.errors import CapacityError, MismatchError, UsageError
+from moetool.latency import Latency, along, flows, hull, profiled_latency, unit_latency
+from moetool.machine import Machine
+from moetool.placement import eplb, prism
+from moetool.placement._relaxation import relax
+from moetool.placement._rounding import round_layer
+from moetool.placement._search import Descent, Layer
+from moetool.placement_score import balancedness, score
+from moetool.planner import apportion, place
+from moetool.types import Cluster
+from tests.clusters import make_cluster, make_problem
+from tests.synthetic import make_spec
+
+# The example in the README of github.com/deepseek-ai/EPLB, and its output.
+EPLB_LOADS = np.array(
+    [
+        [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+        [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+    ]
+)
+EPLB_OUTPUT = [
+    [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+    [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+]
+
+
+def _gpu_loads(loads_LE: np.ndarray, slots_LP: np.ndarray, num_gpus: int) -> np.ndarray:
+    rows = []
+    for tokens_E, slots_P in zip(loads_LE, slots_LP, strict=True):
+        per_copy_E = tokens_E / np.bincount(slots_P, minlength=len(tokens_E))
+        rows.append(per_copy_E[slots_P].reshape(num_gpus, -1).sum(axis=1))
+    return np.array(rows)
+
+
+def test_eplb_gives_what_its_authors_published() -> None:
+    assert eplb.rebalance_experts(EPLB_LOADS, 16, 4, 2, 8).tolist() == EPLB_OUTPUT
+
+
+@pytest.mark.parametrize(("groups", "expected"), [(4, (0.828, 0.805)), (3, (0.932, 0.840))])
+def test_eplb_is_as_balanced_as_known(groups: int, expected: tuple[float, float]) -> None:
+    slots_LP = eplb.rebalance_experts(EPLB_LOADS, 16, groups, 2, 8)  # 3 groups on 2 nodes: the global form
+    loads_LG = _gpu_loads(EPLB_LOADS, slots_LP, 8)
+    assert loads_LG.mean(axis=1) / loads_LG.max(axis=1) == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_eplb_does_not_care_how_experts_are_numbered(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    loads_LE = rng.random((2, 12)) * 1000
+    relabel = rng.permutation(12)  # the expert that is now called i was relabel[i]
+    before = eplb.rebalance_experts(loads_LE, 16, 1, 1, 8)
+    after = eplb.rebalance_experts(loads_LE[:, relabel], 16, 1, 1, 8)
+    for layer in range(2):
+        sets = [
+            sorted(tuple(sorted(gpu)) for gpu in rows.reshape(8, 2).tolist())
+            for rows in (before[layer], relabel[after[layer]])
+        ]
+        assert sets[0] == sets[1]
+
+
+def test_eplb_never_puts_an_expert_twice_on_a_gpu_and_fills_the_slot() -> None:
+    spec = make_spec(1, 4)
+    loads = np.zeros((2, 1, 4))
+    loads[:, 0] = [1000, 1, 1, 1]  # published: two of the four copies of expert 0 share a GPU
+    problem = make_problem(spec, make_cluster([[4, 4]]), tokens_GLE=loads)
+    placed_GLE = place("eplb", problem, {"slots_per_gpu": 3})
+    assert placed_GLE.sum(axis=2).tolist() == [[3], [3]]
+    assert placed_GLE[:, 0, 0].all()
+
+
+def test_the_published_eplb_refuses_unequal_gpus() -> None:
+    problem = make_problem(make_spec(2, 6), make_cluster([[6], [8]]))
+    with pytest.raises(UsageError, match="the published eplb needs GPUs of one size"):
+        place("eplb", problem, {"form": "published"})
+
+
+def test_uniform_is_consecutive_and_hands_on_what_does_not_fit() -> None:
+    problem = make_problem(make_spec(1, 7), make_cluster([[7], [7], [1]]))
+    placed_GLE = place("uniform", problem)
+    assert [np.flatnonzero(placed_GLE[g, 0]).tolist() for g in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_prism_exact_is_the_best_of_all_placements(seed: int) -> None:
+    problem = make_problem(make_spec(2, 4), make_cluster([[3], [2, 2], [4]]), seed=seed)
+    exact, tried = (score(problem, place(name, problem), bounds=False) for name in ("prism_exact", "exhaustive"))
+    assert exact.remote_calls == pytest.approx(tried.remote_calls)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prism_exact_calls_no_more_remotely_than_any_other_planner(seed: int) -> None:
+    problem = make_problem(make_spec(3, 8), make_cluster([[12], [9], [8, 8]]), seed=seed)
+    best = score(problem, place("prism_exact", problem), bounds=False).remote_calls
+    for name in ("uniform", "redundant", "smartmoe", "eplb", "prism", "director", "annealing"):
+        assert best <= score(problem, place(name, problem), bounds=False).remote_calls + 1e-6, name
+
+
+@pytest.mark.parametrize("sides", ["both", "send"])
+@pytest.mark.parametrize("seed", range(3))
+def test_director_lies_between_its_bound_and_a_little_above_the_optimum(seed: int, sides: str) -> None:
+    cluster = make_cluster([[4, 4, 4]])
+    problem = make_problem(make_spec(2, 6), cluster, seed=seed, latency=unit_latency(cluster, sides=sides))
+    found = score(problem, place("director", problem, {"c_max": 2}), c_max=2)
+    best = score(problem, place("exhaustive", problem, {"objective": "latency", "c_max": 2}), bounds=False)
+    assert found.latency_bound is not None
+    assert found.latency_bound - 1e-6 <= best.latency <= found.latency + 1e-6
+    assert found.latency <= 1.02 * best.latency
+
+
+def _uneven(seed: int) -> tuple[Cluster, Latency]:
+    """Curves that bend, links of two kinds, GPUs of two speeds."""
+    cluster = make_cluster([[4, 4], [5]])
+    rng = np.random.default_rng(seed)
+    bent = Curve(x=(1.0, 40.0, 200.0), y=tuple(np.sort(rng.random(3) * 100).tolist()))
+    fast = Curve(x=(0.0, 50.0, 100.0), y=(0.0, *np.sort(rng.random(2) * 40).tolist()))
+    latency = Latency(
+        name="made up",
+        unit="s",
+        comp=bent,
+        speed_G=(1.0, 2.0, 1.0),
+        links=(bent, fast),
+        link_GG=np.array([[-1, 1, 0], [1, -1, 0], [0, 0, -1]]),
+        token_bytes=2.0,
+        sides="both" if seed % 2 else "send",
+    )
+    return cluster, latency
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_bound_holds_for_bent_curves_and_unequal_gpus(seed: int) -> None:
+    cluster, latency = _uneven(seed)
+    problem = make_problem(make_spec(1, 6), cluster, seed=seed, latency=latency)
+    best = place("exhaustive", problem, {"objective": "latency", "c_max": 3})
+    found = score(problem, place("director", problem, {"c_max": 3, "replicas": False}), c_max=3)
+    optimum = score(problem, best, bounds=False).latency
+    assert found.latency_bound is not None
+    assert found.latency_bound - 1e-6 <= optimum <= found.latency + 1e-6
+    assert found.latency <= 1.1 * optimum
+    copied = score(problem, place("redundant", problem))
+    assert copied.latency_bound is not None
+    assert copied.latency_bound <= copied.latency + 1e-6
+
+
+def test_costs_from_a_profile_and_the_links_of_a_cluster() -> None:
+    spec = replace(make_spec(1, 4), hidden_size=8)
+    cluster = make_cluster([[4, 4], [4]], link_bytes_s=1000.0, link_latency_s=0.25)
+    curve = Curve(x=(1.0, 10.0), y=(1.0, 4.0))
+    costs = ComputeCosts(
+        device="cpu", dtype="float32", threads=1, expert=curve, attention=curve, prompt_attention=curve, gate=curve,
+        shared=curve, dense=None, head=curve,
+    )  # fmt: skip
+    machine = Machine(**{f.name: "x" if f.type is str else 1 for f in fields(Machine)})  # type: ignore[arg-type]
+    profile = CostProfile(
+        spec=spec, config_only=True, num_hidden_layers=1, machine=machine, load_average=0.0, measured_s=0.0,
+        compute=(costs,), loads=(),
+    )  # fmt: skip
+    latency = profiled_latency(cluster, spec, profile)
+    assert (latency.unit, latency.token_bytes) == ("s", 16.0)
+    assert latency.comp_s(np.array([0.0, 10.0, 1.0])).tolist() == pytest.approx([0.0, 4.0, 1.0])
+    comm_GG = latency.comm_s(np.array([[5.0, 5, 5], [0, 0, 0], [5, 5, 5]]))
+    assert comm_GG[0].tolist() == pytest.approx([0.0, 80 / 20e9, 0.25 + 80 / 1000])
+    assert comm_GG[1].tolist() == [0, 0, 0]
+    measured = replace(profile, link=Curve(x=(0.0, 100.0), y=(1.0, 2.0)), peer="x:1")
+    over = profiled_latency(cluster, spec, measured).comm_s(np.full((3, 3), 5.0))
+    assert over[0, 2] == pytest.approx(1.8)
+    assert over[0, 1] == pytest.approx(80 / 20e9)
+    with pytest.raises(MismatchError, match="hidden size of synthetic is not known"):
+        unknown = replace(spec, hidden_size=0)
+        profiled_latency(cluster, unknown, replace(profile, spec=unknown))
+
+
+def test_the_printed_binary_search_ends_at_the_same_bound() -> None:
+    problem = make_problem(make_spec(1, 8), make_cluster([[4, 4]]), seed=1)
+    layer = Layer(tokens_GE=problem.demand.tokens_GLE[:, 0], room_G=np.array([4, 4]), latency=problem.latency)
+    relaxed = relax(layer)
+    assert relaxed is not None
+    assert relax(layer, relaxed.bound * 0.999) is None
+    assert relax(layer, relaxed.bound * 1.001) is not None
+    direct, searched = (place("director", problem, {"binary_search": b, "c_max": 4}) for b in (False, True))
+    costs = [score(problem, placed, bounds=False).latency for placed in (direct, searched)]
+    assert costs[1] == pytest.approx(costs[0], rel=0.02)
+
+
+def test_the_hottest_expert_bounds_its_gpu_together_with_what_must_be_with_it() -> None:
+    cluster = make_cluster([[2, 2]])
+    tokens_GLE = np.zeros((2, 1, 4))
+    tokens_GLE[:, 0] = [50, 1, 2, 3]
+    problem = make_problem(make_spec(1, 4), cluster, tokens_GLE=tokens_GLE)
+    layer = Layer(tokens_GE=tokens_GLE[:, 0], room_G=np.array([2, 2]), latency=problem.latency)
+    relaxed = relax(layer)
+    assert relaxed is not None
+    assert relaxed.bound >= 100 + 2  # two tokens of the coldest: every GPU must hold two experts
+
+
+def test_rounding_keeps_assignment_and_room() -> None:
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        problem = make_problem(make_spec(1, 12), make_cluster([[12] * 4]), seed=seed)
+        layer = Layer(tokens_GE=problem.demand.tokens_GLE[:, 0], room_G=np.full(4, 3), latency=problem.latency)
+        relaxed = relax(layer)
+        assert relaxed is not None
+        for x_EG in (relaxed.x_EG, np.full((12, 4), 0.25)):  # a vertex, and a point with room to walk
+            gpu_E = round_layer(layer, x_EG, rng)
+            assert np.bincount(gpu_E, minlength=4).tolist() == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_a_step_is_scored_as_the_placement_costs(linear: bool) -> None:
+    cluster, bent = _uneven(1)
+    latency = unit_latency(cluster) if linear else bent
+    problem = make_problem(make_spec(1, 9), cluster, seed=5, latency=latency)
+    layer = Layer(tokens_GE=problem.demand.tokens_GLE[:, 0], room_G=np.array([4, 4, 5]), latency=latency)
+    descent = Descent(layer, np.array([0, 0, 0, 1, 1, 1, 2, 2, 2]))
+    here, there = descent._candidates(range(3))
+    scores = descent._scores(here, there)
+    for i in np.random.default_rng(0).choice(len(here), 12, replace=False).tolist():
+        other = Descent(layer, descent.place())
+        other.swap(int(here[i]), int(there[i]))
+        assert other.score == pytest.approx(float(scores[i]))
+        assert layer.cost(other.place()) == pytest.approx(other.score, rel=1e-5)
+    assert descent.run() == pytest.approx(layer.cost(descent.place()))
+
+
+def test_the_convex_estimate_is_never_above_the_curve() -> None:
+    curve = Curve(x=(2.0, 10.0, 30.0), y=(5.0, 6.0, 40.0))
+    amounts = np.linspace(0, 60, 301)
+    lines = hull(lambda amount: along(curve, amount), np.array([0.0, 1e-6, 2, 10, 30, 60]))
+    under = np.max([slope * amounts + cut for slope, cut in lines], axis=0)
+    assert (under <= along(curve, amounts) + 1e-9).all()
+    assert len(lines) > 1
+    assert under[0] == pytest.approx(0)
+
+
+def test_copies_are_used_where_they_are_nearest() -> None:
+    cluster = make_cluster([[4, 4], [4]])
+    tokens_GE = np.array([[10.0, 0], [20, 0], [40, 8]])
+    placed_GE = np.array([[True, False], [False, True], [False, True]])
+    assert flows(cluster, tokens_GE, placed_GE).tolist() == [[10, 0, 0], [20, 0, 0], [40, 0, 8]]
+    placed_GE[2, 0] = True
+    assert flows(cluster, tokens_GE, placed_GE).tolist() == [[10, 0, 0], [20, 0, 0], [0, 0, 48]]
+    assert flows(cluster, tokens_GE, placed_GE, "even").tolist() == [[5, 0, 5], [10, 0, 10], [20, 4, 24]]
+
+
+def test_prism_gives_by_entropy_hands_on_and_borrows_only_above_e() -> None:
+    spec = make_spec(2, 4)
+    even, skewed = [1.0, 1, 1, 1], [100.0, 1, 0, 0]
+    tokens_GLE = np.array([[even, skewed], [even, skewed]])
+    problem = make_problem(spec, make_cluster([[5], [5]]), tokens_GLE=tokens_GLE)
+    count_NL = prism.allocate(problem, prism.Options())
+    assert count_NL.sum(axis=1).tolist() == [5, 5]  # no slot lost, though 5 * 0.96 would be more than E = 4
+    assert count_NL.sum(axis=0).tolist() == [6, 4]  # the skewed layer borrowed until it could cover its experts
+    assert prism.entropy(tokens_GLE)[0] == pytest.approx([2.0, 0.0801], abs=1e-3)
+    placed_NLE = prism.assign(problem, count_NL)
+    assert placed_NLE.any(axis=0).all()
+
+
+def test_the_largest_remainder_gives_out_everything() -> None:
+    assert apportion(7, np.array([1.0, 1.0, 1.0])).tolist() == [3, 2, 2]
+    assert apportion(3, np.zeros(2)).tolist() == [2, 1]
+
+
+def test_three_definitions_of_balance() -> None:
+    loads_LG = np.array([[2.0, 4.0], [3.0, 3.0]])
+    found = balancedness(loads_LG)
+    assert found["sglang"] == pytest.approx((3 / 4 + 1) / 2, abs=1e-5)
+    assert found["vllm"] == pytest.approx(6 / 7)
+    assert found["tensorrt_llm"] == pytest.approx((1 / 3 + 0) / 2)
+
+
+def test_scores_by_hand() -> None:
+    spec = make_spec(1, 2)
+    cluster = make_cluster([[1], [1]])
+    tokens_GLE = np.array([[[6.0, 2.0]], [[3.0, 1.0]]])
+    problem = make_problem(spec, cluster, tokens_GLE=tokens_GLE)
+    placed_GLE = np.array([[[True, False]], [[False, True]]])
+    found = score(problem, placed_GLE)
+    assert found.local_N == (0.75, 0.25)
+    assert (found.local, found.local_mean, found.remote_calls) == (7 / 12, 0.5, 5.0)
+    assert (found.comp, found.comm) == (9.0, 6.0)  # GPU 0 computes 9; server 1 sends 3, twice
+    width = spec.hidden_size * 2
+    assert found.link_bytes == (("s0", "s1", 5.0 * width), ("s1", "s0", 5.0 * width))
+    assert found.remote_gap == pytest.approx(0)
+
+
+@pytest.mark.parametrize(("value", "message"), [(np.nan, "not finite"), (-1.0, "below 0"), (0.0, "all zero")])
+def test_loads_that_cannot_be_are_refused(value: float, message: str) -> None:
+    spec, cluster = make_spec(1, 2), make_cluster([[2]])
+    with pytest.raises(UsageError, match=message):
+        Demand(spec=spec, cluster=cluster, tokens_GLE=np.full((1, 1, 2), value))
+
+
+def test_loads_of_servers_are_split_over_their_gpus() -> None:
+    cluster = make_cluster([[2, 2], [2]])
+    demand = spread(make_spec(1, 2), cluster, np.array([[[4.0, 2.0]], [[1.0, 0.0]]]))
+    assert demand.tokens_GLE.tolist() == [[[2, 1]], [[2, 1]], [[1, 0]]]
+    assert demand.frequency_NLE.tolist() == [[[4, 2]], [[1, 0]]]
+    with pytest.raises(UsageError, match="of 1 servers, but the cluster has 2"):
+        spread(make_spec(1, 2), cluster, np.ones((1, 1, 2)))
+
+
+def test_what_planners_refuse() -> None:
+    problem = make_problem(make_spec(2, 8), make_cluster([[8], [8]]))
+    with pytest.raises(UsageError, match=r"unknown planner 'prizm': did you mean 'prism'"):
+        place("prizm", problem)
+    with pytest.raises(UsageError, match="unknown option of planner director: 'kick'"):
+        place("director", problem, {"kick": 1})
+    with pytest.raises(CapacityError, match="under c_max 3; raise c_max"):
+        place("director", problem, {"c_max": 3})
+    with pytest.raises(CapacityError, match="too many to try"):
+        place("exhaustive", make_problem(make_spec(2, 16), make_cluster([[16], [16]])), {"objective": "latency"})
+    with pytest.raises(UsageError, match="unknown objective"):
+        place("exhaustive", problem, {"objective": "speed"})
+    with pytest.raises(UsageError, match="0 < cold <= hot"):
+        place("annealing", problem, {"hot": 0.0})
+
+
+def test_copies_help_director_where_memory_allows() -> None:
+    tokens_GLE = np.full((2, 1, 4), 1.0)
+    tokens_GLE[:, 0, 0] = 100
+    problem = make_problem(make_spec(1, 4), make_cluster([[3, 3]]), tokens_GLE=tokens_GLE)
+    alone, copied = (place("director", problem, {"replicas": b}) for b in (False, True))
+    assert copied[:, 0, 0].all()
+    assert score(problem, copied, bounds=False).latency < score(problem, alone, bounds=False).latency
+
+
+def test_processes_do_not_change_the_placement() -> None:
+    problem = make_problem(replace(make_spec(2, 8)), make_cluster([[4, 4], [8]]))
+    one, two = (place("director", problem, {"processes": n, "kicks": 2}) for n in (1, 2))
+    assert (one == two).all()
