@@ -35,7 +35,10 @@ def least(name: str, spec: ModelSpec) -> int:
 
 
 def run(policies: list[Policy], stream: list) -> str:
-    """Drive a policy, or one for each of several devices, checking each program as an executor would suffer it; gives the digest of all decisions."""
+    """Drive a policy, or one for each of several devices, checking each program as an executor would suffer it.
+
+    Gives the digest of all decisions.
+    """
     spec = policies[0].spec
     digest = DecisionDigest()
     residency = open_pool(policies, digest)
