@@ -37,7 +37,7 @@ def load_cluster(path: Path) -> Cluster:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
-            f"cannot read the cluster file {path}: {error.strerror}; write it as README.md shows"
+            f"cannot read the cluster file {path}: {error.strerror}; write it like recipes/reference/cluster.toml"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is no TOML ({first_line(error)}); correct it") from None

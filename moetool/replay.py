@@ -374,6 +374,8 @@ def _prepare(
             shares = split_bytes(spec, budget, devices) if in_bytes else split_slots(spec, num_slots, devices)
         made = build_policies(name, spec, options.get(name, {}), shares, predictor=metered or asked, future=future)
         source.trace.require(made[0].columns, f"policy {name}")
+        if "ahead" in made[0].columns:
+            source.trace.require_ahead(min(made[0].distance, spec.num_layers - 1), f"policy {name}")
         capacities = [
             budget // devices if policy.num_slots == fit else policy.num_slots * spec.slot_bytes
             for policy, fit in zip(made, shares, strict=True)
