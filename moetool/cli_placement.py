@@ -62,7 +62,7 @@ def placement(
         return
     bound = "not known" if plan.lower_bound is None else f"{plan.lower_bound:,.4g}"
     print(f"{out}: {plan.objective} {plan.value:,.4g}, lower bound {bound}, planned in {plan.planning_s:,.2f} s")
-    _print(rows, setting, plan.costs, plan.options)
+    _print(rows, setting, plan.costs, _c_max({planner: plan.options}))
 
 
 def score(
@@ -76,17 +76,17 @@ def score(
     from moetool.placement_plan import PlacementPlan
     from moetool.placing import open_traces, score_plan
 
-    setting, stray = _settings(settings)
-    _refuse(stray)
     chosen = PlacementPlan.load(plan)
+    setting, stray = _settings(settings, {"starts": chosen.starts, "seed": chosen.seed})
+    _refuse(stray)
     row = score_plan(chosen, open_traces(trace), profile=profile, setting=setting)
     if as_json:
         tables.print_json(row.to_json())
         return
     costs = "unit costs, no profile" if profile is None else f"profile {profile}"
-    _print([row], setting, f"{costs}; in {row.score.unit}", chosen.options)
+    _print([row], setting, f"{costs}; in {row.score.unit}", _c_max({chosen.planner: chosen.options}))
     for a, b, sent in row.score.link_bytes:
-        print(f"  {a} -> {b}: {tables.count(sent, 'B')}, dispatch and combine")
+        print(f"  {a} -> {b}: {_bytes([sent])}, dispatch and combine")
 
 
 def compare(
@@ -103,20 +103,20 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Run planners side by side and score them on requests that they have not seen."""
-    from moetool import plugins
     from moetool.cluster_file import load_cluster
     from moetool.placing import comparable, open_traces
     from moetool.placing import compare as run
+    from moetool.planner import find
     from moetool.trace import Trace
 
     setting, options = _settings(settings)
     machines = load_cluster(cluster)
-    names = [name for given in planners for name in given.split(",") if name] if planners else comparable(machines)
+    names = [name for given in planners for name in given.split(",") if name] if planners else comparable()
     if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
         raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(names)}; write PLANNER.OPTION=VALUE")
     if c_max is not None:
         for name in names:
-            if "c_max" in plugins.load("planner", name).Options.__dataclass_fields__:
+            if "c_max" in find(name).Options.__dataclass_fields__:
                 options.setdefault(name, {})["c_max"] = c_max
     with tables.progress("planning", None):
         rows = run(
@@ -133,7 +133,7 @@ def compare(
         tables.print_json([row.to_json() for row in rows])
         return
     costs = "unit costs, no profile" if profile is None else f"profile {profile}"
-    _print(rows, setting, f"{costs}; in {rows[0].score.unit}", options)
+    _print(rows, setting, f"{costs}; in {rows[0].score.unit}", _c_max(options))
 
 
 def stream(
@@ -154,6 +154,9 @@ def stream(
     from moetool.trace import Trace
 
     setting, options = _settings(settings)
+    for name in ("starts", "routing", "value_bytes"):
+        if name in parse_settings(settings):
+            raise UsageError(f"--set {name} changes nothing here: a stream has requests on every GPU and unit costs")
     predicts = None
     if predictor is not None:
         from moetool.predictor import load_predictor
@@ -223,8 +226,8 @@ def migrate(
     )
     print(
         f"over {horizon_tokens:,.0f} tokens: {plan.calls_before:,.0f} remote calls become {plan.calls_after:,.0f}, "
-        f"{plan.saved_s:,.2f} s saved at {plan.call_s * 1e3:.3g} ms a call, against {plan.eq3_s:,.2f} s (Eq. 3): "
-        f"{'worth it' if plan.worth_it else 'not worth it'}"
+        f"{plan.saved_s:,.2f} s saved at {plan.call_s * 1e3:.3g} ms a call, against {plan.eq3_s:,.2f} s (Eq. 3) and "
+        f"{plan.seconds:,.2f} s of all moves: {'worth it' if plan.worth_it else 'not worth it'}"
     )
     if plan.windows is not None:
         print(f"fits into {plan.windows:,} compute phases of {window_ms:g} ms")
@@ -252,14 +255,14 @@ def export(
         print(line)
 
 
-def _settings(given: Sequence[str]) -> "tuple[Setting, dict[str, Any]]":
+def _settings(given: Sequence[str], default: Mapping[str, Any] | None = None) -> "tuple[Setting, dict[str, Any]]":
     """What of `--set` is about the judging, and what is left for planners."""
     from moetool.demand import STARTS
     from moetool.errors import unknown_name
     from moetool.latency import ROUTINGS, SIDES
     from moetool.placing import Setting
 
-    values = parse_settings(given)
+    values = {**(default or {}), **parse_settings(given)}
     setting = parse(Setting, {name: values.pop(name) for name in _SETTINGS if name in values}, "--set")
     for name, known in (("starts", STARTS), ("sides", SIDES), ("routing", ROUTINGS)):
         if getattr(setting, name) not in known:
@@ -272,11 +275,23 @@ def _refuse(stray: dict[str, Any]) -> None:
         raise UsageError(f"--set {next(iter(stray))!r} is unknown here, expected one of {', '.join(_SETTINGS)}")
 
 
-def _print(rows: "Sequence[Row]", setting: "Setting", costs: str, options: Mapping[str, Any]) -> None:
+def _c_max(options: Mapping[str, Mapping[str, Any]]) -> str:
+    """The limits that planners were given, from their options by name."""
+    given = [f"{values['c_max']} for {name}" for name, values in options.items() if values.get("c_max")]
+    return ", ".join(given) or "as memory allows"
+
+
+def _bytes(sent: Sequence[float | None]) -> str:
+    """The sum of bytes; `-` where they are not known."""
+    known = [each for each in sent if each is not None]
+    return "-" if len(known) < len(sent) else tables.count(sum(known), "B")
+
+
+def _print(rows: "Sequence[Row]", setting: "Setting", costs: str, c_max: str) -> None:
     """Rows side by side, and under what conditions they hold."""
     scores = [(row, row.score) for row in rows]
     tables.print_table(
-        "calls that a server's own GPUs compute; remote calls by Prism's Eq. 2, and the least that there can be",
+        "calls that a server's own GPUs compute; remote calls by Prism's Eq. 2, and the least in these slots",
         [
             *("planner", "requests", *(f"server {n}" for n in range(len(scores[0][1].local_N)))),
             *("mean", "in all", "remote", "least", "copies", "sent", "s to plan"),
@@ -287,7 +302,7 @@ def _print(rows: "Sequence[Row]", setting: "Setting", costs: str, options: Mappi
                 *("-" if share is None else f"{share:.1%}" for share in found.local_N),
                 *(f"{found.local_mean:.1%}", f"{found.local:.1%}", f"{found.remote_calls:,.0f}"),
                 "-" if found.remote_bound is None else f"{found.remote_bound:,.0f}",
-                *(f"{found.copies:.2f}", tables.count(sum(sent for _, _, sent in found.link_bytes), "B")),
+                *(f"{found.copies:.2f}", _bytes([sent for _, _, sent in found.link_bytes])),
                 f"{row.planning_s:,.2f}",
             ]
             for row, found in scores
@@ -295,7 +310,8 @@ def _print(rows: "Sequence[Row]", setting: "Setting", costs: str, options: Mappi
         num_text=2,
     )
     tables.print_table(
-        f"DIRECTOR's Eqs. 2 and 4 ({costs}), the gap to their bound, and balance as three engines define it",
+        f"DIRECTOR's Eqs. 2 and 4 ({costs}); the gap to a bound with one copy each in these slots a layer or, of plans "
+        f"with copies, of the work alone; balance as three engines define it",
         [
             "planner",
             "requests",
@@ -320,7 +336,6 @@ def _print(rows: "Sequence[Row]", setting: "Setting", costs: str, options: Mappi
         ],
         num_text=2,
     )
-    c_max = options.get("c_max", "as memory allows")
     print(
         f"c_max {c_max}; tokens start {setting.starts}; sides {setting.sides}; routing {setting.routing}; "
         f"seed {setting.seed}"

@@ -1,6 +1,6 @@
 """What a placement is for: how many tokens on each GPU want each expert, read from traces."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -172,14 +172,25 @@ def planned_share(split: float) -> Callable[[str, int], bool]:
 
 
 def held_out(uses: Callable[[str, int], bool]) -> Callable[[str, int], bool]:
-    """The requests that `uses` leaves."""
+    """The requests that `uses` does not take."""
     return lambda server, place: not uses(server, place)
 
 
 def read_batches(
-    traces: Iterable["Trace"], cluster: Cluster, tokens: int, seed: int, uses: Callable[[str, int], bool]
+    traces: Iterable["Trace"],
+    cluster: Cluster,
+    tokens: int,
+    seed: int,
+    uses: Callable[[str, int], bool],
+    allowed: "Callable[[Trace], Container[int]] | None" = None,
 ) -> Iterator[tuple[Demand, tuple[tuple[str, np.ndarray], ...]]]:
-    """Batches that mix the requests of traces: in each, every GPU of the cluster gets one request, cut at `tokens`.
+    """Batches that mix the requests of traces: in each, every GPU of the cluster gets one piece of a request.
+
+    A request of more than `tokens` tokens is cut into several pieces of so many, which go their own ways; what is left
+    at its end is not used. A shorter one is one piece. Pieces that fill no whole batch are not used.
+
+    Args:
+        allowed: of a trace, the requests that may be used at all (None: every one).
 
     Gives:
         The demand of each batch, and of each GPU the request's task and its tokens' routes [T, S].
@@ -193,7 +204,8 @@ def read_batches(
         spec = spec or trace.spec
         table = trace.requests
         tasks = dict(zip(table["request"].to_pylist(), table["task"].to_pylist(), strict=True))
-        wanted = {request for place, request in enumerate(tasks) if uses("", place)}
+        free = tasks if allowed is None else allowed(trace)
+        wanted = {request for place, request in enumerate(tasks) if uses("", place) and request in free}
         rows: dict[int, list[np.ndarray]] = {}
         for batch in trace.batches():
             for request in np.unique(batch.request_T).tolist():
@@ -205,7 +217,9 @@ def read_batches(
             parts += [(tasks[request], whole_TS[cut : cut + tokens]) for cut in cuts]
     num_gpus = len(cluster.gpus)
     if spec is None or len(parts) < num_gpus:
-        raise UsageError(f"{len(parts)} requests make no batch of {num_gpus} GPUs; give traces with more requests")
+        raise UsageError(
+            f"{len(parts)} pieces of requests make no batch of {num_gpus} GPUs; give traces with more requests"
+        )
     order: Sequence[int] = np.random.default_rng(seed).permutation(len(parts)).tolist()
     for start in range(0, len(parts) - num_gpus + 1, num_gpus):
         chosen = tuple(parts[i] for i in order[start : start + num_gpus])

@@ -234,5 +234,21 @@ def hull(cost: Callable[[np.ndarray], np.ndarray], knots: np.ndarray) -> list[tu
     return lines or [(0.0, 0.0)]
 
 
+def knots(curve: Curve, most: float, scale: float = 1.0) -> np.ndarray:
+    """Amounts from 0 to `most` between which a curve is straight, for `hull`.
+
+    Besides its own knots: just above 0, where it may jump, and where its first piece, drawn on towards 0, meets 0.
+
+    Args:
+        scale: by how much the curve's amounts are larger: bytes of a token.
+    """
+    if most <= 0:
+        return np.array([0.0, 1.0])
+    inner = [x / scale for x in curve.x]
+    if len(curve.x) > 1 and curve.y[1] > curve.y[0]:
+        inner.append((curve.x[0] - curve.y[0] * (curve.x[1] - curve.x[0]) / (curve.y[1] - curve.y[0])) / scale)
+    return np.array(sorted({0.0, most * 1e-9, *(float(x) for x in inner if 0 < x < most), most}))
+
+
 def _rise(a: tuple[float, float], b: tuple[float, float]) -> float:
     return (b[1] - a[1]) / (b[0] - a[0])

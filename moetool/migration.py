@@ -34,10 +34,12 @@ def plan_migration(
     Source: Prism § III-C3, Eqs. 3 and 4; DIRECTOR § V-B for the windows. Repairs:
         - Eq. 3 charges additions only; as printed, dropping an expert would cost as much as loading it.
         - Eq. 4 compares a number of calls with seconds. Here both sides are seconds: the calls saved over the horizon,
-          each as long as a remote call takes, against Eq. 3.
+          each as long as a remote call takes, against Eq. 3 or, if they take longer, against all moves one after the
+          other: Eq. 3 loads every expert at the GPU's own rate, also one that comes over a slow link.
 
     Raises:
-        MismatchError: the plans are of different models or clusters.
+        MismatchError: the plans are of different models or clusters; without `call_s`, the model's hidden size is not
+            known.
         CapacityError: neither a GPU nor a host has room for an expert on its way.
     """
     new.spec.require_same(old.spec, "the new plan", "the old plan")
@@ -51,21 +53,27 @@ def plan_migration(
     eq3_s = float((added_GL @ np.array(spec.expert_bytes_L) / rate_G).sum())
     tokens = float(demand.tokens_GLE.sum()) / sum(spec.top_k_L)
     before, after = (remote_calls(demand, p.placed_GLE) * horizon_tokens / tokens for p in (old, new))
+    if call_s is None and spec.hidden_size <= 0:
+        raise MismatchError(
+            f"the hidden size of {spec.name} is not known, so what a remote call takes is not; measure one and give "
+            f"--call-ms"
+        )
     each_s = remote_call_s(spec, cluster, value_bytes) if call_s is None else call_s
     saved_s = (before - after) * each_s
+    seconds = sum(move.seconds for move in moves)
     return MigrationPlan(
         spec=spec,
         cluster=cluster,
         moves=tuple(moves),
         bytes=sum(move.bytes for move in moves),
-        seconds=sum(move.seconds for move in moves),
+        seconds=seconds,
         eq3_s=eq3_s,
         calls_before=before,
         calls_after=after,
         call_s=each_s,
         saved_s=saved_s,
         horizon_tokens=horizon_tokens,
-        worth_it=saved_s > eq3_s,
+        worth_it=saved_s > max(eq3_s, seconds),
         windows=None if window_s is None else windows([move.seconds for move in moves], window_s),
         window_s=window_s,
     )
@@ -162,26 +170,34 @@ class _Mover:
         return done
 
     def _step_aside(self) -> None:
-        g = next(g for g, places in enumerate(self.adds) if places)
-        place = self.drops[g][0]
+        waiting = [(g, place) for g, places in enumerate(self.adds) if places for place in self.drops[g]]
+        if any(self._put_aside(g, place) for g, place in waiting):
+            return
+        size = min(self._size(place) for _, place in waiting)
+        hosts = sorted({self.cluster.servers[self.server_G[g]].name for g, _ in waiting})
+        raise CapacityError(
+            f"no GPU has room for an expert on its way, nor has the host of server {' or '.join(hosts)} {size:,} "
+            f"bytes; leave a slot free or raise host_memory_bytes"
+        )
+
+    def _put_aside(self, g: int, place: _Place) -> bool:
+        """Take an expert from a GPU for a while; false if there is nowhere to put it."""
         size = self._size(place)
         for h, room in enumerate(self.free):
             if h != g and room >= size and not self.adds[h]:
                 self._copy(h, place)
                 self.drops[h].append(place)
                 self._drop(g, place)
-                return
+                return True
         server = self.server_G[g]
         if self.host_free[server] < size:
-            raise CapacityError(
-                f"no GPU has room for an expert on its way, nor has the host of server "
-                f"{self.cluster.servers[server].name} {size:,} bytes; leave a slot free or raise host_memory_bytes"
-            )
+            return False
         self.host_free[server] -= size
         self.staged[place] = server
         seconds = size / self.cluster.gpus[g].host_to_device_bytes_s
         self._note("stage", place, g, -1, size, seconds)
         self._release(g, place)
+        return True
 
     def _copy(self, g: int, place: _Place) -> None:
         size, gpu = self._size(place), self.cluster.gpus[g]

@@ -67,11 +67,11 @@ def run_stream(
 
     Args:
         tokens: of each request; each GPU gets one request a batch.
-        predictor: for the mode `predicted` (`calibrated`), which must not have seen the held-out requests; without
-            one the mode predicts by `regressed`.
+        predictor: for the mode `predicted` (`calibrated`); of the held-out requests then only those count that it was
+            not trained on, by its card. Without one the mode predicts by `regressed`.
 
     Raises:
-        UsageError: too few requests for two batches, or for a history.
+        UsageError: too few requests for two batches, or for a history; the predictor has seen all of a trace.
         MismatchError: the predictor is of another model.
     """
     from moetool.placing import Setting
@@ -84,7 +84,8 @@ def run_stream(
     latency = latency or unit_latency(cluster, sides=setting.sides)
     uses = planned_share(0.5)
     history = list(read_batches(traces, cluster, tokens, setting.seed, uses))
-    coming = list(islice(read_batches(traces, cluster, tokens, setting.seed, held_out(uses)), batches))
+    allowed = _not_trained_on(predictor) if predictor is not None and predictor.card else None
+    coming = list(islice(read_batches(traces, cluster, tokens, setting.seed, held_out(uses), allowed), batches))
     if len(coming) < 2:
         raise UsageError(f"the held-out requests make {len(coming)} batch, expected at least two; give more traces")
     if predictor is None:
@@ -93,6 +94,12 @@ def run_stream(
         traces[0].spec.require_same(predictor.spec, "the trace", "the predictor")
         predict = calibrated(predictor, history)
     return modes(coming, [demand for demand, _ in history], name, options, latency, predict, setting.seed)
+
+
+def _not_trained_on(predictor: "Predictor") -> "Callable[[Trace], frozenset[int]]":
+    from moetool import evaluation
+
+    return lambda trace: evaluation.held_out(predictor.card, trace)[0]
 
 
 def modes(

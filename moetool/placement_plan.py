@@ -39,17 +39,19 @@ class PlacementPlan:
         spec: the model.
         cluster: the machines.
         planner: name of the planner.
-        options: values of the planner's `Options`.
+        options: every value of the planner's `Options`, also those left at their default.
         seed: of its random choices.
         experts_LG: for each MoE layer and GPU the experts on it, ascending. An expert may be on several GPUs.
         starts: on which GPU of its server a request's tokens start.
         costs: what T_comp and T_comm are counted in, and from which curves.
         objective: name of what `value` and `lower_bound` are of.
         value: the objective on the requests that the plan was made from.
-        lower_bound: no placement in this memory has less (None: not known).
+        lower_bound: of T_comp + T_comm: no placement has less, the work shared perfectly and nothing sent. Of remote
+            calls: no placement in these slots has less (`moetool.placement_score.Score`). None: not known.
         traces: what it was made from.
         profile_sha256: the profile that it was made from, if one was.
         planning_s: how long the planner took.
+        split: share of each trace's requests that it was made from (`moetool.demand.planned_share`).
     """
 
     spec: ModelSpec
@@ -66,6 +68,7 @@ class PlacementPlan:
     traces: tuple[TraceReference, ...]
     profile_sha256: str | None
     planning_s: float
+    split: float = 1.0
 
     @property
     def placed_GLE(self) -> np.ndarray:
@@ -81,11 +84,17 @@ class PlacementPlan:
 
         Raises:
             MismatchError: it is not of `spec`, or of another number of layers or GPUs than it says; an expert has no
-                place, does not exist, or is twice on a GPU.
+                place, does not exist, or is twice on a GPU; its spec is damaged.
             CapacityError: a GPU holds more bytes than it has.
         """
         if spec is not None:
             spec.require_same(self.spec, "the model", "the plan")
+        for name in ("num_experts_L", "top_k_L", "has_logits_L", "expert_bytes_L"):
+            if len(getattr(self.spec, name)) != self.spec.num_layers:
+                raise MismatchError(
+                    f"the plan's spec has {len(getattr(self.spec, name))} values in {name}, expected "
+                    f"{self.spec.num_layers}, as many as MoE layers; make it again with: moetool plan placement"
+                )
         num_gpus = len(self.cluster.gpus)
         if len(self.experts_LG) != self.spec.num_layers or any(len(gpus) != num_gpus for gpus in self.experts_LG):
             raise MismatchError(
@@ -187,7 +196,7 @@ class MigrationPlan:
         call_s: seconds of a remote call.
         saved_s: what the new placement saves over the horizon, (calls_before - calls_after) * call_s.
         horizon_tokens: how long the new placement is expected to last, in tokens of the cluster.
-        worth_it: Eq. 4: whether saved_s is more than eq3_s.
+        worth_it: Eq. 4: whether saved_s is more than both eq3_s and `seconds`.
         windows: compute phases that the moves take when they run only in those (None: not asked for).
         window_s: length of a compute phase.
     """

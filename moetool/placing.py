@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ from moetool.planner import Problem
 from moetool.trace import Trace
 from moetool.types import Cluster, ModelSpec
 
-BASELINE = "uniform"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -32,6 +30,9 @@ class Setting:
         sides: of Eq. 4, `both` or `send` (`moetool.latency.Latency`).
         routing: which copy a token goes to when plans are scored (`moetool.latency.ROUTINGS`).
         value_bytes: bytes of one number of a hidden state on its way.
+
+    Raises:
+        UsageError: the seed is below 0, or value_bytes is not above 0.
     """
 
     seed: int = 0
@@ -40,13 +41,20 @@ class Setting:
     routing: str = "nearest"
     value_bytes: int = 2
 
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise UsageError(f"--set seed: found {self.seed}, expected a whole number from 0")
+        if self.value_bytes < 1:
+            raise UsageError(f"--set value_bytes: found {self.value_bytes}, expected a whole number above 0")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """A planner on some requests.
 
     Attributes:
-        requests: `planned on`, `held out` or `unseen task`.
+        requests: `planned on`, `held out` or `unseen task`; of a saved plan's score `planned on`, `partly planned on`
+            or `other`, by whether the traces are those that it was made from, and all of their requests.
         planning_s: how long the planner took.
     """
 
@@ -115,7 +123,7 @@ def plan_placement(
     uses = planned_share(split)
     demands = _split_demands(traces, cluster, uses, split, setting)
     problem = Problem(demand=demands["planned on"], latency=latency, seed=setting.seed)
-    module = plugins.load("planner", name)
+    module = planner.find(name)
     chosen = config.parse(module.Options, options, f"planner {name}")
     placed_GLE, seconds = timed(name, problem, chosen)
     c_max = int(getattr(chosen, "c_max", 0))
@@ -134,14 +142,14 @@ def plan_placement(
         spec=spec,
         cluster=cluster,
         planner=name,
-        options=dict(options),
+        options=asdict(chosen),
         seed=setting.seed,
         experts_LG=experts_of(placed_GLE),
         starts=setting.starts,
         costs=f"{latency.name}; in {latency.unit}; {setting.sides} of Eq. 4",
         objective="remote calls (Prism, Eq. 2)" if remote else "T_comp + T_comm (DIRECTOR, Eq. 5)",
         value=first.remote_calls if remote else first.latency,
-        lower_bound=first.remote_bound if remote else first.latency_bound,
+        lower_bound=first.remote_bound if remote else first.work_bound,
         traces=tuple(
             TraceReference(
                 server=server,
@@ -153,6 +161,7 @@ def plan_placement(
         ),
         profile_sha256=None if profile is None else durable.sha256_file(profile),
         planning_s=seconds,
+        split=split,
     )
     plan.check(spec)
     return plan, rows
@@ -170,11 +179,14 @@ def score_plan(
 ) -> Row:
     """Score a plan on whole traces.
 
+    Args:
+        setting: by default tokens start as the plan was made for.
+
     Raises:
         MismatchError: a trace is of another model than the plan.
         UsageError: an unknown server, or no token.
     """
-    setting = setting or Setting()
+    setting = setting or Setting(starts=plan.starts, seed=plan.seed)
     spec = one_model(traces, plan.cluster)
     spec.require_same(plan.spec, "the trace", "the plan")
     known = CostProfile.load(profile) if profile is not None else None
@@ -182,10 +194,20 @@ def score_plan(
     demand = read_demand(traces, plan.cluster, starts=setting.starts, seed=setting.seed)
     c_max = int(plan.options.get("c_max", 0))
     found = _score(demand, latency, plan.placed_GLE, setting, c_max)
-    return Row(planner=plan.planner, requests="given", score=found, planning_s=plan.planning_s)
+    return Row(planner=plan.planner, requests=_seen(plan, traces), score=found, planning_s=plan.planning_s)
 
 
-def comparable(cluster: Cluster) -> list[str]:
+def _seen(plan: PlacementPlan, traces: Mapping[str, Trace]) -> str:
+    """Whether a plan was made from these traces (`Row.requests`)."""
+    planned = {reference.sha256: reference.requests for reference in plan.traces}
+    used = [planned.get(trace.sha256, 0) for trace in traces.values()]
+    if not any(used):
+        return "other"
+    whole = all(count >= len(trace.requests) for count, trace in zip(used, traces.values(), strict=True))
+    return "planned on" if whole else "partly planned on"
+
+
+def comparable() -> list[str]:
     """Every planner but `exhaustive`, which is for tiny cases."""
     return [name for name in plugins.names("planner") if name != "exhaustive"]
 
@@ -209,22 +231,29 @@ def compare(
         unseen: a trace whose requests then come to every server alike.
 
     Raises:
+        UsageError: `unseen` is one of the traces that are planned on; no planner.
         As `plan_placement`.
     """
     setting = setting or Setting()
+    if not names:
+        raise UsageError(f"no planner to compare, expected some of {', '.join(plugins.names('planner'))}")
     spec = one_model(traces, cluster)
     planner.require_room(spec, cluster)
     latency = latency_of(cluster, spec, CostProfile.load(profile) if profile is not None else None, setting)
     demands = _split_demands(traces, cluster, planned_share(split), split, setting)
     if unseen is not None:
         spec.require_same(unseen.spec, "the traces", "the unseen task")
+        if planned := [server for server, trace in traces.items() if trace.sha256 == unseen.sha256]:
+            raise UsageError(
+                f"{unseen.path} is the trace of server {planned[0]} that is planned on, expected one of an unseen task"
+            )
         alone = Cluster(servers=(cluster.servers[0],))
         tokens_LE = read_demand({cluster.servers[0].name: unseen}, alone).tokens_LE
         demands["unseen task"] = spread(spec, cluster, np.repeat(tokens_LE[None], len(cluster.servers), axis=0))
     problem = Problem(demand=demands["planned on"], latency=latency, seed=setting.seed)
     rows = []
     for name in names:
-        chosen = config.parse(plugins.load("planner", name).Options, (options or {}).get(name, {}), f"planner {name}")
+        chosen = config.parse(planner.find(name).Options, (options or {}).get(name, {}), f"planner {name}")
         placed_GLE, seconds = timed(name, problem, chosen)
         for requests, demand in demands.items():
             found = _score(demand, latency, placed_GLE, setting, int(getattr(chosen, "c_max", 0)))

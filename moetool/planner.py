@@ -8,14 +8,15 @@ which says for each GPU which experts of each layer it holds. It decides over ar
 chance but that of `problem.seed`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from moetool import config, plugins
 from moetool.demand import Demand
-from moetool.errors import CapacityError
+from moetool.errors import CapacityError, UsageError
 from moetool.latency import Latency
 from moetool.types import Cluster, ModelSpec
 
@@ -71,6 +72,14 @@ def require_room(spec: ModelSpec, cluster: Cluster) -> None:
         )
 
 
+def find(name: str) -> ModuleType:
+    """The module of a planner. Raises: UsageError if there is none, or it is none."""
+    module = plugins.load("planner", name)
+    if not is_dataclass(getattr(module, "Options", None)) or not callable(getattr(module, "place", None)):
+        raise UsageError(f"{name} is no planner, expected a module with a dataclass Options and a function place")
+    return module
+
+
 def place(name: str, problem: Problem, options: Any = None) -> np.ndarray:
     """Run a planner by name and check what it gives.
 
@@ -81,7 +90,7 @@ def place(name: str, problem: Problem, options: Any = None) -> np.ndarray:
         UsageError: there is no such planner, or an option is unknown or wrong.
         CapacityError: it cannot place so in this memory.
     """
-    planner = plugins.load("planner", name)
+    planner = find(name)
     if options is None or isinstance(options, dict):
         options = config.parse(planner.Options, options or {}, f"planner {name}")
     placed_GLE: np.ndarray = planner.place(problem, options)
@@ -97,7 +106,7 @@ def check_placed(problem: Problem, placed_GLE: np.ndarray, name: str) -> None:
     assert (placed_GLE.sum(axis=(1, 2)) <= problem.slots_G).all(), f"{name} overfilled a GPU"
 
 
-def layer_slots(problem: Problem, c_max: int = 0) -> np.ndarray:
+def layer_slots(problem: Problem, c_max: int = 0, option: str = "c_max") -> np.ndarray:
     """Slots [G, L] of each GPU for each layer: its memory shared by the layers' experts, every layer covered.
 
     The layers' totals are first apportioned by the largest remainder, then each GPU's: floors, and its remaining slots
@@ -105,6 +114,7 @@ def layer_slots(problem: Problem, c_max: int = 0) -> np.ndarray:
 
     Args:
         c_max: no more than this many of a layer on a GPU (0: as memory allows).
+        option: what the planner calls it, for the message.
 
     Raises:
         CapacityError: under `c_max`, or because every GPU can hold an expert only once, a layer is not covered.
@@ -125,9 +135,10 @@ def layer_slots(problem: Problem, c_max: int = 0) -> np.ndarray:
     short_L = experts_L - given_GL.sum(axis=0)
     if (short_L > 0).any():
         layer = int(short_L.argmax())
+        limit = f" under {option} {c_max}; raise {option}, or" if c_max else ";"
         raise CapacityError(
-            f"MoE layer {layer} gets {given_GL[:, layer].sum()} slots for {experts_L[layer]} experts"
-            f"{f' under c_max {c_max}' if c_max else ''}; raise c_max, or spread the memory more evenly over the GPUs"
+            f"MoE layer {layer} gets {given_GL[:, layer].sum()} slots for {experts_L[layer]} experts{limit} spread the "
+            f"memory more evenly over the GPUs"
         )
     return given_GL
 

@@ -36,6 +36,8 @@ def load(kind: str, name: str) -> ModuleType:
         UsageError: there is no such plugin; the nearest name is suggested.
     """
     if "." in name:
+        if not all(name.split(".")):
+            raise UsageError(f"{kind} {name!r} is no module's name, expected one such as my_lab.{kind}")
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:

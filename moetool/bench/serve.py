@@ -95,6 +95,9 @@ def bench_serve(
             build = _builder("lru", stage, {}, spec.total_experts)
             resident = _Entry(policy=RESIDENT, budget_bytes=whole, slots=spec.total_experts, build=build, warm=True)
             entries.insert(0, resident)
+        if not entries:
+            why = "; ".join(notes) or "policies that must know the future are replayed only"
+            raise CapacityError(f"there is nothing to serve: {why}; give larger budgets or other policies")
         dense = _require_memory(stage, entries)
         others, refused = _of_transformers(stage, chosen, dense + sizes[0], whole, stack)
         runs, disk, later = _measure(stage, files, entries, others, chosen, on_progress)

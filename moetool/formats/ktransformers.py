@@ -2,7 +2,8 @@
 
 KTransformers keeps the experts with the highest counts of the whole table on its GPU, so what it can take from a plan
 is not which GPU has which expert but the counts that the plan was made from. They are read again from the plan's
-traces; layers without experts have zeros. The reader is in `sglang-kt`, and was not looked at.
+traces, without the requests that the plan held out; layers without experts have zeros. The reader is in `sglang-kt`,
+and was not looked at.
 """
 
 import io
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from moetool import durable
-from moetool.demand import count_experts
+from moetool.demand import count_experts, planned_share
 from moetool.errors import MismatchError
 from moetool.formats._slots import hidden_layers
 from moetool.placement_plan import PlacementPlan
@@ -21,7 +22,8 @@ def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = N
     """Write the counts behind a plan; gives what they are.
 
     Raises:
-        MismatchError: a trace of the plan has changed, the plan names none, or its layers differ in width.
+        MismatchError: a trace of the plan has changed, the plan names none or does not say which requests it was made
+            from, or its layers differ in width.
         UsageError: a trace is gone, or `num_hidden_layers` is too small.
     """
     from moetool.trace import Trace
@@ -35,8 +37,17 @@ def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = N
         trace = Trace(Path(reference.path))
         if trace.sha256 != reference.sha256:
             raise MismatchError(f"{reference.path} is not the trace that the plan was made from; plan again")
+        uses = planned_share(plan.split)
+        requests = trace.requests["request"].to_pylist()
+        planned = [request for place, request in enumerate(requests) if uses(reference.server, place)]
+        if len(planned) != reference.requests:
+            raise MismatchError(
+                f"the plan was made from {reference.requests} of the {len(requests)} requests of {reference.path} and "
+                f"does not say which; plan again"
+            )
         for batch in trace.batches():
-            count_LE[list(plan.spec.layer_ids_L)] += count_experts(plan.spec, batch.experts_TS)
+            rows_TS = batch.experts_TS[np.isin(batch.request_T, planned)]
+            count_LE[list(plan.spec.layer_ids_L)] += count_experts(plan.spec, rows_TS)
     import torch
 
     buffer = io.BytesIO()

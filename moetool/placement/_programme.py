@@ -12,7 +12,7 @@ class Solution:
     """A vertex of the programme.
 
     Attributes:
-        value: the objective; of the dual, so a bound even where the primal was stopped.
+        value: the objective.
     """
 
     value: float
@@ -26,13 +26,8 @@ def minimise(
     row_upper: np.ndarray,
     lower: np.ndarray,
     upper: np.ndarray,
-    *,
-    method: str = "simplex",
 ) -> Solution | None:
-    """The optimum, or None if nothing is feasible.
-
-    Args:
-        method: `simplex` (dual; the solution is a vertex), or `ipm`.
+    """The optimum by the dual simplex, which ends in a vertex, or None if nothing is feasible.
 
     Raises:
         AssertionError: HiGHS ends with neither, which no programme of ours can bring about.
@@ -41,7 +36,7 @@ def minimise(
     highs.setOptionValue("output_flag", False)
     highs.setOptionValue("threads", 1)
     highs.setOptionValue("random_seed", 0)
-    highs.setOptionValue("solver", method)
+    highs.setOptionValue("solver", "simplex")
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(cost), len(row_lower)
     lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, lower, upper

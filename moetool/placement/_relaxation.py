@@ -1,12 +1,11 @@
-"""DIRECTOR's linear relaxation of one layer: a bound that no placement beats, and where rounding starts."""
+"""DIRECTOR's linear relaxation of one layer: a bound with one copy each in its room, and where rounding starts."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.sparse import csc_matrix
 
-from moetool.latency import along, hull
+from moetool.latency import along, hull, knots
 from moetool.placement._programme import minimise
 from moetool.placement._search import Layer
 
@@ -16,7 +15,7 @@ class Relaxed:
     """The relaxed optimum of a layer.
 
     Attributes:
-        bound: of T_comp + T_comm.
+        bound: of T_comp + T_comm, with one copy of each expert and no more of them on a GPU than `room_G`.
         x_EG: the share of each expert on each GPU.
     """
 
@@ -24,7 +23,7 @@ class Relaxed:
     x_EG: np.ndarray
 
 
-def relax(layer: Layer, budget: float | None = None, method: str = "simplex") -> Relaxed | None:
+def relax(layer: Layer, budget: float | None = None) -> Relaxed | None:
     """Solve Eq. 6 for one layer; None if nothing fits `budget`.
 
     Args:
@@ -50,8 +49,7 @@ def relax(layer: Layer, budget: float | None = None, method: str = "simplex") ->
     rows += [(x[i], ones_G, 1.0, 1.0) for i in range(num_experts)]
     rows += [(x[:, k], ones_E, -np.inf, float(room_G[k])) for k in range(num_gpus)]
 
-    comp_knots = _knots(latency.comp.x, whole)
-    for slope, intercept in hull(lambda amount: along(latency.comp, amount), comp_knots):
+    for slope, intercept in hull(lambda amount: along(latency.comp, amount), knots(latency.comp, whole)):
         for k in range(num_gpus):
             rate = slope / latency.speed_G[k]
             rows.append((_and(x[:, k], comp), _and(-rate * total_E, 1.0), intercept / latency.speed_G[k], np.inf))
@@ -114,7 +112,7 @@ def relax(layer: Layer, budget: float | None = None, method: str = "simplex") ->
         shape=(len(rows), columns),
     )
     row_lower, row_upper = np.array([row[2] for row in rows]), np.array([row[3] for row in rows])
-    solution = minimise(cost, matrix, row_lower, row_upper, lower, upper, method=method)
+    solution = minimise(cost, matrix, row_lower, row_upper, lower, upper)
     if solution is None:
         return None
     value = solution.x[comp] + latency.ways * solution.x[comm]
@@ -122,15 +120,19 @@ def relax(layer: Layer, budget: float | None = None, method: str = "simplex") ->
 
 
 def hottest(layer: Layer) -> float:
-    """The least time of the GPU that has the most wanted expert, with the coldest that others have no room for."""
-    total_E, room_G = np.sort(layer.tokens_GE.sum(axis=0)), layer.room_G
+    """The least time of the GPU that has the most wanted expert, with the coldest that others have no room for.
+
+    A GPU may have more tokens than these, and take less time for them where the curve falls.
+    """
+    total_E, room_G, latency = np.sort(layer.tokens_GE.sum(axis=0)), layer.room_G, layer.latency
+    knots_X = knots(latency.comp, float(total_E.sum()))
     times = []
     for k, room in enumerate(room_G.tolist()):
         if room > 0:
             forced = max(1, len(total_E) - int(room_G.sum() - room))
-            load_G = np.zeros(len(room_G))
-            load_G[k] = total_E[-1] + total_E[: forced - 1].sum()
-            times.append(float(layer.latency.comp_s(load_G)[k]))
+            load = float(total_E[-1] + total_E[: forced - 1].sum())
+            more_X = np.append(knots_X[knots_X > load], load)
+            times.append(float(along(latency.comp, more_X).min()) / latency.speed_G[k])
     return min(times)
 
 
@@ -151,13 +153,7 @@ def _lines(layer: Layer, j: int, k: int, most: float) -> list[tuple[float, float
     latency = layer.latency
     curve = latency.links[int(latency.link_GG[j, k])]
     link = np.array(latency.link_GG[j, k])
-    return hull(lambda tokens: latency.link_s(tokens, link), _knots([v / latency.token_bytes for v in curve.x], most))
-
-
-def _knots(inner: Iterable[float], most: float) -> np.ndarray:
-    inside = [float(v) for v in inner if 0 < v < most]
-    tiny = most * 1e-9  # just above 0, where a curve may jump
-    return np.array(sorted({0.0, tiny, *inside, most})) if most > 0 else np.array([0.0, 1.0])
+    return hull(lambda tokens: latency.link_s(tokens, link), knots(curve, most, latency.token_bytes))
 
 
 def _and(many: np.ndarray, one: float) -> np.ndarray:

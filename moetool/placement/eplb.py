@@ -17,7 +17,8 @@ class Options:
         slots_per_gpu: physical experts of a layer on each GPU (0: as memory allows). The published algorithm wants
             them equal.
         form: `published` (equal GPUs only), `heterogeneous` (as Prism re-implements it), or `auto`: the published one
-            where the cluster allows it.
+            where the cluster allows it, and where as many slots of every layer on every GPU, which is what it deals
+            in, are enough for all experts.
     """
 
     num_groups: int = 0
@@ -43,11 +44,12 @@ def place(problem: Problem, options: Options) -> np.ndarray:
     """
     if options.form not in ("auto", "published", "heterogeneous"):
         raise UsageError(f"unknown form {options.form!r} of eplb, expected auto, published or heterogeneous")
-    slots_GL = layer_slots(problem, options.slots_per_gpu)
+    slots_GL = layer_slots(problem, options.slots_per_gpu, "slots_per_gpu")
     unequal = _unequal(problem, options)
     if options.form == "published" and unequal:
         raise UsageError(f"the published eplb needs {unequal}; use --set form=heterogeneous")
-    if options.form == "published" or (options.form == "auto" and not unequal):
+    enough = int(slots_GL.min()) * len(slots_GL) >= problem.spec.num_experts
+    if options.form == "published" or (options.form == "auto" and not unequal and enough):
         return _published(problem, options, int(slots_GL.min()))
     placed_GLE = np.zeros(problem.demand.tokens_GLE.shape, bool)
     speed_G = np.array([gpu.speed for gpu in problem.cluster.gpus])
@@ -77,7 +79,8 @@ def _published(problem: Problem, options: Options, per_gpu: int) -> np.ndarray:
     groups, nodes = options.num_groups or problem.spec.num_groups, len(problem.cluster.servers)
     if per_gpu * num_gpus < num_experts:
         raise CapacityError(
-            f"eplb with {per_gpu} slots a GPU has {per_gpu * num_gpus} for {num_experts} experts; raise slots_per_gpu"
+            f"the published eplb with {per_gpu} slots of a layer on every GPU has {per_gpu * num_gpus} for "
+            f"{num_experts} experts; use --set form=heterogeneous"
         )
     tokens_LE = problem.demand.tokens_LE
     logical_LP = rebalance_experts(tokens_LE, per_gpu * num_gpus, groups, nodes, num_gpus)

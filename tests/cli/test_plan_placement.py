@@ -3,12 +3,14 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moetool import cli
+from moetool.placement.director import Options
 from tests.synthetic import make_spec, write_trace
 
 Run = Callable[..., tuple[int, str, str]]
@@ -35,7 +37,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Traces of two servers, and their cluster."""
     folder = tmp_path_factory.mktemp("placement")
-    for seed, name in enumerate(("a", "b")):
+    for seed, name in enumerate(("a", "b", "unseen")):
         write_trace(folder / name, make_spec(), num_requests=8, seed=seed)
     servers = "".join(f'[[servers]]\nname = "{n}"\n[[servers.gpus]]\nmemory_bytes = "15kB"\n' for n in ("a", "b"))
     (folder / "cluster.toml").write_text(servers)
@@ -57,7 +59,7 @@ def test_from_traces_to_plans_scores_and_migrations(run: Run, folder: Path, tmp_
     )
     assert code == 0
     made = json.loads(new.read_text())
-    assert (made["options"], made["seed"]) == ({"kicks": 1, "c_max": 5}, 3)
+    assert (made["options"], made["seed"]) == (asdict(Options(kicks=1, c_max=5)), 3)
     assert "unit costs" in made["costs"] and "send" in made["costs"]
     assert json.loads(out)["scores"][0]["latency_gap"] >= 0
     code, out, _ = run("score", new, *_inputs(folder)[:2], "--json")
@@ -76,17 +78,34 @@ def test_from_traces_to_plans_scores_and_migrations(run: Run, folder: Path, tmp_
         "--out",
         tmp_path / "m.json",
     )
-    assert code == 0 and "worth it" in out and "compute phases of 5 ms" in out
+    assert (
+        code == 0
+        and "worth it" in out
+        and "(Eq. 3) and" in out
+        and "s of all moves" in out
+        and "compute phases of 5 ms" in out
+    )
 
 
 def test_planners_side_by_side_and_on_a_stream(run: Run, folder: Path) -> None:
-    code, out, _ = run("compare", *_inputs(folder), "--planners", "prism,prism_exact", "--unseen-task", folder / "a")
-    assert code == 0 and "unseen task" in out
+    code, out, _ = run(
+        "compare", *_inputs(folder), "--planners", "prism,prism_exact", "--unseen-task", folder / "unseen"
+    )
+    assert code == 0 and "unseen task" in out and "c_max as memory allows" in out
+    code, out, _ = run("compare", *_inputs(folder), "--planners", "uniform,annealing", "--c-max", 5)
+    assert code == 0 and "c_max 5 for annealing; " in out
     code, out, _ = run("compare", *_inputs(folder), "--planners", "uniform", "--json")
     assert [row["requests"] for row in json.loads(out)] == ["planned on", "held out"]
     code, out, err = run("stream", "--trace", folder / "a", _inputs(folder)[2], "--tokens", 4, "--json")
     assert (code, err) == (0, "")
     assert [row["mode"] for row in json.loads(out)] == ["vanilla", "offline", "reactive", "proactive", "predicted"]
+
+
+def test_a_plan_is_scored_as_it_was_made(run: Run, folder: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    run("placement", *_inputs(folder), "--planner", "uniform", "--out", plan, "--set", "starts=first")
+    code, out, _ = run("score", plan, *_inputs(folder)[:2])
+    assert code == 0 and "tokens start first" in out and "planned on" in out
 
 
 def test_exports(run: Run, folder: Path, tmp_path: Path) -> None:
@@ -104,6 +123,10 @@ def test_exports(run: Run, folder: Path, tmp_path: Path) -> None:
         (["--planner", "uniform", "--set", "starts=last"], 2, "unknown --set starts 'last'"),
         (["--planner", "uniform", "--c-max", "3"], 2, "unknown option of planner uniform: 'c_max'"),
         (["--planner", "director", "--c-max", "2"], 4, "raise c_max"),
+        (["--planner", "uniform", "--set", "seed=-1"], 2, "--set seed: found -1, expected a whole number from 0"),
+        (["--planner", "uniform", "--set", "value_bytes=0"], 2, "--set value_bytes: found 0, expected a whole number"),
+        (["--planner", ".x"], 2, "planner '.x' is no module's name"),
+        (["--planner", "os.path"], 2, "os.path is no planner"),
         (["--planner", "uniform", "--split", "2"], 2, "expected a share above 0"),
         (["--planner", "uniform", "--profile", "none.json"], 2, "no profile at none.json"),
         (["--planner", "uniform", "--trace", "c=x"], 2, "no trace at x"),
@@ -125,6 +148,9 @@ def test_what_cannot_be_exported_or_compared_is_said_in_one_line(run: Run, folde
         (["export", plan, "--format", "sglan", "--out", tmp_path / "x"], "did you mean 'sglang'"),
         (["export", plan, "--format", "route_csv", "--out", tmp_path / "x"], "unknown format of placements"),
         (["compare", *_inputs(folder), "--set", "prizm.fill=true"], "write PLANNER.OPTION=VALUE"),
+        (["compare", *_inputs(folder), "--planners", ","], "no planner to compare, expected some of annealing"),
+        (["compare", *_inputs(folder), "--unseen-task", folder / "a"], "is the trace of server a that is planned on"),
+        (["stream", _inputs(folder)[2], "--trace", folder / "a", "--set", "starts=first"], "--set starts changes"),
         (["score", plan, *_inputs(folder)[:2], "--set", "kicks=1"], "'kicks' is unknown here"),
         (["stream", _inputs(folder)[2], "--trace", folder / "none"], "no trace at"),
     ):

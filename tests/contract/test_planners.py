@@ -46,6 +46,31 @@ def test_covers_fits_repeats_and_keeps_the_bounds(name: str, case: str) -> None:
         assert found.latency >= found.latency_bound - 1e-6
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_plan_of_one_planner_bounds_those_of_the_others_as_far_as_it_says(case: str) -> None:
+    spec, slots = CASES[case]
+    problem = make_problem(spec, make_cluster(slots), seed=4)
+    names = [name for name in PLANNERS if _tiny(name, case)]
+    plans = {name: place(name, problem, OPTIONS.get(name)) for name in names}
+    plans["hand-made"] = np.zeros_like(plans["uniform"])  # one copy each, the layers shared unlike any planner
+    room_G = problem.slots_G.copy()
+    for layer, expert in np.argwhere(problem.exists_LE).tolist():
+        gpu = int(np.flatnonzero(room_G)[0])
+        plans["hand-made"][gpu, layer, expert] = True
+        room_G[gpu] -= 1
+    scores = {name: score(problem, placed_GLE) for name, placed_GLE in plans.items()}
+    for name, found in scores.items():
+        assert found.remote_bound is not None and found.work_bound is not None and found.latency_bound is not None
+        single = (plans[name].sum(axis=0) <= 1).all()
+        room_GL = np.maximum(layer_slots(problem), plans[name].sum(axis=2))
+        for other, theirs in scores.items():
+            assert theirs.remote_calls >= found.remote_bound - 1e-6, (name, other)
+            assert theirs.latency >= found.work_bound - 1e-6, (name, other)
+            alike = (plans[other].sum(axis=0) <= 1).all() and (plans[other].sum(axis=2) <= room_GL).all()
+            if not single or alike:
+                assert theirs.latency >= found.latency_bound - 1e-6, (name, other)
+
+
 @pytest.mark.parametrize("name", PLANNERS)
 def test_one_expert_too_few_is_refused_with_the_shortfall(name: str) -> None:
     with pytest.raises(CapacityError, match=r"room for 15 experts .* has 16: 1 slots short \(1,000 bytes\)"):

@@ -18,7 +18,7 @@ from moetool.bench.runs import Workload, run_engine, run_plain
 from moetool.bench.serve import bench_serve
 from moetool.bench.stage import BenchOptions, Subject
 from moetool.caching import lru
-from moetool.errors import MismatchError, UsageError
+from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.models.loading import load_full, load_lazy
 from moetool.models.routing import watch
 from moetool.policy import build_policy
@@ -173,6 +173,12 @@ def test_routes_of_another_shape_are_refused(folder: Path, tmp_path: Path) -> No
         subject = Subject(shape=str(folder / "tiny"), routes=routes, work=folder / "work")
         with pytest.raises(MismatchError, match="give routes of the same shape"):
             bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
+
+
+def test_nothing_left_to_serve_is_said(subject: Subject) -> None:
+    options = BenchOptions(rounds=1, requests=3, new_tokens=6, threads=1, resident=False)
+    with pytest.raises(CapacityError, match=r"nothing to serve: lru needs 2 slots: left out with .*; give larger"):
+        bench_serve(subject, policies=["lru"], budgets=["3%"], options=options)
 
 
 def test_requests_must_be_long_enough(subject: Subject) -> None:

@@ -83,6 +83,15 @@ def test_the_published_eplb_refuses_unequal_gpus() -> None:
         place("eplb", problem, {"form": "published"})
 
 
+def test_eplb_deals_unequal_layers_where_equal_ones_would_not_hold_everything() -> None:
+    problem = make_problem(make_spec(3, 4), make_cluster([[4, 4, 4]]))  # four slots a layer, on three GPUs
+    assert place("eplb", problem).sum() == 12
+    with pytest.raises(CapacityError, match="1 slots of a layer on every GPU has 3 for 4 experts; use --set form="):
+        place("eplb", problem, {"form": "published"})
+    with pytest.raises(CapacityError, match="under slots_per_gpu 1; raise slots_per_gpu, or spread"):
+        place("eplb", problem, {"slots_per_gpu": 1})
+
+
 def test_uniform_is_consecutive_and_hands_on_what_does_not_fit() -> None:
     problem = make_problem(make_spec(1, 7), make_cluster([[7], [7], [1]]))
     placed_GLE = place("uniform", problem)

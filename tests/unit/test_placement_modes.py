@@ -58,6 +58,29 @@ def test_a_stream_is_made_of_held_out_requests(tmp_path: Path) -> None:
     Problem(demand=replace(guess), latency=unit_latency(cluster))
 
 
+def test_a_stream_has_no_request_that_the_predictor_was_trained_on(tmp_path: Path) -> None:
+    spec, cluster = make_spec(), make_cluster([[12, 12]])
+    trace = write_trace(tmp_path / "t", spec, num_requests=12)
+    affinity = predictor.build("affinity", spec)
+    routes = next(iter(trace.batches())).experts_TS.reshape(-1, 3, 2)
+    affinity.count(Tokens(experts_TPK=torch.from_numpy(routes.astype(np.int16))))
+
+    def trained_on(train: list[int]) -> None:
+        test = sorted(set(range(12)) - set(train))
+        affinity.card = {"trace": {"sha256": trace.sha256}, "requests": {"train": train, "test": test}}
+
+    def batches() -> int:
+        return run_stream([trace], cluster, "smartmoe", {}, tokens=11, batches=9, predictor=affinity)[0].batches
+
+    trained_on([1, 3, 5, 7, 9, 11])  # the history
+    assert batches() == 3
+    trained_on([0, 1, 3, 5, 7, 9, 11])  # and one of the six that are streamed
+    assert batches() == 2
+    trained_on([0, 2, 4, 6, 8, 10])
+    with pytest.raises(UsageError, match="0 pieces of requests make no batch"):
+        batches()
+
+
 def test_a_regression_learns_what_follows_from_the_first_layer() -> None:
     spec, cluster = make_spec(2, 4, top_k=1), make_cluster([[4, 4]])
 

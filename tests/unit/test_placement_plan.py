@@ -1,7 +1,7 @@
 """Clusters, placement plans, migrations and exports: saved, loaded, checked, refused."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from moetool.demand import planned_share, read_demand
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.formats import ktransformers, sglang, tensorrt_llm, vllm_ascend
 from moetool.migration import order_moves, plan_migration, remote_call_s, windows
+from moetool.placement.director import Options
 from moetool.placement_plan import MigrationPlan, Move, PlacementPlan, experts_of
 from moetool.placing import Setting, compare, open_traces, plan_placement, score_plan
 from moetool.planner import place
@@ -109,12 +110,36 @@ def test_a_plan_says_what_it_was_made_from_and_comes_back(
     assert [row.requests for row in rows] == ["planned on", "held out"]
     assert plan.lower_bound == pytest.approx(plan.value)
     assert [reference.requests for reference in plan.traces] == [3, 3]
+    assert plan.split == 0.5
     assert plan.traces[0].sha256 == traces["clinic"].sha256
     plan.save(tmp_path / "plan.json")
     assert PlacementPlan.load(tmp_path / "plan.json") == plan
     assert (experts_of(plan.placed_GLE)) == plan.experts_LG
     row = score_plan(plan, traces)
     assert row.score.remote_calls > 0
+    assert row.requests == "partly planned on"
+
+
+def test_a_plan_holds_every_option_and_a_bound_of_all_placements(cluster: Cluster, traces: dict[str, Trace]) -> None:
+    plan, _ = plan_placement(traces, cluster, "smartmoe", {})
+    director, _ = plan_placement(traces, cluster, "director", {"kicks": 1})
+    assert director.options == asdict(Options(kicks=1))
+    assert plan.lower_bound is not None
+    assert plan.lower_bound == director.lower_bound <= director.value < plan.value
+
+
+def test_scores_are_of_the_requests_and_starts_that_they_say(
+    cluster: Cluster, traces: dict[str, Trace], tmp_path: Path
+) -> None:
+    plan, rows = plan_placement(traces, cluster, "uniform", {}, setting=Setting(starts="first"))
+    again = score_plan(plan, traces)
+    assert again.requests == "planned on"
+    assert again.score == rows[0].score != score_plan(plan, traces, setting=Setting()).score
+    other = write_trace(tmp_path / "other", make_spec(), num_requests=6, seed=7)
+    assert score_plan(plan, {"lab": other}).requests == "other"
+    assert score_plan(plan, {**traces, "lab": other}).requests == "partly planned on"
+    with pytest.raises(UsageError, match="is the trace of server lab that is planned on, expected one of an unseen"):
+        compare(traces, cluster, ["uniform"], unseen=traces["lab"])
 
 
 def test_held_out_requests_are_the_others(cluster: Cluster, traces: dict[str, Trace]) -> None:
@@ -186,6 +211,8 @@ def test_damaged_plans_are_refused_in_one_line(cluster: Cluster, traces: dict[st
     small["servers"][1]["gpus"][0]["memory_bytes"] = 1000
     refused(CapacityError, "bytes of experts on GPU 2, which has 1,000", cluster=small)
     refused(MismatchError, "seed", seed="x")
+    spec = {**values["spec"], "expert_bytes_L": [1000, 1000]}
+    refused(MismatchError, "the plan's spec has 2 values in expert_bytes_L, expected 3", spec=spec)
     path.write_text("[]")
     with pytest.raises(MismatchError, match="no JSON object"):
         PlacementPlan.load(path)
@@ -244,6 +271,16 @@ def test_a_full_cluster_without_host_memory_cannot_swap() -> None:
         order_moves(spec, bare, old_GLE, old_GLE[::-1])
 
 
+def test_any_host_with_memory_lets_a_full_cluster_swap() -> None:
+    spec, cluster = make_spec(1, 2), make_cluster([[1], [1]])
+    first, second = cluster.servers
+    half = replace(cluster, servers=(replace(first, host_memory_bytes=0), second))
+    old_GLE = np.array([[[True, False]], [[False, True]]])
+    moves = order_moves(spec, half, old_GLE, old_GLE[::-1])
+    assert (moves[0].kind, moves[0].gpu) == ("stage", 1)
+    assert (_follow(_plan(spec, half, old_GLE), moves, old_GLE) == old_GLE[::-1]).all()
+
+
 def _plan(spec: Any, cluster: Cluster, placed_GLE: np.ndarray) -> PlacementPlan:
     return PlacementPlan(
         spec=spec, cluster=cluster, planner="made_up", options={}, seed=0, experts_LG=experts_of(placed_GLE),
@@ -275,6 +312,25 @@ def test_whether_a_migration_pays_is_decided_in_seconds(tmp_path: Path) -> None:
     other = replace(new, cluster=replace(cluster, links=(Link(between=("s0", "s1"), bytes_s=1.0),)))
     with pytest.raises(MismatchError, match="different clusters"):
         plan_migration(old, other, problem.demand, horizon_tokens=1)
+
+
+def test_a_migration_over_a_slow_link_pays_only_if_it_saves_the_way_too() -> None:
+    spec, cluster = make_spec(1, 2, top_k=1), make_cluster([[2], [1]], link_bytes_s=1000.0, link_latency_s=0.5)
+    problem = make_problem(spec, cluster, tokens_GLE=np.array([[[6.0, 4.0]], [[0.0, 10.0]]]))
+    old = _plan(spec, cluster, np.array([[[True, True]], [[True, False]]]))
+    new = _plan(spec, cluster, np.array([[[True, True]], [[False, True]]]))
+    made = plan_migration(old, new, problem.demand, horizon_tokens=2)
+    assert made.eq3_s < made.saved_s < made.seconds  # 1.0 s saved, 1.5 s on the link
+    assert not made.worth_it
+
+
+def test_a_remote_call_of_a_model_of_unknown_width_must_be_measured() -> None:
+    spec = replace(make_spec(1, 2, top_k=1), hidden_size=0)
+    problem = make_problem(spec, make_cluster([[2], [2]]))
+    plan = _plan(spec, problem.cluster, place("uniform", problem))
+    with pytest.raises(MismatchError, match=r"the hidden size of synthetic is not known, .* give --call-ms"):
+        plan_migration(plan, plan, problem.demand, horizon_tokens=1)
+    assert plan_migration(plan, plan, problem.demand, horizon_tokens=1, call_s=0.01).call_s == 0.01
 
 
 def test_moves_are_packed_into_compute_phases() -> None:
@@ -338,6 +394,12 @@ def test_ktransformers_gets_the_counts_behind_the_plan(
     assert count_LE.shape == (4, 8)
     assert (count_LE[:3].numpy() == read_demand(traces, cluster).tokens_LE).all()
     assert not count_LE[3].any()
+    half, _ = plan_placement(traces, cluster, "prism", {}, split=0.5)
+    ktransformers.write_plan(half, tmp_path / "k.pt")
+    count_LE = torch.load(tmp_path / "k.pt", weights_only=True)["logical_count"]
+    assert (count_LE.numpy() == read_demand(traces, cluster, planned_share(0.5)).tokens_LE).all()
+    with pytest.raises(MismatchError, match=r"made from 3 of the 6 requests of .* and does not say which; plan again"):
+        ktransformers.write_plan(replace(half, split=1.0), tmp_path / "k.pt")
     with pytest.raises(MismatchError, match="names no trace"):
         ktransformers.write_plan(replace(plan, traces=()), tmp_path / "k.pt")
 

@@ -1,0 +1,109 @@
+"""What the bounds of a placement bound, and what they do not."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from moetool.costs import Curve
+from moetool.latency import Latency, along, flows, hull, knots, unit_latency
+from moetool.placement._relaxation import hottest
+from moetool.placement._search import Layer
+from moetool.placement_score import latency_bound, score, work_bound
+from moetool.planner import Problem, place
+from tests.clusters import make_cluster, make_problem
+from tests.synthetic import make_spec
+
+FREE = Curve(x=(0.0, 1.0), y=(0.0, 0.0))
+
+
+def _latency(comp: Curve, num_gpus: int) -> Latency:
+    """Sending costs nothing."""
+    return replace(unit_latency(make_cluster([[1] * num_gpus])), name="made up", comp=comp, links=(FREE,))
+
+
+def _problem(tokens_GE: list[list[float]], slots: int, comp: Curve) -> Problem:
+    cluster = make_cluster([[slots] * len(tokens_GE)])
+    tokens_GLE = np.array(tokens_GE)[:, None]
+    spec = make_spec(1, tokens_GLE.shape[2])
+    return make_problem(spec, cluster, tokens_GLE=tokens_GLE, latency=_latency(comp, len(tokens_GE)))
+
+
+def test_more_tokens_may_take_less_time_than_the_hottest_expert_alone() -> None:
+    problem = _problem([[6.0, 1.0, 1.0], [0.0, 0.0, 0.0]], 3, Curve(x=(6.0, 8.0), y=(50.0, 1.0)))
+    together = np.zeros((2, 1, 3), bool)
+    together[0] = True
+    found = score(problem, together)
+    assert found.latency == 1.0  # the hottest expert alone would take 50
+    assert found.latency_bound is not None and found.latency_bound <= 1.0
+    layer = Layer(tokens_GE=problem.demand.tokens_GLE[:, 0], room_G=np.array([3, 3]), latency=problem.latency)
+    assert hottest(layer) == 1.0
+
+
+def test_a_curve_that_meets_zero_before_its_first_knot_is_not_over_estimated() -> None:
+    curve = Curve(x=(10.0, 20.0), y=(5.0, 15.0))  # nothing up to 5 tokens
+    amounts = np.linspace(0, 30, 121)
+    lines = hull(lambda amount: along(curve, amount), knots(curve, 30.0))
+    under = np.max([slope * amounts + cut for slope, cut in lines], axis=0)
+    assert (under <= along(curve, amounts) + 1e-9).all()
+    problem = _problem([[5.0, 0.0], [0.0, 5.0]], 1, curve)
+    free = score(problem, np.eye(2, dtype=bool)[:, None])
+    assert free.latency == 0
+    assert free.latency_bound == free.work_bound == pytest.approx(0)
+    halves = knots(curve, 30.0, scale=2.0)  # two bytes a token
+    assert {2.5, 5.0, 10.0} <= set(halves.tolist())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_curves_that_rise_and_fall_are_bounded_too(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    comp = Curve(x=(3.0, 30.0, 90.0, 200.0), y=tuple((rng.random(4) * 100).tolist()))
+    link = Curve(x=(2.0, 40.0, 100.0), y=tuple((rng.random(3) * 40).tolist()))
+    cluster = make_cluster([[3, 2], [3]])
+    latency = replace(unit_latency(cluster, sides="both" if seed % 2 else "send"), comp=comp, links=(link,))
+    problem = make_problem(make_spec(1, 5), cluster, seed=seed, latency=latency)
+    best = place("exhaustive", problem, {"objective": "latency"})
+    optimum = score(problem, best, bounds=False).latency
+    assert work_bound(problem) <= optimum + 1e-6
+    assert latency_bound(problem, best) <= optimum + 1e-6
+
+
+def test_copies_may_beat_the_bound_of_single_copies_but_not_that_of_the_work() -> None:
+    problem = _problem([[10.0, 1.0], [10.0, 1.0]], 2, Curve(x=(0.0, 1.0), y=(0.0, 1.0)))
+    single, copied = np.zeros((2, 1, 2), bool), np.ones((2, 1, 2), bool)
+    single[0, 0, 0] = single[1, 0, 1] = True
+    one, both = score(problem, single), score(problem, copied)
+    assert one.latency_bound is not None and one.work_bound is not None
+    assert both.latency < one.latency_bound
+    assert both.latency == pytest.approx(one.work_bound)
+    assert both.latency_bound == both.work_bound == one.work_bound
+
+
+def test_experts_of_several_sizes_are_bounded_by_slots_not_by_bytes() -> None:
+    spec = replace(make_spec(2, 2), expert_bytes_L=(1000, 500))
+    problem = make_problem(spec, make_cluster([[2], [3]]), tokens_GLE=np.ones((2, 2, 2)))
+    by_bytes = np.zeros((2, 2, 2), bool)
+    by_bytes[0, 0, 0] = by_bytes[0, 1] = True  # 2000 bytes, but three experts
+    by_bytes[1, 0] = by_bytes[1, 1] = True
+    found = score(problem, by_bytes)
+    assert (found.remote_calls, found.remote_bound) == (1.0, 3.0)
+
+
+def test_local_calls_are_those_of_the_routing() -> None:
+    tokens_GLE = np.array([[[6.0, 2.0]], [[3.0, 1.0]]])
+    problem = make_problem(make_spec(1, 2), make_cluster([[1], [2]]), tokens_GLE=tokens_GLE)
+    placed_GLE = np.array([[[True, False]], [[True, True]]])
+    near = score(problem, placed_GLE)
+    even = score(problem, placed_GLE, routing="even")
+    assert (near.local_N, near.remote_calls) == ((6 / 8, 1.0), 2.0)
+    assert even.local_N == (3 / 8, 2.5 / 4)  # half of expert 0's tokens go to the other copy
+    assert even.remote_calls == 6.5
+    sent = flows(problem.cluster, tokens_GLE[:, 0], placed_GLE[:, 0], "even")
+    assert even.remote_calls == sent[0, 1] + sent[1, 0]
+
+
+def test_bytes_are_not_given_where_the_hidden_size_is_not_known() -> None:
+    spec = replace(make_spec(1, 2), hidden_size=0)
+    problem = make_problem(spec, make_cluster([[1], [1]]))
+    found = score(problem, np.array([[[True, False]], [[False, True]]]))
+    assert [sent for _, _, sent in found.link_bytes] == [None, None]
