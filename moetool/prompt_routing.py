@@ -73,7 +73,8 @@ class Stage(nn.Module):
             x_RSW = x_RSW + self.routing(share_RSF)
         R, S, W = x_RSW.shape
         qkv_3RHSd = self.qkv(self.attention_norm(x_RSW)).view(R, S, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        seen_RHSd = F.scaled_dot_product_attention(*qkv_3RHSd.unbind(0), is_causal=True)
+        q, k, v = qkv_3RHSd.unbind(0)
+        seen_RHSd = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_RSW = x_RSW + self._drop(self.mix(seen_RHSd.transpose(1, 2).reshape(R, S, W)))
         x_RSW = x_RSW + self._drop(self.down(F.gelu(self.up(self.inner_norm(x_RSW)))))
         logits_RSF: Tensor = self.output(self.output_norm(x_RSW))
