@@ -312,6 +312,10 @@ def plan_cache(
     values = parse_settings(settings)
     machine = values.pop("timeline", {})
     options = parse(ServeOptions, values, "--set")
+    if options.devices > 1:
+        raise UsageError(
+            f"devices is {options.devices}: a plan is made for one device; leave it out here, not in serve"
+        )
     costs, timeline = _timeline(profile, machine, dtype=options.dtype, io_threads=options.io_threads)
     path = locate(model or str(source.manifest["provenance"].get("model", "")))
     source.spec.require_same(read_spec(path), "the trace", f"the model at {path}")
@@ -378,7 +382,7 @@ def replay(
         list[str],
         typer.Option(
             "--set",
-            help="A policy's option, as in --set belady.whole_events=true, or timeline.device=cuda. Repeatable.",
+            help="A policy's option, as in --set lfu.forget=true, timeline.device=cuda, or devices=2 that share it.",
         ),
     ] = [],  # noqa: B006
     as_json: Json = False,
@@ -395,6 +399,9 @@ def replay(
     source = Trace(trace)
     budgets = [parse_bytes(text, whole_bytes(source, pool)) for text in _split(budget)]
     asked, options = _split(policy), parse_settings(settings)
+    devices = options.pop("devices", 1)
+    if type(devices) is not int or devices < 1:
+        raise UsageError(f"devices is {devices!r}, expected 1 or more")
     costs, timeline = _timeline(profile, options.pop("timeline", {}))
     predicts = None
     if predictor is not None:
@@ -404,7 +411,7 @@ def replay(
     known = servable(source, predicts) if "auto" in asked else []
     names = list(dict.fromkeys(name for one in asked for name in (known if one == "auto" else [one])))
     _require_policies(names, options)
-    left_out = too_large([name for name in known if name not in asked], source.spec, min(budgets), options)
+    left_out = too_large([name for name in known if name not in asked], source.spec, min(budgets), options, devices)
     names = [name for name in names if name not in left_out]
     rows = run(
         source,
@@ -416,6 +423,7 @@ def replay(
         pool=pool,
         profile=costs,
         timeline=timeline,
+        devices=devices,
     )
     chosen = [best([row for row in rows if row.policy in known and row.budget_bytes == b]) for b in budgets if known]
     for name, why in left_out.items():
@@ -425,7 +433,9 @@ def replay(
     if as_json:
         tables.print_json([{**row.to_json(), **({"auto": row in chosen} if known else {})} for row in rows])
         return
-    tables.print_replay(f"{trace}: {len(source.requests):,} requests, {source.num_tokens:,} tokens", rows, chosen)
+    among = f", {devices} devices" if devices > 1 else ""
+    title = f"{trace}: {len(source.requests):,} requests, {source.num_tokens:,} tokens{among}"
+    tables.print_replay(title, rows, chosen)
 
 
 @app.command()
@@ -485,12 +495,13 @@ def serve(
         raise
     engine.start()
     slots = engine.store.num_slots
+    among = f" on {options.devices} devices" if options.devices > 1 else ""
     below = (
         f", {tables.count(engine.store.host_pool_bytes, 'B')} in host memory" if engine.store.host_pool_bytes else ""
     )
     tables.narrate(
         f"moetool: {model} under {policy or (chosen.policy if chosen else 'lru')}: {slots} of "
-        f"{engine.spec.total_experts} experts fit ({tables.count(engine.store.pool_bytes, 'B')}{below})"
+        f"{engine.spec.total_experts} experts fit{among} ({tables.count(engine.store.pool_bytes, 'B')}{below})"
     )
     try:
         server.run(engine, sock, on_ready=lambda url: tables.narrate(f"moetool: serving on {url}/v1"))

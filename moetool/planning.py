@@ -8,6 +8,7 @@ from typing import Any
 from moetool import plugins
 from moetool.costs import CostProfile
 from moetool.errors import CapacityError, UsageError
+from moetool.fleet import own_part, split_slots
 from moetool.plan import CachePlan, PredictorReference
 from moetool.policy import MIN_SLOTS, parse_options, policy_class, slots_within
 from moetool.pricing import Prices, TimelineOptions, with_host_costs
@@ -161,11 +162,16 @@ def _sees_far_enough(policy: str, trace: Trace) -> bool:
 
 
 def too_large(
-    names: Iterable[str], spec: ModelSpec, budget_bytes: int, options: Mapping[str, Mapping[str, Any]]
+    names: Iterable[str],
+    spec: ModelSpec,
+    budget_bytes: int,
+    options: Mapping[str, Mapping[str, Any]],
+    devices: int = 1,
 ) -> dict[str, str]:
-    """Those of the policies that need more slots than a budget holds, and why in words."""
-    slots = slots_within(spec, budget_bytes)
-    needs = {name: policy_class(name).min_slots(spec, parse_options(name, options.get(name, {}))) for name in names}
+    """Those of the policies that need more slots than (each device's part of) a budget holds, and why in words."""
+    slots = min(split_slots(spec, slots_within(spec, budget_bytes), devices))
+    sizes = own_part(spec, 0, devices)
+    needs = {name: policy_class(name).min_slots(sizes, parse_options(name, options.get(name, {}))) for name in names}
     return {name: f"which needs {fewest} slots" for name, fewest in needs.items() if fewest > slots}
 
 

@@ -33,6 +33,10 @@ class Policy:
         computes_on_host: whether it has misses computed where they lie in host memory (`on_host`); its options may say.
         prefetch_distance: how many layers ahead it prefetches (0: nothing); where its `Options` have a `distance`,
             that is meant.
+
+    Attributes:
+        own: sizes of what it may keep: the spec itself, but where devices share a model, with only the experts of each
+            layer that are this device's. It says how many, and never which: keys are made by `spec`.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"experts"})
@@ -48,6 +52,7 @@ class Policy:
         self.options = options
         self.num_slots = num_slots
         self.predictor = predictor
+        self.own = spec
 
     @property
     def distance(self) -> int:
@@ -213,6 +218,7 @@ def build_policy(
     *,
     predictor: Any = None,
     future: Sequence[Sequence[int]] | None = None,
+    own: ModelSpec | None = None,
 ) -> Policy:
     """Make the policy `name` for a model, the same way for replay, planning and serving.
 
@@ -221,6 +227,7 @@ def build_policy(
         num_slots: how many slots fit; the policy may make use of fewer.
         predictor: a `moetool.predictor.Predictor` of the same model, for policies that predict.
         future: the keys of every coming event, where they are known (in a replay).
+        own: what becomes of `Policy.own`, where the policy has one device of several.
 
     Raises:
         UsageError: an unknown policy or option, no predictor where one is needed, a policy that routes where routers
@@ -230,11 +237,13 @@ def build_policy(
     """
     kind = policy_class(name)
     chosen = parse_options(name, options)
-    fewest = kind.min_slots(spec, chosen)
+    sizes = spec if own is None else own
+    fewest = kind.min_slots(sizes, chosen)
     if num_slots < fewest:
+        each = "" if own is None else " on each device"
         raise CapacityError(
-            f"policy {name} needs at least {fewest} expert slots of {spec.name} ({fewest * spec.slot_bytes:,} bytes), "
-            f"and {num_slots} fit; give it more memory or choose another policy"
+            f"policy {name} needs at least {fewest} expert slots of {spec.name} ({fewest * spec.slot_bytes:,} "
+            f"bytes){each}, and {num_slots} fit; give it more memory or choose another policy"
         )
     if not kind.lossless and not all(spec.has_logits_L):
         raise UsageError(
@@ -244,7 +253,8 @@ def build_policy(
         spec.require_same(predictor.spec, "the model", "the predictor")
     elif kind.needs_predictor:
         raise UsageError(f"policy {name} needs a predictor and got none; train one and pass it with --predictor DIR")
-    policy = kind(spec, chosen, kind.slots_used(spec, chosen, num_slots), predictor)
+    policy = kind(spec, chosen, kind.slots_used(sizes, chosen, num_slots), predictor)
+    policy.own = sizes
     if kind.needs_future:
         if future is None:
             raise UsageError(f"policy {name} has to know the future: it works in replay only; choose another to serve")

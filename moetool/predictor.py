@@ -162,7 +162,7 @@ class Predictor(nn.Module):
             "hidden_TPD": event.hidden_TD,
             "ahead_TPAE": None if event.ahead_ATE is None else event.ahead_ATE.transpose(1, 0, 2),
         }
-        wanted = {"experts_TPK", *(FIELDS[name] for name in self.needs & FIELDS.keys())} - {"embedding_TD"}
+        wanted = {"experts_TPK", *(FIELDS[name] for name in self.needs & FIELDS.keys())} & given.keys()
         if event.layer == 0:
             self._path.clear()
             for name in wanted:
@@ -172,6 +172,9 @@ class Predictor(nn.Module):
             if "embeddings" in self.needs:
                 assert event.forward.embedding_TD is not None, "embeddings were asked for and not given"
                 self._path["embedding_TD"] = event.forward.embedding_TD
+            if "token_id" in self.needs:
+                assert event.forward.token_id_T is not None, "token ids were asked for and not given"
+                self._path["token_id_T"] = np.array(event.forward.token_id_T, np.int64)
         else:
             assert event.layer == self._num_observed, "events of a forward come layer by layer"
         for name in wanted:

@@ -13,10 +13,11 @@ from typing import Any
 
 from moetool.costs import CostProfile
 from moetool.errors import UsageError, unknown_name
+from moetool.fleet import build_policies, open_pool, split_bytes, split_slots
 from moetool.models.families import require_substitutable
-from moetool.policy import Policy, SharedPredictor, build_policy, policy_class, slots_within
+from moetool.policy import Policy, SharedPredictor, policy_class, slots_within
 from moetool.pricing import Prices, TimelineOptions, with_host_costs
-from moetool.residency import Counts, PrefetchLimits, Residency, Step, StepKind
+from moetool.residency import Counts, PrefetchLimits, Step, StepKind
 from moetool.timeline import MeteredPredictor, Timeline
 from moetool.timing import Timing
 from moetool.trace import Trace
@@ -41,6 +42,7 @@ class Row:
         decode_bytes: the same in the forwards without.
         decode_host_bytes: bytes of the experts that the host computed in the forwards without prompt tokens.
         digest: of all decisions, in order; equal digests mean equal decisions.
+        devices: that share the budget and the model.
         timing: what it took on the timeline, where there was a profile.
     """
 
@@ -54,6 +56,7 @@ class Row:
     decode_bytes: int
     decode_host_bytes: int
     digest: str
+    devices: int = 1
     timing: Timing | None = None
 
     @property
@@ -95,6 +98,7 @@ class Row:
             "policy": self.policy,
             "budget_bytes": self.budget_bytes,
             "slots": self.slots,
+            "devices": self.devices,
             "hit_rate": counts.hit_rate,
             "hit_rate_decode": self.decode.hit_rate,
             "needed": counts.needed,
@@ -141,6 +145,7 @@ def replay(
     limits: PrefetchLimits | None = None,
     profile: CostProfile | None = None,
     timeline: TimelineOptions = DEFAULT_MACHINE,
+    devices: int = 1,
 ) -> list[Row]:
     """Run each policy with each budget over a trace.
 
@@ -160,19 +165,24 @@ def replay(
         limits: of prefetching, for every policy.
         profile: costs of the machine that the rows' `timing` is for; without one they have none.
         timeline: which of the profile's devices, data types and tiers.
+        devices: that share the model (`moetool.fleet`), each with an equal part of the budget.
 
     Returns:
         A row for each policy and budget: the policies in their order, each with the budgets in theirs.
 
     Raises:
-        UsageError: an unknown policy or option, no predictor where one is needed, or nothing to replay.
+        UsageError: an unknown policy or option, no predictor where one is needed, nothing to replay, or a timeline for
+            several devices: it has one.
         MismatchError: the trace lacks a column that a policy needs, the predictor or the profile is of another model,
             or the profile lacks what the timeline needs.
         CapacityError: a budget is below the smallest legal pool.
     """
+    if devices > 1 and profile is not None:
+        raise UsageError(f"a timeline has one device and {devices} were asked for; leave out --profile, or the devices")
     source = _Source(trace, sequential, requests)
     prices = None if profile is None else Prices(profile, trace.spec, timeline)
-    runs = _prepare(source, policies, budgets, predictor, options or {}, pools_bytes(trace, pool), limits, prices)
+    in_bytes = pools_bytes(trace, pool)
+    runs = _prepare(source, policies, budgets, predictor, options or {}, in_bytes, limits, prices, devices)
     forwards = decode_tokens = 0
     for info, events, ended in source.forwards(_columns(runs)):
         for run in runs:
@@ -200,6 +210,7 @@ def decisions(
     options: Mapping[str, Any] | None = None,
     pool: str = "auto",
     limits: PrefetchLimits | None = None,
+    devices: int = 1,
 ) -> Iterator[tuple[int, int, Step]]:
     """Every step of one run, as (forward, layer, step), to compare with the log of a server.
 
@@ -207,7 +218,8 @@ def decisions(
     """
     source = _Source(trace, sequential, requests)
     in_bytes = pools_bytes(trace, pool)
-    (run,) = _prepare(source, [policy], [budget_bytes], predictor, {policy: options or {}}, in_bytes, limits)
+    chosen = {policy: options or {}}
+    (run,) = _prepare(source, [policy], [budget_bytes], predictor, chosen, in_bytes, limits, devices=devices)
     for info, events, ended in source.forwards(_columns([run])):
         for step in run.begin(info):
             yield info.forward_id, -1, step
@@ -250,23 +262,24 @@ class _Source:
 
 
 class _Run:
-    """One policy with one budget, and what it has loaded."""
+    """One policy with one budget, a part of it for each device, and what it has loaded."""
 
     def __init__(
         self,
         name: str,
         budget_bytes: int,
-        policy: Policy,
-        capacity_bytes: int | None,
+        policies: Sequence[Policy],
+        capacity_bytes: Sequence[int] | None,
         limits: PrefetchLimits | None,
         timeline: Timeline | None,
     ) -> None:
         self._name = name
         self._budget_bytes = budget_bytes
-        self._spec = policy.spec
-        self.columns = policy.columns
+        self._devices = len(policies)
+        self._spec = policies[0].spec
+        self.columns = policies[0].columns
         self._digest = DecisionDigest()
-        self._residency = Residency(policy, self._digest, capacity_bytes=capacity_bytes, limits=limits)
+        self._residency = open_pool(policies, self._digest, capacity_bytes=capacity_bytes, limits=limits)
         self._timeline = timeline
         self._bytes = [0, 0]  # prefill, decode
         self._host_bytes = [0, 0]
@@ -306,6 +319,7 @@ class _Run:
             decode_bytes=self._bytes[Phase.DECODE],
             decode_host_bytes=self._host_bytes[Phase.DECODE],
             digest=self._digest.hexdigest(),
+            devices=self._devices,
             timing=None if self._timeline is None else self._timeline.timing(),
         )
 
@@ -328,6 +342,7 @@ def _prepare(
     in_bytes: bool,
     limits: PrefetchLimits | None,
     prices: Prices | None = None,
+    devices: int = 1,
 ) -> list[_Run]:
     """Make a run of each policy and budget; refuses what cannot be replayed before any forward is read."""
     spec = source.trace.spec
@@ -354,17 +369,22 @@ def _prepare(
     def run(name: str, budget: int, num_slots: int) -> _Run:
         asked = shared.get(name)
         metered = None if asked is None or prices is None else MeteredPredictor(asked)
-        policy = build_policy(name, spec, options.get(name, {}), num_slots, predictor=metered or asked, future=future)
-        source.trace.require(policy.columns, f"policy {name}")
-        if "ahead" in policy.columns:
-            source.trace.require_ahead(min(policy.distance, spec.num_layers - 1), f"policy {name}")
-        takes_all = policy.num_slots == num_slots
-        capacity = (budget if takes_all else policy.num_slots * spec.slot_bytes) if in_bytes else None
+        shares = [num_slots]
+        if devices > 1:
+            shares = split_bytes(spec, budget, devices) if in_bytes else split_slots(spec, num_slots, devices)
+        made = build_policies(name, spec, options.get(name, {}), shares, predictor=metered or asked, future=future)
+        source.trace.require(made[0].columns, f"policy {name}")
+        if "ahead" in made[0].columns:
+            source.trace.require_ahead(min(made[0].distance, spec.num_layers - 1), f"policy {name}")
+        capacities = [
+            budget // devices if policy.num_slots == fit else policy.num_slots * spec.slot_bytes
+            for policy, fit in zip(made, shares, strict=True)
+        ]
         return _Run(
             name,
             budget,
-            policy,
-            capacity,
+            made,
+            capacities if in_bytes else None,
             limits,
             None if prices is None else Timeline(prices, predictor=metered),
         )

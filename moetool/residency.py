@@ -7,6 +7,8 @@ or a byte's arrival, so a replayed trace and a live model take the same decision
 
 Pinned experts have slots of their own for good, and the policy never hears of them.
 
+Where devices share a model (`moetool.fleet`), each has a `Residency` of its own, which deals with its experts only.
+
 A slot holds any expert of the model. A pool in bytes, for replay only, holds as many experts as their own sizes
 allow: a slot is then no more than the number of a place.
 
@@ -128,6 +130,12 @@ class Residency:
         limits: of prefetching.
         sink: is given every step with its forward and layer (-1 before the first), for logs and comparisons.
         capacity_bytes: makes it a pool in bytes; at least `num_slots` of the largest expert.
+        share: (g, n): the device g of n. It computes and loads the experts whose key is g modulo n and no others. The
+            policy hears of the whole event, since what it foretells may rest on all of the route, and may ask for what
+            it likes: what is another device's is passed over. Its hits and misses are this device's.
+
+    Attributes:
+        places: numbers of slots are below this.
 
     Raises:
         CapacityError: the pool is smaller than the smallest legal one.
@@ -141,6 +149,7 @@ class Residency:
         capacity_bytes: int | None = None,
         pinned: Collection[int] = (),
         limits: PrefetchLimits | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         if policy.num_slots < MIN_SLOTS:
             raise CapacityError(
@@ -149,6 +158,8 @@ class Residency:
             )
         self.policy = policy
         self.num_slots = policy.num_slots + len(pinned)
+        self._device, self._devices = share
+        assert len(self._own(pinned)) == len(pinned), "pinned is what another device has"
         self.slot_of: dict[int, int] = {}
         self._pinned = {key: policy.num_slots + i for i, key in enumerate(sorted(pinned))}
         self._limits = limits or PrefetchLimits()
@@ -170,6 +181,7 @@ class Residency:
             self._capacity, self._size_L = capacity_bytes, spec.expert_bytes_L
             places = spec.total_experts
         self._room = self._capacity
+        self.places = places + len(pinned)
         self._free = list(range(places - 1, -1, -1))
         self._unused: set[int] = set()  # prefetched and not used since
         self._counts = self.decode
@@ -195,7 +207,7 @@ class Residency:
             self._counts.prefetch_loads += len(self._pinned)
             steps += [Step(StepKind.PREFETCH, key, slot) for key, slot in self._pinned.items()]
         self._renew_limits()
-        self._load_ahead(StepKind.PREFETCH, deque(self.policy.begin_forward(info)), set(), set(), steps)
+        self._load_ahead(StepKind.PREFETCH, deque(self._own(self.policy.begin_forward(info))), set(), set(), steps)
         return self._emit(info.forward_id, -1, steps)
 
     def route(self, event: GateEvent) -> Sequence[Sequence[int]] | None:
@@ -217,8 +229,8 @@ class Residency:
         slot_of, policy, counts = self.slot_of, self.policy, self._counts
         hits: list[int] = []
         misses: list[int] = []
-        for expert in event.needed:
-            (hits if base + expert in slot_of else misses).append(base + expert)
+        for key in self._own([base + expert for expert in event.needed]):
+            (hits if key in slot_of else misses).append(key)
         for key in hits:
             if key in self._unused:
                 self._unused.discard(key)
@@ -239,7 +251,7 @@ class Residency:
         to_compute = deque(hits)
         if self._pinned:
             hits = [key for key in hits if key not in self._pinned]
-        to_load = deque(policy.gate(event, hits, list(misses)))
+        to_load = deque(self._own(policy.gate(event, hits, list(misses))))
         beside: deque[int] = deque()
         if len(to_load) != len(misses):
             missing = set(misses)
@@ -269,11 +281,12 @@ class Residency:
             steps.append(Step(StepKind.COMPUTE, key, slot_of[key]))
             locked.discard(key)
             if prefetches is None:
-                prefetches = deque(policy.after_first_expert(event))
+                prefetches = deque(self._own(policy.after_first_expert(event)))
             if not to_load and not (beside and to_compute):
                 self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
-        if prefetches is None:  # every expert is pinned or on the host
-            self._load_ahead(StepKind.PREFETCH, deque(policy.after_first_expert(event)), locked, wanted, steps)
+        if prefetches is None:  # every expert is on the host or another device's
+            prefetches = deque(self._own(policy.after_first_expert(event)))
+            self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
         for key in policy.after_last_expert(event):
             self._give_up(key, ())
         return self._emit(event.forward.forward_id, event.layer, steps)
@@ -287,6 +300,10 @@ class Residency:
         if request in self._requests:
             del self._requests[request]
             self.policy.end_request(request)
+
+    def _own(self, keys: Collection[int]) -> Collection[int]:
+        """Those of the keys that are this device's."""
+        return keys if self._devices == 1 else [key for key in keys if key % self._devices == self._device]
 
     def _load_ahead(
         self, kind: StepKind, keys: deque[int], locked: set[int], wanted: set[int], steps: list[Step]

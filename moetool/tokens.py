@@ -20,6 +20,7 @@ FIELDS = {
     "hidden": "hidden_TPD",
     "ahead": "ahead_TPAE",
     "embeddings": "embedding_TD",
+    "token_id": "token_id_T",
 }
 """The field that each name in a predictor's `needs` fills; `experts` always comes."""
 
@@ -37,6 +38,7 @@ class Tokens:
             p + 1 + a; 0 beyond the last layer.
         embedding_TD: for each token the mean output of the embedding layer over its request's tokens of the
             iteration.
+        token_id_T: the tokens themselves.
         request_T: the request of each token, where whole requests are handed over: the tokens of one are in the order
             of its forwards.
         iteration_T, phase_T: 0 for the tokens of a prompt, then one number a new token; and their `Phase`. Known
@@ -53,6 +55,7 @@ class Tokens:
     hidden_TPD: Tensor | None = None
     ahead_TPAE: Tensor | None = None
     embedding_TD: Tensor | None = None
+    token_id_T: Tensor | None = None
     request_T: Tensor | None = None
     iteration_T: Tensor | None = None
     phase_T: Tensor | None = None
@@ -114,6 +117,7 @@ def from_rows(spec: ModelSpec, rows: TokenBatch, embedding_TD: np.ndarray | None
         hidden_TPD=tensor(rows.hidden_TH, spec.hidden_size),
         ahead_TPAE=ahead_TLAE,
         embedding_TD=None if embedding_TD is None else torch.from_numpy(embedding_TD),
+        token_id_T=torch.from_numpy(rows.token_id_T.astype(np.int64)),
         request_T=torch.from_numpy(rows.request_T.astype(np.int64)),
         iteration_T=torch.from_numpy(rows.iteration_T.astype(np.int64)),
         phase_T=torch.from_numpy(rows.phase_T.astype(np.int64)),
@@ -124,7 +128,7 @@ def stream(trace: Trace, needs: Collection[str], requests: Collection[int], most
     """The tokens of some requests with what `needs` names, at most `most` at a time, in the order of the forwards.
 
     Raises:
-        MismatchError: a column is missing or damaged, or holds what is not finite.
+        MismatchError: a column is missing or damaged, or holds what is not finite; the token ids are withheld.
     """
     wanted = np.array(sorted(requests))
     for rows, embedding_TD in trace.token_rows(set(needs) - {"experts"}):
@@ -135,7 +139,7 @@ def stream(trace: Trace, needs: Collection[str], requests: Collection[int], most
             part = slice(start, start + most)
             tokens = from_rows(trace.spec, rows.select(part), None if embedding_TD is None else embedding_TD[part])
             _require_finite(tokens, trace)
-            yield tokens
+            yield _with_ids(tokens, trace) if "token_id" in needs else replace(tokens, token_id_T=None)
 
 
 def read(trace: Trace, needs: Collection[str], requests: Collection[int], scratch: Path) -> Tokens:
@@ -144,7 +148,7 @@ def read(trace: Trace, needs: Collection[str], requests: Collection[int], scratc
     Effects: the wide fields lie in nameless files in `scratch`, which go when the tokens do.
 
     Raises:
-        MismatchError: a column is missing or damaged, or holds what is not finite.
+        MismatchError: a column is missing or damaged, or holds what is not finite; the token ids are withheld.
     """
     table = trace.requests
     tokens = dict(zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True))
@@ -188,3 +192,13 @@ def _require_finite(tokens: Tokens, trace: Trace) -> None:
                 f"{trace.path} holds numbers in the column {name} that are not finite, as a model gives whose "
                 f"arithmetic overflows; capture again with --dtype float32"
             )
+
+
+def _with_ids(tokens: Tokens, trace: Trace) -> Tokens:
+    assert tokens.token_id_T is not None
+    if bool((tokens.token_id_T < 0).any()):
+        raise MismatchError(
+            f"{trace.path} withholds its token ids, expected them, since they are what is predicted from; "
+            f"take a trace that moetool capture made"
+        )
+    return tokens

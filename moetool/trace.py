@@ -461,6 +461,7 @@ def to_events(
         phase_T=tuple(rows.phase_T.tolist()),
         position_T=tuple(rows.position_T.tolist()),
         embedding_TD=embedding_TD,
+        token_id_T=tuple(rows.token_id_T.tolist()),
     )
     events = []
     top = np.concatenate([[0], np.cumsum(spec.top_k_L)])

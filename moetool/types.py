@@ -133,6 +133,7 @@ class ForwardInfo:
         position_T: position of each token in its sequence.
         embedding_TD: for each token the mean output of the embedding layer over its request's tokens of this forward
             (float32), or None where nobody asked for it.
+        token_id_T: the tokens themselves, -1 where a trace withholds them, or None where nothing forwards tokens.
     """
 
     forward_id: int
@@ -140,6 +141,7 @@ class ForwardInfo:
     phase_T: tuple[int, ...]
     position_T: tuple[int, ...]
     embedding_TD: np.ndarray | None = None
+    token_id_T: tuple[int, ...] | None = None
 
     @property
     def prefill(self) -> bool:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from moetool.caching import lru
+from moetool.fleet import build_policies, open_pool, split_slots
 from moetool.models.batching import Batcher
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.loading import CPU, load_lazy
-from moetool.policy import Policy, build_policy
+from moetool.policy import Policy
 from moetool.request import Output, SamplingParams
-from moetool.residency import Residency
 from moetool.serving.engine import Engine
 from moetool.serving.log import ServeLog
 from moetool.trace import KEEP
@@ -110,7 +110,7 @@ def every_read_fails_once(files: ExpertFiles) -> Iterator[Counter[int]]:
 def engine(
     reference: Path,
     tokenizer: Any,
-    policy: str | Policy,
+    policy: str | Policy | list[Policy],
     slots: int,
     *,
     max_requests: int = 8,
@@ -120,20 +120,25 @@ def engine(
     host_memory_bytes: int | None = None,
     device: torch.device = CPU,
     pinned: Collection[int] = (),
+    devices: int = 1,
+    options: dict[str, Any] | None = None,
 ) -> Engine:
     """An engine over the embedded model in float32, ready but with no thread of its own."""
     loaded = load_lazy(reference, torch.float32, device)
     if isinstance(policy, str):
-        policy = build_policy(policy, loaded.spec, {}, slots, predictor=predictor)
+        shares = split_slots(loaded.spec, slots, devices)
+        policy = build_policies(policy, loaded.spec, options or {}, shares, predictor=predictor)
+    policies = policy if isinstance(policy, list) else [policy]
+    first = policies[0]
     made = Engine(
         loaded,
         tokenizer,
-        Residency(policy, pinned=pinned),
+        open_pool(policies, pinned=pinned),
         Batcher(loaded.model, max_requests=max_requests, kv_tokens=4096),
         model_name="reference",
         io_threads=io_threads,
         host_memory_bytes=host_memory_bytes,
-        log=ServeLog(log, {"topk"} | (policy.columns & set(KEEP)), policy.distance) if log else None,
+        log=ServeLog(log, {"topk"} | (first.columns & set(KEEP)), first.distance) if log else None,
     )
     made.state = "ready"
     return made

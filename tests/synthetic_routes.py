@@ -80,7 +80,7 @@ def make_rows(
         phase_T=(iteration_T > 0).astype(np.uint8),
         iteration_T=iteration_T.astype(np.int32),
         position_T=np.arange(length, dtype=np.int32),
-        token_id_T=np.full(length, -1, np.int32),
+        token_id_T=routes_TLK[:, 0, 0].astype(np.int32),  # the token decides its first expert
         experts_TS=routes_TLK.reshape(length, -1).astype(np.uint16),
         weights_TS=np.full((length, sum(spec.top_k_L)), 0.5, np.float16),
         **make_signals(spec, routes_TLK, rng),

@@ -72,7 +72,8 @@ class Policy(policy.Policy):
           design); the paper has no such rule.
         - A prompt's map and embedding are the means over its tokens; a part of a long prompt is an iteration.
         - With several requests in a forward each searches for itself; p is the sum over them.
-        - The round robin over several devices is not decided here: there is one pool.
+        - The round robin over several devices (section 5) is not decided here but in `moetool.fleet`: each device has
+          a policy, and so a store of maps, of its own, and all of them hear of the whole route.
     """
 
     needs = frozenset({"experts", "logits", "embeddings"})

@@ -35,8 +35,6 @@ class Policy(policy.Policy):
 
     def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
-        layers = _resident_layers(spec, num_slots)
-        self._pinned = frozenset(key for layer in range(layers) for key in layer_keys(spec, layer))
         self._begun = False
 
     @classmethod
@@ -47,7 +45,8 @@ class Policy(policy.Policy):
         if self._begun:
             return ()
         self._begun = True
-        return sorted(self._pinned)
+        layers = range(_resident_layers(self.own, self.num_slots))
+        return [key for layer in layers for key in layer_keys(self.spec, layer)]
 
     def on_host(self, event: GateEvent, misses: list[int]) -> Collection[int]:
         return misses

@@ -248,14 +248,16 @@ class Batcher:
             prefill = future.state.generated_len() == 0
             phase_T += [Phase.PREFILL if prefill else Phase.DECODE] * future.query_length
             iteration_T += [iteration] * future.query_length
+        token_id_T = tuple(kwargs["input_ids"][0].tolist())
         batch = Batch(
             info=ForwardInfo(
                 forward_id=self._forward_id,
                 request_T=tuple(request_T),
                 phase_T=tuple(phase_T),
                 position_T=tuple(kwargs["position_ids"][0].tolist()),
+                token_id_T=token_id_T,
             ),
-            token_id_T=tuple(kwargs["input_ids"][0].tolist()),
+            token_id_T=token_id_T,
             iteration_T=tuple(iteration_T),
         )
         if self.on_forward is not None:

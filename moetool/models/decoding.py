@@ -90,6 +90,7 @@ def prefill(request: int, prompt: list[int], forward_id: int) -> Batch:
         request_T=(request,) * count,
         phase_T=(Phase.PREFILL,) * count,
         position_T=tuple(range(count)),
+        token_id_T=tuple(prompt),
     )
     return Batch(info=info, token_id_T=tuple(prompt), iteration_T=(0,) * count)
 

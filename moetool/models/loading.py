@@ -90,6 +90,24 @@ def parse_device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
+def parse_devices(name: str, count: int) -> list[torch.device]:
+    """So many devices of this name: the first GPUs, or the CPU that often; one is that of `parse_device`.
+
+    Raises:
+        UsageError: an unknown name, or there are fewer GPUs that torch can use.
+    """
+    first = parse_device(name)
+    if first.type != "cuda" or count == 1:
+        return [first] * count
+    if (found := torch.cuda.device_count()) < count:
+        gpus = "1 GPU" if found == 1 else f"{found} GPUs"
+        raise UsageError(
+            f"devices is {count}, and torch finds {gpus} that it can use; 'moetool doctor' says what this machine has; "
+            "set fewer devices"
+        )
+    return [torch.device("cuda", index) for index in range(count)]
+
+
 def use_threads(config: Any, threads: int = 0) -> int:
     """Set how many threads torch computes with; gives their number.
 

@@ -146,6 +146,7 @@ class Sequential:
                 request_T=(request,),
                 phase_T=(Phase.DECODE,),
                 position_T=(len(prompt) + len(self._answer) - 1,),
+                token_id_T=(self._answer[-1],),
             )
             batch = Batch(info=info, token_id_T=(self._answer[-1],), iteration_T=(len(self._answer),))
         if self.on_forward is not None:

@@ -44,6 +44,7 @@ def _events(spec: ModelSpec, tokens: int, rng: np.random.Generator) -> list[Gate
         phase_T=(Phase.DECODE,) * tokens,
         position_T=(0,) * tokens,
         embedding_TD=rng.standard_normal((tokens, spec.hidden_size), np.float32),
+        token_id_T=tuple(range(tokens)),
     )
     events = []
 

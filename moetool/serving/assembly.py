@@ -10,9 +10,10 @@ import torch
 
 from moetool import durable
 from moetool.errors import CapacityError, MismatchError, UsageError
+from moetool.fleet import Learners, build_policies, open_pool, split_slots
 from moetool.models.decoding import kv_cache_bytes
 from moetool.models.families import require_substitutable
-from moetool.models.loading import CPU, LoadedModel, load_lazy, load_tokenizer, parse_device, parse_dtype, use_threads
+from moetool.models.loading import CPU, LoadedModel, load_lazy, load_tokenizer, parse_devices, parse_dtype, use_threads
 from moetool.models.sequential import open_batcher
 from moetool.models.spec import dense_bytes, locate, read_config
 from moetool.plan import CachePlan
@@ -27,7 +28,7 @@ from moetool.serving.store import open_store
 from moetool.trace import KEEP
 from moetool.types import ModelSpec
 
-_LEAST = {"host_memory_bytes": 0, "kv_tokens": 16, "max_requests": 1, "io_threads": 1, "threads": 0}
+_LEAST = {"devices": 1, "host_memory_bytes": 0, "kv_tokens": 16, "max_requests": 1, "io_threads": 1, "threads": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +37,15 @@ class ServeOptions:
 
     Attributes:
         device: `cpu` or `cuda`: where the model computes and the expert slots are.
+        devices: that share the experts (`moetool.fleet`): their slots and the host memory are shared out evenly. The
+            first has the dense weights and the KV cache besides. `--device-memory` is for all together. On the CPU
+            each is a pool of its own.
         host_memory_bytes: for experts in host memory, between the disk and the device (0: none but what moving them
             takes; see `moetool.serving.store.ExpertStore`). It comes on top of the device's memory.
         dtype: data type of everything but the experts, which stay as the checkpoint has them.
         kv_tokens: tokens that the KV cache holds, over all requests; the longest context of one.
         max_requests: requests that are forwarded together; the rest queue.
-        io_threads: threads that read experts.
+        io_threads: threads that read experts, for each device.
         threads: threads of the model's own arithmetic (0 chooses).
         policy: options of the cache policy.
         prefetch: limits of its prefetching.
@@ -49,6 +53,7 @@ class ServeOptions:
     """
 
     device: str = "cpu"
+    devices: int = 1
     host_memory_bytes: int = 0
     dtype: str = "float32"
     kv_tokens: int = 4096
@@ -98,7 +103,7 @@ def build_engine(
         CapacityError: it does not fit.
     """
     path = locate(model)
-    dtype, device = parse_dtype(options.dtype), parse_device(options.device)
+    dtype, device = parse_dtype(options.dtype), parse_devices(options.device, options.devices)[0]
     name = policy or (plan.policy if plan else "lru")
     kind = policy_class(name)
     if kind.needs_future:
@@ -124,12 +129,18 @@ def build_engine(
         slots = min(slots, _slots(loaded.spec, device_memory_bytes, dense, kv, extra))
     policy_options: Mapping[str, Any] = {**(plan.options if plan and from_plan else {}), **options.policy}
     pinned = [loaded.spec.expert_key(*expert) for expert in plan.pinned] if plan and from_plan else []
-    if slots - len(pinned) < MIN_SLOTS:
-        raise CapacityError(
-            f"the plan pins {len(pinned)} experts and {slots} slots fit; {MIN_SLOTS} have to be left: plan again, or "
-            f"raise --device-memory"
-        )
-    built = build_policy(name, loaded.spec, policy_options, slots - len(pinned), predictor=predicts)
+    shares = [slots] if options.devices == 1 else split_slots(loaded.spec, slots, options.devices)
+    for device_number, fit in enumerate(shares):
+        fixed = sum(key % len(shares) == device_number for key in pinned)
+        if fit - fixed < MIN_SLOTS:
+            raise CapacityError(
+                f"the plan pins {fixed} experts and {fit} slots fit; {MIN_SLOTS} have to be left: plan again, or "
+                f"raise --device-memory"
+            )
+        shares[device_number] -= fixed
+    policies = build_policies(name, loaded.spec, policy_options, shares, predictor=predicts)
+    built = policies[0]
+    learned = built if len(policies) == 1 else Learners(policies)
     state = Path(options.state) if options.state else None
     if state is not None:
         durable.require_writable(state)
@@ -137,20 +148,21 @@ def build_engine(
         "policy": name,
         "options": asdict(built.options),
         "slots": slots,
+        "devices": options.devices,
         "pinned": pinned,
         "prefetch": asdict(options.prefetch),
-        "state": durable.sha256_file(state) if state is not None and restore_state(state, name, built) else None,
+        "state": durable.sha256_file(state) if state is not None and restore_state(state, name, learned) else None,
     }
     return Engine(
         loaded,
         load_tokenizer(path),
-        Residency(built, pinned=pinned, limits=options.prefetch),
+        open_pool(policies, pinned=pinned, limits=options.prefetch),
         open_batcher(loaded.model, max_requests=options.max_requests, kv_tokens=options.kv_tokens),
         model_name=model,
         io_threads=options.io_threads,
         host_memory_bytes=options.host_memory_bytes or None,
         log=None if log is None else ServeLog(log, {"topk"} | (built.columns & set(KEEP)), built.distance, facts),
-        save=None if state is None else partial(save_state, state, name, built),
+        save=None if state is None else partial(save_state, state, name, learned),
     )
 
 

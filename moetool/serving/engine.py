@@ -13,15 +13,15 @@ from functools import partial
 from typing import Any
 
 from moetool.errors import MoetoolError
+from moetool.fleet import Pool
 from moetool.models.batching import Batcher
 from moetool.models.decoding import Batch
 from moetool.models.loading import LoadedModel
 from moetool.models.sequential import Sequential
 from moetool.request import Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
-from moetool.residency import Residency
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.log import ServeLog
-from moetool.serving.store import open_store
+from moetool.serving.stores import open_stores
 
 _SAVE_SECONDS = 300.0
 
@@ -33,7 +33,8 @@ class Engine:
 
     Args:
         loaded: a model from `load_lazy`.
-        residency: decides about the expert slots; its `num_slots` is the size of the pool.
+        residency: decides about the expert slots; its `num_slots` is the size of the pool. A `Fleet` has a pool on
+            each of several devices.
         batcher: forwards the same model's requests.
         model_name: what clients call the model.
         host_memory_bytes: for experts in host memory (`ExpertStore`).
@@ -47,7 +48,7 @@ class Engine:
         self,
         loaded: LoadedModel,
         tokenizer: Any,
-        residency: Residency,
+        residency: Pool,
         batcher: Batcher | Sequential,
         *,
         model_name: str,
@@ -64,7 +65,7 @@ class Engine:
         self.max_context = batcher.max_context
         self.vocab_size = int(loaded.model.config.get_text_config().vocab_size)
         self.state: State = "starting"
-        self.store = open_store(loaded, residency, io_threads, host_memory_bytes)
+        self.store = open_stores(loaded, residency, io_threads, host_memory_bytes)
         self.residency = residency
         if log is not None:
             residency.sink = log.on_step

@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from moetool.fleet import Pool
 from moetool.models.expert_form import Call
 from moetool.models.families import find
 from moetool.models.loading import LoadedModel
 from moetool.models.routing import sorted_routes, to_float16, watch
 from moetool.models.signals import Signals, request_means
 from moetool.models.spec import MoeLayer
-from moetool.residency import Residency, StepKind
+from moetool.residency import Step, StepKind
 from moetool.serving.on_host import HostCompute
 from moetool.serving.store import ExpertStore
+from moetool.serving.stores import Stores
 from moetool.types import ForwardInfo, GateEvent
 
 _IMPLEMENTATION = "moetool"
@@ -36,14 +38,19 @@ class ExpertRuntime:
     The exception are experts that a policy has computed on the host beside a GPU: a processor rounds otherwise, so
     the result is then the same to within rounding.
 
+    Where several devices share the experts, each computes its own: their inputs are sent to it and their outputs come
+    back to the model's device, where the sum is taken.
+
     Args:
         loaded: a model whose experts are on the meta device (`load_lazy`).
+        residency: that of one device, or a `Fleet`.
+        store: made for it (`moetool.serving.stores.open_stores`).
 
     Effects: becomes the model's experts implementation, and the forward of experts that have no such interface;
         owns the store.
     """
 
-    def __init__(self, loaded: LoadedModel, residency: Residency, store: ExpertStore) -> None:
+    def __init__(self, loaded: LoadedModel, residency: Pool, store: ExpertStore | Stores) -> None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         self.residency = residency
@@ -143,6 +150,8 @@ class ExpertRuntime:
         """
         rows_of = _rows_by_expert(index_TK.cpu(), index_TK.device)
         expert_of, num_experts = self.residency.policy.spec.expert_of, layer.form.num_experts
+        steps = self.residency.event(event)
+        sent: dict[int, torch.Tensor] | None = None  # inputs on other devices, by expert
         products: torch.Tensor | None = None
 
         def put(expert: int, output: torch.Tensor) -> None:
@@ -151,9 +160,8 @@ class ExpertRuntime:
                 products = output.new_empty(index_TK.numel(), output.shape[1])
             products[rows_of[expert]] = output
 
-        steps = self.residency.event(event)
         on_host = [expert_of(step.key)[1] for step in steps if step.kind is StepKind.HOST]
-        begun: list[tuple[int, Callable[[], torch.Tensor]]] = []  # on the host, to be put in their place at the end
+        begun: list[tuple[int, Callable[[], torch.Tensor]]] = []  # elsewhere, to be put in their place at the end
         beside: list[tuple[int, int]] = []  # loaded on demand though nothing here needs it: a whole layer's rest
         for step, following in zip(steps, [*steps[1:], None], strict=True):
             if step.kind is StepKind.HOST:
@@ -168,8 +176,15 @@ class ExpertRuntime:
                     beside.append((step.key, step.slot))
                 continue
             begun += self._begin_on_host(layer, on_host, rows_of, inputs)  # now that loads are under way
+            if sent is None:
+                sent = self._send(layer, steps, rows_of, inputs)
             while beside:
                 self.store.ready(*beside.pop())
+            if expert in sent:
+                x = replace(layer.form, finish=None).compute(sent.pop(expert), self.store.ready(step.key, step.slot))
+                self.store.computed(step.slot)
+                begun.append((expert, partial(_bring, layer, x, index_TK.device)))
+                continue
             x = inputs(expert, rows_of[expert])
             if expert < num_experts:
                 x = layer.form.compute(x, self.store.ready(step.key, step.slot))
@@ -180,6 +195,27 @@ class ExpertRuntime:
             put(expert, finished())
         assert products is not None
         return products
+
+    def _send(
+        self,
+        layer: MoeLayer,
+        steps: Sequence[Step],
+        rows_of: dict[int, torch.Tensor],
+        inputs: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> dict[int, torch.Tensor]:
+        """The inputs of the experts that other devices compute, by expert, on those devices.
+
+        All at once, before anything is computed there: a copy between two devices waits for both, so that a later one
+        would have the model's device wait for what the other was asked to compute.
+        """
+        sent: dict[int, torch.Tensor] = {}
+        if isinstance(self.store, Stores):
+            for step in steps:
+                if step.kind is StepKind.COMPUTE and (device := self.store.device_of(step.slot)):
+                    expert = self.residency.policy.spec.expert_of(step.key)[1]
+                    if expert < layer.form.num_experts:
+                        sent[expert] = inputs(expert, rows_of[expert]).to(self.store.devices[device])
+        return sent
 
     def _begin_on_host(
         self,
@@ -247,6 +283,12 @@ class ExpertRuntime:
     def _start(self, steps: list[Any]) -> None:
         for step in steps:
             self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
+
+
+def _bring(layer: MoeLayer, output: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An expert's output from where it was computed, and what the family does with it, by weights that are here."""
+    output = output.to(device)
+    return output if layer.form.finish is None else layer.form.finish(output)
 
 
 def _rows_by_expert(index_TK: torch.Tensor, device: torch.device) -> dict[int, torch.Tensor]:

@@ -30,7 +30,8 @@ class ServeLog:
     Args:
         keep: columns besides the experts, as in `moetool capture --keep`.
         ahead: for how many layers the column `ahead` looks ahead, where it is kept.
-        facts: what else a replay has to be given to decide the same: policy, options, slots, what was learned before.
+        facts: what else a replay has to be given to decide the same: policy, options, slots, devices, what was learned
+            before.
 
     Effects: `attach` hooks the model and opens `out.partial`.
     """

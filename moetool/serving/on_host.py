@@ -8,6 +8,7 @@ import torch
 
 from moetool.models.expert_form import ExpertForm
 from moetool.serving.store import ExpertStore
+from moetool.serving.stores import Stores
 
 
 class HostCompute:
@@ -18,12 +19,12 @@ class HostCompute:
     may have weights of its own there) is left to the GPU.
 
     Args:
-        store: one that was made with `hosts`.
+        store: one that was made with `hosts`, or several.
 
     Effects: `close` ends the thread.
     """
 
-    def __init__(self, store: ExpertStore) -> None:
+    def __init__(self, store: ExpertStore | Stores) -> None:
         self._store = store
         self._thread = ThreadPoolExecutor(1, "expert-host") if store.copies.staged else None
 

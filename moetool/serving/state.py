@@ -1,18 +1,30 @@
 """What a policy has learned while serving, kept from one run of a server to the next: one safetensors file."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import safetensors
 import safetensors.numpy
 
 from moetool.errors import MismatchError, MoetoolError, first_line
-from moetool.policy import Policy
+from moetool.types import ModelSpec
 
 _KIND = "moetool_policy_state"
 
 
-def save_state(path: Path, name: str, policy: Policy) -> None:
+class Learned(Protocol):
+    """A `moetool.policy.Policy`, or `moetool.fleet.Learners`."""
+
+    spec: ModelSpec
+
+    def state(self) -> dict[str, np.ndarray]: ...
+    def restore(self, state: Mapping[str, np.ndarray]) -> None: ...
+
+
+def save_state(path: Path, name: str, policy: Learned) -> None:
     """Write what the policy `name` has learned, as a whole or not at all; nothing where it learns nothing.
 
     Raises:
@@ -33,7 +45,7 @@ def save_state(path: Path, name: str, policy: Policy) -> None:
         raise MoetoolError(f"cannot save what {name} has learned to {path}: {first_line(error)}") from error
 
 
-def restore_state(path: Path, name: str, policy: Policy) -> bool:
+def restore_state(path: Path, name: str, policy: Learned) -> bool:
     """Give the policy `name` what an earlier run has learned; gives whether there was anything.
 
     Raises:

@@ -255,9 +255,17 @@ class ExpertStore:
 
 
 def open_store(
-    loaded: LoadedModel, residency: Residency, num_threads: int = 2, host_memory_bytes: int | None = None
+    loaded: LoadedModel,
+    residency: Residency,
+    num_threads: int = 2,
+    host_memory_bytes: int | None = None,
+    *,
+    device: torch.device | None = None,
 ) -> ExpertStore:
-    """The store of a model from `load_lazy` on that model's device; arguments and errors as for `ExpertStore`."""
+    """The store of a model from `load_lazy`, on that model's device unless another is given.
+
+    Arguments and errors are otherwise those of `ExpertStore`.
+    """
     assert loaded.files is not None
     return ExpertStore(
         loaded.files,
@@ -265,5 +273,5 @@ def open_store(
         num_threads,
         host_memory_bytes=host_memory_bytes,
         hosts=residency.policy.computes_on_host,
-        copies=open_copies(loaded.device),
+        copies=open_copies(device or loaded.device),
     )

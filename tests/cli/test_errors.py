@@ -125,6 +125,24 @@ def test_what_a_timeline_needs(run: Run, trace: Path, tmp_path: Path) -> None:
     _one_line(run(*timed), 3, "the profile is of synthetic", "moetool profile")
 
 
+def test_several_devices(run: Run, trace: Path, tmp_path: Path) -> None:
+    replaying = ("replay", "--trace", trace, "--policy", "lru")
+    for wrong in ("0", "two", "1.5", "true"):
+        _one_line(
+            run(*replaying, "--budget", "50%", "--set", f"devices={wrong}"), 2, "devices is", "expected 1 or more"
+        )
+    _one_line(run(*replaying, "--budget", "300kB", "--set", "devices=3"), 4, "on 3 devices", "set fewer devices")
+    _one_line(run("serve", "reference", "--set", "devices=0", "--port", 0), 2, "devices is 0, expected at least 1")
+    _one_line(run("serve", "reference", "--set", "devices=200", "--port", 0), 4, "on 200 devices leave 1 to one")
+    planning = ("plan", "cache", "--trace", trace, "--device-memory", "20MB", "--out", tmp_path / "plan.json")
+    _one_line(run(*planning, "--set", "devices=2"), 2, "a plan is made for one device")
+    code, out, _ = run(*replaying, "--budget", "50%", "--set", "devices=2", "--json")
+    assert code == 0
+    assert [row["devices"] for row in json.loads(out)] == [2]
+    code, out, _ = run(*replaying, "--budget", "50%", "--set", "devices=2")
+    assert code == 0 and "2 devices" in out
+
+
 def test_the_best_policy_by_name(run: Run, trace: Path, tmp_path: Path) -> None:
     _one_line(run("serve", "reference", "--policy", "auto", "--port", 0), 2, "moetool plan cache", "--plan")
     replaying = ("replay", "--trace", trace, "--policy", "auto,belady", "--budget", "4MB", "--json")

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from moetool import plugins
 from moetool.errors import CapacityError
+from moetool.fleet import build_policies, open_pool, own_part
 from moetool.policy import MIN_SLOTS, Policy, build_policy, policy_class
 from moetool.replay import DecisionDigest
 from moetool.residency import Residency, Step, StepKind
@@ -33,11 +34,14 @@ def least(name: str, spec: ModelSpec) -> int:
     return policy_class(name).min_slots(spec, plugins.load("policy", name).Options())
 
 
-def run(policy: Policy, stream: list) -> str:
-    """Drive a policy, checking each program as an executor would suffer it; gives the digest of all decisions."""
-    spec = policy.spec
+def run(policies: list[Policy], stream: list) -> str:
+    """Drive a policy, or one for each of several devices, checking each program as an executor would suffer it.
+
+    Gives the digest of all decisions.
+    """
+    spec = policies[0].spec
     digest = DecisionDigest()
-    residency = Residency(policy, digest)
+    residency = open_pool(policies, digest)
     in_slot: dict[int, int] = {}  # what an executor that only sees the steps believes
     needed = hits = loads = 0
     requests: list[int] = []
@@ -50,16 +54,16 @@ def run(policy: Policy, stream: list) -> str:
             needed, hits = needed + len(keys), hits + len(keys & set(resident))
             ready = {key: resident[key] for key in keys if key in resident}  # and where it waits
             programs.append((keys, ready, residency.event(event)))
-            assert len(residency.slot_of) <= policy.num_slots
+            assert len(residency.slot_of) <= residency.num_slots
             assert len(set(residency.slot_of.values())) == len(residency.slot_of)
         for waiting, ready, program in programs:
             for step in program:
                 if step.kind == StepKind.HOST:
-                    assert policy.computes_on_host and step.slot == step.evicted == -1
+                    assert policies[0].computes_on_host and step.slot == step.evicted == -1
                     waiting.remove(step.key)
                     assert step.key not in ready
                     continue
-                assert 0 <= step.slot < policy.num_slots
+                assert 0 <= step.slot < residency.num_slots
                 if step.kind == StepKind.COMPUTE:
                     assert in_slot[step.slot] == step.key, "computed with the weights of another expert"
                     waiting.remove(step.key)  # once, and only if needed
@@ -95,7 +99,26 @@ def test_programs_are_legal(name: str, num_slots: int, layers: int, top_k: int, 
     used = policy.slots_used(spec, policy.options, num_slots)
     assert MIN_SLOTS <= used <= num_slots
     assert used == policy.num_slots
-    assert run(policy, stream) == run(build(name, spec, num_slots, stream), stream), "not deterministic"
+    assert run([policy], stream) == run([build(name, spec, num_slots, stream)], stream), "not deterministic"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=15, deadline=None)
+@given(devices=st.integers(2, 4), **streams)
+def test_programs_of_several_devices_are_legal(
+    name: str, devices: int, num_slots: int, layers: int, top_k: int, prompt_tokens: int, seed: int
+) -> None:
+    spec = make_spec(layers=layers, experts=8, top_k=top_k)
+    stream = list(
+        random_stream(spec, num_requests=2, prompt_tokens=prompt_tokens, new_tokens=5, seed=seed, signals=True)
+    )
+    future = [[spec.expert_key(e.layer, x) for x in e.needed] for _, events in stream for e in events]
+    shares = [max(num_slots // devices, least(name, own_part(spec, device, devices))) for device in range(devices)]
+
+    def build_each() -> list[Policy]:
+        return build_policies(name, spec, {}, shares, predictor=MadeUpPredictor(spec), future=future)
+
+    assert run(build_each(), stream) == run(build_each(), stream), "not deterministic"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -206,7 +206,7 @@ def test_learning_beats_guessing(name: str, tmp_path: Path) -> None:
 
 @every
 def test_a_trace_without_its_columns_is_refused(name: str, tmp_path: Path) -> None:
-    missing = plugins.load("predictor", name).Predictor.needs - {"experts", "weights"}
+    missing = plugins.load("predictor", name).Predictor.needs - {"experts", "weights", "token_id"}
     trace = write_trace(tmp_path / "trace")
     if not missing:
         pytest.skip("top-k is enough")

@@ -184,6 +184,14 @@ def test_seeds_give_the_same_text_on_both_devices(reference: Path, tokenizer: An
     assert torch.equal(*scores)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("policy", ["lru", "foresight", "static_split"])
+def test_two_gpus_share_the_model(policy: str, baseline: Any, reference: Path, tokenizer: Any, cuda: Any) -> None:
+    made = engine(reference, tokenizer, policy, 60, device=cuda, devices=2)
+    assert [device.index for device in made.store.devices] == [0, 1]
+    _check(made, baseline)
+
+
 def test_a_pool_that_the_gpu_does_not_have_is_refused(lazy: Any, cuda: torch.device) -> None:
     from moetool.errors import CapacityError
 

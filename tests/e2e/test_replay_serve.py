@@ -71,7 +71,7 @@ def test_replay_decides_as_serve_did(
     assert counts.needed > 500
 
 
-@pytest.mark.parametrize("name", ["gate_ahead", "promoe", "lstm", "activation_matrix"])
+@pytest.mark.parametrize("name", ["gate_ahead", "promoe", "lstm", "cascade", "activation_matrix"])
 def test_replay_decides_as_serve_did_with_every_kind_of_signal(
     name: str, reference: Path, tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -47,6 +47,7 @@ def test_batches_tell_requests_phases_and_iterations(batcher: Batcher, tokenizer
         batcher.add(10 + i, prompt, SamplingParams(max_tokens=3 + i, ignore_eos=True))
     outputs = _run(batcher)
     assert [b.info.forward_id for b in seen] == list(range(len(seen)))
+    assert all(b.info.token_id_T == b.token_id_T for b in seen)
     for i, prompt in enumerate(ids):
         rows = [
             (phase, position, token, iteration)

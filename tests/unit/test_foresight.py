@@ -1,6 +1,7 @@
 """Foresight: what it foretells, that it learns while it runs, and that what it learned comes back."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -251,3 +252,27 @@ def test_the_predictor_computes_what_the_policy_does() -> None:
 def test_bad_options_are_refused(option: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="policy foresight"):
         build_policy("foresight", SPEC, option, SLOTS)
+
+
+def test_the_order_in_which_requests_end_decides_nothing() -> None:
+    kept = []
+    for ends in ([0, 1], [1, 0]):
+        residency = Residency(build_policy("foresight", SPEC, {}, SLOTS))
+        routes_TLK = walk(40)
+        for token in range(0, 38, 2):
+            forward, events = make_forward(SPEC, routes_TLK[token : token + 2], forward_id=token)
+            info = replace(forward, request_T=(0, 1))
+            residency.begin_forward(info)
+            for event in events:
+                residency.event(replace(event, forward=info))
+            residency.end_forward(info)
+        for request in ends:
+            residency.end_request(request)
+        for token in range(40):
+            info, events = make_forward(SPEC, routes_TLK[token][None], forward_id=40 + token, request=2)
+            residency.begin_forward(info)
+            for event in events:
+                residency.event(event)
+            residency.end_forward(info)
+        kept.append(residency.counts)
+    assert kept[0] == kept[1]

@@ -59,9 +59,13 @@ def test_with_costs_the_layer_that_gets_shortest_goes_first() -> None:
     assert wanted == [8 + 2, 8 + 3, 16 + 7, 16 + 6, 16 + 5, 16 + 4]
     slow = build_policy("hybrimoe", spec, {"load_s": 2.0, "host_s": 2.0}, 9)
     slow.admit(8 + 0, False)
-    slow.admit(8 + 1, False)  # two misses, one on each side: the first to go shortens nothing, so the second does
+    slow.admit(8 + 1, False)  # two misses, one on each side: one gone shortens nothing, both save 2 s, 1 s a load
     wanted = slow.after_first_expert(event_of(spec, [np.full(8, 0.125)], 0, [[near], [far]]))
-    assert wanted == [8 + 3, 16 + 6, 16 + 4]
+    assert wanted == [8 + 2, 8 + 3, 16 + 7, 16 + 6, 16 + 5, 16 + 4]
+    plateau = build_policy("hybrimoe", spec, {"load_s": 2.0, "host_s": 3.0}, 9)
+    plateau.admit(8 + 0, False)
+    plateau.admit(8 + 1, False)  # 3 s with two misses, 2 s with one, and the likelier one goes first
+    assert list(plateau.after_first_expert(event_of(spec, [np.full(8, 0.125)], 0, [[near]])))[:2] == [8 + 2, 8 + 3]
 
 
 def test_the_host_gets_what_the_fewest_tokens_use() -> None:

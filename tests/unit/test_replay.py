@@ -49,7 +49,7 @@ def test_one_reading_for_all_decides_as_one_reading_each(trace: Trace) -> None:
 def test_a_prediction_is_computed_once_for_all_runs(trace: Trace) -> None:
     predictor = MadeUpPredictor(trace.spec)
     replay(trace, ["duoserve"], [4000, 9000, 16000], predictor=predictor)
-    assert predictor.num_observed == 4 * 6 * 3
+    assert predictor.num_observed == 4 * (1 + 6) * 3  # prompts too
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "belady"])

@@ -48,6 +48,7 @@ def test_requests_run_one_after_the_other(batcher: Sequential, ids: list[list[in
     assert (batcher.running, batcher.waiting) == (0, 3)
     outputs = _run(batcher)
     assert [b.info.forward_id for b in seen] == list(range(9))
+    assert all(b.info.token_id_T == b.token_id_T for b in seen)
     for i, prompt in enumerate(ids):
         first, second, third = seen[3 * i : 3 * i + 3]
         tokens = _tokens(outputs[10 + i])

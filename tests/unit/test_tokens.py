@@ -29,6 +29,7 @@ def test_read_holds_the_requests_asked_for_as_the_events_show_them(
         part = held.take(slice(done, done + len(info.request_T)))
         done += len(part)
         assert part.request_T is not None and part.request_T.tolist() == list(info.request_T)
+        assert part.token_id_T is not None and part.token_id_T.tolist() == list(info.token_id_T)
         np.testing.assert_array_equal(part.embedding_TD, info.embedding_TD)
         for event in events:
             assert part.experts_TPK[:, event.layer].tolist() == [list(row) for row in event.experts_TK]
