@@ -29,7 +29,7 @@ from moetool.predictor import build
 from moetool.request import SamplingParams
 from moetool.residency import Residency
 from moetool.serving.experts import ExpertRuntime
-from moetool.serving.store import ExpertStore
+from moetool.serving.store import ExpertStore, open_store
 from moetool.tokens import Tokens
 from moetool.trace import TokenBatch
 from moetool.types import ForwardInfo, ModelSpec, Phase
@@ -223,8 +223,9 @@ def _decode(
     loaded = load_lazy(path, torch.float32)
     assert loaded.files is not None
     made = policy(loaded.spec)
-    store = ExpertStore(loaded.files, made.num_slots, num_threads=1)
-    runtime = ExpertRuntime(loaded, Residency(made), store)
+    residency = Residency(made)
+    store = open_store(loaded, residency, num_threads=1)
+    runtime = ExpertRuntime(loaded, residency, store)
     with contextlib.ExitStack() as stack:
         stack.callback(loaded.files.shards.close)
         stack.callback(runtime.close)
@@ -237,7 +238,8 @@ def _decode(
         for i, prompt in enumerate((TOKENS[0, :7].tolist(), TOKENS[0, 9:12].tolist())):
             batcher.add(i, prompt, SamplingParams(max_tokens=3, ignore_eos=True))
         while not batcher.idle:
-            assert all(output.error is None for output in batcher.step())
+            for output in batcher.step():
+                assert output.error is None, output.error
             runtime.end_forward()
         assert tries is None or (store.stats.retried > 0 and min(tries.values()) > 1)
     return made, logits

@@ -230,8 +230,8 @@ def test_random_programs_with_a_host_tier(files: _Files, experts: int) -> None:
     held: dict[int, int] = {}
     for _ in range(2000):
         slot = draw.randrange(4)
-        if draw.random() < 0.02:
-            files.failures[draw.randrange(60)] = 1
+        if draw.random() < 0.02 and (broken := draw.randrange(60)) not in held.values():
+            files.failures[broken] = 1  # the next read of it; a second in a row would be an error
         if slot not in held or draw.random() < 0.6:
             held[slot] = draw.randrange(60)
             store.load(held[slot], slot, prefetch=draw.random() < 0.5)
@@ -317,8 +317,8 @@ def test_computing_finds_the_right_bytes_whenever_the_queues_run(files: _Files, 
     asked = 0
     for _ in range(1500):
         slot = draw.randrange(4)
-        if draw.random() < 0.02:
-            files.failures[draw.randrange(60)] = 1
+        if draw.random() < 0.02 and (broken := draw.randrange(60)) not in held.values():
+            files.failures[broken] = 1  # the next read of it; a second in a row would be an error
         if slot not in held or draw.random() < 0.5:
             held[slot] = draw.randrange(60)
             device.store.load(held[slot], slot, prefetch=draw.random() < 0.5)
