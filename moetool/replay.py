@@ -7,14 +7,14 @@ profile of a machine a timeline executes what they decide, and the rows say how 
 import copy
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moetool.costs import CostProfile
-from moetool.errors import UsageError, unknown_name
+from moetool.errors import CapacityError, UsageError, unknown_name
 from moetool.models.families import require_substitutable
-from moetool.policy import Policy, SharedPredictor, build_policy, policy_class, slots_within
+from moetool.policy import MIN_SLOTS, Policy, SharedPredictor, build_policy, policy_class, slots_within
 from moetool.pricing import Prices, TimelineOptions, with_host_costs
 from moetool.residency import Counts, PrefetchLimits, Residency, Step, StepKind
 from moetool.timeline import MeteredPredictor, Timeline
@@ -139,6 +139,7 @@ def replay(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     pool: str = "auto",
     limits: PrefetchLimits | None = None,
+    pinned: Collection[int] = (),
     profile: CostProfile | None = None,
     timeline: TimelineOptions = DEFAULT_MACHINE,
 ) -> list[Row]:
@@ -158,6 +159,8 @@ def replay(
         pool: `slots` that each hold any expert, as in our server; `bytes`, where each expert takes its own size;
             `auto`: bytes where the trace was imported.
         limits: of prefetching, for every policy.
+        pinned: keys of experts that take a slot each of every budget and keep it; a policy gets the slots that are
+            left. Not in a pool in bytes.
         profile: costs of the machine that the rows' `timing` is for; without one they have none.
         timeline: which of the profile's devices, data types and tiers.
 
@@ -165,14 +168,16 @@ def replay(
         A row for each policy and budget: the policies in their order, each with the budgets in theirs.
 
     Raises:
-        UsageError: an unknown policy or option, no predictor where one is needed, or nothing to replay.
+        UsageError: an unknown policy or option, no predictor where one is needed, nothing to replay, or pinned
+            experts in a pool in bytes.
         MismatchError: the trace lacks a column that a policy needs, the predictor or the profile is of another model,
             or the profile lacks what the timeline needs.
         CapacityError: a budget is below the smallest legal pool.
     """
     source = _Source(trace, sequential, requests)
     prices = None if profile is None else Prices(profile, trace.spec, timeline)
-    runs = _prepare(source, policies, budgets, predictor, options or {}, pools_bytes(trace, pool), limits, prices)
+    in_bytes = pools_bytes(trace, pool)
+    runs = _prepare(source, policies, budgets, predictor, options or {}, in_bytes, limits, pinned, prices)
     forwards = decode_tokens = 0
     for info, events, ended in source.forwards(_columns(runs)):
         for run in runs:
@@ -200,6 +205,7 @@ def decisions(
     options: Mapping[str, Any] | None = None,
     pool: str = "auto",
     limits: PrefetchLimits | None = None,
+    pinned: Collection[int] = (),
 ) -> Iterator[tuple[int, int, Step]]:
     """Every step of one run, as (forward, layer, step), to compare with the log of a server.
 
@@ -207,7 +213,7 @@ def decisions(
     """
     source = _Source(trace, sequential, requests)
     in_bytes = pools_bytes(trace, pool)
-    (run,) = _prepare(source, [policy], [budget_bytes], predictor, {policy: options or {}}, in_bytes, limits)
+    (run,) = _prepare(source, [policy], [budget_bytes], predictor, {policy: options or {}}, in_bytes, limits, pinned)
     for info, events, ended in source.forwards(_columns([run])):
         for step in run.begin(info):
             yield info.forward_id, -1, step
@@ -259,6 +265,7 @@ class _Run:
         policy: Policy,
         capacity_bytes: int | None,
         limits: PrefetchLimits | None,
+        pinned: Collection[int],
         timeline: Timeline | None,
     ) -> None:
         self._name = name
@@ -266,7 +273,7 @@ class _Run:
         self._spec = policy.spec
         self.columns = policy.columns
         self._digest = DecisionDigest()
-        self._residency = Residency(policy, self._digest, capacity_bytes=capacity_bytes, limits=limits)
+        self._residency = Residency(policy, self._digest, capacity_bytes=capacity_bytes, pinned=pinned, limits=limits)
         self._timeline = timeline
         self._bytes = [0, 0]  # prefill, decode
         self._host_bytes = [0, 0]
@@ -327,6 +334,7 @@ def _prepare(
     options: Mapping[str, Mapping[str, Any]],
     in_bytes: bool,
     limits: PrefetchLimits | None,
+    pinned: Collection[int],
     prices: Prices | None = None,
 ) -> list[_Run]:
     """Make a run of each policy and budget; refuses what cannot be replayed before any forward is read."""
@@ -341,7 +349,14 @@ def _prepare(
             prices.prediction_ns(1)  # refuses a profile that does not say what predicting takes
     if predictor is not None:
         source.trace.require(predictor.needs, "the predictor")
-    slots = [slots_within(spec, budget) for budget in budgets]
+    if pinned and in_bytes:
+        raise UsageError("a pool in bytes has no slots to pin experts to; replay it with --pool slots")
+    slots = [slots_within(spec, budget) - len(pinned) for budget in budgets]
+    if slots and min(slots) < MIN_SLOTS:
+        raise CapacityError(
+            f"{len(pinned)} pinned experts leave {min(slots)} of {min(slots) + len(pinned)} slots, and {MIN_SLOTS} "
+            f"have to be left; pin fewer, or give more memory"
+        )
     shared = _shared(predictor, policies)
     future = None
     if any(kind.needs_future for kind in kinds.values()):
@@ -364,6 +379,7 @@ def _prepare(
             policy,
             capacity,
             limits,
+            pinned,
             None if prices is None else Timeline(prices, predictor=metered),
         )
 

@@ -43,7 +43,7 @@ class ServeOptions:
         io_threads: threads that read experts.
         threads: threads of the model's own arithmetic (0 chooses).
         policy: options of the cache policy.
-        prefetch: limits of its prefetching.
+        prefetch: limits of its prefetching; the plan's, or none, if not said.
         state: file that what the policy learns is kept in from one run to the next (empty: none).
     """
 
@@ -55,7 +55,7 @@ class ServeOptions:
     io_threads: int = 2
     threads: int = 0
     policy: dict[str, Any] = field(default_factory=dict)
-    prefetch: PrefetchLimits = field(default_factory=PrefetchLimits)
+    prefetch: PrefetchLimits | None = None
     state: str = ""
 
     def __post_init__(self) -> None:
@@ -128,6 +128,7 @@ def build_engine(
             f"the plan pins {len(pinned)} experts and {slots} slots fit; {MIN_SLOTS} have to be left: plan again, or "
             f"raise --device-memory"
         )
+    limits = options.prefetch or (plan.limits if plan and from_plan else None)
     built = build_policy(name, loaded.spec, policy_options, slots - len(pinned), predictor=predicts)
     state = Path(options.state) if options.state else None
     if state is not None:
@@ -135,7 +136,7 @@ def build_engine(
     return Engine(
         loaded,
         load_tokenizer(path),
-        Residency(built, pinned=pinned, limits=options.prefetch),
+        Residency(built, pinned=pinned, limits=limits),
         open_batcher(loaded.model, max_requests=options.max_requests, kv_tokens=options.kv_tokens),
         model_name=model,
         io_threads=options.io_threads,
