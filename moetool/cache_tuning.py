@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moetool.candidates import Candidates, best
+from moetool.candidates import Candidates, best, sees_far_enough
 from moetool.policy import MIN_SLOTS, parse_options, policy_class, slots_within
 from moetool.replay import Row
 from moetool.residency import PrefetchLimits
@@ -55,10 +55,10 @@ def tune(candidates: Candidates, budget_bytes: int, base: Setup) -> Setup:
     """What is better than `base` (of `as_it_comes`) on the requests that choices are made on; itself if nothing is.
 
     One after the other, each kept only where it is better: the prefetch distance of every candidate that has such an
-    option and was given none, from 1 to 4 layers; for the winner the most used experts pinned, in an eighth, a quarter
-    or half of the slots; and where it prefetches, the limits that stop it below a recall of one half, or let a
-    forward prefetch half the bytes that one token's experts have. It is a search along one axis after the other, not
-    over all combinations.
+    option and was given none, from 1 to 4 layers, as far as the trace looks ahead; for the winner the most used
+    experts pinned, in an eighth, a quarter or half of the slots; and where it prefetches, the limits that stop it
+    below a recall of one half, or let a forward prefetch half the bytes that one token's experts have. It is a search
+    along one axis after the other, not over all combinations.
     """
     found = _nearer_or_farther(candidates, base, budget_bytes)
     found = _best([found, *_pinning(candidates, found)])
@@ -87,7 +87,8 @@ def _nearer_or_farther(candidates: Candidates, base: Setup, budget_bytes: int) -
     for distance in range(1, min(_FARTHEST, candidates.spec.num_layers - 1) + 1):
         for room, names in rooms.items():
             options = {name: {**candidates.options.get(name, {}), "distance": distance} for name in names}
-            for row in candidates.replay(names, [room], candidates.used, options=options):
+            seeing = [name for name in names if sees_far_enough(name, candidates.trace, options[name])]
+            for row in () if not seeing else candidates.replay(seeing, [room], candidates.used, options=options):
                 made = Setup(options=options[row.policy], row=row)
                 if row.policy != base.row.policy:
                     others.append(made)

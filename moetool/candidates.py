@@ -23,8 +23,16 @@ def servable(trace: Trace, predictor: Any) -> list[str]:
         if kind.lossless
         and not kind.needs_future
         and kind.needs <= trace.columns
+        and sees_far_enough(name, trace)
         and (predictor is not None or not kind.needs_predictor)
     ]
+
+
+def sees_far_enough(policy: str, trace: Trace, options: Mapping[str, Any] | None = None) -> bool:
+    """Whether a policy that asks later gates finds them in the trace as many layers ahead as it looks."""
+    kind = policy_class(policy)
+    distance = getattr(parse_options(policy, options or {}), "distance", kind.prefetch_distance)
+    return "ahead" not in kind.needs or trace.ahead >= min(distance, trace.spec.num_layers - 1)
 
 
 def too_large(

@@ -371,6 +371,8 @@ def _prepare(
         metered = None if asked is None or prices is None else MeteredPredictor(asked)
         policy = build_policy(name, spec, options.get(name, {}), num_slots, predictor=metered or asked, future=future)
         source.trace.require(policy.columns, f"policy {name}")
+        if "ahead" in policy.columns:
+            source.trace.require_ahead(min(policy.distance, spec.num_layers - 1), f"policy {name}")
         takes_all = policy.num_slots == num_slots
         capacity = (budget if takes_all else policy.num_slots * spec.slot_bytes) if in_bytes else None
         return _Run(

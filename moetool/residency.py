@@ -308,7 +308,8 @@ class Residency:
             while self._room < size and evicted is not None:
                 if len(kept) >= len(self.slot_of) - len(self._pinned):
                     return  # until another expert of the event is computed
-                evicted = self.policy.evict_for_prefetch(key, kept)
+                # Where one has gone for it already, in a pool in bytes, it is worth the rest too.
+                evicted = self.policy.evict_for_prefetch(key, kept) if evicted == -1 else self.policy.evict(kept)
                 if evicted is not None:
                     self._give_up(evicted, kept)
             keys.popleft()

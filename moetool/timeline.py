@@ -6,11 +6,13 @@ for just before it is computed. A transfer that runs is never interrupted. Deman
 has not begun; what the compute stream waits for goes ahead of all that has not; a prefetch that has not begun when
 its slot is given away is never made.
 
-What is left out: Python's own time, sampling, and what reading and computing take from each other on one processor.
+What is left out: Python's own time, sampling, and what reading and computing take from each other on one processor; of
+predicting, all but the scores that a policy asks a predictor for: policies with a search or a network of their own, or
+that ask later gates, do that for nothing here.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from moetool.pricing import Prices
@@ -165,7 +167,7 @@ class Timeline:
         for kind, key, slot, _ in steps:
             self._load(key, slot, kind is _PREFETCH)
 
-    def event(self, event: GateEvent, steps: Iterable[Step]) -> None:
+    def event(self, event: GateEvent, steps: Sequence[Step]) -> None:
         """One MoE layer, from what lies between it and the one before to its shared experts, by its program."""
         tally, jobs = self._tally, self._jobs
         forward = self._prices.forward(event.forward)
@@ -174,8 +176,13 @@ class Timeline:
         expert_ns = self._prices.experts(event)
         beside: list[int] = []  # loaded on demand though nothing here needs it: a whole layer's rest
         computed = hosted = 0
+        on_host = [key for kind, key, _, _ in steps if kind is _HOST] if self._prices.host_is_device else []
         for kind, key, slot, _ in steps:
             if kind is _COMPUTE:
+                while on_host:  # now that the event's loads are under way
+                    ns = self._prices.host_expert_ns(event, on_host.pop())
+                    computed += ns
+                    self.now += ns
                 while beside:
                     self._wait(jobs[beside.pop()])
                 job = jobs[slot]
@@ -186,17 +193,18 @@ class Timeline:
                 computed += ns
                 self.now += ns
             elif kind is _HOST:
-                ns = self._prices.host_expert_ns(event, key)
-                if self._prices.host_is_device:
-                    computed += ns
-                    self.now += ns
-                else:
+                if not self._prices.host_is_device:
+                    ns = self._prices.host_expert_ns(event, key)
                     hosted = max(hosted, self.now) + ns
                     tally.host += ns
             else:
                 self._load(key, slot, kind is _PREFETCH)
                 if kind is _LOAD and key not in expert_ns:
                     beside.append(slot)
+        for key in on_host:
+            ns = self._prices.host_expert_ns(event, key)
+            computed += ns
+            self.now += ns
         if hosted > self.now:
             tally.host_wait += hosted - self.now
             self.now = hosted

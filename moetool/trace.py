@@ -213,6 +213,14 @@ class Trace:
                 f"capture with --keep {flags}"
             )
 
+    def require_ahead(self, distance: int, user: str) -> None:
+        """Raises: MismatchError if the column `ahead` looks less far than `user` does."""
+        if self.ahead < distance:
+            raise MismatchError(
+                f"{user} looks {distance} layers ahead, and {self.path} holds {self.ahead}; capture with --keep "
+                f"topk,ahead --ahead {distance}"
+            )
+
     def describe(self) -> dict[str, Any]:
         """What is in the trace, counted, as a JSON object."""
         totals: dict[tuple[str, str], list[int]] = {}
@@ -305,7 +313,7 @@ class Trace:
             requests: only these requests (all by default).
         """
         columns = set(columns)
-        embeddings = _Embeddings(self) if "embeddings" in columns else None
+        embeddings = _Embeddings(self, requests) if "embeddings" in columns else None
         columns.discard("embeddings")
         groups = self._by_request(columns) if sequential else self.recorded_forwards(columns)
         forward_id = 0
@@ -395,29 +403,41 @@ def _require_schema(file: Path, expected: pa.Schema, found: pa.Schema) -> None:
 class _Embeddings:
     """The embeddings of a trace, looked up by the rows of a forward while both are read in about the same order."""
 
-    def __init__(self, trace: Trace) -> None:
-        self._rows = trace.embeddings()
+    def __init__(self, trace: Trace, requests: frozenset[int] | None = None) -> None:
+        self._rows = (row for row in trace.embeddings() if requests is None or row[0] in requests)
         self._log = trace.manifest["composition"]["kind"] == "log"  # one row a forward instead of one an iteration
         self._read: dict[tuple[int, int], list[np.ndarray]] = {}
         self._last: dict[int, tuple[int, np.ndarray]] = {}  # of each request: its iteration, and the mean over it
         self._path = trace.path
 
     def of(self, rows: TokenBatch) -> np.ndarray:
-        """embedding_TD float32: each token's request's mean."""
-        embedding_TD = np.empty((len(rows), 0), np.float32)
+        """embedding_TD float32: each token's request's mean, over as much of its iteration as the rows hold."""
+        embedding_TD: np.ndarray | None = None
         for request in np.unique(rows.request_T).tolist():
             mine = rows.request_T == request
-            embedding_D = self._of(request, int(rows.iteration_T[int(np.argmax(mine))])).astype(np.float32)
-            if not embedding_TD.size:
-                embedding_TD = np.empty((len(rows), len(embedding_D)), np.float32)
-            embedding_TD[mine] = embedding_D
+            _, tokens = np.unique(rows.forward_T[mine], return_counts=True)
+            mean_D = self._of(request, int(rows.iteration_T[int(np.argmax(mine))]), tokens)
+            if embedding_TD is None:
+                embedding_TD = np.empty((len(rows), len(mean_D)), np.float32)
+            embedding_TD[mine] = mean_D
+        assert embedding_TD is not None
         return embedding_TD
 
-    def _of(self, request: int, iteration: int) -> np.ndarray:
-        key = (request, iteration)
+    def _of(self, request: int, iteration: int, tokens: np.ndarray) -> np.ndarray:
+        """The mean over the forwards of one iteration that are asked for, each of so many tokens."""
         last = self._last.get(request)
         if last is not None and last[0] == iteration and not self._log:
             return last[1]  # an iteration that came in several forwards
+        if self._log and len(tokens) > 1:
+            parts = np.stack([self._next(request, iteration).astype(np.float32) for _ in tokens])
+            mean: np.ndarray = (parts * tokens[:, None]).sum(axis=0) / tokens.sum()
+            return mean.astype(np.float32)
+        embedding_D = self._next(request, iteration).astype(np.float32)
+        self._last[request] = (iteration, embedding_D)
+        return embedding_D
+
+    def _next(self, request: int, iteration: int) -> np.ndarray:
+        key = (request, iteration)
         while not self._read.get(key):
             row = next(self._rows, None)
             if row is None:
@@ -428,7 +448,6 @@ class _Embeddings:
         embedding_D = self._read[key].pop(0)
         if not self._read[key]:
             del self._read[key]
-        self._last[request] = (iteration, embedding_D)
         return embedding_D
 
 

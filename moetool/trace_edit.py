@@ -55,7 +55,8 @@ def head(
                     writer.append(_cut_rows(mine, spec, num_layers))
             if "embeddings" in keep:
                 _copy_embeddings(trace, writer, set(wanted.tolist()))
-            provenance = {**trace.manifest["provenance"], "head_of": trace.sha256}
+            kept = {k: v for k, v in trace.manifest["provenance"].items() if k not in ("decisions", "failed_forwards")}
+            provenance = {**kept, "head_of": trace.sha256}
             writer.finish(composition=trace.manifest["composition"], provenance=provenance)
         except BaseException:
             writer.abort()

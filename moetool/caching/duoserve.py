@@ -57,8 +57,7 @@ class Policy(lru.Policy):
         return self._predicted
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
-        if not event.forward.prefill:
-            self.predictor.observe(event)
+        self.predictor.observe(event)  # of prompts too: some predictors remember them
         for key in self._predicted:
             if key in self._order:
                 self._order.move_to_end(key, last=False)

@@ -102,7 +102,7 @@ class Policy(policy.Policy):
         self._order: list[int] = []  # residents of the last look, the next to go last
         self._chance: dict[int, float] = {}  # of what is to be prefetched
         self._requests: dict[int, _Request] = {}
-        self._heirless: deque[_Request] = deque()
+        self._heirless: dict[int, _Request] = {}  # of requests that are over, by their number
         self._running: list[tuple[int, _Request]] = []  # with the row of its last token
         self._used: list[int] = []  # by layers of this forward that the features do not know yet
         self._known_layers = self._seen_layers = 0
@@ -114,11 +114,12 @@ class Policy(policy.Policy):
         return predictor is None or getattr(predictor, "weights", None) is not None
 
     def begin_request(self, request: int) -> None:
-        self._requests[request] = self._heirless.popleft() if self._heirless else _Request()
+        # The lowest number, not who ended first: a server learns of an end later than a replay does.
+        self._requests[request] = self._heirless.pop(min(self._heirless)) if self._heirless else _Request()
         self._requests[request].before = None
 
     def end_request(self, request: int) -> None:
-        self._heirless.append(self._requests.pop(request))
+        self._heirless[request] = self._requests.pop(request)
 
     def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
         self._past.begin_forward()

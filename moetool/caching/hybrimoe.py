@@ -96,10 +96,10 @@ class Policy(policy.Policy):
 
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
         assert event.ahead_ATE is not None
-        gains: list[tuple[float, int, float, int]] = []
+        gains: list[tuple[float, int, int, int, float]] = []
         for distance, scores_TE in enumerate(event.ahead_ATE[: self.options.distance], start=1):
             gains += self._gains(event.layer + distance, scores_TE)
-        self._wanted = {key: -score for _, _, score, key in sorted(gains)}
+        self._wanted = {key: score for _, _, _, key, score in sorted(gains)}
         return list(self._wanted)
 
     def after_last_expert(self, event: GateEvent) -> Sequence[int]:
@@ -126,8 +126,12 @@ class Policy(policy.Policy):
         lowest = self._lowest({*locked, *self._shield, *self._ahead})
         return None if lowest is None or self._score_E[lowest] >= self._wanted[key] else lowest
 
-    def _gains(self, layer: int, scores_TE: np.ndarray) -> list[tuple[float, int, float, int]]:
-        """(-gain, layer, -score, key) of the missing experts that a coming layer seems to need, where there is any."""
+    def _gains(self, layer: int, scores_TE: np.ndarray) -> list[tuple[float, int, int, int, float]]:
+        """(-gain, layer, place, key, score) of the missing experts that a coming layer seems to need.
+
+        The gain of one is what it and the next few save together, a load, if the earlier ones are prefetched too: one
+        alone often saves nothing, since the host takes as long as the link. Where nothing is saved, none is named.
+        """
         order_TK = np.argsort(-scores_TE, axis=1, kind="stable")[:, : self.spec.top_k_L[layer]]
         base = self.spec.expert_key(layer, 0)
         mean_E = scores_TE.mean(axis=0, dtype=np.float64)
@@ -136,11 +140,14 @@ class Policy(policy.Policy):
         missing.sort(key=lambda e: (-tokens_E[e], -mean_E[e], e))
         seconds = [self.options.seconds(int(tokens_E[e])) for e in missing]
         spans = [self._span(seconds[first:]) for first in range(len(missing) + 1)]
-        return [
-            (spans[i + 1] - spans[i], layer, -float(mean_E[e]), base + e)
-            for i, e in enumerate(missing)
-            if spans[i + 1] < spans[i]
-        ]
+        gains = []
+        least = float("inf")  # of those before: a later one is worth nothing without them
+        for i, e in enumerate(missing):
+            least = min(least, max((spans[i] - spans[end]) / (end - i) for end in range(i + 1, len(spans))))
+            if least <= 0:
+                break
+            gains.append((-least, layer, i, base + e, float(mean_E[e])))
+        return gains
 
     def _span(self, host_s: list[float]) -> float:
         """How long link or host, whichever takes longer, is busy with a layer's misses."""

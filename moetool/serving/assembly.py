@@ -1,13 +1,14 @@
 """Putting an engine together: a model, a memory budget and a policy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moetool import durable
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.models.decoding import kv_cache_bytes
 from moetool.models.families import require_substitutable
@@ -128,11 +129,19 @@ def build_engine(
             f"the plan pins {len(pinned)} experts and {slots} slots fit; {MIN_SLOTS} have to be left: plan again, or "
             f"raise --device-memory"
         )
-    limits = options.prefetch or (plan.limits if plan and from_plan else None)
+    limits = options.prefetch or (plan.limits if plan and from_plan else None) or PrefetchLimits()
     built = build_policy(name, loaded.spec, policy_options, slots - len(pinned), predictor=predicts)
     state = Path(options.state) if options.state else None
     if state is not None:
-        restore_state(state, name, built)
+        durable.require_writable(state)
+    facts = {
+        "policy": name,
+        "options": asdict(built.options),
+        "slots": slots,
+        "pinned": pinned,
+        "prefetch": asdict(limits),
+        "state": durable.sha256_file(state) if state is not None and restore_state(state, name, built) else None,
+    }
     return Engine(
         loaded,
         load_tokenizer(path),
@@ -141,7 +150,7 @@ def build_engine(
         model_name=model,
         io_threads=options.io_threads,
         host_memory_bytes=options.host_memory_bytes or None,
-        log=ServeLog(log, keep={"topk"} | (built.columns & set(KEEP)), ahead=built.distance) if log else None,
+        log=None if log is None else ServeLog(log, {"topk"} | (built.columns & set(KEEP)), built.distance, facts),
         save=None if state is None else partial(save_state, state, name, built),
     )
 

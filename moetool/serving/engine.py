@@ -154,10 +154,12 @@ class Engine:
             self._thread.join()
         self.runtime.close()
         self._batcher.close()
-        if self._save is not None:
-            self._save()
-        if self._log is not None:
-            self._log.close()
+        try:
+            if self._save is not None:
+                self._save()
+        finally:
+            if self._log is not None:
+                self._log.close()
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges by name, for /metrics and for reports."""

@@ -33,6 +33,8 @@ class ExpertRuntime:
     On a GPU that holds too, with nothing switched on for it: all computing goes through one stream, and none of the
     operations here adds in an order of its own there (rows are gathered and written, never accumulated).
     `torch.use_deterministic_algorithms` would add nothing but errors in families whose own layers have no such form.
+    The exception are experts that a policy has computed on the host beside a GPU: a processor rounds otherwise, so
+    the result is then the same to within rounding.
 
     Args:
         loaded: a model whose experts are on the meta device (`load_lazy`).

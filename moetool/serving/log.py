@@ -6,7 +6,7 @@ that routes, the experts are those that the router chose, and a replay puts the 
 """
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,17 @@ class ServeLog:
 
     Args:
         keep: columns besides the experts, as in `moetool capture --keep`.
+        ahead: for how many layers the column `ahead` looks ahead, where it is kept.
+        facts: what else a replay has to be given to decide the same: policy, options, slots, what was learned before.
 
     Effects: `attach` hooks the model and opens `out.partial`.
     """
 
-    def __init__(self, out: Path, keep: Collection[str] = ("topk",), ahead: int = 1, overwrite: bool = False) -> None:
-        durable.require_absent(out, overwrite, MANIFEST)
-        self._out, self._keep, self._ahead, self._overwrite = out, keep, ahead, overwrite
+    def __init__(
+        self, out: Path, keep: Collection[str] = ("topk",), ahead: int = 1, facts: Mapping[str, Any] | None = None
+    ) -> None:
+        durable.require_absent(out, False, MANIFEST)
+        self._out, self._keep, self._ahead, self._facts = out, keep, ahead, dict(facts or {})
         self._stack = contextlib.ExitStack()
         self._writer: TraceWriter | None = None
         self._recorder: GateRecorder | None = None
@@ -49,7 +53,7 @@ class ServeLog:
 
     def attach(self, loaded: LoadedModel) -> None:
         """Begin to record the model."""
-        folder = self._stack.enter_context(durable.staged_directory(self._out, self._overwrite, MANIFEST))
+        folder = self._stack.enter_context(durable.staged_directory(self._out, False, MANIFEST))
         self._loaded = loaded
         self._writer = TraceWriter(folder, loaded.spec, self._keep, self._ahead)
         self._recorder = GateRecorder(loaded.model, loaded.layers, self._keep, self._ahead)
@@ -110,6 +114,7 @@ class ServeLog:
                 )
             provenance: dict[str, Any] = {
                 "model": str(self._loaded.path),
+                **self._facts,
                 "decisions": self._digest.hexdigest(),
                 "failed_forwards": self._failed_forwards,
             }
