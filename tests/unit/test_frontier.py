@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 
-from moetool.cache_tuning import as_it_comes, tune
+from moetool.cache_tuning import Setup, as_it_comes, tune
 from moetool.candidates import Candidates, best, touched_bytes, tpot_s
 from moetool.config import parse_seconds
-from moetool.errors import CapacityError, UsageError
+from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.frontier import budgets_between, least_budget
 from moetool.plan import CachePlan
 from moetool.planning import choose_cache
 from moetool.replay import decisions, replay
 from moetool.residency import PrefetchLimits, StepKind
 from moetool.trace import Trace
+from tests import traces
 from tests.profiles import flat, make_profile
 from tests.synthetic import MadeUpPredictor, make_spec, write_trace
 
@@ -209,6 +210,19 @@ def test_prefetching_that_costs_more_than_it_saves_is_limited(trace: Trace, tmp_
     assert "at most 3,000 bytes prefetched in a forward" in plan.reason
     plan.save(tmp_path / "plan.json")
     assert CachePlan.load(tmp_path / "plan.json") == plan
+
+
+def test_tuning_looks_no_farther_than_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "AHEAD", 1)
+    lengths = [(3, 4), (2, 3), (3, 3)]
+    made = traces.write(tmp_path / "t", traces.alone(lengths), lengths)
+    assert made.ahead < made.spec.num_layers - 1
+    field = candidates(made, names=["hybrimoe"])
+    options = {"hybrimoe": {"distance": 1}}
+    with pytest.raises(MismatchError):
+        field.replay(["hybrimoe"], [600], field.used, options={"hybrimoe": {"distance": 2}})
+    base = Setup(options=options["hybrimoe"], row=field.replay(["hybrimoe"], [600], field.used, options=options)[0])
+    assert tune(field, 600, base).distance == 1
 
 
 def test_nothing_to_tune_changes_nothing(trace: Trace) -> None:
