@@ -124,7 +124,10 @@ def capture(
     if host_memory is not None and device_memory is None:
         raise UsageError("--host-memory is the tier below --device-memory: give that too, or leave both out")
     values = parse_settings(settings)
-    chosen = parse(prompts.DataOptions, {"folder": data_dir, **values.pop("data", {})}, "data")
+    wanted = values.pop("data", {})
+    if data_dir is not None and isinstance(wanted, dict):
+        wanted = {**wanted, "folder": data_dir}
+    chosen = parse(prompts.DataOptions, wanted, "data")
     if values:
         raise UsageError(f"--set {next(iter(values))!r} is no option of capture, expected data.NAME, as in data.seed=1")
     gathered = prompts.gather(_split(data), max_prompts=max_prompts, options=chosen)

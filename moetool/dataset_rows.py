@@ -176,13 +176,11 @@ def _refusal(
     reason = first_line(error)
     if options.folder is not None:
         return MismatchError(f"cannot read {name} in {where} ({reason}), expected rows of {recipe.hub}; copy it again")
-    copy = (
-        f"give a copy of it with --data-dir DIR, made by: hf download {recipe.hub} --repo-type dataset --local-dir DIR"
-    )
+    copy = f"give a copy with --data-dir DIR, made by: hf download {recipe.hub} --repo-type dataset --local-dir DIR"
+    terms = f"accept its terms on https://huggingface.co/datasets/{recipe.hub}, then run: hf auth login"
     if "gated" in reason.lower() or (recipe.gated and re.search(r"\b40[13]\b|cannot be accessed", str(error))):
         return UsageError(
-            f"{name} ({recipe.hub}) is gated ({reason.rstrip('.')}): accept its terms on "
-            f"https://huggingface.co/datasets/{recipe.hub}, then run: hf auth login; or {copy}"
+            f"{name} ({recipe.hub}) is gated, and the hub does not give it ({reason.rstrip('.')}): {terms}; or {copy}"
         )
     if isinstance(error, ValueError) and re.search(r"BuilderConfig|Config name|Bad split|Unknown split", str(error)):
         asked = f"config {config} and split {options.split or recipe.split}"
@@ -192,5 +190,6 @@ def _refusal(
     if isinstance(error, OSError) or type(error).__module__.startswith(("httpx", "httpcore", "huggingface_hub")):
         offline = "OfflineModeIsEnabled" in reason or "offline mode" in reason.lower()
         why = "HF_HUB_OFFLINE is set" if offline else reason
-        return MoetoolError(f"cannot get {name} from the hub ({why}); {'unset it, or ' if offline else ''}{copy}")
+        first = "".join([f"it is gated: {terms}; " if recipe.gated else "", "unset that, or " if offline else ""])
+        return MoetoolError(f"cannot get {name} from the hub ({why}); {first}{copy}")
     return MismatchError(f"cannot read {name} ({recipe.hub}) from the hub ({reason}), expected rows; {copy}")

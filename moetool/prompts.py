@@ -145,7 +145,13 @@ def gather(sources: Sequence[str], *, max_prompts: int | None = None, options: D
         else:
             parts.append(_of_file(_file(source, [*embedded, *public])))
     if (options.folder or options.task or options.split) and all("hub" not in part.origin for part in parts):
-        raise UsageError(f"--data-dir, data.task and data.split are for public data sets, expected one of {public}")
+        raise UsageError(
+            f"--data-dir, data.task and data.split are for public data sets, expected one of {', '.join(public)}"
+        )
+    if options.task and len({part.origin["source"] for part in parts if "hub" in part.origin}) > 1:
+        raise UsageError(
+            "data.task is for one public data set, and several are named; write NAME:TASK for each instead"
+        )
     gathered = Gathered(prompts=[], origins=[])
     for part in parts:
         _take(part, max_prompts, seen, gathered)
