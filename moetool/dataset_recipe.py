@@ -5,7 +5,7 @@
 Templates are text with fields in braces, `{{` and `}}` for the braces themselves. A field is a path into the row:
 `{question}`, `{answers.text.0}` (a key, then the first of a list), `{conversation.role=user.content}` (of a list, the
 first element whose `role` is `user`). After a colon stands how it is written: `{options:letters}` gives a line
-`A. …` for each, `{label:yes_no}` yes or no.
+`A. …` for each, `{answer:commas}` one line of all, `{label:yes_no}` yes or no.
 """
 
 import string
@@ -138,7 +138,7 @@ class _Part(NamedTuple):
     style: str
 
 
-_STYLES = ("", "letters", "yes_no")
+_STYLES = ("", "letters", "commas", "yes_no")
 
 
 @lru_cache(maxsize=256)
@@ -191,9 +191,11 @@ def _no_field(value: Any, step: str, path: tuple[str, ...], depth: int, where: s
 
 def _write(value: Any, part: _Part, where: str) -> str:
     name = ".".join(part.path)
-    if part.style == "letters":
+    if part.style in ("letters", "commas"):
         if not isinstance(value, list | tuple) or len(value) > 26:
-            raise MismatchError(f"{where} has a field {name!r} that is no list of up to 26 options, expected one")
+            raise MismatchError(f"{where} has a field {name!r} that is no list of up to 26 values, expected one")
+        if part.style == "commas":
+            return ", ".join(map(str, value))
         return "\n".join(f"{letter}. {option}" for letter, option in zip(string.ascii_uppercase, value, strict=False))
     if part.style == "yes_no":
         known = {"true": "yes", "t": "yes", "1": "yes", "yes": "yes", "false": "no", "f": "no", "0": "no", "no": "no"}

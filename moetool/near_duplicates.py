@@ -40,7 +40,7 @@ _TOKEN = re.compile(rf"[{_CJK}]|[^\W{_CJK}]+|[^\w\s](?:[^\w\n]*[^\w\s])?")
 class NearDuplicates:
     """Remembers texts and says which later ones repeat them; the first of its kind stays.
 
-    A text costs less than a millisecond a hundred words, and 4 bytes a shingle and about 3 kB for as long as this lives.
+    A text of a hundred words costs less than a millisecond; each is kept as 4 bytes a shingle and about 3 kB more.
 
     Attributes:
         similarity: from which two texts are nearly equal, above 0; 1 takes the same shingles in any order as equal.
