@@ -39,8 +39,9 @@ class DatasetRecipe:
         task: template of the task; the config's name where there are `tasks`, else the data set's.
         id: template of the row's id; None takes a checksum of the prompt.
         output: how many tokens to decode: `answer` (those of the reference answer), a number, or None, where no paper
-            says and the caller decides.
-        input_tokens: prompts are cut after so many tokens; None leaves them whole.
+            says and the caller decides. Deviation: an end of text ends it earlier, where FineMoE forces the length.
+        input_tokens: prompts are cut after so many tokens; None leaves them whole. Deviation: shorter ones stay as they
+            are, where FineMoE has all of one length, without saying how.
         min_chars: shorter prompts are left out, such as headings.
         licence: of the data, as its publisher names it.
         gated: whether the hub wants its terms accepted first.
