@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from moetool import durable
-from moetool.capture_plan import CaptureOptions, CapturePlan, Item, plan_capture, provenance
+from moetool.capture_plan import CaptureOptions, CapturePlan, Item, plan_capture, provenance, row_bytes
 from moetool.capture_stage import BatchWriter, Stage, open_stage
 from moetool.errors import MoetoolError
 from moetool.models.batching import Batcher
@@ -25,8 +25,11 @@ from moetool.models.recording import GateRecorder
 from moetool.models.sequential import Sequential, open_batcher
 from moetool.prompts import Prompt
 from moetool.request import SamplingParams
-from moetool.trace import MANIFEST, Trace
+from moetool.trace import MANIFEST, TokenBatch, Trace
 from moetool.trace_writer import TraceWriter
+
+CHUNK_TOKENS, CHUNK_BYTES = 1024, 1 << 23
+"""Rows that are converted and written at once, unless their batch ends earlier."""
 
 OpenModel = Callable[[Path, torch.dtype, torch.device], LoadedModel]
 
@@ -217,6 +220,8 @@ class _Run:
         self._writer = writer
         self._params = SamplingParams(max_tokens=plan.options.max_new_tokens)
         self._batch: Batch | None = None
+        self._first_forward: int | None = None  # of the batch, whose forwards are numbered from 0
+        self._chunk_tokens = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // row_bytes(plan.schema)))
         # The embedding's mean over an iteration that came in chunks: (iteration, sum, tokens) by request.
         self._embedding: dict[int, tuple[int, np.ndarray, int]] = {}
         size = plan.options.batch_size
@@ -248,7 +253,7 @@ class _Run:
         """The number of new tokens of each prompt."""
         first = items[0].request
         new_tokens = [0] * len(items)
-        first_forward: int | None = None
+        held_tokens, self._first_forward = 0, None
         for item in items:
             self._batcher.add(item.request, item.ids.tolist(), self._params)
         while not self._batcher.idle:
@@ -258,28 +263,40 @@ class _Run:
                 prompt_id = items[failed.request - first].prompt.prompt_id
                 raise MoetoolError(f"the model failed on prompt {prompt_id}: {failed.error}")
             assert self._batch is not None
-            if self._recorder is not None and self._writer is not None:
-                rows, embedding_TD = self._recorder.take(self._batch)
-                if first_forward is None:
-                    first_forward = self._batch.info.forward_id
-                rows.forward_T -= first_forward
-                self._writer.append(rows)
-                if embedding_TD is not None:
-                    self._add_embeddings(self._writer, self._batch, embedding_TD)
+            if self._recorder is not None:
+                self._recorder.hold(self._batch)
+                held_tokens += len(self._batch.token_id_T)
+                if held_tokens >= self._chunk_tokens:
+                    self._record()
+                    held_tokens = 0
             for output in outputs:
                 new_tokens[output.request - first] += 1
+        if held_tokens:
+            self._record()
         return new_tokens
+
+    def _record(self) -> None:
+        """Write the forwards that the recorder holds."""
+        assert self._recorder is not None and self._writer is not None
+        rows, embedding_TD = self._recorder.rows()
+        if self._first_forward is None:
+            self._first_forward = int(rows.forward_T[0])
+        rows.forward_T -= np.int32(self._first_forward)
+        self._writer.append(rows)
+        if embedding_TD is not None:
+            self._add_embeddings(self._writer, rows, embedding_TD)
 
     def _on_forward(self, batch: Batch) -> None:
         self._batch = batch
         self._loaded.begin_forward(batch.info)
 
-    def _add_embeddings(self, writer: BatchWriter, batch: Batch, embedding_TD: np.ndarray) -> None:
-        requests = np.asarray(batch.info.request_T)
-        for request in dict.fromkeys(batch.info.request_T):
-            mine = requests == request
-            iteration = batch.iteration_T[int(np.argmax(mine))]
-            total, count = embedding_TD[mine].sum(axis=0), int(mine.sum())
+    def _add_embeddings(self, writer: BatchWriter, rows: TokenBatch, embedding_TD: np.ndarray) -> None:
+        turns = (np.diff(rows.request_T, prepend=-1) != 0) | (np.diff(rows.forward_T, prepend=-1) != 0)
+        starts = np.flatnonzero(turns)  # of the tokens of one request in one forward
+        sums = np.add.reduceat(embedding_TD, starts, axis=0)
+        counts = np.diff(starts, append=len(rows)).tolist()
+        keys = zip(rows.request_T[starts].tolist(), rows.iteration_T[starts].tolist(), strict=True)
+        for (request, iteration), total, count in zip(keys, sums, counts, strict=True):
             held = self._embedding.get(request)
             if held is not None and held[0] == iteration:
                 total, count = held[1] + total, held[2] + count

@@ -29,8 +29,6 @@ from moetool.trace import MANIFEST, REQUESTS, TokenBatch, embedding_schema, to_a
 from moetool.trace_writer import TraceWriter
 
 STAGE = ".stage"
-CHUNK_TOKENS = 1024
-"""Rows that are written at once, unless their batch ends earlier."""
 
 
 def stage_path(out: Path) -> Path:
@@ -203,8 +201,6 @@ class BatchWriter:
         keeps_embeddings = "embeddings" in stage.plan.options.keep
         self._embedding_schema = embedding_schema(stage.plan.spec) if keeps_embeddings else None
         self._embeddings: list[tuple[int, int, np.ndarray]] = []
-        self._chunk: list[TokenBatch] = []
-        self._chunk_rows = self._rows = 0
         self._rows_of: dict[int, int] = {}
         self._open: tuple[Path, Any, Any] | None = None  # of the batch that is being written: path, file, Arrow stream
         self._error: BaseException | None = None
@@ -222,12 +218,9 @@ class BatchWriter:
             self._check()
 
     def append(self, rows: TokenBatch) -> None:
-        """Take in the rows of one forward; forwards count from 0 in each batch."""
+        """Take in the rows of one forward or several; forwards count from 0 in each batch."""
         self._check()
-        self._chunk.append(rows)
-        self._chunk_rows += len(rows)
-        if self._chunk_rows >= CHUNK_TOKENS:
-            self._send()
+        self._queue.put(partial(self._write, rows))
 
     def add_embedding(self, request: int, iteration: int, embedding_D: np.ndarray) -> None:
         """Take in the mean output of the embedding layer over one iteration of a request."""
@@ -236,14 +229,8 @@ class BatchWriter:
     def end_batch(self, batch: int, new_tokens: list[int]) -> None:
         """All rows of a batch are there; its requests got so many new tokens."""
         self._check()
-        self._send()
         self._queue.put(partial(self._finish, batch, new_tokens, self._embeddings))
         self._embeddings = []
-
-    def _send(self) -> None:
-        if self._chunk:
-            self._queue.put(partial(self._write, self._chunk))
-        self._chunk, self._chunk_rows = [], 0
 
     def _check(self) -> None:
         if isinstance(self._error, MoetoolError):
@@ -266,7 +253,7 @@ class BatchWriter:
                 file.close()
             path.unlink(missing_ok=True)
 
-    def _write(self, rows: list[TokenBatch]) -> None:
+    def _write(self, rows: TokenBatch) -> None:
         record = to_record_batch(rows, self._schema)
         self._require_numbers(record)
         if self._open is None:

@@ -147,12 +147,9 @@ def to_token_batch(record: pa.RecordBatch) -> TokenBatch:
     return TokenBatch(**columns)
 
 
-def to_record_batch(rows: Sequence[TokenBatch], schema: pa.Schema) -> pa.RecordBatch:
-    """The columns of a schema from rows of tokens/, one after the other."""
-    arrays = []
-    for field in schema:
-        values = np.concatenate([getattr(part, COLUMNS[field.name]) for part in rows])
-        arrays.append(to_array(values, field.type))
+def to_record_batch(rows: TokenBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The columns of a schema from rows of tokens/."""
+    arrays = [to_array(getattr(rows, COLUMNS[field.name]), field.type) for field in schema]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 

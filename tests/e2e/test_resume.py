@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from moetool import capture as capturing
-from moetool import capture_stage
 from moetool.capture import Captured, finish, forward_batches, run_batches
 from moetool.capture import capture as capture_prompts
 from moetool.capture_plan import CaptureOptions, CapturePlan, Item, plan_capture
 from moetool.capture_stage import Stage, open_stage, stage_path
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.models.loading import LoadedModel, load_full
+from moetool.models.recording import GateRecorder
 from moetool.models.spec import read_spec
 from moetool.prompts import Prompt
 from moetool.prompts import load as load_prompts
@@ -239,19 +239,19 @@ def _killed_at(number: int, run: Callable[[], object], monkeypatch: pytest.Monke
 def test_after_an_end_between_any_two_forwards_the_files_are_the_same(
     case: Case, alone: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = capture_stage.BatchWriter.append
+    real = GateRecorder.hold
     for one, forwards in ((case, 4), (alone, 6)):
         for number in range(0, forwards, 2):
             out, left = tmp_path / f"{forwards} {number}" / "t", [number]
 
-            def append(self: Any, rows: Any, left: list[int] = left) -> None:
+            def hold(self: Any, batch: Any, left: list[int] = left) -> None:
                 if left[0] == 0:
                     raise KeyboardInterrupt
                 left[0] -= 1
-                real(self, rows)
+                real(self, batch)
 
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(capture_stage.BatchWriter, "append", append)
+                patch.setattr(GateRecorder, "hold", hold)
                 one.run(out)
             assert not out.exists()
             assert len(Stage(out, one.plan).missing()) == len(one.plan.batches) - number // 2
