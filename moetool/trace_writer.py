@@ -3,7 +3,7 @@
 import json
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from moetool.trace import (
     SCHEMA_VERSION,
     TokenBatch,
     embedding_schema,
+    to_array,
     token_schema,
 )
 from moetool.types import ModelSpec
@@ -28,6 +29,17 @@ from moetool.types import ModelSpec
 ROW_GROUP_TOKENS = 8192
 PART_TOKENS = 1 << 20
 """Rows after which a new file is begun."""
+
+
+def token_columns(keep: Collection[str]) -> list[str]:
+    """The columns of tokens/ for what is kept.
+
+    Raises:
+        UsageError: something else than `KEEP`.
+    """
+    if unknown := set(keep) - set(KEEP):
+        raise UsageError(f"cannot keep {', '.join(sorted(unknown))}: known are {', '.join(KEEP)}")
+    return [*ALWAYS, "weights", *(column for column in ("logits", "hidden", "ahead") if column in keep)]
 
 
 class TraceWriter:
@@ -43,9 +55,7 @@ class TraceWriter:
 
     def __init__(self, folder: Path, spec: ModelSpec, keep: Iterable[str], ahead: int = 3) -> None:
         self.keep = frozenset(keep) | {"topk"}
-        if unknown := self.keep - set(KEEP):
-            raise UsageError(f"cannot keep {', '.join(sorted(unknown))}: known are {', '.join(KEEP)}")
-        self.columns = [*ALWAYS, "weights", *(c for c in ("logits", "hidden", "ahead") if c in self.keep)]
+        self.columns = token_columns(self.keep)
         self.ahead = ahead if "ahead" in self.keep else 0
         self._folder = folder
         self._spec = spec
@@ -76,13 +86,17 @@ class TraceWriter:
 
     def add_embedding(self, request: int, iteration: int, embedding_D: np.ndarray) -> None:
         """Record the mean output of the embedding layer over one iteration of a request, if embeddings are kept."""
+        self.add_embeddings(np.array([request]), np.array([iteration]), embedding_D[None])
+
+    def add_embeddings(self, request_N: np.ndarray, iteration_N: np.ndarray, embedding_ND: np.ndarray) -> None:
+        """As `add_embedding`, of several iterations."""
         self._check()
         if self._iterations is None:
             return
         columns: dict[str, np.ndarray] = {
-            "request": np.array([request], np.int32),
-            "iteration": np.array([iteration], np.int32),
-            "embedding": embedding_D.astype(np.float16)[None],
+            "request": request_N.astype(np.int32),
+            "iteration": iteration_N.astype(np.int32),
+            "embedding": embedding_ND.astype(np.float16),
         }
         self._queue.put((self._iterations, columns))
 
@@ -221,12 +235,6 @@ class _Parts:
             writer.close()
 
     def _table(self) -> pa.Table:
-        arrays = []
-        for field in self.schema:
-            values = np.concatenate([columns[field.name] for columns in self._pending])
-            if pa.types.is_fixed_size_list(field.type):
-                flat = pa.array(np.ascontiguousarray(values).reshape(-1), type=field.type.value_type)
-                arrays.append(pa.FixedSizeListArray.from_arrays(flat, type=field.type))
-            else:
-                arrays.append(pa.array(values, type=field.type))
+        values = {name: np.concatenate([columns[name] for columns in self._pending]) for name in self.schema.names}
+        arrays = [to_array(values[field.name], field.type) for field in self.schema]
         return pa.Table.from_arrays(arrays, schema=self.schema)
