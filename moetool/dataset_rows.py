@@ -5,6 +5,7 @@ named by their split or task (`test.jsonl`, `arithmetic.jsonl`). What is read ar
 Arrow, as `datasets.load_dataset` reads them. The only importer of `datasets`.
 """
 
+import glob
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -100,6 +101,8 @@ def _from_hub(recipe: DatasetRecipe, config: str | None, split: str) -> Any:
 def _from_folder(name: str, recipe: DatasetRecipe, config: str | None, folder: Path, split: str) -> Any:
     import datasets
 
+    if config is not None and Path(config).name != config:
+        raise UsageError(f"{config!r} is no name of a task, expected one without a path; 'moetool data' lists some")
     if not folder.is_dir():
         raise UsageError(f"no folder at {folder}, expected a copy of {recipe.hub}; give another --data-dir")
     root = next(
@@ -120,7 +123,9 @@ def _from_folder(name: str, recipe: DatasetRecipe, config: str | None, folder: P
     formats = sorted({_FORMATS[file.suffix.lower()] for file in files})
     if len(formats) > 1:
         raise UsageError(f"{root} has {split} rows as {' and as '.join(formats)}, expected one format; move the others")
-    return datasets.load_dataset(formats[0], data_files=[str(file) for file in files], split="train", streaming=True)
+    return datasets.load_dataset(
+        formats[0], data_files=[glob.escape(str(file)) for file in files], split="train", streaming=True
+    )
 
 
 def _files(root: Path, recipe: DatasetRecipe, config: str | None, split: str) -> list[Path]:
@@ -140,11 +145,13 @@ def _files(root: Path, recipe: DatasetRecipe, config: str | None, split: str) ->
     ):
         found = listed
     if config is not None:
-        configs = {file: _words(file.relative_to(root)) for file in found}
-        if named := [file for file in found if config.lower() in configs[file]]:
-            found = named
-        elif recipe.tasks and root.name != config:
-            raise unknown_name(f"task of {root}:", config, {file.stem for file in found})
+        named = [file for file in found if config.lower() in _words(file.relative_to(root))]
+        # Where nothing is named so, files that are in no folder of another name are taken for a copy of this alone.
+        alone = [file for file in found if {*file.relative_to(root).parts[:-1]} <= {"data", *_SPLITS}]
+        if not named and root.name != config and (recipe.tasks or not alone):
+            known = {file.stem for file in alone} or {file.relative_to(root).parts[0] for file in found}
+            raise unknown_name(f"task or config of {root}:", config, known)
+        found = named or alone or found
     splits = {file: next((_SPLITS[s] for s in _SPLITS if s in _words(file.relative_to(root))), None) for file in found}
     wanted = [file for file in found if splits[file] == split] or [file for file in found if splits[file] is None]
     if not wanted:

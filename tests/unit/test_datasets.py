@@ -233,6 +233,11 @@ def test_a_byte_order_mark_and_carriage_returns_are_no_damage(tmp_path: Path) ->
     assert gather("gsm8k", tmp_path).prompts[0].text == "Question: wie groß?\nAnswer:"
 
 
+def test_signs_of_patterns_in_a_path_are_signs(tmp_path: Path) -> None:
+    write(tmp_path / "a[1] *é" / "test.jsonl", [SAMPLES["gsm8k"].row])
+    assert len(gather("gsm8k", tmp_path / "a[1] *é").prompts) == 1
+
+
 def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "test.parquet").write_bytes(b"PAR1 and no more")
     refused(MismatchError, lambda: gather("gsm8k", tmp_path), str(tmp_path), "copy it again")
@@ -248,6 +253,10 @@ def test_folders_without_the_rows_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "b" / "test.jsonl", [row])
     write(tmp_path / "b" / "test.parquet", [row])
     refused(UsageError, lambda: gather("gsm8k", tmp_path / "b"), "json and as parquet")
+    write(tmp_path / "d" / "socratic" / "test.jsonl", [row])
+    refused(UsageError, lambda: gather("gsm8k", tmp_path / "d"), "'main'", "known: socratic")
+    assert len(gather("gsm8k:socratic", tmp_path / "d").prompts) == 1
+    refused(UsageError, lambda: gather("bigbench:../d", tmp_path / "d"), "'../d' is no name of a task")
     write(tmp_path / "c" / "race" / "test.jsonl", [row])
     refused(UsageError, lambda: gather("gsm8k", tmp_path / "c"), "has race, expected a folder gsm8k")
 
