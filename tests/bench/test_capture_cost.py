@@ -38,8 +38,8 @@ from moetool.types import ModelSpec, Phase
 
 ROUNDS = 5
 KEPT = {"topk": ("topk",), "topk,logits": ("topk", "logits"), "topk,embeddings": ("topk", "embeddings")}
-LOADS = {"prefill-heavy": (150, 2), "decode-heavy": (8, 64)}
-"""Words of each prompt, new tokens."""
+LOADS = {"prefill-heavy": (24, 150, 2), "decode-heavy": (8, 8, 64)}
+"""Prompts, words of each, new tokens. In a batch of one a third as many."""
 
 
 def _prompts(count: int, words: int) -> list[Prompt]:
@@ -75,10 +75,12 @@ def _little_garbage() -> Iterator[None]:
 def test_recording_costs_little(batch_size: int, tmp_path: Path) -> None:
     loaded = load_full(locate("reference"), parse_dtype("float32"))
     rows = []
-    for load_name, (words, new_tokens) in LOADS.items():
+    for load_name, (count, words, new_tokens) in LOADS.items():
         for keep_name, keep in KEPT.items():
             options = CaptureOptions(max_new_tokens=new_tokens, batch_size=batch_size, keep=keep, threads=1)
-            plan = plan_capture("reference", _prompts(8 if batch_size > 1 else 3, words), options, pooled=False)
+            plan = plan_capture(
+                "reference", _prompts(count if batch_size > 1 else count // 3, words), options, pooled=False
+            )
             pairs: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
             with _little_garbage():
                 for i in range(ROUNDS + 1):  # the first one warms up
@@ -104,6 +106,7 @@ def test_recording_costs_little(batch_size: int, tmp_path: Path) -> None:
                     f"{ratios[1]:.3f}",
                 ]
             )
+            print(*rows[-1], sep=" | ", flush=True)
     print_table(
         f"recording against the same generation without, batches of {batch_size}, {ROUNDS} paired rounds",
         ["prompts and columns", "tokens", "processor us a token without", "ratio", "quartiles", "by processor time"],
