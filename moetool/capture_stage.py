@@ -10,10 +10,11 @@ in which run: the trace is put together from the batches in their order.
 
 import contextlib
 import json
-import os
 import queue
+import shlex
 import shutil
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -62,7 +63,8 @@ class Stage:
         """Whether `out` is the trace of this very capture already."""
         try:
             manifest = json.loads((self.out / MANIFEST).read_text(encoding="utf-8"))
-            return bool(manifest["provenance"]["capture"] == self.plan.digest)
+            facts = manifest["provenance"]["capture"], manifest["requests"]
+            return facts == (self.plan.digest, self.plan.num_prompts)
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
@@ -75,7 +77,7 @@ class Stage:
         """
         facts = self.path / "capture.json"
         if self.path.exists() and any(self.path.glob("batch-*.arrow")):
-            remove = f"remove what is there: rm -r {self.path}"
+            remove = f"remove what is there: rm -r {shlex.quote(str(self.path))}"
             if not resume:
                 raise UsageError(
                     f"{self.path} holds a capture that was stopped; go on with it by the same command and --resume, "
@@ -100,13 +102,12 @@ class Stage:
         """Forget the capture."""
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def copy_to(self, writer: TraceWriter) -> list[dict[str, Any]]:
-        """Give a writer all batches in their order; gives the rows of requests.parquet.
+    def copy_to(self, writer: TraceWriter) -> None:
+        """Give a writer all batches in their order.
 
         Raises:
             MismatchError: a batch is missing or damaged.
         """
-        requests: list[dict[str, Any]] = []
         forward = 0
         for batch in range(len(self.plan.batches)):
             try:
@@ -123,15 +124,13 @@ class Stage:
                             values = record["embedding"].flatten().to_numpy(zero_copy_only=False)
                             request_N, iteration_N = (record[name].to_numpy() for name in ("request", "iteration"))
                             writer.add_embeddings(request_N, iteration_N, values.reshape(len(record), -1))
-                    requests += pa.ipc.open_stream(file).read_all().to_pylist()
+                    for request in pa.ipc.open_stream(file).read_all().to_pylist():
+                        writer.add_request(**{name: value for name, value in request.items() if name != "tokens"})
             except (pa.ArrowException, OSError) as error:
                 raise MismatchError(
                     f"{self.file(batch)} is missing or damaged ({first_line(error)}); remove it, and repeat the "
                     "command with --resume"
                 ) from error
-        for request in requests:
-            writer.add_request(**{name: value for name, value in request.items() if name != "tokens"})
-        return requests
 
 
 @contextlib.contextmanager
@@ -257,7 +256,7 @@ class BatchWriter:
         record = to_record_batch(rows, self._schema)
         self._require_numbers(record)
         if self._open is None:
-            path = self._stage.path / f"{os.getpid()}{durable.PARTIAL}"
+            path = self._stage.path / f"{uuid.uuid4().hex}{durable.PARTIAL}"  # several processes write, on any machine
             file = pa.OSFile(str(path), "wb")
             self._open = path, file, pa.ipc.new_stream(file, self._schema)
         self._open[2].write_batch(record)

@@ -55,7 +55,8 @@ def head(
                     writer.append(_cut_rows(mine, spec, num_layers))
             if "embeddings" in keep:
                 _copy_embeddings(trace, writer, set(wanted.tolist()))
-            kept = {k: v for k, v in trace.manifest["provenance"].items() if k not in ("decisions", "failed_forwards")}
+            of_the_whole = ("decisions", "failed_forwards", "capture")
+            kept = {k: v for k, v in trace.manifest["provenance"].items() if k not in of_the_whole}
             provenance = {**kept, "head_of": trace.sha256}
             writer.finish(composition=trace.manifest["composition"], provenance=provenance)
         except BaseException:

@@ -422,12 +422,12 @@ def test_the_facts_of_a_capture_are_what_its_rows_depend_on(reference: Path) -> 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("whole") / "t"
-    capture_prompts("reference", load_prompts(["all"], max_prompts=12), out, _OPTIONS)
+    capture_prompts("reference", load_prompts(["all"], max_prompts=4), out, _OPTIONS)
     return sha256s(out)
 
 
-_OPTIONS = CaptureOptions(max_new_tokens=8, batch_size=3, threads=1)
-_COMMAND = ["--data", "all", "--max-prompts", "12", "--max-new-tokens", "8", "--batch-size", "3", "--threads", "1"]
+_OPTIONS = CaptureOptions(max_new_tokens=4, batch_size=3, threads=1)
+_COMMAND = ["--data", "all", "--max-prompts", "4", "--max-new-tokens", "4", "--batch-size", "3", "--threads", "1"]
 
 
 def _start(out: Path, *flags: str) -> subprocess.Popen:
@@ -448,7 +448,7 @@ def test_real_kills_and_resumes_give_the_same_files(
     flags: tuple[str, ...], tmp_path: Path, uninterrupted: dict[str, str]
 ) -> None:
     out = tmp_path / "t"
-    for batches, delay_s in ((1, 0.0), (4, 0.03), (9, 0.2)):
+    for batches, delay_s in ((1, 0.0), (3, 0.03), (6, 0.1)):
         process = _start(out, "--resume", *flags)
         _wait_for(batches, stage_path(out), process)
         time.sleep(delay_s)
