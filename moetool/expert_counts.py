@@ -94,8 +94,10 @@ class ExpertCounts:
                 raise ValueError("its sha256 is not the manifest's")
             column = pq.read_table(file)["tokens"].combine_chunks()
             shape = self.spec.num_layers, self.spec.num_experts
+            if column.type.list_size != shape[0] * shape[1]:
+                raise ValueError(f"{column.type.list_size} counts a pass, expected {shape[0]} layers x {shape[1]}")
             self.counts_WLE: np.ndarray = column.flatten().to_numpy(zero_copy_only=False).reshape(-1, *shape)
-        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise MismatchError(f"{file} is damaged ({first_line(error)}); import it again") from None
 
     @property

@@ -4,6 +4,7 @@
 more is refused.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ def load(path: Path) -> dict[str, Any]:
 
     try:
         pack = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise MismatchError(
-            f"{path} is no file of tensors, lists and numbers alone ({first_line(error)[:200]}); moetool does not run "
-            f"the code of a file: record again with SGLang"
-        ) from None
     except Exception as error:  # a damaged archive fails in a dozen ways, some of them in the zip reader
-        raise MismatchError(f"{path} is no whole .pt file ({first_line(error)[:200]}); record again") from None
+        if isinstance(error, pickle.UnpicklingError) and (asked := re.search(r"GLOBAL (\S+)", str(error))):
+            raise MismatchError(
+                f"{path} asks for {asked[1]}, expected tensors, lists and numbers alone; moetool does not run the code "
+                f"of a file: record again with SGLang"
+            ) from None
+        reason = "not made by torch.save" if isinstance(error, pickle.UnpicklingError) else first_line(error)[:200]
+        raise MismatchError(f"{path} is no whole .pt file ({reason}); record again") from None
     if not isinstance(pack, dict):
         raise MismatchError(f"{path} holds a {type(pack).__name__}, expected a dictionary of SGLang's recorder")
     return pack
