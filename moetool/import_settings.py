@@ -6,8 +6,16 @@ from pathlib import Path
 
 from moetool.errors import UsageError
 from moetool.expert_counts import MANIFEST, open_workload
-from moetool.model_facts import ModelFacts
+from moetool.model_facts import MOST_EXPERTS, ModelFacts
 from moetool.types import ModelSpec
+
+_MOST = {
+    "num_hidden_layers": 10_000,
+    "num_experts": MOST_EXPERTS,
+    "top_k": MOST_EXPERTS,
+    "expert_bytes": 1 << 50,
+    "hidden_size": 1 << 20,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +36,7 @@ class Settings:
         hidden_size: width of the residual stream.
 
     Raises:
-        UsageError: a number is not above 0, or two of these say the same.
+        UsageError: a number is not above 0 or absurd, or two of these say the same.
     """
 
     model: str | None = None
@@ -43,9 +51,9 @@ class Settings:
     hidden_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_hidden_layers", "num_experts", "top_k", "expert_bytes", "hidden_size"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UsageError(f"--set {name}: found {value}, expected a whole number above 0")
+        for name, most in _MOST.items():
+            if (value := getattr(self, name)) is not None and not 1 <= value <= most:
+                raise UsageError(f"--set {name}: found {value}, expected a whole number above 0, at most {most:,}")
         if self.first_k_dense is not None and self.first_k_dense < 0:
             raise UsageError(f"--set first_k_dense: found {self.first_k_dense}, expected a whole number from 0")
         if self.first_k_dense is not None and self.moe_layers is not None:

@@ -14,6 +14,9 @@ import numpy as np
 from moetool.errors import MismatchError, UsageError
 from moetool.types import ModelSpec
 
+MOST_EXPERTS = 1 << 16
+"""A trace keeps the number of an expert in 16 bits."""
+
 SAY_LAYERS = "--set model=PATH, first_k_dense=N or moe_layers=1..26"
 
 
@@ -129,6 +132,8 @@ class ModelFacts:
         """
         num_layers = found.num_layers
         said = self.spec
+        if found.num_experts > MOST_EXPERTS:
+            raise MismatchError(f"{path} has {found.num_experts:,} experts a layer, expected at most {MOST_EXPERTS:,}")
         expected: dict[str, Any] = {
             "layer_ids_L": said.layer_ids_L if said else self.moe_layers,
             "num_experts_L": said.num_experts_L if said else self.num_experts and (self.num_experts,) * num_layers,

@@ -1,5 +1,6 @@
 """Foreign files of routes or counts -> a trace, or a folder of counts."""
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -143,6 +144,17 @@ def _check_sources(sources: Sequence[_Source], task: str | None, tokens_as: str 
             names[key] = i
 
 
+def _twins(sources: Sequence[_Source]) -> list[str]:
+    """A warning of each file that holds what another does, as the ranks of one tensor-parallel group do."""
+    seen: dict[bytes, Path] = {}
+    found = []
+    for file, _, routes in sources:
+        content = b"".join(sequence.experts_TS.tobytes() for sequence in routes.sequences)
+        if (twin := seen.setdefault(hashlib.sha256(content).digest(), file)) is not file:
+            found.append(f"{file.name} holds the same routes as {twin.name}: if they are ranks of one group, give one")
+    return found
+
+
 def _write_routes(
     sources: Sequence[_Source],
     task: str | None,
@@ -155,7 +167,7 @@ def _write_routes(
     every = [sequence for _, _, routes in sources for sequence in routes.sequences]
     weights = all(sequence.weights_TS is not None for sequence in every)
     logits = all(sequence.logits_TF is not None for sequence in every)
-    notes = list(dict.fromkeys(note for _, _, routes in sources for note in routes.notes))
+    notes = list(dict.fromkeys(note for _, _, routes in sources for note in routes.notes)) + _twins(sources)
     tasks: list[str] = []
     with durable.staged_directory(out, overwrite, MANIFEST) as folder:
         writer = TraceWriter(folder, spec, ["topk", *(["logits"] if logits else [])], weights=weights)

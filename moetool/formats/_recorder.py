@@ -81,6 +81,11 @@ def logical_map(path: Path, pack: dict[str, Any]) -> np.ndarray:
     """
     logical_HP = array(path, pack, "last_physical_to_logical_map", 2)
     num_experts = int(logical_HP.max(initial=-1)) + 1
+    if num_experts > logical_HP.shape[1]:
+        raise MismatchError(
+            f"{path} maps {logical_HP.shape[1]} slots a layer to experts up to {num_experts - 1}, expected each expert "
+            f"at least once; record again"
+        )
     for layer, slots in enumerate(logical_HP):
         if slots.min(initial=0) < 0 or not np.array_equal(np.unique(slots), np.arange(num_experts)):
             raise MismatchError(
@@ -108,8 +113,9 @@ def trivial_map(num_hidden_layers: int, num_experts: int) -> Any:
 
 
 def counts_with_dense(counts_WLE: np.ndarray, layers: tuple[int, ...], num_hidden_layers: int) -> np.ndarray:
-    """counts_WHE int32, zero in the layers without experts."""
-    counts_WHE = np.zeros((len(counts_WLE), num_hidden_layers, counts_WLE.shape[2]), np.int32)
+    """counts_WHE int32 (int64 where they are too large), zero in the layers without experts."""
+    dtype = np.int32 if counts_WLE.max(initial=0) < 2**31 else np.int64
+    counts_WHE = np.zeros((len(counts_WLE), num_hidden_layers, counts_WLE.shape[2]), dtype)
     counts_WHE[:, list(layers)] = counts_WLE
     return counts_WHE
 

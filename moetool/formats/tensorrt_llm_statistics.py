@@ -33,8 +33,6 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
         keys = sorted({key for arrays in ranks.values() for key in arrays})
         layers = tuple(sorted({layer for _, layer in keys}))
         shapes.add((num_experts, top_k, layers))
-        numbers = {iteration: w for w, iteration in enumerate(sorted({iteration for iteration, _ in keys}))}
-        counts_WLE = np.zeros((len(numbers), len(layers), num_experts), np.int64)
         for rank, arrays in ranks.items():
             for (iteration, layer), counts_E in arrays.items():
                 if counts_E.shape != (num_experts,):
@@ -42,6 +40,10 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
                         f"{folder}, rank {rank}, {iteration}_{layer} has the shape {counts_E.shape}, expected "
                         f"{(num_experts,)} by {_statistics.META}"
                     )
+        numbers = {iteration: w for w, iteration in enumerate(sorted({iteration for iteration, _ in keys}))}
+        counts_WLE = np.zeros((len(numbers), len(layers), num_experts), np.int64)
+        for arrays in ranks.values():
+            for (iteration, layer), counts_E in arrays.items():
                 counts_WLE[numbers[iteration], layers.index(layer)] += counts_E
         passes.append(counts_WLE[counts_WLE.any(axis=(1, 2))])
     if len(shapes) > 1:

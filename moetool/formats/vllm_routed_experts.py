@@ -88,7 +88,7 @@ def _array(where: str, raw: bytes) -> np.ndarray:
         version = np.lib.format.read_magic(stream)
         reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         shape, fortran, dtype = reads[version](stream)
-    except (ValueError, KeyError, SyntaxError, TypeError, EOFError) as error:
+    except Exception as error:  # NumPy reads the header with Python's own tokenizer, and fails in all of its ways
         raise MismatchError(f"{where} has routed_experts that are no .npy file ({first_line(error)})") from None
     left = len(raw) - stream.tell()
     whole = dtype.itemsize * int(np.prod(shape, dtype=object))
