@@ -160,9 +160,8 @@ def import_files(
     if as_json:
         tables.print_json(made.to_json())
         return
-    what = (
-        f"{', '.join(made.tasks)}: {made.requests:,} requests" if made.kind == "trace" else f"{made.requests:,} passes"
-    )
+    tasks = ", ".join(made.tasks) if len(made.tasks) < 6 else f"{len(made.tasks)} tasks"
+    what = f"{tasks}: {made.requests:,} requests" if made.kind == "trace" else f"{made.requests:,} passes"
     print(f"{out}: {made.model}, {what}, {made.tokens:,} tokens, {tables.count(made.bytes, 'B')}")
     for note in made.notes:
         print(f"  {note}")

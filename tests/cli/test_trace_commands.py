@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from moetool import cli
+from moetool.trace import Trace
 from tests import foreign, synthetic_routes
 
 Run = Callable[..., tuple[int, str, str]]
@@ -53,18 +54,44 @@ def test_in_and_out(run: Run, tmp_path: Path) -> None:
     assert code == 3 and "no whole .pt file" in err and not (tmp_path / "u").exists()
 
 
-def test_a_model_with_its_config_alone(run: Run, tmp_path: Path) -> None:
-    from moetool import assets
-
-    rows = foreign.hidden_rows("a")
-    file = foreign.write_lines(tmp_path / "v.jsonl", foreign.vllm_response("a", rows))
+def test_the_layers_with_experts_are_those_of_the_model(run: Run, tmp_path: Path) -> None:
+    config = {
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "kv_lora_rank": 8,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "vocab_size": 64,
+        "dtype": "bfloat16",
+    }
     (tmp_path / "model").mkdir()
-    config = assets.path("data", "reference-moe") / "config.json"
-    (tmp_path / "model" / "config.json").write_bytes(config.read_bytes())
-    arguments = ("import", file, "--format", "vllm_routed_experts", "--out", tmp_path / "t")
-    code, _, err = run(*arguments, "--set", f"model={tmp_path / 'model'}")
-    layers = json.loads(config.read_text())["num_hidden_layers"]
-    assert code == 3 and f"has 4 layers, expected {layers}" in err
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    file = foreign.write_lines(tmp_path / "s.jsonl", foreign.sglang_native("a"))
+    arguments = ("import", file, "--format", "sglang_routed_experts", "--set", f"model={tmp_path / 'model'}")
+    code, out, err = run(*arguments, "--out", tmp_path / "t", "--json")
+    assert code == 0, err
+    assert json.loads(out)["model"] == "deepseek_v2:model"
+    spec = Trace(tmp_path / "t").spec
+    assert spec.layer_ids_L == (1, 2, 3) and spec.num_shared_experts == 1
+    assert spec.expert_bytes_L == (3 * 32 * 16 * 2,) * 3
+    file = foreign.write_lines(file, foreign.sglang_native("a", foreign.hidden_rows("a")[:, [1, 0, 2, 3]]))
+    code, _, err = run(*arguments, "--out", tmp_path / "u")
+    assert code == 3 and "layer 0 has experts, expected none" in err
 
 
 def test_parted_and_joined(run: Run, tmp_path: Path) -> None:

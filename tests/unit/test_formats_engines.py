@@ -274,6 +274,16 @@ def test_per_token_leaves_padding_out_and_counts_what_is_not_certain(tmp_path: P
     assert any("1 tokens fit several sequences" in note for note in made.notes)
 
 
+def test_the_files_of_several_ranks_are_tasks_whose_forwards_follow_one_another(tmp_path: Path) -> None:
+    said = {"first_k_dense": 1, "expert_bytes": 9}
+    files = [foreign.save(tmp_path / f"rank{i}.pt", foreign.recorder_pack()) for i in range(2)]
+    made = import_trace(files, "sglang_per_token", tmp_path / "t", settings=said)
+    assert made.tasks == ["rank0", "rank1"] and made.requests == 4
+    assert any("rank1.pt holds the same routes as rank0.pt" in note for note in made.notes)
+    together = [sorted(set(rows.request_T.tolist())) for rows in Trace(tmp_path / "t").recorded_forwards([])]
+    assert together == [[0], [0], [0, 1], [0, 1], [1], [2], [2], [2, 3], [2, 3], [3]]
+
+
 def test_stat_and_per_pass_become_counts(tmp_path: Path) -> None:
     expected = foreign.counts_by_forward()
     stat = foreign.save(tmp_path / "stat.pt", foreign.stat_pack())
@@ -353,8 +363,13 @@ def test_a_wrong_recording_is_refused(tmp_path: Path, change: Callable[[Pack], A
 
 
 class _Code:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (Path("/tmp/moetool-must-not-run"),))
+        return (Path.touch, (self.file,))
 
 
 def test_a_pt_file_is_never_run_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
@@ -364,9 +379,9 @@ def test_a_pt_file_is_never_run_and_a_damaged_one_is_refused(tmp_path: Path) -> 
     for part in (whole[: len(whole) // 2], whole[:100], b"", whole[64:], b"\x80\x02}." + bytes(40)):
         file.write_bytes(part)
         refused("no whole .pt file", file, "sglang_per_token", said)
-    foreign.save(file, {"records": [_Code()]})
+    foreign.save(file, {"records": [_Code(tmp_path / "ran")]})
     refused("asks for .*does not run the code", file, "sglang_per_token", said)
-    assert not Path("/tmp/moetool-must-not-run").exists()
+    assert not (tmp_path / "ran").exists()
     foreign.save(file, [1, 2])
     refused("holds a list", file, "sglang_stat", {**SHAPE, "top_k": 2})
     foreign.save(file, foreign.stat_pack())
