@@ -147,7 +147,7 @@ def import_files(
         typer.Option(
             "--set",
             help="What the files don't tell: model=PATH, or num_experts, top_k, expert_bytes, first_k_dense or "
-            "moe_layers=1..26, num_hidden_layers; task. Repeatable.",
+            "moe_layers=1..26, num_hidden_layers; task; drop_tokens=true. Repeatable.",
         ),
     ] = [],  # noqa: B006 - Typer copies defaults
     overwrite: Overwrite = False,

@@ -34,6 +34,7 @@ class Settings:
         top_k: experts that a token uses in each.
         expert_bytes: of one expert, for everything about memory.
         hidden_size: width of the residual stream.
+        drop_tokens: leave out token ids: they spell what people wrote.
 
     Raises:
         UsageError: a number is not above 0 or absurd, or two of these say the same.
@@ -49,6 +50,7 @@ class Settings:
     top_k: int | None = None
     expert_bytes: int | None = None
     hidden_size: int | None = None
+    drop_tokens: bool = False
 
     def __post_init__(self) -> None:
         for name, most in _MOST.items():

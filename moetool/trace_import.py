@@ -100,7 +100,7 @@ def import_trace(
     provenance = {
         "imported": {
             "format": format,
-            "settings": {name: value for name, value in asdict(said).items() if value is not None},
+            "settings": {name: value for name, value in asdict(said).items() if value not in (None, False)},
         },
         "versions": {"moetool": __version__},
     }
@@ -111,7 +111,7 @@ def import_trace(
     facts = said.facts()
     sources = [(file, _sha256(file), reader.read_routes(file, facts)) for file in files]
     _check_sources(sources, said.task, tokens_as)
-    return _write_routes(sources, said.task, tokens_as, out, provenance, overwrite)
+    return _write_routes(sources, said, tokens_as, out, provenance, overwrite)
 
 
 def _sha256(path: Path) -> str | dict[str, str]:
@@ -157,7 +157,7 @@ def _twins(sources: Sequence[_Source]) -> list[str]:
 
 def _write_routes(
     sources: Sequence[_Source],
-    task: str | None,
+    said: Settings,
     tokens_as: str | None,
     out: Path,
     provenance: dict[str, Any],
@@ -177,7 +177,7 @@ def _write_routes(
                 batches = []
                 for sequence in routes.sequences:
                     prompt, num_tokens = _prompt_tokens(sequence, tokens_as), len(sequence.experts_TS)
-                    about = sequence.task or task or routes.task
+                    about = sequence.task or said.task or routes.task
                     tasks += [] if about in tasks else [about]
                     new_tokens = sequence.new_tokens
                     writer.add_request(
@@ -189,6 +189,8 @@ def _write_routes(
                         new_tokens=num_tokens - prompt if new_tokens is None else new_tokens,
                     )
                     batches.append(_rows(sequence, requests, forwards, prompt))
+                    if said.drop_tokens:
+                        batches[-1].token_id_T = np.full(num_tokens, -1, np.int32)
                     if sequence.forward_T is None:
                         forwards = int(batches[-1].forward_T[-1]) + 1
                     requests, tokens = requests + 1, tokens + num_tokens

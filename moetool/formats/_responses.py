@@ -57,7 +57,7 @@ def read_responses(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def field(where: str, holder: Any, name: str, kind: type) -> Any:
-    """A field that may be missing (None), of the right kind where it is there; a number is not below 0.
+    """A field that may be missing (None), of the right kind where it is there; a number is one of tokens.
 
     Raises:
         MismatchError: it is of another kind.
@@ -65,7 +65,7 @@ def field(where: str, holder: Any, name: str, kind: type) -> Any:
     value = holder.get(name) if isinstance(holder, dict) else None
     if value is None:
         return None
-    if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
+    if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and not 0 <= value < 2**31):
         raise MismatchError(f"{where} has {name} {str(value)[:40]!r}, expected {kind.__name__}")
     return value
 

@@ -168,7 +168,7 @@ def _check_event(where: str, event: dict[str, Any], width: int | None) -> None:
         raise MismatchError(f"{where} has the experts {experts}, expected {width or 'only'} different ones")
     weights = event.get("selected_probabilities") or []
     if not isinstance(weights, list) or len(weights) not in (0, len(experts)):
-        raise MismatchError(f"{where} has {len(weights)} probabilities for {len(experts)} experts")
+        raise MismatchError(f"{where} has the probabilities {str(weights)[:40]}, expected none or {len(experts)}")
     if not all(type(weight) in (int, float) and 0 <= weight <= 1 for weight in weights):
         raise MismatchError(f"{where} has the probabilities {weights}, expected numbers from 0 to 1")
 

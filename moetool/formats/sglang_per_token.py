@@ -144,7 +144,8 @@ def _record(where: str, record: dict[str, Any], logical_HP: np.ndarray) -> _Reco
             raise MismatchError(f"{where} contradicts its own global_physical_count; it is damaged, record again")
     logical_HTK = np.take_along_axis(logical_HP, np.maximum(slots_HTK, 0).reshape(num_hidden, -1), axis=1)
     logical_HTK = np.where(slots_HTK < 0, -1, logical_HTK.reshape(slots_HTK.shape))
-    mode = record.get("forward_mode")
+    told = record.get("forward_mode")
+    mode = told if type(told) is int else -1
     extends = record.get("extend_seq_lens") is not None and mode != _DECODE
     lengths = _numbers(where, record, "extend_seq_lens") if extends else [1] * num_tokens
     if sum(lengths) != num_tokens or min(lengths, default=1) < 1 or mode not in (_EXTEND, _DECODE, _MIXED, 4):

@@ -174,6 +174,7 @@ def test_responses_that_are_none_are_refused(tmp_path: Path) -> None:
         (json.dumps({"meta_info": {}}).encode(), "--enable-return-routed-experts"),
         (whole.replace('"prompt_tokens": 4', '"prompt_tokens": "4"').encode(), "prompt_tokens '4', expected int"),
         (whole.replace('"prompt_tokens": 4', '"prompt_tokens": -4').encode(), "prompt_tokens '-4'"),
+        (whole.replace('"completion_tokens": 4', f'"completion_tokens": {2**40}').encode(), "completion_tokens"),
         (json.dumps({"meta_info": {"routed_experts": "@@"}}).encode(), "no base64"),
         (json.dumps({"meta_info": {"routed_experts": ""}}).encode(), "0 bytes"),
         (f"{whole}\n{whole}".encode(), "have the sequence 'a'"),
@@ -352,6 +353,7 @@ def _set(key: str, value: Any) -> Callable[[Pack], None]:
         (_set("extend_seq_lens", [3]), "add up to 3"),
         (_set("extend_seq_lens", [5, -1]), "add up to 4|no list of whole numbers"),
         (_set("forward_mode", 5), "forward_mode 5"),
+        (_set("forward_mode", torch.zeros(2)), "in forward_mode -1"),
         (_set("input_ids", None), "no list of whole numbers 'input_ids'"),
     ],
 )

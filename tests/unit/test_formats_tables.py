@@ -130,7 +130,8 @@ def test_moe_cache_lab_brings_experts_weights_and_ids(tmp_path: Path) -> None:
         assert rows.token_id_T.tolist() == IDS[name]
         assert rows.phase_T.tolist() == [int(t >= PROMPT[name]) for t in range(len(rows))]
         assert rows.weights_TS is not None and (rows.weights_TS.reshape(-1, 2) == [0.5, 0.25]).all()
-    made = import_trace(files, "moe_cache_lab", tmp_path / "u", settings={**SAID, "task": "law"})
+    made = import_trace(files, "moe_cache_lab", tmp_path / "u", settings={**SAID, "task": "law", "drop_tokens": True})
+    assert all(set(rows.token_id_T.tolist()) == {-1} for rows in rows_of(tmp_path / "u"))
     assert made.tasks == ["law"]
     assert Trace(tmp_path / "u").requests["prompt_id"].to_pylist() == ["law/a", "law/b"]
 
@@ -178,7 +179,8 @@ def _event(i: int, **values: Any) -> Callable[[Records], Any]:
         (_event(2, selected_experts=[True, 2]), "expected numbers from 0"),
         (_event(2, layer="1"), "expected numbers from 0"),
         (_event(2, token_position=2**40), "expected numbers from 0"),
-        (_event(2, selected_probabilities=[0.5]), "1 probabilities for 2 experts"),
+        (_event(2, selected_probabilities=[0.5]), "the probabilities .0.5., expected none or 2"),
+        (_event(2, selected_probabilities=1.5), "the probabilities 1.5, expected none or 2"),
         (_event(2, selected_probabilities=[0.5, 1.5]), "expected numbers from 0 to 1"),
         (_event(2, selected_probabilities=[0.5, float("nan")]), "expected numbers from 0 to 1"),
         (_event(2, phase="warmup"), "of phase 'warmup'"),
