@@ -609,6 +609,60 @@ def profile(
         tables.print_profile(made)
 
 
+@app.command()
+def report(
+    trace: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace.")],
+    out: Annotated[Path, typer.Option("--out", help="The page, one HTML file with everything in it.")],
+    policy: Annotated[
+        list[str], typer.Option(help="Cache policies beside belady; repeat, or separate by commas. lru,lfu by default.")
+    ] = [],  # noqa: B006
+    budget: Annotated[
+        list[str], typer.Option(help="For experts: bytes or shares; 6.25%,12.5%,25%,50%,75% by default.")
+    ] = [],  # noqa: B006
+    settings: Annotated[
+        list[str],
+        typer.Option(
+            "--set", help="report.choices, report.uses, report.affinity_layers, ..., and POLICY.OPTION. Repeatable."
+        ),
+    ] = [],  # noqa: B006
+    as_json: Annotated[bool, typer.Option("--json", help="Print every number of the page as JSON.")] = False,
+    recipe: Recipe = None,
+) -> None:
+    """Draw a trace as one page: popularity, skew, entropy, affinity, reuse, hit rates, and what they mean."""
+    from moetool.report.making import POLICIES, measure
+    from moetool.report.sample import ReportOptions
+    from moetool.trace import Trace
+
+    durable.require_writable(out)
+    source, options = Trace(trace), parse_settings(settings)
+    chosen = parse(ReportOptions, options.pop("report", {}), "report")
+    policies = _split(policy) if policy else list(POLICIES)
+    _require_policies(policies, options)
+    with tables.progress(f"measuring {trace}", 100) as on_progress:
+        made = measure(
+            source,
+            policies=policies,
+            budgets=_split(budget) if budget else (),
+            policy_options=options,
+            options=chosen,
+            on_progress=on_progress,
+        )
+    from moetool.report.findings import caveat, findings
+    from moetool.report.page import render
+
+    said = findings(made)
+    page = render(made)
+    durable.write_text(out, page)
+    if as_json:
+        tables.print_json({**made.to_json(), "caveat": caveat(made), "findings": [one.to_json() for one in said]})
+        return
+    print(f"{out}: {source.spec.name}, {tables.count(len(page.encode()), 'B')}")
+    if warning := caveat(made):
+        print(f"  {warning}")
+    for finding in said:
+        print(f"  {finding.topic}: {finding.text}")
+
+
 @bench_app.command("serve")
 def bench_serve(
     policy: Annotated[list[str], typer.Option(help="Cache policies; repeat, or separate by commas.")],
