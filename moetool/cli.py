@@ -240,6 +240,9 @@ def plan_cache(
     frontier: Annotated[
         int, typer.Option(min=0, help="Budgets to show the best policy for, from the smallest pool to all experts.")
     ] = 3,
+    draw: Annotated[
+        Path | None, typer.Option(help="Draw that frontier of memory and latency: a .svg, .png or .pdf file.")
+    ] = None,
     tune: Annotated[
         bool, typer.Option("--tune", help="Try prefetch distances, pinned experts and limits of prefetching too.")
     ] = False,
@@ -250,15 +253,21 @@ def plan_cache(
     """Choose a cache policy and its slots for a device, by replaying the trace: the fewest bytes, or with a profile
     the shortest time per output token.
 
-    Everything is chosen on one half of the requests and shown on the other. The table of memory against latency is
-    printed and not drawn.
+    Everything is chosen on one half of the requests and shown on the other.
     """
     from moetool.models.spec import locate, read_spec
     from moetool.planning import plan_cache as run
+    from moetool.report.drawing import require_drawable
+    from moetool.report.figures.frontier import draw_frontier
     from moetool.serving.assembly import ServeOptions, fixed_bytes
     from moetool.trace import Trace
 
     durable.require_writable(out)
+    if draw is not None:
+        require_drawable(draw)
+        durable.require_writable(draw)
+        if frontier < 1:
+            raise UsageError("--draw draws the frontier; give --frontier 1 or more budgets")
     target_s = None if target_tpot is None else parse_seconds(target_tpot)
     if target_s is not None and profile is None:
         raise UsageError("--target-tpot is a time on some machine: give its costs with --profile FILE")
@@ -289,6 +298,8 @@ def plan_cache(
         tuned=tune,
     )
     plan.save(out)
+    if draw is not None:
+        draw_frontier(draw, plan)
     if as_json:
         tables.print_json(plan.to_json())
         return
