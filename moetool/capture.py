@@ -16,7 +16,8 @@ import torch
 
 from moetool import durable
 from moetool.capture_plan import CaptureOptions, CapturePlan, Item, plan_capture, provenance, row_bytes
-from moetool.capture_stage import BatchWriter, Stage, open_stage
+from moetool.capture_stage import Stage, open_stage
+from moetool.capture_writer import BatchWriter
 from moetool.errors import MoetoolError
 from moetool.models.batching import Batcher
 from moetool.models.decoding import Batch
@@ -291,11 +292,11 @@ class _Run:
 
     def _add_embeddings(self, writer: BatchWriter, rows: TokenBatch, embedding_TD: np.ndarray) -> None:
         turns = (np.diff(rows.request_T, prepend=-1) != 0) | (np.diff(rows.forward_T, prepend=-1) != 0)
-        starts = np.flatnonzero(turns)  # of the tokens of one request in one forward
-        sums = np.add.reduceat(embedding_TD, starts, axis=0)
-        counts = np.diff(starts, append=len(rows)).tolist()
+        starts = np.flatnonzero(turns).tolist()  # of the tokens of one request in one forward
         keys = zip(rows.request_T[starts].tolist(), rows.iteration_T[starts].tolist(), strict=True)
-        for (request, iteration), total, count in zip(keys, sums, counts, strict=True):
+        for (request, iteration), start, end in zip(keys, starts, [*starts[1:], len(rows)], strict=True):
+            count = end - start
+            total = embedding_TD[start] if count == 1 else embedding_TD[start:end].sum(axis=0)
             held = self._embedding.get(request)
             if held is not None and held[0] == iteration:
                 total, count = held[1] + total, held[2] + count

@@ -31,15 +31,22 @@ PART_TOKENS = 1 << 20
 """Rows after which a new file is begun."""
 
 
-def token_columns(keep: Collection[str]) -> list[str]:
+def token_columns(keep: Collection[str], *, weights: bool = True) -> list[str]:
     """The columns of tokens/ for what is kept.
+
+    Args:
+        weights: whether the experts' weights are known.
 
     Raises:
         UsageError: something else than `KEEP`.
     """
     if unknown := set(keep) - set(KEEP):
         raise UsageError(f"cannot keep {', '.join(sorted(unknown))}: known are {', '.join(KEEP)}")
-    return [*ALWAYS, "weights", *(column for column in ("logits", "hidden", "ahead") if column in keep)]
+    return [
+        *ALWAYS,
+        *(["weights"] if weights else []),
+        *(column for column in ("logits", "hidden", "ahead") if column in keep),
+    ]
 
 
 class TraceWriter:
@@ -49,13 +56,16 @@ class TraceWriter:
         folder: an empty folder; a `durable.staged_directory`, so that a killed run leaves no trace.
         keep: which of `KEEP` to record; `topk` always is.
         ahead: for how many layers the column `ahead` looks ahead, where it is kept.
+        weights: whether the weights of the experts are known.
 
     Effects: starts one thread; `finish` or `abort` ends it.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec, keep: Iterable[str], ahead: int = 3) -> None:
+    def __init__(
+        self, folder: Path, spec: ModelSpec, keep: Iterable[str], ahead: int = 3, *, weights: bool = True
+    ) -> None:
         self.keep = frozenset(keep) | {"topk"}
-        self.columns = token_columns(self.keep)
+        self.columns = token_columns(self.keep, weights=weights)
         self.ahead = ahead if "ahead" in self.keep else 0
         self._folder = folder
         self._spec = spec
@@ -141,7 +151,7 @@ class TraceWriter:
                 "moetool_version": __version__,
                 "spec": self._spec.to_json(),
                 "columns": [*self.columns, *(["embeddings"] if "embeddings" in self.keep else [])],
-                **({"ahead": self.ahead} if self.ahead else {}),
+                "ahead": self.ahead,
                 "composition": composition,
                 "requests": len(self._requests),
                 "tokens": self._tokens,

@@ -26,7 +26,8 @@ import pytest
 from moetool import durable
 from moetool.capture import finish, forward_batches
 from moetool.capture_plan import CaptureOptions, CapturePlan, plan_capture, row_bytes
-from moetool.capture_stage import BatchWriter, open_stage
+from moetool.capture_stage import open_stage
+from moetool.capture_writer import BatchWriter
 from moetool.models.loading import load_full, parse_dtype
 from moetool.models.shapes import locate_config
 from moetool.models.spec import locate, read_spec
