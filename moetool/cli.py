@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from moetool import __version__, cli_placement, durable, tables
-from moetool.config import parse, parse_bytes, parse_settings
+from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
 from moetool.errors import MoetoolError, UsageError
 
 # What the machine refuses is no bug of ours: full disks and quotas, permissions, read-only file systems.
@@ -299,17 +299,37 @@ def evaluate(
 @plan_app.command("cache")
 def plan_cache(
     trace: TraceDir,
-    device_memory: Annotated[str, typer.Option(help="For the whole model on the device, such as 64MB or 20GiB.")],
+    device_memory: Annotated[
+        str,
+        typer.Option(
+            "--device-memory",
+            "--max-memory",
+            help="For the whole model on the device, such as 64MB or 20GiB; with --target-tpot the most of it.",
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", help="The plan, a JSON file.")],
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor.")] = None,
     profile: ProfileFile = None,
     model: Annotated[str | None, typer.Option(help="The trace's model, if it is no longer where it was.")] = None,
+    target_tpot: Annotated[
+        str | None,
+        typer.Option(help="Plan for the least memory that brings a token to this, as 80ms; by --profile."),
+    ] = None,
+    frontier: Annotated[
+        int, typer.Option(min=0, help="Budgets to show the best policy for, from the smallest pool to all experts.")
+    ] = 3,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Try prefetch distances, pinned experts and limits of prefetching too.")
+    ] = False,
     settings: Settings = [],  # noqa: B006
     as_json: Json = False,
     recipe: Recipe = None,
 ) -> None:
     """Choose a cache policy and its slots for a device, by replaying the trace: the fewest bytes, or with a profile
     the shortest time per output token.
+
+    Everything is chosen on one half of the requests and shown on the other. The table of memory against latency is
+    printed and not drawn.
     """
     from moetool.models.spec import locate, read_spec
     from moetool.planning import plan_cache as run
@@ -317,6 +337,9 @@ def plan_cache(
     from moetool.trace import Trace
 
     durable.require_writable(out)
+    target_s = None if target_tpot is None else parse_seconds(target_tpot)
+    if target_s is not None and profile is None:
+        raise UsageError("--target-tpot is a time on some machine: give its costs with --profile FILE")
     source = Trace(trace)
     values = parse_settings(settings)
     machine = values.pop("timeline", {})
@@ -339,6 +362,9 @@ def plan_cache(
         dtype=options.dtype,
         profile=costs,
         timeline=timeline,
+        target_tpot_s=target_s,
+        frontier=frontier,
+        tuned=tune,
     )
     plan.save(out)
     if as_json:
@@ -348,6 +374,8 @@ def plan_cache(
         f"{out}: {plan.policy} with {plan.slots} expert slots ({tables.count(plan.slots * plan.spec.slot_bytes, 'B')})"
     )
     print(plan.reason)
+    if plan.frontier:
+        tables.print_frontier(plan)
 
 
 @plan_app.command("maps")
@@ -397,7 +425,7 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Run cache policies over a trace: hits, loads and bytes, and with a profile times, without the model."""
-    from moetool.planning import best, servable, too_large
+    from moetool.candidates import best, servable, too_large
     from moetool.replay import replay as run
     from moetool.replay import whole_bytes
     from moetool.trace import Trace
