@@ -308,6 +308,26 @@ def test_a_trace_without_its_columns_is_refused(name: str, tmp_path: Path) -> No
 
 
 @every
+def test_routes_that_tell_no_hidden_size_are_refused_for_what_they_lack(name: str, tmp_path: Path) -> None:
+    """As imported ones: chosen experts and weights alone."""
+    spec = dataclasses.replace(make_spec(), hidden_size=0)
+    routes = make_rows(make_spec(), 3, 3, request=0, first_forward=0, rng=np.random.default_rng(0))
+    with durable.staged_directory(tmp_path / "trace") as staged:
+        writer = TraceWriter(staged, spec, ["topk"])
+        for request in range(4):
+            told = {"dataset": "d", "task": "t", "prompt_id": str(request), "prompt_tokens": 3, "new_tokens": 3}
+            writer.add_request(request, **told)
+            number = np.full(6, request, np.int32)
+            writer.append(replace(routes, request_T=number, forward_T=routes.iteration_T + 4 * request))
+        writer.finish(composition={"kind": "sequential"}, provenance={})
+    if CLASSES[name].needs <= {"experts", "weights", "token_id"}:
+        train(name, tmp_path / "trace", tmp_path / "out", max_epochs=1)
+    else:
+        with pytest.raises(MismatchError, match=f"^{name} needs "):
+            train(name, tmp_path / "trace", tmp_path / "out")
+
+
+@every
 def test_another_models_trace_is_refused(name: str, tmp_path: Path) -> None:
     train(name, write_trace(tmp_path / "trace", keep=KEEP), tmp_path / "out", max_epochs=1)
     other = write_trace(tmp_path / "other", make_spec(revision="b" * 64), keep=KEEP)
