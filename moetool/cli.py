@@ -273,7 +273,9 @@ def evaluate(
     unseen_task: Annotated[
         Path | None, typer.Option("--unseen-task", help="Folder of a trace of a task that they were not trained on.")
     ] = None,
-    profile: ProfileFile = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="By 'moetool profile': gives times as shares of a decode step.")
+    ] = None,
     report: Annotated[Path | None, typer.Option(help="The tables as a page as well, an HTML file.")] = None,
     as_json: Json = False,
 ) -> None:
