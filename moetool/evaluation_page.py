@@ -36,7 +36,7 @@ def page(rows: Sequence[Any]) -> str:
     names = list(dict.fromkeys(row.predictor for row in rows))
     body = [
         "<h1>Predictors of coming experts</h1>",
-        f"<p>{_text(', '.join(names))}, scored by moetool {__version__} on requests that they were not made from.</p>",
+        f"<p>{_text(', '.join(names))}, scored by moetool {__version__} on what they were not made from.</p>",
     ]
     for group in by_task(rows):
         body.append(f"<h2>{'A task not trained on' if group[0].unseen_task else 'The task trained on'}</h2>")

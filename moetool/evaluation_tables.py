@@ -199,7 +199,7 @@ def _costs(rows: Sequence[Any]) -> Table:
         step = [_percent(row.step_ms / row.decode_step_ms)] if profiled else []
         request = [_percent(row.prompt_ms / row.decode_step_ms)] if profiled else []
         trained = ["counted" if row.baseline or row.epochs is None else f"{row.epochs}"]
-        trained.append("-" if row.training_s is None else f"{row.training_s:,.0f}")
+        trained.append("-" if row.training_s is None else f"{row.training_s:,.{0 if row.training_s >= 10 else 1}f}")
         trained.append("-" if row.training_tokens is None else count(row.training_tokens))
         table.append(
             [

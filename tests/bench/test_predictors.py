@@ -28,7 +28,7 @@ from moetool.evaluation_tables import print_evaluations
 from moetool.profile import profile
 from moetool.trace import Trace
 from moetool.trace_import import import_trace
-from moetool.training import HELD_OUT, train
+from moetool.training import train
 
 SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
 DEEPSEEK = SHARED / "data" / "routes" / "deepseek_v2_lite"
@@ -39,7 +39,7 @@ UNSEEN = "code"
 SCORED_EVERY = 4  # sequence of those that are scored: so many tokens take minutes
 EPOCHS = {"expert_mlp": 10, "cascade": 40, "single_transformer": 40, "lstm": 40}
 ROUTE_EPOCHS = {"expert_mlp": 12, "next_use": 12}
-FEW_TOKENS = {"expert_mlp": 60, "next_use": 30}  # of one conversation: an epoch is one batch
+FEW_TOKENS = 16  # in a batch of one conversation, of which an epoch would be a single batch otherwise
 OTHERS = 20
 ROUTE_OPTIONS: dict[str, dict[str, Any]] = {"expert_map": {"source": "topk", "prompts": "tokens"}}
 """The routes hold no scores over all experts; each of their tokens is one of a prompt, and makes a map."""
@@ -59,9 +59,7 @@ def _once(path: Path, make: Callable[[Path], object]) -> Path:
     return path
 
 
-def _trained(
-    trace: Path, out: Path, epochs: Mapping[str, int], options: Mapping[str, Any], held_out: float = HELD_OUT
-) -> list[Path]:
+def _trained(trace: Path, out: Path, epochs: Mapping[str, int], options: Mapping[str, Any], **fit: Any) -> list[Path]:
     """Folders of all predictors that the trace has the columns for."""
     made = []
     for name in plugins.names("predictor"):
@@ -69,7 +67,7 @@ def _trained(
         if not folder.exists():
             most = epochs.get(name, OTHERS)
             try:
-                train(name, trace, folder, options=options.get(name), max_epochs=most, held_out=held_out)
+                train(name, trace, folder, options=options.get(name), max_epochs=most, **fit)
             except MismatchError as error:
                 print(f"{name} is left out: {str(error).split(';')[0].replace(f'{trace}', 'the trace')}", flush=True)
                 continue
@@ -152,7 +150,7 @@ def test_qwen_conversation(work: Path) -> None:
     """One conversation, split in time."""
     here = work / "qwen"
     trace = _once(here / "trace", lambda out: import_trace([QWEN], "route_csv", out))
-    predictors = _trained(trace, here / "predictors", FEW_TOKENS, ROUTE_OPTIONS)
+    predictors = _trained(trace, here / "predictors", {}, ROUTE_OPTIONS, batch_size=FEW_TOKENS)
     found = _judged("Qwen3-30B-A3B, one conversation split in time", here, predictors, trace, None, None)
     assert all(row.requests == "end" for row in found.values())
     assert Trace(trace).requests.num_rows == 1
