@@ -4,11 +4,7 @@ What is scored, and where: `moetool.tally` says how often a prediction is right,
 `moetool.foretelling` judges what is said of a whole request while it waits.
 """
 
-import copy
-import itertools
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +15,15 @@ import torch
 from moetool.costs import CostProfile
 from moetool.errors import UsageError
 from moetool.foretelling import Foretold, judge
+from moetool.prediction_time import prompt_time, step_time
 from moetool.predictor import Predictor, build, load_predictor
 from moetool.tally import Score, Tally
 from moetool.tokens import Part, Picker, read, require_finite, stream
-from moetool.trace import Trace, to_events
-from moetool.types import ForwardInfo, GateEvent, Phase
+from moetool.trace import Trace
+from moetool.types import ForwardInfo, GateEvent
 
 BASELINES = ("popularity", "affinity")
 DISTANCES = (1, 2, 3, 4, 6, 8)
-_TIMED_STEPS, _TIMED_PROMPTS = 20, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +233,7 @@ def _evaluate(
         for tokens in stream(trace, predictor.needs, part):
             tally.add(tokens)
     requests = frozenset(part)
-    prompt_ms, prompt_tokens = _prompt_ms(predictor, trace, requests)
+    prompt_s, prompt_tokens = prompt_time(predictor, trace, requests)
     context = round(tally.num_tokens / len(requests))
     return Evaluation(
         predictor=predictor.name,
@@ -253,8 +249,8 @@ def _evaluate(
         parameters=sum(parameter.numel() for parameter in predictor.parameters()),
         size_bytes=predictor.num_bytes,
         expert_bytes_share=predictor.num_bytes / trace.spec.all_experts_bytes,
-        step_ms=_step_ms(predictor, trace, requests),
-        prompt_ms=prompt_ms,
+        step_ms=1e3 * step_time(predictor, trace, requests),
+        prompt_ms=1e3 * prompt_s,
         prompt_tokens=prompt_tokens,
         decode_step_ms=None if profile is None else 1e3 * profile.decode_s(context),
         training_s=card["seconds"],
@@ -290,63 +286,3 @@ def _require_finite(info: ForwardInfo, events: Sequence[GateEvent], trace: Trace
     for event in events:
         scores = {"weights": event.weights_TK, "logits": event.scores_TE}
         require_finite({**scores, "hidden": event.hidden_TD, "ahead": event.ahead_ATE}, trace)
-
-
-def _step_ms(predictor: Predictor, trace: Trace, requests: frozenset[int]) -> float:
-    """Median milliseconds of what a decode step asks of a predictor, on tokens of the trace; the first warms up."""
-    predictor = copy.deepcopy(predictor)
-    wanted = np.array(sorted(requests))
-    pieces = (
-        (rows, embedding_TD, mine)
-        for rows, embedding_TD in trace.token_rows(predictor.needs - {"experts"})
-        if len(mine := np.flatnonzero(np.isin(rows.request_T, wanted)))
-    )
-    rows, embedding_TD, mine = next(pieces)
-    seconds = []
-    for step in range(_TIMED_STEPS + 1):
-        token = mine[[step % len(mine)]]
-        one_1D = None if embedding_TD is None else embedding_TD[token]
-        row = replace(rows.select(token), phase_T=np.array([Phase.DECODE], np.uint8))
-        _, events = to_events(trace.spec, row, step, embedding_TD=one_1D)
-        seconds.append(_seconds(lambda events=events: _follow(predictor, events)))  # type: ignore[misc]
-    return 1e3 * statistics.median(seconds[1:])
-
-
-def _prompt_ms(predictor: Predictor, trace: Trace, requests: frozenset[int]) -> tuple[float, float]:
-    """Median milliseconds of foretelling, or else following, a prompt, and the median length; the first warms up."""
-    predictor = copy.deepcopy(predictor)
-    seconds, lengths = [], []
-    for info, events in itertools.islice(_prompts(predictor, trace, requests), _TIMED_PROMPTS + 1):
-        assert info.token_id_T is not None
-        ids = info.token_id_T
-        lengths.append(len(ids))
-        if predictor.foretells:
-            seconds.append(_seconds(lambda ids=ids: predictor.workload(ids)))  # type: ignore[misc]
-        else:
-            seconds.append(_seconds(lambda events=events: _follow(predictor, events)))  # type: ignore[misc]
-    if len(seconds) > 1:
-        del seconds[0], lengths[0]
-    return 1e3 * statistics.median(seconds), statistics.median(lengths)
-
-
-def _prompts(
-    predictor: Predictor, trace: Trace, requests: frozenset[int]
-) -> Iterator[tuple[ForwardInfo, list[GateEvent]]]:
-    """The first forward of each request."""
-    seen: set[int] = set()
-    for info, events in trace.forwards(sequential=True, columns=predictor.needs - {"experts"}, requests=requests):
-        if info.request_T[0] not in seen:
-            seen.add(info.request_T[0])
-            yield info, events
-
-
-def _follow(predictor: Predictor, events: Sequence[GateEvent]) -> None:
-    for event in events[:-1]:
-        predictor.observe(event)
-        predictor.scores(event.layer + 1)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
