@@ -67,6 +67,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Costs of a machine, by 'moetool profile'.")]
 Settings = Annotated[list[str], typer.Option("--set", help="An option by name, as in --set width=64. Repeatable.")]
 Device = Annotated[str | None, typer.Option(help="cpu (the default) or cuda: where the model computes.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="MOETOOL_API_KEY", show_default=False, help="What clients have to send."),
+]
 HostMemory = Annotated[
     str | None,
     typer.Option(help="For experts between disk and --device-memory, such as 32GB; pinned beside a GPU."),
@@ -404,6 +408,47 @@ def plan_maps(
         tables.print_maps(made)
 
 
+@plan_app.command("alpha")
+def plan_alpha(
+    model: Model,
+    data: Annotated[list[str], typer.Option(help="Held-out texts: as for capture.")],
+    device_memory: Annotated[str, typer.Option(help="For the whole model on the device, such as 64MB.")],
+    target_tpot: Annotated[str, typer.Option(help="The longest that a token may take, such as 80ms.")],
+    out: Annotated[Path, typer.Option("--out", help="The plan, a JSON file, for 'moetool serve --plan'.")],
+    settings: Annotated[
+        list[str], typer.Option("--set", help="alphas=[0,0.2,0.4], tokens=N, rounds=N, or as in serve (serve.dtype=…).")
+    ] = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Choose how far the policy smoe may go from the router's choice: measures time and loss live, alpha by alpha."""
+    from moetool import prompts as prompt_sets
+    from moetool.serving.alpha import AlphaOptions, print_points
+    from moetool.serving.alpha import plan_alpha as run
+    from moetool.serving.assembly import ServeOptions
+
+    durable.require_writable(out)
+    values = parse_settings(settings)
+    serve_options = parse(ServeOptions, values.pop("serve", {}), "--set serve")
+    options = parse(AlphaOptions, values, "--set")
+    texts = [f"{prompt.text} {prompt.answer or ''}" for prompt in prompt_sets.load(data)]
+    with tables.progress("passes", options.rounds * len(options.alphas)) as passed:
+        plan, points = run(
+            model,
+            texts,
+            parse_bytes(device_memory),
+            parse_seconds(target_tpot),
+            serve=serve_options,
+            options=options,
+            on_pass=passed,
+        )
+    plan.save(out)
+    if as_json:
+        tables.print_json(plan.to_json())
+        return
+    print_points(plan, points)
+    print(f"{out}: {plan.reason}")
+
+
 @app.command()
 def replay(
     trace: TraceDir,
@@ -490,6 +535,7 @@ def serve(
     host_memory: HostMemory = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any free one.")] = 8000,
+    api_key: ApiKey = None,
     log: Annotated[
         Path | None, typer.Option(help="Record gates and decisions as a trace, for 'moetool replay'.")
     ] = None,
@@ -514,9 +560,14 @@ def serve(
         values["device"] = device
     if host_memory is not None:
         values["host_memory_bytes"] = parse_bytes(host_memory)
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+        raise UsageError("an API key is printable ASCII without spaces around it, at least one character")
     from moetool.serving import server
     from moetool.serving.assembly import ServeOptions, build_engine
+    from moetool.serving.server_options import ServerOptions
+    from moetool.serving.status_line import status_line
 
+    allowed = parse(ServerOptions, values.pop("server", {}), "--set server")
     sock = server.bind(host, port)
     try:
         options = parse(ServeOptions, values, "--set")
@@ -542,12 +593,47 @@ def serve(
         f"moetool: {model} under {policy or (chosen.policy if chosen else 'lru')}: {slots} of "
         f"{engine.spec.total_experts} experts fit{among} ({tables.count(engine.store.pool_bytes, 'B')}{below})"
     )
+
+    def ready(url: str) -> None:
+        tables.narrate(f"moetool: serving on {url}/v1")
+
     try:
-        server.run(engine, sock, on_ready=lambda url: tables.narrate(f"moetool: serving on {url}/v1"))
+        with status_line(engine):
+            server.run(engine, sock, on_ready=ready, options=allowed, api_key=api_key)
     finally:
         engine.close()
     if log is not None:
         tables.narrate(f"moetool: the gate stream is in {log}")
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Argument(help="Of the server, such as http://127.0.0.1:8000.")] = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
+    settings: Settings = [],  # noqa: B006
+) -> None:
+    """Talk to a server: a line is a turn; Ctrl-C stops an answer, Ctrl-D or an empty line ends. --set temperature=0
+    and the like go along with every request.
+    """
+    from moetool.chat import Conversation
+
+    conversation = Conversation(url, api_key, parse_settings(settings))
+    tables.narrate(f"moetool: {conversation.model}")
+    while text := _next_line():
+        try:
+            for piece in conversation.ask(text):
+                print(piece, end="", flush=True)
+            print()
+        except KeyboardInterrupt:
+            tables.narrate("\nmoetool: stopped; the answer is forgotten")
+
+
+def _next_line() -> str:
+    """What the person says next; empty at the end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""
 
 
 @app.command()
