@@ -324,6 +324,9 @@ def plan_cache(
     frontier: Annotated[
         int, typer.Option(min=0, help="Budgets to show the best policy for, from the smallest pool to all experts.")
     ] = 3,
+    draw: Annotated[
+        Path | None, typer.Option(help="Draw that frontier of memory and latency: a .svg, .png or .pdf file.")
+    ] = None,
     tune: Annotated[
         bool, typer.Option("--tune", help="Try prefetch distances, pinned experts and limits of prefetching too.")
     ] = False,
@@ -334,15 +337,21 @@ def plan_cache(
     """Choose a cache policy and its slots for a device, by replaying the trace: the fewest bytes, or with a profile
     the shortest time per output token.
 
-    Everything is chosen on one half of the requests and shown on the other. The table of memory against latency is
-    printed and not drawn.
+    Everything is chosen on one half of the requests and shown on the other.
     """
     from moetool.models.spec import locate, read_spec
     from moetool.planning import plan_cache as run
+    from moetool.report.drawing import require_drawable
+    from moetool.report.figures.frontier import draw_frontier
     from moetool.serving.assembly import ServeOptions, fixed_bytes
     from moetool.trace import Trace
 
     durable.require_writable(out)
+    if draw is not None:
+        require_drawable(draw)
+        durable.require_writable(draw)
+        if frontier < 1:
+            raise UsageError("--draw draws the frontier; give --frontier 1 or more budgets")
     target_s = None if target_tpot is None else parse_seconds(target_tpot)
     if target_s is not None and profile is None:
         raise UsageError("--target-tpot is a time on some machine: give its costs with --profile FILE")
@@ -373,6 +382,8 @@ def plan_cache(
         tuned=tune,
     )
     plan.save(out)
+    if draw is not None:
+        draw_frontier(draw, plan)
     if as_json:
         tables.print_json(plan.to_json())
         return
@@ -691,6 +702,60 @@ def profile(
         tables.print_json(made.to_json())
     else:
         tables.print_profile(made)
+
+
+@app.command()
+def report(
+    trace: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace.")],
+    out: Annotated[Path, typer.Option("--out", help="The page, one HTML file with everything in it.")],
+    policy: Annotated[
+        list[str], typer.Option(help="Cache policies beside belady; repeat, or separate by commas. lru,lfu by default.")
+    ] = [],  # noqa: B006
+    budget: Annotated[
+        list[str], typer.Option(help="For experts: bytes or shares; 6.25%,12.5%,25%,50%,75% by default.")
+    ] = [],  # noqa: B006
+    settings: Annotated[
+        list[str],
+        typer.Option(
+            "--set", help="report.choices, report.uses, report.affinity_layers, ..., and POLICY.OPTION. Repeatable."
+        ),
+    ] = [],  # noqa: B006
+    as_json: Annotated[bool, typer.Option("--json", help="Print every number of the page as JSON.")] = False,
+    recipe: Recipe = None,
+) -> None:
+    """Draw a trace as one page: popularity, skew, entropy, affinity, reuse, hit rates, and what they mean."""
+    from moetool.report.making import POLICIES, measure
+    from moetool.report.sample import ReportOptions
+    from moetool.trace import Trace
+
+    durable.require_writable(out)
+    source, options = Trace(trace), parse_settings(settings)
+    chosen = parse(ReportOptions, options.pop("report", {}), "report")
+    policies = _split(policy) if policy else list(POLICIES)
+    _require_policies(policies, options)
+    with tables.progress(f"measuring {trace}", 100) as on_progress:
+        made = measure(
+            source,
+            policies=policies,
+            budgets=_split(budget) if budget else (),
+            policy_options=options,
+            options=chosen,
+            on_progress=on_progress,
+        )
+    from moetool.report.findings import caveat, findings
+    from moetool.report.page import render
+
+    said = findings(made)
+    page = render(made)
+    durable.write_text(out, page)
+    if as_json:
+        tables.print_json({**made.to_json(), "caveat": caveat(made), "findings": [one.to_json() for one in said]})
+        return
+    print(f"{out}: {source.spec.name}, {tables.count(len(page.encode()), 'B')}")
+    if warning := caveat(made):
+        print(f"  {warning}")
+    for finding in said:
+        print(f"  {finding.topic}: {finding.text}")
 
 
 @bench_app.command("serve")
