@@ -15,11 +15,11 @@ MEANINGS = {
     "in k+1 … 2k": "share of the k that are among so many predicted",
     "calib. error": "mean difference between an expert's probability, as predicted, and how often such were chosen",
     "distance": "layers ahead of the last one that has run",
-    "of the experts": "bytes of the predictor as a share of those of all routed experts of the model",
+    "of experts": "bytes of the predictor as a share of those of all routed experts of the model",
     "ms / step": "to observe and predict all layers of one token; its share is of a decode step with every expert in "
     "memory, by the profile",
     "ms / request": "to foretell the prompt of a pending request before it runs, or else to follow it while it does",
-    "of the trace": "tokens trained on, as a share of those of the trace that they are of",
+    "of trace": "tokens trained on, as a share of those of the trace that they are of",
     "last quarter": "match in the deepest quarter of the layers",
     "load error": "share of the workload matrix of a prompt (tokens for each expert of each layer) that is foretold of "
     "other experts than it falls on; of a whole request, its number of new tokens is taken as known",
@@ -213,8 +213,8 @@ def _costs(rows: Sequence[Any]) -> Table:
     return Table(
         title=f"what it takes; pending requests have {rows[0].prompt_tokens:,.0f} tokens",
         columns=(
-            *("predictor", "parameters", "size", "of the experts", "ms / step", *of_a_step),
-            *("ms / request", *of_a_step, "epochs", "seconds", "on tokens", "of the trace"),
+            *("predictor", "parameters", "size", "of experts", "ms / step", *of_a_step),
+            *("ms / request", *of_a_step, "epochs", "seconds", "on tokens", "of trace"),
         ),
         rows=table,
         notes=(note,) if note else (),
