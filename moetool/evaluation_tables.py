@@ -95,7 +95,10 @@ def _of(score: Any, name: str) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:,.0f} %" if value >= 1 else f"{100 * value:.3g} %"
+    if value is None:
+        return "-"
+    percent = 100 * value
+    return f"{percent:,.0f} %" if percent >= 100 else f"{percent:.3g} %" if percent >= 0.001 or not percent else "< 0.001 %"
 
 
 def _ms(value: float) -> str:
