@@ -195,9 +195,7 @@ def train(
     out: Out,
     settings: Annotated[
         list[str],
-        typer.Option(
-            "--set", help="The predictor's options, and fit.max_epochs, fit.max_tokens, fit.learning_rate, ..."
-        ),
+        typer.Option("--set", help="The predictor's options, and fit.max_epochs, fit.max_tokens, fit.held_out, ..."),
     ] = [],  # noqa: B006 - Typer copies defaults
     seed: Annotated[int, typer.Option(help="Of the split, the weights and the order of the samples.")] = 0,
     overwrite: Overwrite = False,
@@ -233,16 +231,29 @@ def evaluate(
     unseen_task: Annotated[
         Path | None, typer.Option("--unseen-task", help="Folder of a trace of a task that they were not trained on.")
     ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="By 'moetool profile': gives times as shares of a decode step.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="The tables as a page as well, an HTML file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Score predictors on requests that they were not trained on, beside popularity and affinity."""
-    from moetool.evaluation import evaluate as run
+    from moetool.costs import CostProfile
 
-    rows = run(predictors, trace, unseen_task)
+    if report is not None:
+        durable.require_writable(report)
+    costs = CostProfile.load(profile) if profile is not None else None
+    from moetool.evaluation import evaluate as run
+    from moetool.evaluation_page import write_page
+    from moetool.evaluation_tables import print_evaluations
+
+    rows = run(predictors, trace, unseen_task, costs)
+    if report is not None:
+        write_page(report, rows)
     if as_json:
         tables.print_json([row.to_json() for row in rows])
     else:
-        tables.print_evaluations(rows)
+        print_evaluations(rows)
 
 
 @plan_app.command("cache")
