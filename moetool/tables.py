@@ -52,6 +52,23 @@ def print_prompt_sets(rows: Sequence[dict[str, Any]]) -> None:
     print(f"embedded: {', '.join(row['name'] for row in rows if row['hub'] is None)}; 'all' is these together")
 
 
+def print_replica(out: Any, card: Any) -> None:
+    """What a replica is, how near it comes, and the experts that saw too few tokens."""
+    how, judged, weights = card["quantization"], card["judged"], card["weights"]
+    print(
+        f"{out}: {how['bits']} bits in groups of {how['group']}, {count(weights['bytes'], 'B')} in place of "
+        f"{count(weights['of_bytes'], 'B')}, made on {card['tokens']['train']:,} tokens in {card['seconds']:,.1f} s; "
+        f"loaded again by {card['reloaded_by']}"
+    )
+    print(
+        f"on {judged['tokens']:,} tokens of other prompts: KL divergence {judged['kl']:.5f}, same next token "
+        f"{judged['top1']:.3f}, experts matched {judged['match']:.4f}"
+    )
+    for layer, experts in card["few_tokens"].items():
+        named = ", ".join(map(str, experts))
+        print(f"  layer {layer}: fewer than {how['min_tokens']} tokens for experts {named}; their columns kept as is")
+
+
 def print_maps(made: Any) -> None:
     """A `MapReport`: what was made, and what likeness says of the hit rate."""
     print(f"{made.out}: {made.maps:,} expert maps of at most {made.capacity:,} ({count(made.bytes, 'B')})")
@@ -197,6 +214,20 @@ def count(number: float, unit: str = "") -> str:
             return f"{number:,.0f} B" if not prefix else f"{number:,.1f} {prefix}B"
         number /= 1000
     return f"{number:,.1f} TB"
+
+
+@contextlib.contextmanager
+def steps(title: str) -> Iterator[Callable[[int, int], None]]:
+    """As `progress`, for work that tells itself how many steps it has."""
+    with contextlib.ExitStack() as stack:
+        shown: list[Callable[[int], None]] = []
+
+        def report(done: int, total: int) -> None:
+            if not shown:
+                shown.append(stack.enter_context(progress(title, total)))
+            shown[0](done)
+
+        yield report
 
 
 @contextlib.contextmanager
