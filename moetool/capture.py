@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from moetool.models.loading import LoadedModel, load_full, load_tokenizer, parse
 from moetool.models.recording import GateRecorder
 from moetool.models.sequential import Sequential, one_at_a_time, open_batcher
 from moetool.models.spec import locate
-from moetool.prompts import Prompt
+from moetool.prompts import Prompt, tokens_to_decode
 from moetool.request import SamplingParams
 from moetool.trace import MANIFEST
 from moetool.trace_writer import TraceWriter
@@ -57,7 +57,8 @@ class CaptureOptions:
     """How prompts are forwarded and what is recorded.
 
     Attributes:
-        max_new_tokens: tokens to decode for each prompt, greedily, unless its end comes earlier.
+        max_new_tokens: at most so many tokens are decoded for each prompt, greedily, unless its end comes earlier; None
+            leaves it at what `moetool.prompts.tokens_to_decode` says.
         batch_size: prompts that are forwarded together: consecutive ones; the next batch begins when the last
             request of one has ended, so that the same call gives the same rows.
         keep: columns to record, of `moetool.trace.KEEP`.
@@ -65,20 +66,22 @@ class CaptureOptions:
         device: `cpu` or `cuda`.
         dtype: data type of the model.
         threads: of the arithmetic; see `use_threads`. The same number gives the same rows.
+        data: where the prompts come from, an object a source, for the manifest; see `moetool.prompts.Gathered`.
     """
 
-    max_new_tokens: int = 32
+    max_new_tokens: int | None = None
     batch_size: int = 1
     keep: tuple[str, ...] = ("topk", "logits")
     ahead: int = 3
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 0
+    data: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.ahead < 1:
             raise UsageError(f"ahead is {self.ahead}, expected at least 1: the next MoE layer")
-        if self.batch_size < 1 or self.max_new_tokens < 1:
+        if self.batch_size < 1 or (self.max_new_tokens is not None and self.max_new_tokens < 1):
             raise UsageError(
                 f"--batch-size {self.batch_size} and --max-new-tokens {self.max_new_tokens} must both be at least 1"
             )
@@ -134,7 +137,8 @@ def capture(
                 "model": model,
                 "device": options.device,
                 "dtype": options.dtype,
-                "max_new_tokens": options.max_new_tokens,
+                "max_new_tokens": max(item.max_tokens for batch in batches for item in batch),
+                "data": list(options.data),
                 "threads": num_threads,
                 "skipped": skipped,
                 "versions": {
@@ -165,11 +169,12 @@ def capture(
 
 
 class Item(NamedTuple):
-    """A prompt to forward, as tokens, and the number of its request."""
+    """A prompt to forward, as tokens, the number of its request, and how many tokens to decode at most."""
 
     request: int
     prompt: Prompt
     ids: list[int]
+    max_tokens: int
 
 
 def plan_batches(
@@ -184,15 +189,16 @@ def plan_batches(
         CapacityError: none fits.
     """
     items: list[Item] = []
-    longest = 0
+    longest = (0, 0)
     for prompt in prompts:
-        ids: list[int] = tokenizer(prompt.text)["input_ids"]
-        longest = max(longest, len(ids))
-        if ids and len(ids) + options.max_new_tokens <= max_context:
-            items.append(Item(len(items), prompt, ids))
+        ids: list[int] = tokenizer(prompt.text)["input_ids"][: prompt.input_tokens]
+        max_tokens = tokens_to_decode(prompt, tokenizer, options.max_new_tokens)
+        longest = max(longest, (len(ids), max_tokens))
+        if ids and len(ids) + max_tokens <= max_context:
+            items.append(Item(len(items), prompt, ids, max_tokens))
     if not items:
         raise CapacityError(
-            f"none of {len(prompts)} prompts fits: the longest has {longest:,} tokens, {options.max_new_tokens} "
+            f"none of {len(prompts)} prompts fits: the longest has {longest[0]:,} tokens, {longest[1]} "
             f"new ones are asked for, and the model's context holds {max_context:,}; give shorter prompts"
         )
     size = options.batch_size
@@ -206,7 +212,6 @@ class _Run:
         self.loaded = loaded
         self.writer = writer
         self.requests = self.prompt_tokens = self.new_tokens = 0
-        self._params = SamplingParams(max_tokens=options.max_new_tokens)
         self._batch_size = options.batch_size
         self._batch: Batch | None = None
         # The embedding's mean over an iteration that came in chunks: (iteration, sum, tokens) by request.
@@ -216,7 +221,7 @@ class _Run:
         """Forward every batch."""
         if not batches:
             return
-        width = max(len(item.ids) for batch in batches for item in batch) + self._params.max_tokens
+        width = max(len(item.ids) + item.max_tokens for batch in batches for item in batch)
         kv_tokens = self._batch_size * (width + 16)
         batcher = open_batcher(self.loaded.model, max_requests=self._batch_size, kv_tokens=kv_tokens)
         recorder = GateRecorder(self.loaded.model, self.loaded.layers, self.writer.keep, self.writer.ahead)
@@ -234,7 +239,7 @@ class _Run:
         first = batch[0].request
         new_tokens = [0] * len(batch)
         for item in batch:
-            batcher.add(item.request, item.ids, self._params)
+            batcher.add(item.request, item.ids, SamplingParams(max_tokens=item.max_tokens))
         while not batcher.idle:
             outputs = batcher.step()
             self.loaded.end_forward()

@@ -36,6 +36,22 @@ def print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
         print(f"{name:<{names}}  {value:<{values}}  {meaning}")
 
 
+def print_prompt_sets(rows: Sequence[dict[str, Any]]) -> None:
+    """The sets that have a name, as `moetool.prompts.describe` gives them."""
+    public = [row for row in rows if row["hub"] is not None]
+    table = [
+        [
+            *(row["name"], row["hub"], ", ".join(row["tasks"]) or row["config"] or "-", row["split"]),
+            *("yes" if row["gated"] else "no", "-" if row["output"] is None else str(row["output"]), row["licence"]),
+        ]
+        for row in public
+    ]
+    columns = ["name", "on the hub", "tasks, or config", "split", "gated", "decodes", "licence"]
+    print_table(f"{len(public)} public sets, read from the hub, or with --data-dir from a copy", columns, table, 7)
+    print("decodes: tokens for each prompt, or as many as its answer has; where '-' stands, as --max-new-tokens says")
+    print(f"embedded: {', '.join(row['name'] for row in rows if row['hub'] is None)}; 'all' is these together")
+
+
 def print_maps(made: Any) -> None:
     """A `MapReport`: what was made, and what likeness says of the hit rate."""
     print(f"{made.out}: {made.maps:,} expert maps of at most {made.capacity:,} ({count(made.bytes, 'B')})")
