@@ -119,6 +119,9 @@ def capture(
     settings: Annotated[
         list[str], typer.Option("--set", help="data.task, data.split, data.seed, data.duplicates=keep, ... Repeatable.")
     ] = [],  # noqa: B006
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a run of this command that was stopped.")
+    ] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
     recipe: Recipe = None,
@@ -155,7 +158,7 @@ def capture(
         data=tuple(gathered.origins),
     )
     parse_device(options.device)  # refused here once, and not by every worker
-    rest: dict[str, Any] = {"overwrite": overwrite}
+    rest: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "on_note": tables.narrate}
     if device_memory is not None:
         from moetool.serving.assembly import open_pooled
 
@@ -177,7 +180,8 @@ def capture(
     if as_json:
         tables.print_json(made.to_json())
         return
-    skipped = f", {made.skipped} prompts left out (empty, or too long for the context)" if made.skipped else ""
+    left_out = [f"{n:,} {why}" for n, why in ((made.too_long, "too long for the context"), (made.empty, "empty")) if n]
+    skipped = f"; prompts left out: {', '.join(left_out)}" if left_out else ""
     print(
         f"{out}: {made.requests:,} prompts, {made.tokens:,} tokens, {tables.count(made.bytes, 'B')} "
         f"({made.bytes / made.tokens:,.0f} bytes a token) in {made.seconds:,.1f} s{skipped}"

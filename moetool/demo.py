@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 import tomllib
@@ -95,7 +96,9 @@ def run(out: Path) -> None:
 def _capture(out: Path, recipe: dict[str, Any]) -> None:
     from moetool import prompts
     from moetool.capture import CaptureOptions, capture
+    from moetool.capture_stage import stage_path
 
+    shutil.rmtree(stage_path(out), ignore_errors=True)  # of a demo that was stopped
     texts = list(prompts.load(recipe["data"], max_prompts=recipe["max_prompts"]))
     with tables.progress("capturing", len(texts)) as on_progress:
         made = capture(
