@@ -219,7 +219,6 @@ class _Run:
         self._loaded = loaded
         self._plan = plan
         self._writer = writer
-        self._params = SamplingParams(max_tokens=plan.options.max_new_tokens)
         self._batch: Batch | None = None
         self._first_forward: int | None = None  # of the batch, whose forwards are numbered from 0
         self._chunk_tokens = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // row_bytes(plan.schema)))
@@ -256,7 +255,7 @@ class _Run:
         new_tokens = [0] * len(items)
         held_tokens, self._first_forward = 0, None
         for item in items:
-            self._batcher.add(item.request, item.ids.tolist(), self._params)
+            self._batcher.add(item.request, item.ids.tolist(), SamplingParams(max_tokens=item.max_tokens))
         while not self._batcher.idle:
             outputs = self._batcher.step()
             self._loaded.end_forward()

@@ -5,7 +5,7 @@ import json
 import platform
 import shutil
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from moetool.errors import CapacityError, UsageError
 from moetool.models.loading import load_tokenizer, use_threads
 from moetool.models.sequential import one_at_a_time
 from moetool.models.spec import locate, read_config, read_spec
-from moetool.prompts import Prompt
+from moetool.prompts import Prompt, tokens_to_decode
 from moetool.tables import count
 from moetool.trace import embedding_schema, token_schema
 from moetool.trace_writer import token_columns
@@ -31,7 +31,8 @@ class CaptureOptions:
     """How prompts are forwarded and what is recorded.
 
     Attributes:
-        max_new_tokens: tokens to decode for each prompt, greedily, unless its end comes earlier.
+        max_new_tokens: at most so many tokens are decoded for each prompt, greedily, unless its end comes earlier; None
+            leaves it at what `moetool.prompts.tokens_to_decode` says.
         batch_size: prompts that are forwarded together: consecutive ones; the next batch begins when the last
             request of one has ended, so that the same call gives the same rows.
         keep: columns to record, of `moetool.trace.KEEP`.
@@ -39,31 +40,34 @@ class CaptureOptions:
         device: `cpu` or `cuda`.
         dtype: data type of the model.
         threads: of the arithmetic; see `use_threads`. The same number gives the same rows.
+        data: where the prompts come from, an object a source, for the manifest; see `moetool.prompts.Gathered`.
     """
 
-    max_new_tokens: int = 32
+    max_new_tokens: int | None = None
     batch_size: int = 1
     keep: tuple[str, ...] = ("topk", "logits")
     ahead: int = 3
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 0
+    data: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.ahead < 1:
             raise UsageError(f"ahead is {self.ahead}, expected at least 1: the next MoE layer")
-        if self.batch_size < 1 or self.max_new_tokens < 1:
+        if self.batch_size < 1 or (self.max_new_tokens is not None and self.max_new_tokens < 1):
             raise UsageError(
                 f"--batch-size {self.batch_size} and --max-new-tokens {self.max_new_tokens} must both be at least 1"
             )
 
 
 class Item(NamedTuple):
-    """A prompt to forward, as tokens (int32), and the number of its request."""
+    """A prompt to forward, as tokens (int32), the number of its request, and how many tokens to decode at most."""
 
     request: int
     prompt: Prompt
     ids: "array[int]"
+    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +105,12 @@ class CapturePlan:
     @property
     def width(self) -> int:
         """Tokens of the longest prompt and its answer."""
-        return max(len(item.ids) for batch in self.batches for item in batch) + self.options.max_new_tokens
+        return max(len(item.ids) + item.max_tokens for batch in self.batches for item in batch)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens of the longest answer."""
+        return max(item.max_tokens for batch in self.batches for item in batch)
 
     @property
     def ahead(self) -> int:
@@ -125,7 +134,7 @@ class CapturePlan:
             embedding = row_bytes(embedding_schema(self.spec))
         items = [item for batch in batches for item in self.batches[batch]]
         least = sum(token * len(item.ids) + embedding for item in items)
-        return least, least + (token + embedding) * (self.options.max_new_tokens - 1) * len(items)
+        return least, least + (token + embedding) * sum(item.max_tokens - 1 for item in items)
 
 
 def plan_capture(model: str, prompts: Sequence[Prompt], options: CaptureOptions, *, pooled: bool) -> CapturePlan:
@@ -155,7 +164,7 @@ def plan_capture(model: str, prompts: Sequence[Prompt], options: CaptureOptions,
         "model": spec.name,
         "revision": spec.revision,
         "prompts": _digest(batches),
-        "max_new_tokens": options.max_new_tokens,
+        "max_new_tokens": _lengths(batches),
         "batch_size": options.batch_size,
         "columns": ",".join([*columns, *(["embeddings"] if "embeddings" in options.keep else [])]),
         "ahead": options.ahead if "ahead" in options.keep else 0,
@@ -184,6 +193,8 @@ def plan_batches(
 ) -> tuple[list[list[Item]], int, int]:
     """Number the prompts that fit and cut them into batches.
 
+    A prompt whose data set wants shorter ones is cut after that many tokens.
+
     Returns:
         The batches; how many prompts were too long, and how many had no token.
 
@@ -191,20 +202,22 @@ def plan_batches(
         CapacityError: none fits.
     """
     items: list[Item] = []
-    longest = too_long = empty = 0
+    too_long = empty = 0
+    longest = (0, 0)
     for prompt in prompts:
-        ids = array("i", tokenizer(prompt.text)["input_ids"])
-        longest = max(longest, len(ids))
+        ids = array("i", tokenizer(prompt.text)["input_ids"][: prompt.input_tokens])
+        max_tokens = tokens_to_decode(prompt, tokenizer, options.max_new_tokens)
+        longest = max(longest, (len(ids), max_tokens))
         if not ids:
             empty += 1
-        elif max_context is not None and len(ids) + options.max_new_tokens > max_context:
+        elif max_context is not None and len(ids) + max_tokens > max_context:
             too_long += 1
         else:
-            items.append(Item(len(items), prompt, ids))
+            items.append(Item(len(items), prompt, ids, max_tokens))
     if not items:
         context = "any length" if max_context is None else f"{max_context:,}"
         raise CapacityError(
-            f"none of {len(prompts)} prompts fits: the longest has {longest:,} tokens, {options.max_new_tokens} "
+            f"none of {len(prompts)} prompts fits: the longest has {longest[0]:,} tokens, {longest[1]} "
             f"new ones are asked for, and the model's context holds {context}; give shorter prompts"
         )
     size = options.batch_size
@@ -218,7 +231,8 @@ def provenance(plan: CapturePlan) -> dict[str, Any]:
         "model": plan.model,
         "device": options.device,
         "dtype": options.dtype,
-        "max_new_tokens": options.max_new_tokens,
+        "max_new_tokens": plan.max_new_tokens,
+        "data": list(options.data),
         "threads": options.threads,
         "skipped": plan.too_long + plan.empty,
         "too_long": plan.too_long,
@@ -271,6 +285,14 @@ def require_disk(plan: CapturePlan, batches: Sequence[int], folder: Path, on_not
         f"put together; {count(free, 'B')} free"
     )
     on_note(note if 2 * most <= free else f"{note}. That may not suffice; if so, make room and go on with --resume")
+
+
+def _lengths(batches: list[list[Item]]) -> str:
+    """How many tokens are decoded at most, which is a number of each prompt's own where their data sets say so."""
+    limits = [item.max_tokens for batch in batches for item in batch]
+    if min(limits) == max(limits):
+        return str(limits[0])
+    return f"{min(limits)} to {max(limits)} ({hashlib.sha256(json.dumps(limits).encode()).hexdigest()[:12]})"
 
 
 def _digest(batches: list[list[Item]]) -> str:

@@ -121,6 +121,7 @@ def _capture(out: Path, recipe: dict[str, Any]) -> None:
 def _train(out: Path, recipe: dict[str, Any]) -> None:
     from moetool.config import parse, parse_settings
     from moetool.evaluation import evaluate
+    from moetool.evaluation_tables import print_evaluations
     from moetool.training import FitOptions, train
 
     options = parse_settings(recipe["settings"])
@@ -138,7 +139,7 @@ def _train(out: Path, recipe: dict[str, Any]) -> None:
         f"     {tables.count(card['parameters'])} parameters, {tables.count(card['tokens']['train'])} tokens, "
         f"{card['seconds']:.0f} s"
     )
-    tables.print_evaluations(evaluate([out / "predictor"], out / "trace"))
+    print_evaluations(evaluate([out / "predictor"], out / "trace"))
 
 
 def _plan(out: Path, recipe: dict[str, Any]) -> Any:

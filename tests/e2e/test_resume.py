@@ -97,6 +97,7 @@ def _case(family: str, size: int, folder: Path) -> Case:
             i,
             Prompt(dataset="d", task="t", prompt_id=f"p{i}", text=""),
             array("i", torch.randint(3, 60, (length,), generator=draw).tolist()),
+            2,
         )
         for i, length in enumerate(LENGTHS)
     ]
