@@ -211,7 +211,7 @@ def _evaluate(
     distances = [d for d in DISTANCES if d < predictor.num_layers and d <= predictor.reach(trace.ahead)]
     tally = Tally(predictor, distances)
     if predictor.remembers or predictor.incremental:
-        _replay(predictor, trace, requests, tally)
+        _replay(copy.deepcopy(predictor), trace, requests, tally)  # what it remembers of one trace stays there
     else:
         for tokens in stream(trace, predictor.needs, requests):
             tally.add(tokens)
