@@ -53,13 +53,16 @@ class Running:
     Attributes:
         last_LK: what its last token used; None for its first forward.
         use_RLE: its decayed use of each expert, one for each rate.
+        last_C, last_row: how alike each path was to that of its last token, and where the memory holds it.
         num_tokens: in the forwards before this one.
     """
 
-    __slots__ = ("last_LK", "num_tokens", "use_RLE")
+    __slots__ = ("last_C", "last_LK", "last_row", "num_tokens", "use_RLE")
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.last_LK: np.ndarray | None = None
+        self.last_C: np.ndarray | None = None
+        self.last_row = -1
         self.use_RLE = np.zeros((len(_DECAYS), num_layers, num_experts), np.float32)
         self.num_tokens = 0
 
@@ -131,8 +134,11 @@ class PathSignals:
             self._hidden_TH = np.maximum(self._z_TH + self._before_TH + self._net["phase_LH"][layer], 0)
         if layer + 1 == self.num_layers:
             for request, mine in self.tokens_of.items():
-                self.running[request].take_in(self.experts_TLK[mine])
-                self.memory.add(self.experts_TLK[mine], self._root_TLK[mine], request)
+                running = self.running[request]
+                running.take_in(self.experts_TLK[mine])
+                running.last_C = self._searches[request].alike(len(mine) - 1, alone=True)
+                added = self.experts_TLK[mine], self._root_TLK[mine], request
+                running.last_row = self.memory.add(*added, running.last_row)
 
     def signals(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
         """Each signal for the experts of a layer after the one observed last, and how sure the memory is.
@@ -189,7 +195,11 @@ class PathSignals:
                 self.running[request] = Running(self.num_layers, self.num_experts)
             yours = owner_C == request
             self._searches[request] = Search(
-                self.memory, len(mine), np.flatnonzero(yours), np.flatnonzero(private & ~yours)
+                self.memory,
+                len(mine),
+                np.flatnonzero(yours),
+                np.flatnonzero(private & ~yours),
+                self.running[request].last_C,
             )
             last_LK = self.running[request].last_LK
             if self._net is not None and last_LK is not None:

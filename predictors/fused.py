@@ -14,7 +14,6 @@ cross-entropy, from every eighth, which the network never learns from and whose 
 judged, so that both are trusted as far as they deserve on what is new to them.
 """
 
-import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,11 +24,12 @@ from torch.nn import functional as F
 import moetool.predictor
 from moetool.errors import UsageError
 from moetool.path_signals import CONTEXT, GIVEN, SIGNALS, PathSignals
+from moetool.path_trust import DISTANCES, FusedPath
 from moetool.route_memory import EVERYONE, NOBODY, RouteMemory
 from moetool.tokens import Tokens
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from predictors.affinity import affinity
-from predictors.path_mlp import DISTANCES, PathNet
+from predictors.path_mlp import PathNet
 from predictors.popularity import popularity
 
 _JUDGED_OF = 8  # of so many training requests one fits the trust
@@ -54,7 +54,7 @@ class Options:
     forget: float = 0.2
     learned: int = 10240
     lately: int = 4096
-    haste: float = 0.01
+    haste: float = 0.1
     ahead: bool = False
 
     def __post_init__(self) -> None:
@@ -65,8 +65,8 @@ class Options:
             )
         if not (0 <= self.dropout < 1 and 0 <= self.forget < 1 and self.haste >= 0):
             raise UsageError(
-                f"fused: dropout is {self.dropout}, forget {self.forget} and haste {self.haste}, expected 0 to "
-                f"below 1, the same, and 0 or more"
+                f"fused: dropout is {self.dropout}, forget {self.forget} and haste {self.haste}, expected 0 "
+                f"to below 1 twice and 0 or more"
             )
 
 
@@ -77,7 +77,8 @@ class Predictor(moetool.predictor.Predictor):
         net: the path network.
 
     Shapes: parameters trust_DS (D distances of `DISTANCES`), trust_LS, gate_GS; buffers popularity_LE, affinity_MEE
-        (M = L-1), experts_CLK int16 and weights_CLK float16, the memory, of which the first `num_paths` are in use.
+        (M = L-1), experts_CLK int16, weights_CLK float16 and before_C int32, the memory, of which the first
+        `num_paths` are in use.
     """
 
     needs = frozenset({"experts", "weights"})
@@ -88,6 +89,7 @@ class Predictor(moetool.predictor.Predictor):
     affinity_MEE: Tensor
     experts_CLK: Tensor
     weights_CLK: Tensor
+    before_C: Tensor
     num_paths: Tensor
 
     def __init__(self, spec: ModelSpec, options: Options) -> None:
@@ -105,10 +107,11 @@ class Predictor(moetool.predictor.Predictor):
         self.register_buffer("affinity_MEE", torch.zeros(L - 1, E, E))
         self.register_buffer("experts_CLK", torch.zeros(options.learned, L, K, dtype=torch.int16))
         self.register_buffer("weights_CLK", torch.zeros(options.learned, L, K, dtype=torch.float16))
+        self.register_buffer("before_C", torch.full((options.learned,), -1, dtype=torch.int32))
         self.register_buffer("num_paths", torch.zeros((), dtype=torch.int64))
         self._source_C = np.zeros(0, np.int64)  # the request of each path, while it is made
         self._parts: list[_Part] = []
-        self._watch: _Watch | None = None
+        self._watch: FusedPath | None = None
 
     def reach(self, ahead: int) -> int:
         """It sees as far without the gates, which say nothing beyond what is known of them."""
@@ -126,6 +129,9 @@ class Predictor(moetool.predictor.Predictor):
         self.weights_CLK[:kept] = tokens.weights_TPK[rows].to(torch.float16)
         self.num_paths.fill_(kept)
         self._source_C = tokens.request_T[rows].numpy()
+        follows_C = np.zeros(kept, bool)
+        follows_C[1:] = (np.diff(rows.numpy()) == 1) & (np.diff(self._source_C) == 0)
+        self.before_C[:kept] = torch.from_numpy(np.where(follows_C, np.arange(kept) - 1, -1))
         self._parts, self._watch = [], None
 
     def prepare(self, tokens: Tokens) -> Tokens:
@@ -146,7 +152,7 @@ class Predictor(moetool.predictor.Predictor):
     def signals(self, *, with_net: bool) -> PathSignals:
         """New signals that know what was counted, and the network if that is wanted."""
         num = int(self.num_paths)
-        paths = self.experts_CLK[:num].numpy(), self.weights_CLK[:num].numpy()
+        paths = self.experts_CLK[:num].numpy(), self.weights_CLK[:num].numpy(), self.before_C[:num].numpy()
         net = {name: value.detach().numpy() for name, value in self.net.named_parameters()}
         return PathSignals(
             self.popularity_LE.numpy(),
@@ -205,80 +211,12 @@ class Predictor(moetool.predictor.Predictor):
     def observe(self, event: GateEvent) -> None:
         if self._watch is None:
             trust_DS, trust_LS, gate_GS = (t.detach().numpy() for t in (self.trust_DS, self.trust_LS, self.gate_GS))
-            self._watch = _Watch(self.signals(with_net=True), trust_DS, trust_LS, gate_GS, self.options.haste)
+            self._watch = FusedPath(self.signals(with_net=True), trust_DS, trust_LS, gate_GS, self.options.haste)
         self._watch.observe(event)
 
     def scores(self, layer: int) -> np.ndarray:
         assert self._watch is not None, "nothing was observed"
         return self._watch.logits(layer)
-
-
-def _place(distance: int) -> int:
-    """The place of the farthest of `DISTANCES` that is not farther."""
-    return sum(d <= distance for d in DISTANCES) - 1
-
-
-class _Watch:
-    """Follows forwards with fitted trust, and moves it."""
-
-    def __init__(
-        self, signals: PathSignals, trust_DS: np.ndarray, trust_LS: np.ndarray, gate_GS: np.ndarray, haste: float
-    ) -> None:
-        self.signals = signals
-        self._trust_DS, self._trust_LS, self._gate_GS = trust_DS, trust_LS, gate_GS
-        self._haste = haste
-        num = trust_DS.shape[1]
-        self._common = _Offset(np.zeros(num, np.float32), np.full(num, 1e-4, np.float32))
-        self._own: dict[int, tuple[_Offset, _Offset]] = {}  # of each running request: as it began, and now
-        self._said: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of the layers ahead: signals and logits
-
-    def observe(self, event: GateEvent) -> None:
-        """Learn from what was said of this layer, then look ahead."""
-        if event.layer and self._haste and event.layer in self._said:
-            self._learn(event)
-        self.signals.observe(event)
-        if event.layer == 0:
-            for request in self.signals.over:
-                began, now = self._own.pop(request)
-                self._common.offset_S += now.offset_S - began.offset_S
-                self._common.power_S += now.power_S - began.power_S
-            for request in self.signals.running.keys() - self._own.keys():
-                self._own[request] = copy.deepcopy(self._common), copy.deepcopy(self._common)
-        self._said = {}
-
-    def logits(self, layer: int) -> np.ndarray:
-        """logit_TE of a layer ahead."""
-        if layer not in self._said:
-            f_TES, sure_TG = self.signals.signals(layer)
-            trust_S = self._trust_DS[_place(layer - self.signals.layer)] + self._trust_LS[layer]
-            trust_TS = trust_S + sure_TG @ self._gate_GS
-            for request, mine in self.signals.tokens_of.items():
-                trust_TS[mine] += self._own[request][1].offset_S
-            self._said[layer] = f_TES, np.einsum("tes,ts->te", f_TES, trust_TS)
-        return self._said[layer][1]
-
-    def _learn(self, event: GateEvent) -> None:
-        """One step for each request with one token in this forward."""
-        f_TES, logit_TE = self._said[event.layer]
-        for request, mine in self.signals.tokens_of.items():
-            if len(mine) > 1:
-                continue
-            error_E = 1 / (1 + np.exp(-np.clip(logit_TE[mine[0]], -30, 30)))
-            error_E[list(event.experts_TK[mine[0]])] -= 1
-            self._own[request][1].step(error_E @ f_TES[mine[0]], self._haste)
-
-
-class _Offset:
-    """What is added to the trust, moved by AdaGrad."""
-
-    __slots__ = ("offset_S", "power_S")
-
-    def __init__(self, offset_S: np.ndarray, power_S: np.ndarray) -> None:
-        self.offset_S, self.power_S = offset_S, power_S
-
-    def step(self, gradient_S: np.ndarray, haste: float) -> None:
-        self.power_S += gradient_S**2
-        self.offset_S -= haste * gradient_S / np.sqrt(self.power_S)
 
 
 class _Part:

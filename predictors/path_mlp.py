@@ -20,13 +20,12 @@ from torch.nn import functional as F
 
 import moetool.predictor
 from moetool.errors import UsageError
+from moetool.path_trust import DISTANCES
 from moetool.tokens import Tokens
 from moetool.types import ModelSpec
 from predictors.popularity import popularity
 
-DISTANCES = (1, 2, 3, 4, 6, 8)
-"""The distances that it is trained for; the others are in between."""
-_DRAWN = 3  # of which each step takes the first and two others
+_DRAWN = 3  # of the distances: each step of training takes the first and two others
 _FORGOTTEN = 0.25  # of the training tokens forget what came before
 
 

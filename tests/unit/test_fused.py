@@ -6,12 +6,11 @@ import torch
 
 from moetool.errors import UsageError
 from moetool.path_signals import SIGNALS
+from moetool.path_trust import DISTANCES, Offset
 from moetool.predictor import Predictor, build
 from moetool.tokens import Tokens, from_rows
 from moetool.trace import to_events
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
-from predictors.fused import _Offset
-from predictors.path_mlp import DISTANCES
 from tests.synthetic_routes import make_rows, make_spec
 
 OWN, MEMORY, PATH, LAST = (SIGNALS.index(name) for name in ("own", "memory", "path", "last"))
@@ -110,7 +109,7 @@ def test_without_room_and_haste_nothing_is_learned() -> None:
 
 
 def test_trust_moves_away_from_what_misleads() -> None:
-    offset = _Offset(np.zeros(2, np.float32), np.full(2, 1e-4, np.float32))
+    offset = Offset(2)
     rng = np.random.default_rng(0)
     for _ in range(200):
         used_E = np.repeat([1.0, 0.0], 4)
