@@ -43,8 +43,8 @@ class Options:
 
     Attributes:
         hidden, dropout, forget: of the path network.
-        learned: paths of training tokens that the memory keeps, evenly spaced where there are more.
-        lately: paths that it keeps of what it is asked about; 0 learns nothing of that.
+        paths: of training tokens that the memory keeps, evenly spaced where there are more.
+        recent: paths that it keeps of what it is asked about; 0 learns nothing of that.
         haste: how fast `offset` moves; 0 leaves the trust as it was fitted.
         ahead: whether to look at the router's scores on earlier hidden states, which the trace must then hold.
     """
@@ -52,15 +52,15 @@ class Options:
     hidden: int = 512
     dropout: float = 0.2
     forget: float = 0.2
-    learned: int = 10240
-    lately: int = 4096
+    paths: int = 10240
+    recent: int = 4096
     haste: float = 0.1
     ahead: bool = False
 
     def __post_init__(self) -> None:
-        if self.hidden < 1 or self.learned < 1 or self.lately < 0:
+        if self.hidden < 1 or self.paths < 1 or self.recent < 0:
             raise UsageError(
-                f"fused: hidden is {self.hidden}, learned {self.learned} and lately {self.lately}, "
+                f"fused: hidden is {self.hidden}, paths {self.paths} and recent {self.recent}, "
                 f"expected at least 1, 1 and 0"
             )
         if not (0 <= self.dropout < 1 and 0 <= self.forget < 1 and self.haste >= 0):
@@ -105,9 +105,9 @@ class Predictor(moetool.predictor.Predictor):
         self.gate_GS = nn.Parameter(torch.zeros(CONTEXT, S))
         self.register_buffer("popularity_LE", torch.zeros(L, E))
         self.register_buffer("affinity_MEE", torch.zeros(L - 1, E, E))
-        self.register_buffer("experts_CLK", torch.zeros(options.learned, L, K, dtype=torch.int16))
-        self.register_buffer("weights_CLK", torch.zeros(options.learned, L, K, dtype=torch.float16))
-        self.register_buffer("before_C", torch.full((options.learned,), -1, dtype=torch.int32))
+        self.register_buffer("experts_CLK", torch.zeros(options.paths, L, K, dtype=torch.int16))
+        self.register_buffer("weights_CLK", torch.zeros(options.paths, L, K, dtype=torch.float16))
+        self.register_buffer("before_C", torch.full((options.paths,), -1, dtype=torch.int32))
         self.register_buffer("num_paths", torch.zeros((), dtype=torch.int64))
         self._source_C = np.zeros(0, np.int64)  # the request of each path, while it is made
         self._parts: list[_Part] = []
@@ -157,7 +157,7 @@ class Predictor(moetool.predictor.Predictor):
         return PathSignals(
             self.popularity_LE.numpy(),
             self.affinity_MEE.numpy(),
-            RouteMemory(paths, self.num_experts, self.options.lately),
+            RouteMemory(paths, self.num_experts, self.options.recent),
             net if with_net else None,
         )
 

@@ -57,7 +57,7 @@ def as_tokens(parts: Sequences, first: int) -> Tokens:
 
 
 def trained(name: str, spec: ModelSpec, train: Sequences, validation: Sequences, folder: Path) -> Predictor:
-    """`moetool train NAME --set batch_size=64`, but on these sequences."""
+    """`moetool train` in batches of 64, but on these sequences."""
     torch.manual_seed(0)
     began, spent = time.perf_counter(), time.process_time()
     model = build(name, spec)
@@ -68,7 +68,7 @@ def trained(name: str, spec: ModelSpec, train: Sequences, validation: Sequences,
     fit = fitting.fit(
         model,
         *prepared,
-        max_epochs=10,
+        max_epochs=20,
         max_tokens=None,
         batch_size=64,
         learning_rate=3e-3,
@@ -107,7 +107,7 @@ def score(model: Predictor, way: str, parts: Sequences, most: int) -> dict[str, 
     seconds = spent = 0.0
     model._watch = None
     if way == "as fitted":
-        model.options = replace(model.options, lately=0, haste=0.0)
+        model.options = replace(model.options, recent=0, haste=0.0)
     num_layers, top_k = model.num_layers, model.top_k
     tally = Tally(model, DISTANCES)
     phase_T = torch.ones(1, dtype=torch.int64)

@@ -99,7 +99,7 @@ def test_requests_that_run_together_do_not_know_each_others_paths() -> None:
 
 
 def test_without_room_and_haste_nothing_is_learned() -> None:
-    fixed, learning = counted(make_spec(), lately=0, haste=0.0), counted(make_spec())
+    fixed, learning = counted(make_spec(), recent=0, haste=0.0), counted(make_spec())
     first = {p: said(p, PATH_LK, request=1, position=0) for p in (fixed, learning)}
     for predictor in first:
         for position in range(3):
@@ -157,8 +157,30 @@ def test_the_gates_are_looked_at_where_they_are_wanted() -> None:
 
 def test_options_that_mean_nothing_are_refused() -> None:
     spec = make_spec()
-    for options, message in (({"learned": 0}, "learned 0"), ({"haste": -1.0}, "haste -1.0"), ({"hidden": 0}, "hidden")):
+    for options, message in (({"paths": 0}, "paths 0"), ({"haste": -1.0}, "haste -1.0"), ({"hidden": 0}, "hidden")):
         with pytest.raises(UsageError, match=message):
             build("fused", spec, options)
     with pytest.raises(UsageError, match=r"forget 1\.0"):
         build("path_mlp", spec, {"forget": 1.0})
+
+
+def test_path_mlp_learns_from_all_layers_at_once_and_forgets_only_in_training() -> None:
+    spec = make_spec(num_layers=5)
+    torch.manual_seed(0)
+    predictor = build("path_mlp", spec, {"hidden": 16})
+    tokens = tokens_of(spec, 2)
+    predictor.count(tokens)
+    layer_N = torch.ones(len(tokens), dtype=torch.int64)
+    assert not torch.equal(predictor.loss(tokens, layer_N), predictor.loss(tokens, layer_N))
+    predictor.eval()
+    chosen_TLE = torch.zeros(len(tokens), 5, 8).scatter_(2, tokens.experts_TPK, 1.0)
+    losses = []
+    for distance in (1, 1, 2, 3, 4):  # the next layer counts twice
+        each = [
+            torch.nn.functional.binary_cross_entropy_with_logits(
+                predictor.layer_scores(tokens.before(layer - distance + 1), layer), chosen_TLE[:, layer]
+            )
+            for layer in range(distance, 5)
+        ]
+        losses.append(torch.stack(each).mean())
+    torch.testing.assert_close(predictor.loss(tokens, layer_N), torch.stack(losses).mean())
