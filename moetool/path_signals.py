@@ -169,7 +169,9 @@ class PathSignals:
             context_TG[token, :2] = near.best, own.best
         f_TES[..., 8:11:2] = np.log(f_TES[..., 7:10:2] + self._floor)
         if self._ahead_ATE is not None and layer - self.layer <= len(self._ahead_ATE):
-            f_TES[..., 11] = np.log(np.maximum(self._ahead_ATE[layer - self.layer - 1], 0) + self._floor)
+            f_TES[..., 11] = np.log(
+                np.maximum(self._ahead_ATE[layer - self.layer - 1], 0) + np.float32(0.1 / self.num_experts)
+            )
         return f_TES, context_TG
 
     def _begin(self, event: GateEvent) -> None:

@@ -35,6 +35,7 @@ from predictors.popularity import popularity
 _JUDGED_OF = 8  # of so many training requests one fits the trust
 _JUDGED_BYTES = 96 << 20  # of signals that are kept to fit it
 _FIRST_TRUST = {"path": 0.6, "log memory": 0.3, "log own": 0.1}
+_STEEP = 4.0  # trust is so many times what is fitted: it has few steps, and far to go
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +77,9 @@ class Predictor(moetool.predictor.Predictor):
     Attributes:
         net: the path network.
 
-    Shapes: parameters trust_DS (D distances of `DISTANCES`), trust_LS, gate_GS; buffers popularity_LE, affinity_MEE
-        (M = L-1), experts_CLK int16, weights_CLK float16 and before_C int32, the memory, of which the first
-        `num_paths` are in use.
+    Shapes: parameters trust_DS (D distances of `DISTANCES`), trust_LS, gate_GS, all divided by `_STEEP`; buffers
+        popularity_LE, affinity_MEE (M = L-1), experts_CLK int16, weights_CLK float16 and before_C int32, the memory,
+        of which the first `num_paths` are in use.
     """
 
     needs = frozenset({"experts", "weights"})
@@ -100,7 +101,9 @@ class Predictor(moetool.predictor.Predictor):
         self.lookahead = L
         self.net = PathNet(L, E, K, options.hidden, options.dropout)
         first_S = torch.tensor([_FIRST_TRUST.get(name, 0.0) for name in SIGNALS])
-        self.trust_DS = nn.Parameter(first_S.repeat(len(DISTANCES), 1))
+        if options.ahead:
+            first_S[SIGNALS.index("ahead")] = 0.5
+        self.trust_DS = nn.Parameter(first_S.repeat(len(DISTANCES), 1) / _STEEP)
         self.trust_LS = nn.Parameter(torch.zeros(L, S))
         self.gate_GS = nn.Parameter(torch.zeros(CONTEXT, S))
         self.register_buffer("popularity_LE", torch.zeros(L, E))
@@ -198,7 +201,7 @@ class Predictor(moetool.predictor.Predictor):
             path_NDE = torch.bmm(hidden_NDH, self.net.out_LHE[layer_N]) + self.net.bias_LE[layer_N][:, None]
         self.net.train(training)
         signal = torch.cat([torch.stack([torch.ones_like(path_NDE), path_NDE], dim=-1), given], dim=-1)
-        trust_NDS = self.trust_DS + self.trust_LS[layer_N][:, None] + sure @ self.gate_GS
+        trust_NDS = _STEEP * (self.trust_DS + self.trust_LS[layer_N][:, None] + sure @ self.gate_GS)
         logit_NDE = (signal * trust_NDS[:, :, None]).sum(-1)
         chosen_NK = tokens.experts_TPK[torch.arange(len(layer_N), device=layer_N.device), layer_N]
         chosen_NE = torch.zeros_like(logit_NDE[:, 0]).scatter_(1, chosen_NK, 1.0)
@@ -210,7 +213,8 @@ class Predictor(moetool.predictor.Predictor):
 
     def observe(self, event: GateEvent) -> None:
         if self._watch is None:
-            trust_DS, trust_LS, gate_GS = (t.detach().numpy() for t in (self.trust_DS, self.trust_LS, self.gate_GS))
+            fitted = (self.trust_DS, self.trust_LS, self.gate_GS)
+            trust_DS, trust_LS, gate_GS = (_STEEP * tensor.detach().numpy() for tensor in fitted)
             self._watch = FusedPath(self.signals(with_net=True), trust_DS, trust_LS, gate_GS, self.options.haste)
         self._watch.observe(event)
 
