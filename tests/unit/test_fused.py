@@ -1,17 +1,20 @@
 """What fused knows of a request, of the others and of itself, and that its network says the same in both its forms."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from moetool.errors import UsageError
+from moetool.evaluation import evaluate
 from moetool.path_signals import SIGNALS
 from moetool.path_trust import DISTANCES, Offset
-from moetool.predictor import Predictor, build
+from moetool.predictor import Predictor, build, save
 from moetool.tokens import Tokens, from_rows
-from moetool.trace import to_events
+from moetool.trace import Trace, to_events
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
-from tests.synthetic_routes import make_rows, make_spec
+from tests.synthetic_routes import make_rows, make_spec, write_trace
 
 OWN, MEMORY, PATH, LAST = (SIGNALS.index(name) for name in ("own", "memory", "path", "last"))
 
@@ -184,3 +187,21 @@ def test_path_mlp_learns_from_all_layers_at_once_and_forgets_only_in_training() 
         ]
         losses.append(torch.stack(each).mean())
     torch.testing.assert_close(predictor.loss(tokens, layer_N), torch.stack(losses).mean())
+
+
+def test_what_is_learned_of_one_trace_is_not_known_of_the_next(tmp_path: Path) -> None:
+    known = write_trace(tmp_path / "known", num_requests=8)
+    strange = write_trace(tmp_path / "strange", num_requests=3, seed=1, first_prompt=100)
+    (tmp_path / "out").mkdir()
+    facts = {
+        "trace": {"sha256": Trace(known).sha256},
+        "requests": {"train": [0, 1, 2, 3], "validation": [4], "test": [5, 6, 7]},
+        "seen_prompts": [],
+        "tokens": {"train": 40},
+        "seconds": 0.0,
+    }
+    save(counted(make_spec()), tmp_path / "out", facts)
+    both = evaluate([tmp_path / "out"], known, unseen_task=strange)
+    after = next(e for e in both if e.unseen_task and e.predictor == "fused")
+    alone = evaluate([tmp_path / "out"], strange)[0]
+    assert after.scores == alone.scores
