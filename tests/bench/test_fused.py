@@ -68,7 +68,7 @@ def trained(name: str, spec: ModelSpec, train: Sequences, validation: Sequences,
     fit = fitting.fit(
         model,
         *prepared,
-        max_epochs=20,
+        max_epochs=10,
         max_tokens=None,
         batch_size=64,
         learning_rate=3e-3,
