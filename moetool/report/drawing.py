@@ -4,14 +4,20 @@ import html
 import io
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from moetool import durable
+from moetool.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+FILES = (".svg", ".png", ".pdf")
+"""Endings of the names of pictures."""
 WIDTH = 10.0
 """Inches of a figure over the whole column; at 72 units an inch type of 9 units reads like 12 pixels at 960."""
 STYLES: tuple[tuple[str, Any, str], ...] = (
@@ -68,6 +74,33 @@ def draw(key: str, height: float, alt: str, paint: Callable[["Figure"], None]) -
         written = io.StringIO()
         figure.savefig(written, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return _inline(key, written.getvalue(), alt)
+
+
+def require_drawable(path: Path) -> None:
+    """Raises: UsageError unless the name ends in a format of pictures that can be drawn."""
+    if path.suffix not in FILES:
+        raise UsageError(f"{path} is no picture that can be drawn; end its name in {', '.join(FILES)}")
+
+
+def save(path: Path, height: float, paint: Callable[["Figure"], None]) -> None:
+    """A figure as a file of its own, in the format that its name ends in.
+
+    Raises:
+        UsageError: the name ends in something else than .svg, .png or .pdf.
+    """
+    require_drawable(path)
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_NUMBERS)
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        paint(figure)
+        drawn = io.BytesIO()
+        dated = {".svg": "Date", ".pdf": "CreationDate"}.get(path.suffix)
+        figure.savefig(drawn, format=path.suffix[1:], dpi=150, metadata={dated: None} if dated else None)
+    durable.write_bytes(path, drawn.getvalue())
 
 
 def _inline(key: str, svg: str, alt: str) -> str:
