@@ -20,6 +20,7 @@ import torch
 from moetool import fitting
 from moetool.evaluation import DISTANCES, Tally
 from moetool.formats.topk_parquet import read_routes
+from moetool.model_facts import ModelFacts
 from moetool.path_signals import SIGNALS
 from moetool.predictor import Predictor, build
 from moetool.tokens import Tokens
@@ -37,7 +38,7 @@ Sequences = list[tuple[np.ndarray, np.ndarray]]
 
 def sequences(task: str) -> tuple[ModelSpec, Sequences]:
     """The spec, and experts and weights [T, L, K] of each sequence."""
-    routes = read_routes(ROUTES / f"{task}.parquet")
+    routes = read_routes(ROUTES / f"{task}.parquet", ModelFacts())
     shape = (-1, routes.spec.num_layers, routes.spec.top_k_L[0])
     return routes.spec, [
         (s.experts_TS.astype(np.int64).reshape(shape), s.weights_TS.astype(np.float32).reshape(shape))
