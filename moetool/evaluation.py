@@ -4,6 +4,7 @@ What is scored, and where: `moetool.tally` says how often a prediction is right,
 `moetool.foretelling` judges what is said of a whole request while it waits.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
