@@ -194,10 +194,11 @@ def test_what_is_learned_of_one_trace_is_not_known_of_the_next(tmp_path: Path) -
     strange = write_trace(tmp_path / "strange", num_requests=3, seed=1, first_prompt=100)
     (tmp_path / "out").mkdir()
     facts = {
-        "trace": {"sha256": Trace(known).sha256},
+        "trace": {"sha256": Trace(known).sha256, "tokens": Trace(known).num_tokens},
         "requests": {"train": [0, 1, 2, 3], "validation": [4], "test": [5, 6, 7]},
         "seen_prompts": [],
         "tokens": {"train": 40},
+        "fit": {},
         "seconds": 0.0,
     }
     save(counted(make_spec()), tmp_path / "out", facts)
