@@ -4,6 +4,7 @@ What is scored, and where: `moetool.tally` says how often a prediction is right,
 `moetool.foretelling` judges what is said of a whole request while it waits.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -237,7 +238,7 @@ def _evaluate(
     distances = [d for d in DISTANCES if d < predictor.num_layers and d <= predictor.reach(trace.ahead)]
     tally = Tally(predictor, distances)
     if predictor.remembers or predictor.incremental:
-        _replay(predictor, trace, part, tally)
+        _replay(copy.deepcopy(predictor), trace, part, tally)  # what it remembers of one trace stays there
     else:
         for tokens in stream(trace, predictor.needs, part):
             tally.add(tokens)

@@ -56,7 +56,8 @@ def fit(
     Raises:
         MoetoolError: a loss is not finite.
     """
-    data = _Pairs(train, validation, batch_size, max_tokens, seed, whole_requests=model.remembers)
+    whole_requests = model.remembers and train.example_T is None
+    data = _Pairs(train, validation, batch_size, max_tokens, seed, whole_requests=whole_requests)
     total_steps = max_epochs * len(data.epoch)
     best = _Best()
     console = Console(stderr=True)

@@ -54,7 +54,7 @@ class Predictor(nn.Module):
             may make it others for an instance.
         learned: whether it has parameters that gradient descent fits; counting predictors only use `count`.
         remembers: whether it carries state from one forward of a request to the next. `loss` then gets whole
-            requests, and it predicts by `observe` and `scores` only.
+            requests, unless `prepare` gave their tokens numbers, and it predicts by `observe` and `scores` only.
         incremental: whether it works out its answers as layers arrive, and is judged by `observe` and `scores`, since
             `layer_scores` would begin anew for each layer.
         made_of: `trace`, or `model`: then its module has a `make` that writes card and weights, and `open` reads them.
