@@ -37,9 +37,11 @@ app = typer.Typer(
 trace_app = typer.Typer(help="Look at traces, and import those of others.", no_args_is_help=True)
 plan_app = typer.Typer(help="Decide where experts live.", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure what belongs together, side by side.", no_args_is_help=True)
+reference_app = typer.Typer(help="Make a small model like the embedded one.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
+app.add_typer(reference_app, name="reference")
 cli_placement.register(plan_app)
 
 
@@ -629,6 +631,36 @@ def bench_serve(
         tables.print_json(made.to_json())
     else:
         print_serve_bench(made)
+
+
+@reference_app.command("train")
+def reference_train(
+    recipe: Annotated[Path, typer.Option(help="TOML file: seed, data, model, fit, sources.")],
+    data: Annotated[Path, typer.Option(help="Folder of .txt files, one a domain, documents ended by <|endoftext|>.")],
+    out: Out,
+    start: Annotated[
+        str | None, typer.Option("--from", help="Continue from this model; 'reference' is the embedded one.")
+    ] = None,
+    settings: Annotated[
+        list[str], typer.Option("--set", help="A value of the recipe, as in --set fit.max_steps=500. Repeatable.")
+    ] = [],  # noqa: B006
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a run that was killed had come to.")] = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Train a small Mixture-of-Experts model on a folder of text."""
+    from moetool.reference.recipe import read_recipe
+
+    chosen = read_recipe(recipe, parse_settings(settings))
+    durable.require_absent(out, overwrite, "training.json")
+    from moetool.reference.train import train as run
+
+    with tables.stages() as on_progress:
+        facts = run(chosen, data, out, start=start, resume=resume, overwrite=overwrite, on_progress=on_progress)
+    if as_json:
+        tables.print_json(facts)
+    else:
+        tables.print_reference(out, facts)
 
 
 @app.command()
