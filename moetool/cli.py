@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from moetool import __version__, cli_placement, durable, tables
-from moetool.config import parse, parse_bytes, parse_settings
+from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
 from moetool.errors import MoetoolError, UsageError
 
 # What the machine refuses is no bug of ours: full disks and quotas, permissions, read-only file systems.
@@ -69,6 +69,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Costs of a machine, by 'moetool profile'.")]
 Settings = Annotated[list[str], typer.Option("--set", help="An option by name, as in --set width=64. Repeatable.")]
 Device = Annotated[str | None, typer.Option(help="cpu (the default) or cuda: where the model computes.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="MOETOOL_API_KEY", show_default=False, help="What clients have to send."),
+]
 HostMemory = Annotated[
     str | None,
     typer.Option(help="For experts between disk and --device-memory, such as 32GB; pinned beside a GPU."),
@@ -292,17 +296,37 @@ def evaluate(
 @plan_app.command("cache")
 def plan_cache(
     trace: TraceDir,
-    device_memory: Annotated[str, typer.Option(help="For the whole model on the device, such as 64MB or 20GiB.")],
+    device_memory: Annotated[
+        str,
+        typer.Option(
+            "--device-memory",
+            "--max-memory",
+            help="For the whole model on the device, such as 64MB or 20GiB; with --target-tpot the most of it.",
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", help="The plan, a JSON file.")],
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor.")] = None,
     profile: ProfileFile = None,
     model: Annotated[str | None, typer.Option(help="The trace's model, if it is no longer where it was.")] = None,
+    target_tpot: Annotated[
+        str | None,
+        typer.Option(help="Plan for the least memory that brings a token to this, as 80ms; by --profile."),
+    ] = None,
+    frontier: Annotated[
+        int, typer.Option(min=0, help="Budgets to show the best policy for, from the smallest pool to all experts.")
+    ] = 3,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Try prefetch distances, pinned experts and limits of prefetching too.")
+    ] = False,
     settings: Settings = [],  # noqa: B006
     as_json: Json = False,
     recipe: Recipe = None,
 ) -> None:
     """Choose a cache policy and its slots for a device, by replaying the trace: the fewest bytes, or with a profile
     the shortest time per output token.
+
+    Everything is chosen on one half of the requests and shown on the other. The table of memory against latency is
+    printed and not drawn.
     """
     from moetool.models.spec import locate, read_spec
     from moetool.planning import plan_cache as run
@@ -310,6 +334,9 @@ def plan_cache(
     from moetool.trace import Trace
 
     durable.require_writable(out)
+    target_s = None if target_tpot is None else parse_seconds(target_tpot)
+    if target_s is not None and profile is None:
+        raise UsageError("--target-tpot is a time on some machine: give its costs with --profile FILE")
     source = Trace(trace)
     values = parse_settings(settings)
     machine = values.pop("timeline", {})
@@ -332,6 +359,9 @@ def plan_cache(
         dtype=options.dtype,
         profile=costs,
         timeline=timeline,
+        target_tpot_s=target_s,
+        frontier=frontier,
+        tuned=tune,
     )
     plan.save(out)
     if as_json:
@@ -341,6 +371,8 @@ def plan_cache(
         f"{out}: {plan.policy} with {plan.slots} expert slots ({tables.count(plan.slots * plan.spec.slot_bytes, 'B')})"
     )
     print(plan.reason)
+    if plan.frontier:
+        tables.print_frontier(plan)
 
 
 @plan_app.command("maps")
@@ -390,7 +422,7 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Run cache policies over a trace: hits, loads and bytes, and with a profile times, without the model."""
-    from moetool.planning import best, servable, too_large
+    from moetool.candidates import best, servable, too_large
     from moetool.replay import replay as run
     from moetool.replay import whole_bytes
     from moetool.trace import Trace
@@ -453,6 +485,7 @@ def serve(
     host_memory: HostMemory = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any free one.")] = 8000,
+    api_key: ApiKey = None,
     log: Annotated[
         Path | None, typer.Option(help="Record gates and decisions as a trace, for 'moetool replay'.")
     ] = None,
@@ -477,9 +510,14 @@ def serve(
         values["device"] = device
     if host_memory is not None:
         values["host_memory_bytes"] = parse_bytes(host_memory)
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+        raise UsageError("an API key is printable ASCII without spaces around it, at least one character")
     from moetool.serving import server
     from moetool.serving.assembly import ServeOptions, build_engine
+    from moetool.serving.server_options import ServerOptions
+    from moetool.serving.status_line import status_line
 
+    allowed = parse(ServerOptions, values.pop("server", {}), "--set server")
     sock = server.bind(host, port)
     try:
         options = parse(ServeOptions, values, "--set")
@@ -505,12 +543,47 @@ def serve(
         f"moetool: {model} under {policy or (chosen.policy if chosen else 'lru')}: {slots} of "
         f"{engine.spec.total_experts} experts fit{among} ({tables.count(engine.store.pool_bytes, 'B')}{below})"
     )
+
+    def ready(url: str) -> None:
+        tables.narrate(f"moetool: serving on {url}/v1")
+
     try:
-        server.run(engine, sock, on_ready=lambda url: tables.narrate(f"moetool: serving on {url}/v1"))
+        with status_line(engine):
+            server.run(engine, sock, on_ready=ready, options=allowed, api_key=api_key)
     finally:
         engine.close()
     if log is not None:
         tables.narrate(f"moetool: the gate stream is in {log}")
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Argument(help="Of the server, such as http://127.0.0.1:8000.")] = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
+    settings: Settings = [],  # noqa: B006
+) -> None:
+    """Talk to a server: a line is a turn; Ctrl-C stops an answer, Ctrl-D or an empty line ends. --set temperature=0
+    and the like go along with every request.
+    """
+    from moetool.chat import Conversation
+
+    conversation = Conversation(url, api_key, parse_settings(settings))
+    tables.narrate(f"moetool: {conversation.model}")
+    while text := _next_line():
+        try:
+            for piece in conversation.ask(text):
+                print(piece, end="", flush=True)
+            print()
+        except KeyboardInterrupt:
+            tables.narrate("\nmoetool: stopped; the answer is forgotten")
+
+
+def _next_line() -> str:
+    """What the person says next; empty at the end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""
 
 
 @app.command()

@@ -59,6 +59,14 @@ def parse_bytes(text: str, whole: int | None = None) -> int:
     )
 
 
+def parse_seconds(text: str) -> float:
+    """Seconds from `80ms`, `0.08s` or `250us`. Raises: UsageError if it is none of these, or not above zero."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", text.strip().lower())
+    if match is None or not float(match[1]):
+        raise UsageError(f"{text!r} is no time; write a number with a unit, like 80ms or 0.08s")
+    return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
+
+
 def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
     """A dictionary from `a=1`, `b.c=text`: values are read as TOML where that is possible, as text otherwise.
 

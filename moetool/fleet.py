@@ -177,6 +177,22 @@ def split_bytes(spec: ModelSpec, budget_bytes: int, devices: int) -> list[int]:
     return _legal([min(most, own_part(spec, d, devices).total_experts) for d in range(devices)], spec)
 
 
+def without_pinned(shares: Sequence[int], pinned: Collection[int]) -> list[int]:
+    """What is left of each device's slots for its policy when its pinned experts have one each.
+
+    Raises:
+        CapacityError: a device is left with less than the smallest legal pool.
+    """
+    left = [fit - sum(key % len(shares) == device for key in pinned) for device, fit in enumerate(shares)]
+    for fit, rest in zip(shares, left, strict=True):
+        if rest < MIN_SLOTS:
+            raise CapacityError(
+                f"{fit - rest} pinned experts leave {rest} of {fit} slots, and {MIN_SLOTS} have to be left; plan again "
+                f"with fewer, or give more memory"
+            )
+    return left
+
+
 def build_policies(
     name: str,
     spec: ModelSpec,

@@ -8,6 +8,7 @@ from typing import Any
 
 from moetool import __version__, config, durable
 from moetool.errors import MismatchError, UsageError, first_line
+from moetool.residency import PrefetchLimits
 from moetool.types import ModelSpec
 
 SCHEMA_VERSION = 1
@@ -33,6 +34,7 @@ class CachePlan:
         slots: expert slots of the pool.
         pinned: (layer, expert) of experts that never leave the device.
         prefetch_distance: how many layers ahead the policy prefetches (0: nothing).
+        limits: of prefetching; None: none.
         device_memory_bytes: what the whole model may use.
         dense_bytes: what its weights outside the routed experts take of that.
         kv_bytes: what is kept of it for keys and values.
@@ -46,6 +48,10 @@ class CachePlan:
         requests_used: the requests of it that the choice was made on.
         requests_held_out: the other requests, on which `evidence` was gathered.
         evidence: rows of a replay (`moetool.replay.Row.to_json`) of every candidate and of the bound.
+        frontier: memory against latency: for several budgets, this one among them, the best policy, chosen on
+            `requests_used`, with its seconds and bytes per decode token there and on `requests_held_out`
+            (`moetool.frontier.Point.to_json`). None of them is tuned.
+        target_tpot_s: the time per output token that the memory was chosen for, if it was.
         reason: why this policy, in one sentence.
     """
 
@@ -55,6 +61,7 @@ class CachePlan:
     slots: int
     pinned: tuple[tuple[int, int], ...] = ()
     prefetch_distance: int
+    limits: PrefetchLimits | None = None
     device_memory_bytes: int
     dense_bytes: int
     kv_bytes: int
@@ -68,6 +75,8 @@ class CachePlan:
     requests_used: tuple[int, ...]
     requests_held_out: tuple[int, ...]
     evidence: tuple[dict[str, Any], ...]
+    frontier: tuple[dict[str, Any], ...] = ()
+    target_tpot_s: float | None = None
     reason: str
 
     def check(self, spec: ModelSpec) -> None:

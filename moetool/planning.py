@@ -5,14 +5,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from moetool import plugins
+from moetool.cache_tuning import Setup, as_it_comes, tune
+from moetool.candidates import Candidates, touched_bytes, tpot_s
 from moetool.costs import CostProfile
 from moetool.errors import CapacityError, UsageError
-from moetool.fleet import own_part, split_slots
+from moetool.frontier import budgets_between, least_budget
+from moetool.frontier import frontier as frontier_of
 from moetool.plan import CachePlan, PredictorReference
-from moetool.policy import MIN_SLOTS, parse_options, policy_class, slots_within
-from moetool.pricing import Prices, TimelineOptions, with_host_costs
-from moetool.replay import DEFAULT_MACHINE, Row, replay
+from moetool.policy import MIN_SLOTS
+from moetool.pricing import TimelineOptions
+from moetool.replay import DEFAULT_MACHINE, Row
 from moetool.trace import Trace
 from moetool.types import ModelSpec
 
@@ -58,6 +60,9 @@ def choose_cache(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     profile: CostProfile | None = None,
     timeline: TimelineOptions = DEFAULT_MACHINE,
+    target_tpot_s: float | None = None,
+    frontier: int = 0,
+    tuned: bool = False,
     seed: int = 0,
 ) -> CachePlan:
     """Choose the cache policy that moves the fewest bytes per decode token, and show it on other requests.
@@ -81,49 +86,62 @@ def choose_cache(
         options: values for the `Options` of policies, by the policy's name.
         profile: costs of the machine to plan for.
         timeline: which of the profile's devices, data types and tiers.
+        target_tpot_s: plan for the least memory, up to `device_memory_bytes`, in which the best policy as it comes
+            takes at most this time per output token. It is met on the requests that the choice is made on; the plan's
+            reason says whether it is on the others.
+        frontier: for so many budgets, from the smallest pool to all experts, the plan shows the best policy too.
+        tuned: try prefetch distances, pinned experts and limits of prefetching (`moetool.cache_tuning`).
         seed: of the split.
 
     Raises:
         MismatchError: the profile is of another model, or lacks what the timeline needs.
-        CapacityError: what is left for experts is below the smallest legal pool, or below what one of `policies` needs.
-        UsageError: too few requests to choose on some and show on others, or no candidate.
+        CapacityError: what is left for experts is below the smallest legal pool, or below what one of `policies` needs,
+            or no pool that fits is fast enough.
+        UsageError: too few requests to choose on some and show on others, no candidate, or a time to reach without a
+            profile or without decoded tokens.
     """
     spec = trace.spec
     budget = _expert_budget(spec, device_memory_bytes, dense_bytes, kv_bytes)
     used, held_out = _split(trace, frozenset(trained_on), seed)
-    candidates = list(policies) if policies else servable(trace, predictor)
-    paying = [name for name in candidates if predictor is not None and policy_class(name).uses(predictor)]
-    left_out: dict[str, str] = {}  # candidates that do not fit, and why
-    if budget - predictor_bytes < MIN_SLOTS * spec.slot_bytes and len(paying) < len(candidates):
-        left_out = dict.fromkeys(paying, f"whose predictor of {predictor_bytes:,} bytes leaves no room for experts")
-        candidates, paying = [name for name in candidates if name not in paying], []
-
-    if profile is not None:
-        options = with_host_costs(candidates, options or {}, Prices(profile, spec, timeline))
-    chosen_options = {name: parse_options(name, (options or {}).get(name, {})) for name in candidates}
-    if not policies:
-        for name in candidates:
-            left_out |= too_large([name], spec, budget - predictor_bytes if name in paying else budget, options or {})
-        candidates, paying = ([name for name in names if name not in left_out] for names in (candidates, paying))
-
-    def rows(names: list[str], requests: frozenset[int]) -> list[Row]:
-        asked: dict[str, Any] = {"predictor": predictor, "options": options, "requests": requests, "pool": "slots"}
-        asked |= {"profile": profile, "timeline": timeline}
-        free = [name for name in names if name not in paying]
-        made = replay(trace, free, [budget], **asked) if free else []
-        return made + (replay(trace, paying, [budget - predictor_bytes], **asked) if paying else [])
-
-    choice = best(rows(candidates, used))
-    evidence = rows([*candidates, _BOUND], held_out)
-    kind = policy_class(choice.policy)
-    predicts = predictor is not None and kind.uses(predictor)
+    candidates = Candidates(
+        trace,
+        used,
+        held_out,
+        names=policies,
+        options=options,
+        predictor=predictor,
+        predictor_bytes=predictor_bytes,
+        profile=profile,
+        timeline=timeline,
+    )
+    left_out = candidates.require(budget)
+    fixed_bytes = dense_bytes + kv_bytes
+    budgets = budgets_between(spec, frontier)
+    if target_tpot_s is not None:
+        if profile is None:
+            raise UsageError("a time per output token to reach needs the costs of a machine; give a profile")
+        budget = least_budget(candidates, budget, target_tpot_s, budgets, fixed_bytes)
+        left_out = candidates.left_out(budget)
+    candidates.winners([*budgets, budget])  # reads the trace once for all of them
+    plain = as_it_comes(candidates, budget)
+    setup = tune(candidates, budget, plain) if tuned else plain
+    (evidence,) = candidates.rows([budget], held_out, _BOUND)
+    untuned = next(row for row in evidence if row.policy == plain.row.policy)
+    points = frontier_of(candidates, budgets, budget, untuned, fixed_bytes) if frontier else []
+    if setup is not plain:
+        shown = setup.replay(candidates, held_out)
+        evidence = [shown if row.policy == shown.policy else row for row in evidence]
+    choice = setup.row
+    predicts = candidates.pays(choice.policy)
     return CachePlan(
         spec=spec,
         policy=choice.policy,
-        options=dict((options or {}).get(choice.policy, {})),
+        options=setup.options,
         slots=choice.slots,
-        prefetch_distance=getattr(chosen_options[choice.policy], "distance", kind.prefetch_distance),
-        device_memory_bytes=device_memory_bytes,
+        pinned=tuple(divmod(key, spec.num_experts) for key in setup.pinned),
+        prefetch_distance=setup.distance,
+        limits=setup.limits,
+        device_memory_bytes=device_memory_bytes if target_tpot_s is None else fixed_bytes + budget,
         dense_bytes=dense_bytes,
         kv_bytes=kv_bytes,
         kv_tokens=kv_tokens,
@@ -136,55 +154,12 @@ def choose_cache(
         requests_used=tuple(sorted(used)),
         requests_held_out=tuple(sorted(held_out)),
         evidence=tuple(row.to_json() for row in evidence),
-        reason=_reason(choice.policy, evidence, len(used), len(held_out), left_out),
+        frontier=tuple(point.to_json() for point in points),
+        target_tpot_s=target_tpot_s,
+        reason=_reason(choice.policy, evidence, len(used), len(held_out), left_out)
+        + (f"; {_tuning(setup, untuned)}" if setup is not plain else "")
+        + (f"; {_target(target_tpot_s, choice, evidence)}" if target_tpot_s is not None else ""),
     )
-
-
-def servable(trace: Trace, predictor: Any) -> list[str]:
-    """The policies that keep the model's text and can work with this trace's columns and this predictor, if any."""
-    kinds = {name: policy_class(name) for name in plugins.names("policy")}
-    return [
-        name
-        for name, kind in kinds.items()
-        if kind.lossless
-        and not kind.needs_future
-        and kind.needs <= trace.columns
-        and _sees_far_enough(name, trace)
-        and (predictor is not None or not kind.needs_predictor)
-    ]
-
-
-def _sees_far_enough(policy: str, trace: Trace) -> bool:
-    """Whether a policy that asks later gates finds them in the trace as many layers ahead as it looks."""
-    kind = policy_class(policy)
-    distance = getattr(parse_options(policy, {}), "distance", kind.prefetch_distance)
-    return "ahead" not in kind.needs or trace.ahead >= min(distance, trace.spec.num_layers - 1)
-
-
-def too_large(
-    names: Iterable[str],
-    spec: ModelSpec,
-    budget_bytes: int,
-    options: Mapping[str, Mapping[str, Any]],
-    devices: int = 1,
-) -> dict[str, str]:
-    """Those of the policies that need more slots than (each device's part of) a budget holds, and why in words."""
-    slots = min(split_slots(spec, slots_within(spec, budget_bytes), devices))
-    sizes = own_part(spec, 0, devices)
-    needs = {name: policy_class(name).min_slots(sizes, parse_options(name, options.get(name, {}))) for name in names}
-    return {name: f"which needs {fewest} slots" for name, fewest in needs.items() if fewest > slots}
-
-
-def best(rows: Sequence[Row]) -> Row:
-    """The shortest time per output token, on a timeline; the fewest bytes per decode token, without; then the fewest
-    bytes in all; then the smallest pool.
-    """
-
-    def cost(row: Row) -> tuple[float, float, int, int]:
-        seconds = row.timing.tpot_mean_s if row.timing is not None else None
-        return seconds or 0.0, _touched_bytes(row), row.loaded_bytes, row.slots
-
-    return min(rows, key=cost)
 
 
 def _expert_budget(spec: ModelSpec, device_memory_bytes: int, dense_bytes: int, kv_bytes: int) -> int:
@@ -244,15 +219,35 @@ def _reason(chosen: str, evidence: Sequence[Row], num_used: int, num_held_out: i
     )
 
 
+def _tuning(setup: Setup, untuned: Row) -> str:
+    """What was changed, and what the winner without it takes on the held-out requests."""
+    parts = []
+    if setup.distance:
+        parts.append(f"prefetch distance {setup.distance}")
+    if setup.pinned:
+        parts.append(f"{len(setup.pinned)} experts pinned")
+    if setup.limits is not None and setup.limits.forward_bytes is not None:
+        parts.append(f"at most {setup.limits.forward_bytes:,} bytes prefetched in a forward")
+    elif setup.limits is not None:
+        parts.append(f"prefetching stopped below a recall of {setup.limits.min_recall}")
+    show = _moved if tpot_s(untuned) is None else _milliseconds
+    return f"tuned: {', '.join(parts)}; untuned, {untuned.policy} was the best, which takes {show(untuned)} there"
+
+
+def _target(target_s: float, choice: Row, evidence: Sequence[Row]) -> str:
+    """Whether the time to reach is reached on the held-out requests too."""
+    shown = next(tpot_s(row) for row in evidence if row.policy == choice.policy)
+    there = "they have no decoded tokens" if shown is None else "met" if shown <= target_s else "missed"
+    return (
+        f"{choice.slots} slots are what was found to bring a token to {target_s * 1e3:,.4g} ms where it was chosen "
+        f"({_milliseconds(choice)}); on the held-out requests: {there}"
+    )
+
+
 def _moved(row: Row) -> str:
-    return f"{_touched_bytes(row):,.0f}"
+    return f"{touched_bytes(row):,.0f}"
 
 
 def _milliseconds(row: Row) -> str:
     assert row.timing is not None and row.timing.tpot_mean_s is not None
     return f"{row.timing.tpot_mean_s * 1e3:,.2f} ms"
-
-
-def _touched_bytes(row: Row) -> float:
-    """Bytes for each decode token that were loaded, or that the host computed with where they lie."""
-    return row.bytes_per_decode_token + row.host_bytes_per_decode_token

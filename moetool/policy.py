@@ -210,6 +210,19 @@ def parse_options(name: str, options: Mapping[str, Any]) -> Any:
     return config.parse(plugins.load("policy", name).Options, options, f"policy {name}")
 
 
+def require_slots(
+    name: str, spec: ModelSpec, options: Mapping[str, Any], num_slots: int, *, own: ModelSpec | None = None
+) -> None:
+    """Raises: CapacityError if a policy with these options needs more slots than fit (`own`: as for `build_policy`)."""
+    fewest = policy_class(name).min_slots(spec if own is None else own, parse_options(name, options))
+    if num_slots < fewest:
+        each = "" if own is None else " on each device"
+        raise CapacityError(
+            f"policy {name} needs at least {fewest} expert slots of {spec.name} ({fewest * spec.slot_bytes:,} "
+            f"bytes){each}, and {num_slots} fit; give it more memory or choose another policy"
+        )
+
+
 def build_policy(
     name: str,
     spec: ModelSpec,
@@ -238,13 +251,7 @@ def build_policy(
     kind = policy_class(name)
     chosen = parse_options(name, options)
     sizes = spec if own is None else own
-    fewest = kind.min_slots(sizes, chosen)
-    if num_slots < fewest:
-        each = "" if own is None else " on each device"
-        raise CapacityError(
-            f"policy {name} needs at least {fewest} expert slots of {spec.name} ({fewest * spec.slot_bytes:,} "
-            f"bytes){each}, and {num_slots} fit; give it more memory or choose another policy"
-        )
+    require_slots(name, spec, options, num_slots, own=own)
     if not kind.lossless and not all(spec.has_logits_L):
         raise UsageError(
             f"policy {name} needs the scores of every router, and of {spec.name} some are not known; choose another"

@@ -7,13 +7,13 @@ profile of a machine a timeline executes what they decide, and the rows say how 
 import copy
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moetool.costs import CostProfile
 from moetool.errors import UsageError, unknown_name
-from moetool.fleet import build_policies, open_pool, split_bytes, split_slots
+from moetool.fleet import build_policies, open_pool, split_bytes, split_slots, without_pinned
 from moetool.models.families import require_substitutable
 from moetool.policy import Policy, SharedPredictor, policy_class, slots_within
 from moetool.pricing import Prices, TimelineOptions, with_host_costs
@@ -143,6 +143,7 @@ def replay(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     pool: str = "auto",
     limits: PrefetchLimits | None = None,
+    pinned: Collection[int] = (),
     profile: CostProfile | None = None,
     timeline: TimelineOptions = DEFAULT_MACHINE,
     devices: int = 1,
@@ -163,6 +164,8 @@ def replay(
         pool: `slots` that each hold any expert, as in our server; `bytes`, where each expert takes its own size;
             `auto`: bytes where the trace was imported.
         limits: of prefetching, for every policy.
+        pinned: keys of experts that take a slot each of every budget and keep it; a policy gets the slots that are
+            left. Not in a pool in bytes.
         profile: costs of the machine that the rows' `timing` is for; without one they have none.
         timeline: which of the profile's devices, data types and tiers.
         devices: that share the model (`moetool.fleet`), each with an equal part of the budget.
@@ -171,8 +174,8 @@ def replay(
         A row for each policy and budget: the policies in their order, each with the budgets in theirs.
 
     Raises:
-        UsageError: an unknown policy or option, no predictor where one is needed, nothing to replay, or a timeline for
-            several devices: it has one.
+        UsageError: an unknown policy or option, no predictor where one is needed, nothing to replay, pinned experts in
+            a pool in bytes, or a timeline for several devices: it has one.
         MismatchError: the trace lacks a column that a policy needs, the predictor or the profile is of another model,
             or the profile lacks what the timeline needs.
         CapacityError: a budget is below the smallest legal pool.
@@ -182,7 +185,7 @@ def replay(
     source = _Source(trace, sequential, requests)
     prices = None if profile is None else Prices(profile, trace.spec, timeline)
     in_bytes = pools_bytes(trace, pool)
-    runs = _prepare(source, policies, budgets, predictor, options or {}, in_bytes, limits, prices, devices)
+    runs = _prepare(source, policies, budgets, predictor, options or {}, in_bytes, limits, pinned, prices, devices)
     forwards = decode_tokens = 0
     for info, events, ended in source.forwards(_columns(runs)):
         for run in runs:
@@ -211,6 +214,7 @@ def decisions(
     pool: str = "auto",
     limits: PrefetchLimits | None = None,
     devices: int = 1,
+    pinned: Collection[int] = (),
 ) -> Iterator[tuple[int, int, Step]]:
     """Every step of one run, as (forward, layer, step), to compare with the log of a server.
 
@@ -219,7 +223,8 @@ def decisions(
     source = _Source(trace, sequential, requests)
     in_bytes = pools_bytes(trace, pool)
     chosen = {policy: options or {}}
-    (run,) = _prepare(source, [policy], [budget_bytes], predictor, chosen, in_bytes, limits, devices=devices)
+    runs = _prepare(source, [policy], [budget_bytes], predictor, chosen, in_bytes, limits, pinned, devices=devices)
+    (run,) = runs
     for info, events, ended in source.forwards(_columns([run])):
         for step in run.begin(info):
             yield info.forward_id, -1, step
@@ -271,6 +276,7 @@ class _Run:
         policies: Sequence[Policy],
         capacity_bytes: Sequence[int] | None,
         limits: PrefetchLimits | None,
+        pinned: Collection[int],
         timeline: Timeline | None,
     ) -> None:
         self._name = name
@@ -279,7 +285,7 @@ class _Run:
         self._spec = policies[0].spec
         self.columns = policies[0].columns
         self._digest = DecisionDigest()
-        self._residency = open_pool(policies, self._digest, capacity_bytes=capacity_bytes, limits=limits)
+        self._residency = open_pool(policies, self._digest, capacity_bytes=capacity_bytes, pinned=pinned, limits=limits)
         self._timeline = timeline
         self._bytes = [0, 0]  # prefill, decode
         self._host_bytes = [0, 0]
@@ -341,6 +347,7 @@ def _prepare(
     options: Mapping[str, Mapping[str, Any]],
     in_bytes: bool,
     limits: PrefetchLimits | None,
+    pinned: Collection[int],
     prices: Prices | None = None,
     devices: int = 1,
 ) -> list[_Run]:
@@ -356,6 +363,8 @@ def _prepare(
             prices.prediction_ns(1)  # refuses a profile that does not say what predicting takes
     if predictor is not None:
         source.trace.require(predictor.needs, "the predictor")
+    if pinned and in_bytes:
+        raise UsageError("a pool in bytes has no slots to pin experts to; replay it with --pool slots")
     slots = [slots_within(spec, budget) for budget in budgets]
     shared = _shared(predictor, policies)
     future = None
@@ -372,6 +381,7 @@ def _prepare(
         shares = [num_slots]
         if devices > 1:
             shares = split_bytes(spec, budget, devices) if in_bytes else split_slots(spec, num_slots, devices)
+        shares = without_pinned(shares, pinned)
         made = build_policies(name, spec, options.get(name, {}), shares, predictor=metered or asked, future=future)
         source.trace.require(made[0].columns, f"policy {name}")
         if "ahead" in made[0].columns:
@@ -386,6 +396,7 @@ def _prepare(
             made,
             capacities if in_bytes else None,
             limits,
+            pinned,
             None if prices is None else Timeline(prices, predictor=metered),
         )
 

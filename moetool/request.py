@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from moetool.errors import MoetoolError
 
@@ -77,6 +77,7 @@ class EngineLike(Protocol):
         max_context: at most so many tokens in a prompt and its answer together.
         vocab_size: token ids are below this.
         tokenizer: the model's own.
+        max_requests: so many requests run together; the engine queues more in the order in which they come.
         state: requests are taken only in `ready`.
     """
 
@@ -85,11 +86,22 @@ class EngineLike(Protocol):
     @property
     def max_context(self) -> int: ...
     @property
+    def max_requests(self) -> int: ...
+    @property
     def vocab_size(self) -> int: ...
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase": ...
     @property
     def state(self) -> State: ...
+
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Refuse what can never be served. Thread-safe, never waits.
+
+        Raises:
+            UsageError: the request makes no sense.
+            CapacityError: it does not fit.
+        """
+        ...
 
     def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> int:
         """Queue a request and return its id; never waits for the model.
@@ -98,8 +110,7 @@ class EngineLike(Protocol):
         with `finish`. Thread-safe.
 
         Raises:
-            UsageError: the request makes no sense.
-            CapacityError: it can never be served.
+            UsageError, CapacityError: as `check`.
             Unavailable: not now.
         """
         ...
@@ -114,4 +125,8 @@ class EngineLike(Protocol):
 
     def metrics(self) -> Mapping[str, float]:
         """Counters and gauges by name, as of now. Thread-safe."""
+        ...
+
+    def stats(self) -> Mapping[str, Any]:
+        """The same for people, as JSON: by layer, and memory by what holds it. Thread-safe."""
         ...

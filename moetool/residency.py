@@ -162,9 +162,9 @@ class Residency:
         assert len(self._own(pinned)) == len(pinned), "pinned is what another device has"
         self.slot_of: dict[int, int] = {}
         self._pinned = {key: policy.num_slots + i for i, key in enumerate(sorted(pinned))}
-        self._limits = limits or PrefetchLimits()
+        self.limits = limits or PrefetchLimits()
         self._left_bytes: int | None = None  # that this forward may still prefetch
-        self._fates: deque[bool] = deque(maxlen=self._limits.window)  # of the last prefetched: whether used
+        self._fates: deque[bool] = deque(maxlen=self.limits.window)  # of the last prefetched: whether used
         self._pause = 0  # forwards
         self._begun = False
         self.prefill = Counts()
@@ -342,7 +342,7 @@ class Residency:
 
     def _renew_limits(self) -> None:
         """A forward begins: renew its bytes, and stop or try again by what became of the last prefetches."""
-        limits = self._limits
+        limits = self.limits
         self._left_bytes = limits.forward_bytes
         if self._pause:
             self._pause -= 1

@@ -173,6 +173,26 @@ def print_replay(title: str, rows: Sequence[Any], chosen: Sequence[Any] = ()) ->
     print_table(title, columns, table)
 
 
+def print_frontier(plan: Any) -> None:
+    """Memory against latency: the frontier of a `moetool.plan.CachePlan`; its own budget is marked."""
+    timed = all(point["tpot_used_s"] is not None for point in plan.frontier)
+    columns = ["device memory", "policy", "slots", "MB / decode token", "held out"]
+    columns += ["TPOT ms", "held out"] if timed else []
+    table = []
+    for point in plan.frontier:
+        cells = [
+            f"{count(point['device_memory_bytes'], 'B')}{' (the plan, untuned)' if point['chosen'] else ''}",
+            point["policy"],
+            f"{point['slots']:,} of {plan.spec.total_experts:,}",
+            *(f"{point[name] / 1e6:,.3f}" for name in ("bytes_used", "bytes_held_out")),
+        ]
+        if timed:
+            cells += ["-" if s is None else _ms(s) for s in (point["tpot_used_s"], point["tpot_held_out_s"])]
+        table.append(cells)
+    title = f"the best policy by device memory, chosen on {len(plan.requests_used)} requests"
+    print_table(f"{title}, and on {len(plan.requests_held_out)} held out", columns, table, num_text=2)
+
+
 def print_profile(profile: Any) -> None:
     """The curves of a `moetool.costs.CostProfile`, and what they say about one token."""
     spec, machine = profile.spec, profile.machine

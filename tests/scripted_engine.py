@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -48,6 +49,7 @@ class ScriptedEngine:
     fail_at: int | None = None
     max_running: int = 64
     max_context: int = 256
+    max_requests: int = 64
     room: int = 10_000
     model_name: str = "lab/reference"
     state: State = "ready"
@@ -63,11 +65,14 @@ class ScriptedEngine:
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
 
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        if len(prompt) > self.room:
+            raise CapacityError(f"{len(prompt)} prompt tokens do not fit into {self.room}")
+
     def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> int:
         if self.state != "ready":
             raise Unavailable(f"the engine is {self.state}")
-        if len(prompt) > self.room:
-            raise CapacityError(f"{len(prompt)} prompt tokens do not fit into {self.room}")
+        self.check(prompt, params)
         answer = [*self.tokenizer.encode(self.reply, add_special_tokens=False), END]
         if params.temperature > 0:
             draw = random.Random(params.seed)
@@ -94,6 +99,9 @@ class ScriptedEngine:
             num = len(self._requests)
         running = min(num, self.max_running)
         return {"hits_kept": 7, "misses": 3, "bytes_read": 4096, "slots": 64, "queue_running": running, "oddity": 1.5}
+
+    def stats(self) -> Mapping[str, Any]:
+        return {"hit_rate": 0.7}
 
     @property
     def num_live(self) -> int:

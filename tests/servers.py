@@ -56,7 +56,7 @@ def get(url: str, path: str) -> tuple[int, http.client.HTTPMessage, str]:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -24,7 +24,7 @@ from moetool.models.decoding import (
     score_prompt,
 )
 from moetool.models.paged_attention import SequenceEnds, no_mask, paged_attention
-from moetool.models.sampling import Sampler
+from moetool.models.sampling import NOT_NUMBERS, Sampler
 from moetool.request import Output, SamplingParams
 from moetool.types import ForwardInfo, Phase
 
@@ -224,6 +224,9 @@ class Batcher:
 
     def _report(self, request: int, result: Any) -> Output:
         state = self._requests[request]
+        if self._sampler.is_broken(str(request)):
+            self.cancel(request)
+            return Output(request, None, finish="error", error=NOT_NUMBERS)
         token = int(result.generated_tokens[-1])
         state.done += 1
         logprob = self._sampler.logprob(str(request), token)

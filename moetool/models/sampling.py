@@ -13,6 +13,9 @@ from torch import Tensor
 
 from moetool.request import SamplingParams, TokenLogprob
 
+NOT_NUMBERS = "the model's scores are not numbers (NaN): a broken checkpoint, or a data type too narrow for it"
+"""Why a request ends whose next token cannot be chosen."""
+
 _COLDEST = 1e-5
 """At and below this temperature the likeliest token is all but certain, and dividing by it may overflow."""
 
@@ -20,12 +23,13 @@ _COLDEST = 1e-5
 class _Choice:
     """The sampling state of one request."""
 
-    __slots__ = ("drawn", "logprobs_V", "params", "seed")
+    __slots__ = ("broken", "drawn", "logprobs_V", "params", "seed")
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.drawn = 0
+        self.broken = False
         self.logprobs_V: Tensor | None = None
 
 
@@ -55,6 +59,10 @@ class Sampler:
             top = list(zip(ids.tolist(), values.tolist(), strict=True))
         return TokenLogprob(float(choice.logprobs_V[token]), top)
 
+    def is_broken(self, request: str) -> bool:
+        """Whether the model's scores for it were not numbers, so that its newest token means nothing."""
+        return self._choices[request].broken
+
     def apply(self, requests: list[str], scores_BV: Tensor) -> Tensor:
         """Make the argmax of each row the token that its request's parameters choose.
 
@@ -66,6 +74,9 @@ class Sampler:
             choice = self._choices.get(request)
             if choice is None:
                 continue  # cancelled while its forward ran
+            if scores_BV[row].isnan().any():
+                choice.broken = True
+                scores_BV[row] = 0.0
             if choice.params.logprobs is not None:
                 choice.logprobs_V = scores_BV[row].log_softmax(-1)
             if choice.params.temperature > _COLDEST:

@@ -21,7 +21,7 @@ from moetool.models.decoding import (
     score_prompt,
 )
 from moetool.models.families import FAMILIES
-from moetool.models.sampling import Sampler
+from moetool.models.sampling import NOT_NUMBERS, Sampler
 from moetool.request import Output, SamplingParams
 from moetool.types import ForwardInfo, Phase
 
@@ -124,6 +124,9 @@ class Sequential:
             return [Output(request, None, finish="error", error=str(error))]
         self._forward_id += 1
         token = int(self._sampler.apply([str(request)], logits_V[None].float().clone()).argmax())
+        if self._sampler.is_broken(str(request)):
+            self._end(request)
+            return [Output(request, None, finish="error", error=NOT_NUMBERS)]
         self._answer.append(token)
         logprob = self._sampler.logprob(str(request), token)
         finish = finish_of(token, len(self._answer), params, self._eos)

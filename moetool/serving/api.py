@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -15,16 +15,16 @@ from starlette.types import Receive, Scope, Send
 
 from moetool.errors import MoetoolError
 from moetool.request import EngineLike, SamplingParams, TokenLogprob
-from moetool.serving import refusal
+from moetool.serving import openapi, refusal
+from moetool.serving.access import Access, Record, record_of
 from moetool.serving.generation import Exchange, Frontend, Job, Piece
 from moetool.serving.metrics import Metrics
 from moetool.serving.prompts import Prompt, chat_prompt, completion_prompts, echo
 from moetool.serving.refusal import BodyLimit, Refusal
 from moetool.serving.reply import ChatReply, CompletionReply, Reply
 from moetool.serving.schema import ChatRequest, CompletionRequest, GenerationRequest
+from moetool.serving.server_options import ServerOptions
 from moetool.serving.text import Vocabulary
-
-MAX_BODY_BYTES = 8 * 2**20
 
 _Result = TypeVar("_Result")
 
@@ -33,20 +33,33 @@ class ClientGone(Exception):
     """Nobody is left to answer."""
 
 
-def create_app(engine: EngineLike, *, aliases: Collection[str] = (), max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+def create_app(
+    engine: EngineLike,
+    *,
+    aliases: Collection[str] = (),
+    options: ServerOptions | None = None,
+    api_key: str | None = None,
+    report: Callable[[Record], object] = lambda record: None,
+) -> FastAPI:
     """The server's application.
 
     Args:
         aliases: names that clients may use for the model besides its own and the last part of its own.
+        api_key: what clients have to send, but for /health; None asks nobody.
+        report: takes the record of each request when it is over.
 
     Effects: `app.state.frontend` is the `Frontend`, through which the server drains.
     """
-    frontend = Frontend(engine, Vocabulary(engine.tokenizer), Metrics(engine))
+    options = options or ServerOptions()
+    frontend = Frontend(engine, Vocabulary(engine.tokenizer), Metrics(engine), options)
+    began = time.monotonic()
     # The documentation pages load scripts from the network, so there are none.
     app = FastAPI(title="moetool", docs_url=None, redoc_url=None)
     app.state.frontend = frontend
-    app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes)
+    app.add_middleware(Access, api_key=api_key, report=report)  # the last one added is the outermost
     refusal.install(app)
+    openapi.install(app, api_key=api_key is not None)
 
     names = {engine.model_name, engine.model_name.rstrip("/").rpartition("/")[2], *aliases}
     card = {"id": engine.model_name, "object": "model", "created": int(time.time()), "owned_by": "moetool"}
@@ -72,12 +85,12 @@ def create_app(engine: EngineLike, *, aliases: Collection[str] = (), max_body_by
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         require_model(body.model)
-        return await _answer(request, body, _start_completion(frontend, body))
+        return await _answer(request, body, _start_completion(frontend, body, _terms(frontend, request)))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         require_model(body.model)
-        return await _answer(request, body, _start_chat(frontend, body))
+        return await _answer(request, body, _start_chat(frontend, body, _terms(frontend, request)))
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -90,7 +103,37 @@ def create_app(engine: EngineLike, *, aliases: Collection[str] = (), max_body_by
     def metrics() -> Response:
         return Response(frontend.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
+    @app.get("/stats")
+    def stats() -> dict[str, Any]:
+        server = {
+            "status": frontend.status,
+            "uptime_seconds": round(time.monotonic() - began, 3),
+            "requests_running": len(frontend.running),
+            "choices_in_engine": frontend.num_in_engine,
+            "choices_waiting": frontend.num_waiting,
+        }
+        return {"model": engine.model_name, "server": server, "engine": engine.stats()}
+
     return app
+
+
+class _Terms(NamedTuple):
+    """On which an exchange is opened: who asks, and how long it may take."""
+
+    record: Record
+    timeout_s: float
+
+
+def _terms(frontend: Frontend, request: Request) -> _Terms:
+    most = frontend.options.request_timeout_s
+    given = request.headers.get("x-request-timeout")
+    try:
+        seconds = most if given is None else float(given)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise Refusal(f"X-Request-Timeout is {given!r}, expected seconds above 0", param="X-Request-Timeout")
+    return _Terms(record_of(request.scope), min(seconds, most))
 
 
 async def _answer(
@@ -107,7 +150,7 @@ async def _answer(
         return Response(status_code=499)  # "client closed request", which nobody sees
 
 
-async def _start_completion(frontend: Frontend, body: CompletionRequest) -> tuple[Exchange, Reply]:
+async def _start_completion(frontend: Frontend, body: CompletionRequest, terms: _Terms) -> tuple[Exchange, Reply]:
     frontend.require_ready()
     engine, vocabulary = frontend.engine, frontend.vocabulary
     # Long prompts take seconds to tokenise, and a forward takes longer: neither may hold up the event loop.
@@ -118,26 +161,27 @@ async def _start_completion(frontend: Frontend, body: CompletionRequest) -> tupl
         logprobs=body.logprobs is not None,
         num_prompt_tokens=sum(len(prompt.tokens) for prompt in prompts),
     )
+    terms.record.prompt_tokens = reply.num_prompt_tokens
     if body.echo:
         echoes: list[Piece] = []
         for prompt in prompts:
             scores: list[TokenLogprob | None] | None = None
             if body.logprobs is not None:
-                async with frontend.scoring:
-                    scores = await asyncio.to_thread(engine.prompt_logprobs, prompt.tokens, body.logprobs)
+                scores = await frontend.score(prompt.tokens, body.logprobs)
             echoes += [echo(vocabulary, prompt, scores)] * body.n
         reply.echoes = echoes
     jobs = _jobs(body, prompts, body.logprobs)
     jobs = [replace(job, offset=len(reply.prelude(index).text)) for index, job in enumerate(jobs)]
-    return frontend.open(jobs, body.stop), reply
+    return frontend.open(jobs, body.stop, *terms), reply
 
 
-async def _start_chat(frontend: Frontend, body: ChatRequest) -> tuple[Exchange, Reply]:
+async def _start_chat(frontend: Frontend, body: ChatRequest, terms: _Terms) -> tuple[Exchange, Reply]:
     frontend.require_ready()
     prompt = await asyncio.to_thread(chat_prompt, frontend.engine, body)
     reply = ChatReply(body.model, frontend.vocabulary, logprobs=body.logprobs, num_prompt_tokens=len(prompt.tokens))
+    terms.record.prompt_tokens = reply.num_prompt_tokens
     jobs = _jobs(body, [prompt], (body.top_logprobs or 0) if body.logprobs else None)
-    return frontend.open(jobs, body.stop), reply
+    return frontend.open(jobs, body.stop, *terms), reply
 
 
 def _jobs(body: GenerationRequest, prompts: Sequence[Prompt], logprobs: int | None) -> list[Job]:
@@ -183,8 +227,10 @@ async def _events(exchange: Exchange, reply: Reply, *, include_usage: bool) -> A
             yield _dump(reply.chunk([]) | {"usage": reply.usage(exchange.num_tokens)})
         yield "[DONE]"
     except MoetoolError as error:
+        exchange.record.error = str(error)
         yield _dump(refusal.describe(error)[1])
     except Exception:
+        exchange.record.error = "internal error"
         yield _dump(refusal.error_object("internal error; the server's log says more", 500))
         raise
 

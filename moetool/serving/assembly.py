@@ -10,7 +10,7 @@ import torch
 
 from moetool import durable
 from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.fleet import Learners, build_policies, open_pool, split_slots
+from moetool.fleet import Learners, build_policies, open_pool, split_slots, without_pinned
 from moetool.models.decoding import kv_cache_bytes
 from moetool.models.families import require_substitutable
 from moetool.models.loading import CPU, LoadedModel, load_lazy, load_tokenizer, parse_devices, parse_dtype, use_threads
@@ -48,7 +48,7 @@ class ServeOptions:
         io_threads: threads that read experts, for each device.
         threads: threads of the model's own arithmetic (0 chooses).
         policy: options of the cache policy.
-        prefetch: limits of its prefetching.
+        prefetch: limits of its prefetching; the plan's, or none, if not said.
         state: file that what the policy learns is kept in from one run to the next (empty: none).
     """
 
@@ -61,7 +61,7 @@ class ServeOptions:
     io_threads: int = 2
     threads: int = 0
     policy: dict[str, Any] = field(default_factory=dict)
-    prefetch: PrefetchLimits = field(default_factory=PrefetchLimits)
+    prefetch: PrefetchLimits | None = None
     state: str = ""
 
     def __post_init__(self) -> None:
@@ -130,14 +130,8 @@ def build_engine(
     policy_options: Mapping[str, Any] = {**(plan.options if plan and from_plan else {}), **options.policy}
     pinned = [loaded.spec.expert_key(*expert) for expert in plan.pinned] if plan and from_plan else []
     shares = [slots] if options.devices == 1 else split_slots(loaded.spec, slots, options.devices)
-    for device_number, fit in enumerate(shares):
-        fixed = sum(key % len(shares) == device_number for key in pinned)
-        if fit - fixed < MIN_SLOTS:
-            raise CapacityError(
-                f"the plan pins {fixed} experts and {fit} slots fit; {MIN_SLOTS} have to be left: plan again, or "
-                f"raise --device-memory"
-            )
-        shares[device_number] -= fixed
+    limits = options.prefetch or (plan.limits if plan and from_plan else None) or PrefetchLimits()
+    shares = without_pinned(shares, pinned)
     policies = build_policies(name, loaded.spec, policy_options, shares, predictor=predicts)
     built = policies[0]
     learned = built if len(policies) == 1 else Learners(policies)
@@ -150,13 +144,13 @@ def build_engine(
         "slots": slots,
         "devices": options.devices,
         "pinned": pinned,
-        "prefetch": asdict(options.prefetch),
+        "prefetch": asdict(limits),
         "state": durable.sha256_file(state) if state is not None and restore_state(state, name, learned) else None,
     }
     return Engine(
         loaded,
         load_tokenizer(path),
-        open_pool(policies, pinned=pinned, limits=options.prefetch),
+        open_pool(policies, pinned=pinned, limits=limits),
         open_batcher(loaded.model, max_requests=options.max_requests, kv_tokens=options.kv_tokens),
         model_name=model,
         io_threads=options.io_threads,

@@ -12,11 +12,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import psutil
+
 from moetool.errors import MoetoolError
 from moetool.fleet import Pool
 from moetool.models.batching import Batcher
 from moetool.models.decoding import Batch
 from moetool.models.loading import LoadedModel
+from moetool.models.sampling import NOT_NUMBERS
 from moetool.models.sequential import Sequential
 from moetool.request import Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
 from moetool.serving.experts import ExpertRuntime
@@ -63,6 +66,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.spec = loaded.spec
         self.max_context = batcher.max_context
+        self.max_requests = batcher.max_requests
         self.vocab_size = int(loaded.model.config.get_text_config().vocab_size)
         self.state: State = "starting"
         self.store = open_stores(loaded, residency, io_threads, host_memory_bytes)
@@ -86,6 +90,8 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._forwards = self._failures = self._prompt_tokens = self._new_tokens = 0
         self._forward_seconds = 0.0
+        self._forward_began: float | None = None
+        self._dense_bytes = sum(tensor.nbytes for tensor in loaded.model.parameters() if not tensor.is_meta)
 
     # -- from any thread ---------------------------------------------------------------------------------------
 
@@ -95,6 +101,15 @@ class Engine:
         self.state = "ready"
         self._thread.start()
 
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Refuse what can never be served.
+
+        Raises:
+            UsageError: the prompt is empty or has ids outside the vocabulary.
+            CapacityError: prompt and answer do not fit into the context.
+        """
+        self._batcher.check(prompt, params)
+
     def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> int:
         """Queue a request; its tokens go to `sink`, on the engine's thread.
 
@@ -102,8 +117,7 @@ class Engine:
             The number of the request, for `cancel`.
 
         Raises:
-            UsageError: the prompt is empty or has ids outside the vocabulary.
-            CapacityError: prompt and answer do not fit into the context.
+            UsageError, CapacityError: as `check`.
             Unavailable: the engine is starting, draining or has failed.
         """
         self._require_ready()
@@ -181,6 +195,7 @@ class Engine:
             "stall_seconds": stats.stall_seconds,
             "host_stall_seconds": stats.host_stall_seconds,
             "forward_seconds": self._forward_seconds,
+            "forward_running_seconds": 0.0 if (began := self._forward_began) is None else time.perf_counter() - began,
             "queue_running": self._batcher.running,
             "queue_waiting": max(0, len(self._sinks) - self._batcher.running),
             "tokens_prompt": self._prompt_tokens,
@@ -193,6 +208,35 @@ class Engine:
             "kv_bytes": self._batcher.kv_bytes,
         }
 
+    def stats(self) -> dict[str, Any]:
+        """Hit rate by layer, bytes by tier, stall, prefetch recall, and memory by what holds it.
+
+        `prefetch_recall` is the share of experts that were needed and not kept that a prefetch had brought in time or
+        late. Rates are null before anything was needed.
+        """
+        counts, read = self.residency.counts, self.store.stats
+        fetched = counts.prefetched + counts.missed + counts.hosted
+        uses, misses = self.runtime.uses_L, self.runtime.misses_L
+        return {
+            "hit_rate": _share(counts.kept + counts.prefetched, counts.needed),
+            "hit_rate_by_layer": [_share(use - miss, use) for use, miss in zip(uses, misses, strict=True)],
+            "prefetch_recall": _share(counts.prefetched, fetched),
+            "prefetches_wasted": counts.wasted,
+            "bytes_by_tier": {"disk": read.bytes_read, "host": read.host_bytes},
+            "stall_seconds": read.stall_seconds,
+            "forward_seconds": self._forward_seconds,
+            "forwards": self._forwards,
+            "failures": self._failures,
+            "tokens": {"prompt": self._prompt_tokens, "generated": self._new_tokens},
+            "memory_bytes": {
+                "dense": self._dense_bytes,
+                "kv_cache": self._batcher.kv_bytes,
+                "expert_slots": self.store.pool_bytes,
+                "host_experts": self.store.host_pool_bytes,
+                "process": psutil.Process().memory_info().rss,
+            },
+        }
+
     # -- on the engine's thread --------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -201,8 +245,9 @@ class Engine:
             self._commands.popleft()()
         if self._batcher.idle:
             return
-        began = time.perf_counter()
+        self._forward_began = began = time.perf_counter()
         outputs = self._batcher.step()
+        self._forward_began = None
         self._forward_seconds += time.perf_counter() - began
         failed = any(output.finish == "error" for output in outputs)
         self._failures += failed
@@ -288,10 +333,14 @@ class Engine:
         else:
             logprobs: list[TokenLogprob | None] = [None]
             for row_V, token in zip(logits_TV.log_softmax(-1), prompt[1:], strict=False):
+                if row_V.isnan().any():
+                    answer.set_exception(MoetoolError(NOT_NUMBERS))
+                    break
                 values, ids = row_V.topk(top)
                 pairs = list(zip(ids.tolist(), values.tolist(), strict=True))
                 logprobs.append(TokenLogprob(float(row_V[token]), pairs))
-            answer.set_result(logprobs)
+            if not answer.done():
+                answer.set_result(logprobs)
         self._after_forward(failed=answer.exception() is not None, ended={request})
 
     def _after_forward(self, failed: bool, ended: set[int]) -> None:
@@ -315,6 +364,10 @@ class Engine:
 
     def _stop(self) -> None:
         raise _Stop
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 class _Stop(Exception):

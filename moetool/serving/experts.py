@@ -22,6 +22,7 @@ from moetool.serving.stores import Stores
 from moetool.types import ForwardInfo, GateEvent
 
 _IMPLEMENTATION = "moetool"
+_MISSES = frozenset({StepKind.LOAD, StepKind.HOST})
 
 
 class ExpertRuntime:
@@ -46,6 +47,10 @@ class ExpertRuntime:
         residency: that of one device, or a `Fleet`.
         store: made for it (`moetool.serving.stores.open_stores`).
 
+    Attributes:
+        uses_L: how often each layer needed an expert.
+        misses_L: how often it was not resident then.
+
     Effects: becomes the model's experts implementation, and the forward of experts that have no such interface;
         owns the store.
     """
@@ -56,6 +61,8 @@ class ExpertRuntime:
         self.residency = residency
         self.store = store
         self._host = HostCompute(store)
+        self.uses_L = [0] * loaded.spec.num_layers
+        self.misses_L = [0] * loaded.spec.num_layers
         self._info: ForwardInfo | None = None
         self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._needs = residency.policy.columns
@@ -151,6 +158,8 @@ class ExpertRuntime:
         rows_of = _rows_by_expert(index_TK.cpu(), index_TK.device)
         expert_of, num_experts = self.residency.policy.spec.expert_of, layer.form.num_experts
         steps = self.residency.event(event)
+        self.uses_L[layer.index] += len(event.needed)
+        self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in rows_of for step in steps)
         sent: dict[int, torch.Tensor] | None = None  # inputs on other devices, by expert
         products: torch.Tensor | None = None
 

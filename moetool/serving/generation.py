@@ -12,7 +12,11 @@ from typing import NamedTuple
 
 from moetool.errors import MoetoolError
 from moetool.request import EngineLike, Finish, Output, SamplingParams, TokenLogprob, Unavailable
+from moetool.serving.access import Record
+from moetool.serving.fair_queue import FairQueue
 from moetool.serving.metrics import Metrics
+from moetool.serving.refusal import Overloaded
+from moetool.serving.server_options import ServerOptions
 from moetool.serving.text import StopStrings, Vocabulary
 
 
@@ -101,32 +105,42 @@ class Choice:
 
 
 class Exchange:
-    """The choices of one HTTP request while they run in the engine."""
+    """The choices of one HTTP request while they wait and run.
 
-    def __init__(self, frontend: "Frontend", jobs: Sequence[Job], stops: Sequence[str]) -> None:
-        """Submit all jobs, or none.
+    Args:
+        record: of the request; gets the numbers of tokens.
+        timeout_s: an exchange that is not over by then is aborted.
+    """
 
-        Raises:
-            UsageError, CapacityError, Unavailable: as the engine refuses them.
-        """
+    def __init__(
+        self, frontend: "Frontend", jobs: Sequence[Job], stops: Sequence[str], record: Record, timeout_s: float
+    ) -> None:
+        self.jobs = list(jobs)
         self.choices = [Choice(job, frontend.vocabulary, stops) for job in jobs]
+        self.record = record
         self._frontend = frontend
-        self._engine = frontend.engine
         self._loop = asyncio.get_running_loop()
         self._inbox: asyncio.Queue[tuple[int, Output, float]] = asyncio.Queue()
-        self._latest = [time.perf_counter()] * len(jobs)  # when a choice was submitted or had its latest token
-        self._ids: list[int] = []
-        try:
-            for index, job in enumerate(jobs):
-                self._ids.append(self._engine.submit(job.prompt, job.params, partial(self._post, index)))
-        except BaseException:
-            self.close()
-            raise
+        self._began = time.perf_counter()
+        self._latest = [self._began] * len(jobs)  # when a choice was asked for or had its latest token
+        self._ids: dict[int, int] = {}
+        self._timer = self._loop.call_later(
+            timeout_s, self.abort, f"the answer was not finished within {timeout_s:g} s, the time that it was given"
+        )
 
     @property
     def num_tokens(self) -> int:
         """Tokens generated, over all choices."""
         return sum(choice.num_tokens for choice in self.choices)
+
+    def submit(self, index: int) -> None:
+        """Hand a choice to the engine; one that the engine does not take ends with an error."""
+        job = self.jobs[index]
+        try:
+            self._ids[index] = self._frontend.engine.submit(job.prompt, job.params, partial(self._post, index))
+        except MoetoolError as error:
+            self._frontend.release()
+            self._inbox.put_nowait((index, Output(-1, None, None, "cancelled", str(error)), 0.0))
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """(index of the choice, its next piece), as they come, until every choice is finished.
@@ -140,39 +154,51 @@ class Exchange:
             if choice.finished:  # its last messages, from before it was cancelled
                 continue
             if output.token is not None:
-                self._frontend.metrics.observe_token(at - self._latest[index], first=choice.num_tokens == 0)
+                first = choice.num_tokens == 0
+                self._frontend.metrics.observe_token(at - self._latest[index], first=first)
+                if first and self.record.first_token_s is None:
+                    self.record.first_token_s = round(at - self._began, 6)
                 self._latest[index] = at
             piece = choice.advance(output)
             if choice.finished and output.finish is None:  # by a stop string, which the engine knows nothing of
-                self._engine.cancel(self._ids[index])
+                self._frontend.engine.cancel(self._ids[index])
             yield index, piece
 
     def abort(self, reason: str) -> None:
         """End every unfinished choice with an error that the client gets to see."""
         for index, choice in enumerate(self.choices):
             if not choice.finished:
-                self._inbox.put_nowait((index, Output(self._ids[index], None, None, "cancelled", reason), 0.0))
+                self._inbox.put_nowait((index, Output(-1, None, None, "cancelled", reason), 0.0))
 
     def close(self) -> None:
-        """Cancel in the engine what is unfinished."""
-        self._frontend.running.discard(self)
-        # After a submission that failed there are fewer ids than choices.
-        for choice, request in zip(self.choices, self._ids, strict=False):
-            if not choice.finished:
-                self._engine.cancel(request)
+        """Take back what waits, and cancel in the engine what is unfinished."""
+        self._timer.cancel()
+        self.record.generated_tokens = self.num_tokens
+        self._frontend.forget(self)
+        for index, request in self._ids.items():
+            if not self.choices[index].finished:
+                self._frontend.engine.cancel(request)
 
     def _post(self, index: int, output: Output) -> None:
         """The sink, on the engine's thread."""
         try:
-            self._loop.call_soon_threadsafe(self._inbox.put_nowait, (index, output, time.perf_counter()))
+            self._loop.call_soon_threadsafe(self._arrived, index, output, time.perf_counter())
         except RuntimeError:
             if not self._loop.is_closed():  # closed: the server was stopped at once, nobody is reading
                 raise
 
+    def _arrived(self, index: int, output: Output, at: float) -> None:
+        self._inbox.put_nowait((index, output, at))
+        if output.finish is not None:
+            self._frontend.release(at - self._began)
+
 
 @dataclass
 class Frontend:
-    """What all requests of one server share.
+    """What all requests of one server share, and the queue that they wait in.
+
+    The engine gets no more choices than it can run, and as many again so that it never waits for more; who is next
+    is decided here (`FairQueue`), clients told apart by their address.
 
     Attributes:
         draining: no new exchanges; those running go on.
@@ -184,14 +210,33 @@ class Frontend:
     engine: EngineLike
     vocabulary: Vocabulary
     metrics: Metrics
+    options: ServerOptions = field(default_factory=ServerOptions)
     draining: bool = False
     running: set[Exchange] = field(default_factory=set)
     scoring: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _queue: FairQueue[tuple[Exchange, int]] = field(default_factory=FairQueue)
+    _in_engine: int = 0
+    _num_scoring: int = 0
+    _seconds: float = 1.0  # that a choice took lately
 
     @property
     def status(self) -> str:
-        """The engine's state, or `draining`."""
-        return "draining" if self.draining else self.engine.state
+        """The engine's state, or `draining`, or `stuck`."""
+        if self.draining:
+            return "draining"
+        if self.engine.state == "ready" and self._forward_seconds() > self.options.stuck_after_s:
+            return "stuck"
+        return self.engine.state
+
+    @property
+    def num_waiting(self) -> int:
+        """Choices and prompts to score that wait for a place in the engine."""
+        return len(self._queue) + self._num_scoring
+
+    @property
+    def num_in_engine(self) -> int:
+        """Choices that the engine has."""
+        return self._in_engine
 
     def require_ready(self) -> None:
         """Raises: Unavailable unless requests are taken."""
@@ -202,17 +247,74 @@ class Frontend:
                 raise Unavailable("the model is not loaded yet; try again soon")
             case "draining":
                 raise Unavailable("the server is shutting down")
+            case "stuck":
+                seconds = self._forward_seconds()
+                raise Unavailable(f"a forward has been running for {seconds:.0f} s; try again later", retry_after_s=30)
             case _:
                 raise Unavailable("the engine has failed; the server's log says why", retry_after_s=30)
 
-    def open(self, jobs: Sequence[Job], stops: Sequence[str]) -> Exchange:
-        """Submit jobs to the engine; the caller closes the exchange."""
+    def open(self, jobs: Sequence[Job], stops: Sequence[str], record: Record, timeout_s: float) -> Exchange:
+        """Queue jobs for the engine, all or none; the caller closes the exchange.
+
+        Raises:
+            UsageError, CapacityError: the engine could never serve one of them.
+            Overloaded: too many wait already.
+            Unavailable: not now.
+        """
         self.require_ready()
-        exchange = Exchange(self, jobs, stops)
+        for job in jobs:
+            self.engine.check(job.prompt, job.params)
+        self._require_room(len(jobs))
+        exchange = Exchange(self, jobs, stops, record, timeout_s)
         self.running.add(exchange)
+        for index in range(len(jobs)):
+            self._queue.push(record.client, exchange, (exchange, index))
+        self._pump()
         return exchange
+
+    async def score(self, prompt: list[int], top: int) -> list[TokenLogprob | None]:
+        """`EngineLike.prompt_logprobs`, when it is this prompt's turn. Raises: as `open`."""
+        self.require_ready()
+        self._require_room(1)
+        self._num_scoring += 1
+        try:
+            async with self.scoring:
+                return await asyncio.to_thread(self.engine.prompt_logprobs, prompt, top)
+        finally:
+            self._num_scoring -= 1
+
+    def release(self, seconds: float | None = None) -> None:
+        """A choice has left the engine, this long after it was asked for."""
+        self._in_engine -= 1
+        if seconds is not None:
+            self._seconds += 0.1 * (seconds - self._seconds)
+        self._pump()
+
+    def forget(self, exchange: Exchange) -> None:
+        """An exchange is over; what of it still waits is not submitted any more."""
+        self.running.discard(exchange)
+        self._queue.remove(exchange.record.client, exchange)
 
     def abort(self, reason: str) -> None:
         """End all that is running with an error."""
         for exchange in self.running:
             exchange.abort(reason)
+
+    def _pump(self) -> None:
+        while len(self._queue) and self._in_engine < 2 * self.engine.max_requests:
+            self._in_engine += 1
+            exchange, index = self._queue.pop()
+            exchange.submit(index)
+
+    def _require_room(self, num: int) -> None:
+        free = 2 * self.engine.max_requests - self._in_engine
+        waiting = self.num_waiting
+        if waiting + num > self.options.max_queue + max(0, free):
+            seconds = waiting * self._seconds / (2 * self.engine.max_requests)
+            raise Overloaded(
+                f"{waiting} choices wait already, and at most {self.options.max_queue} may; come back later",
+                retry_after_s=min(60, max(1, round(seconds))),
+            )
+
+    def _forward_seconds(self) -> float:
+        return self.engine.metrics().get("forward_running_seconds", 0.0)

@@ -25,9 +25,14 @@ class Refusal(UsageError):
         self.code = code
 
 
+class Overloaded(Unavailable):
+    """Too many requests wait already; the same one may be taken later."""
+
+
 def error_object(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The body of an error."""
-    kind = "invalid_request_error" if status < 500 else "service_unavailable" if status == 503 else "server_error"
+    kinds = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -35,6 +40,8 @@ def describe(error: MoetoolError) -> tuple[int, dict[str, Any]]:
     """Status and body for an error of ours."""
     if isinstance(error, Refusal):
         return error.status, error_object(str(error), error.status, error.param, error.code)
+    if isinstance(error, Overloaded):
+        return 429, error_object(str(error), 429, code="queue_full")
     if isinstance(error, Unavailable):
         return 503, error_object(str(error), 503, code="unavailable")
     status = 400 if isinstance(error, UsageError | CapacityError) else 500
@@ -60,6 +67,8 @@ def install(app: FastAPI) -> None:
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = f"{message}: {request.method} {request.url.path}"
+            if request.url.path.startswith("/v1/"):
+                message += "; this server has /v1/models, /v1/completions and /v1/chat/completions"
         return JSONResponse(error_object(message, error.status_code), error.status_code, error.headers)
 
     @app.exception_handler(Exception)

@@ -32,7 +32,7 @@ class Reply(ABC):
     def __init__(self, model: str, vocabulary: Vocabulary, *, logprobs: bool, num_prompt_tokens: int) -> None:
         self._vocabulary = vocabulary
         self._logprobs = logprobs
-        self._num_prompt_tokens = num_prompt_tokens
+        self.num_prompt_tokens = num_prompt_tokens
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, pieces: Sequence[Sequence[Piece]], num_generated: int) -> Json:
@@ -47,9 +47,9 @@ class Reply(ABC):
     def usage(self, num_generated: int) -> Json:
         """The token counts."""
         return {
-            "prompt_tokens": self._num_prompt_tokens,
+            "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": num_generated,
-            "total_tokens": self._num_prompt_tokens + num_generated,
+            "total_tokens": self.num_prompt_tokens + num_generated,
         }
 
     @abstractmethod

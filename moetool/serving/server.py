@@ -1,20 +1,24 @@
 """Runs the application: a socket before the model, signals, draining."""
 
+import contextlib
 import ipaddress
 import socket
 import sys
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 import uvicorn
 
 from moetool.errors import MoetoolError, UsageError
 from moetool.request import EngineLike
+from moetool.serving.access import Record
 from moetool.serving.api import create_app
 from moetool.serving.generation import Frontend
+from moetool.serving.server_options import ServerOptions
 
-DRAIN_TIMEOUT_S = 30.0
 _GOODBYE_S = 2
 """How long clients may take to read the last bytes of their answers."""
 
@@ -72,10 +76,13 @@ class Server(uvicorn.Server):
         sock: socket.socket,
         *,
         on_ready: Callable[[str], object] = lambda url: None,
-        drain_timeout_s: float = DRAIN_TIMEOUT_S,
+        options: ServerOptions | None = None,
         aliases: Collection[str] = (),
+        api_key: str | None = None,
     ) -> None:
-        app = create_app(engine, aliases=aliases)
+        options = options or ServerOptions()
+        self._log = _AccessLog(options.access_log)
+        app = create_app(engine, aliases=aliases, options=options, api_key=api_key, report=self._log.write)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -94,7 +101,7 @@ class Server(uvicorn.Server):
         self._sock = sock
         self._url = url_of(sock)
         self._on_ready = on_ready
-        self._drain_timeout_s = drain_timeout_s
+        self._drain_timeout_s = options.drain_timeout_s
         self._num_interrupts = 0
         self._deadline: float | None = None
 
@@ -109,6 +116,7 @@ class Server(uvicorn.Server):
             for exchange in list(self._frontend.running):
                 exchange.close()
             self._sock.close()
+            self._log.close()
 
     def interrupt(self) -> None:
         """What a signal does; from any thread."""
@@ -151,20 +159,53 @@ def run(
     sock: socket.socket,
     *,
     on_ready: Callable[[str], object] = lambda url: None,
-    drain_timeout_s: float = DRAIN_TIMEOUT_S,
+    options: ServerOptions | None = None,
     aliases: Collection[str] = (),
+    api_key: str | None = None,
 ) -> None:
     """Serve an engine on a bound socket until SIGINT or SIGTERM, and drain.
 
     Args:
         on_ready: called with the URL once requests are answered.
-        drain_timeout_s: how long running requests may take to finish.
         aliases: further names of the model.
+        api_key: what clients have to send; None asks nobody.
+
+    Raises:
+        MoetoolError: the access log cannot be written.
     """
     host = sock.getsockname()[0]
-    if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+    if api_key is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
         _narrate(f"warning: {host} is reachable from other machines, and this server asks nobody for a password")
-    Server(engine, sock, on_ready=on_ready, drain_timeout_s=drain_timeout_s, aliases=aliases).serve_forever()
+    Server(engine, sock, on_ready=on_ready, options=options, aliases=aliases, api_key=api_key).serve_forever()
+
+
+class _AccessLog:
+    """A line of JSON for each request that is over, in a file or on stderr; a full disk ends it, not the server."""
+
+    def __init__(self, path: str) -> None:
+        self._file: TextIO | None = None
+        if path == "-":
+            self._file = sys.stderr
+        elif path:
+            try:
+                self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - as long as the server
+            except OSError as error:
+                raise MoetoolError(f"cannot write the access log {path}: {error.strerror}") from None
+
+    def write(self, record: Record) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(record.line() + "\n")
+            self._file.flush()
+        except OSError as error:
+            _narrate(f"the access log ends here: {error.strerror}")
+            self._file = None
+
+    def close(self) -> None:
+        if self._file not in (None, sys.stderr):
+            with contextlib.suppress(OSError):
+                self._file.close()
 
 
 def _narrate(line: str) -> None:

@@ -175,6 +175,18 @@ def test_times_by_a_profile(run: Run, trace: Path, tmp_path: Path) -> None:
     assert code == 0, told
     assert "had the shortest time per output token" in printed
     assert json.loads(plan.read_text())["profile_sha256"]
+    assert "the best policy by device memory" in printed
+    planning = ("plan", "cache", "--trace", trace, "--max-memory", "30MB", "--out", plan)
+    _one_line(run(*planning, "--target-tpot", "80ms"), 2, "give its costs with --profile")
+    planning += ("--profile", profile, "--frontier", 0)
+    _one_line(run(*planning, "--target-tpot", "fast"), 2, "'fast' is no time", "80ms")
+    _one_line(run(*planning, "--target-tpot", "0.0001us"), 4, "no policy brings a token to 1e-07 ms", "--device-memory")
+    target = json.loads(plan.read_text())["evidence"][0]["tpot_serial_bound_s"] * 2
+    code, printed, told = run(*planning, "--target-tpot", f"{target:.12f}s", "--json")
+    assert code == 0, told
+    values = json.loads(printed)
+    assert values["device_memory_bytes"] <= 30_000_000
+    assert (values["frontier"], values["target_tpot_s"]) == ([], float(f"{target:.12f}"))
 
 
 def test_unknown_predictor(run: Run, trace: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
+from moetool.serving.server_options import ServerOptions
 from tests.scripted_engine import ScriptedEngine
 from tests.servers import client_of, connect, eventually, get, post, serving
 
@@ -489,7 +490,7 @@ def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_draining_does_not_wait_for_ever(stream: bool) -> None:
     engine = ScriptedEngine(max_running=0)
-    with serving(engine, drain_timeout_s=0.3) as (url, server), ThreadPoolExecutor() as pool:
+    with serving(engine, options=ServerOptions(drain_timeout_s=0.3)) as (url, server), ThreadPoolExecutor() as pool:
 
         def ask() -> None:
             answer = client_of(url).completions.create(prompt="a", stream=stream, **GREEDY)

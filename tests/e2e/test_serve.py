@@ -4,6 +4,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from moetool.errors import MoetoolError
 from moetool.request import Output, SamplingParams, Unavailable
+from moetool.residency import PrefetchLimits
 from moetool.serving.assembly import ServeOptions, build_engine
 from moetool.trace_writer import TraceWriter
 from tests.servers import client_of, eventually, get, serving
@@ -246,7 +248,15 @@ def test_a_plans_memory_holds_for_other_options_too(reference: Path, tmp_path: P
     assert as_planned.store.num_slots == plan.slots
     more_kv = build_engine("reference", options=ServeOptions(kv_tokens=2048), plan=plan)
     assert more_kv.store.num_slots < plan.slots
-    for engine in (as_planned, more_kv):
+    limits = PrefetchLimits(forward_bytes=1)
+    tuned = replace(plan, pinned=((0, 1), (1, 2)), limits=limits)
+    with_pins = build_engine("reference", options=options, plan=tuned)
+    assert with_pins.store.num_slots == plan.slots
+    assert with_pins.residency.limits == limits
+    own = ServeOptions(kv_tokens=512, prefetch=PrefetchLimits())
+    without = build_engine("reference", options=own, plan=tuned)
+    assert without.residency.limits == PrefetchLimits()
+    for engine in (as_planned, more_kv, with_pins, without):
         metrics = engine.metrics()
         assert dense + metrics["kv_bytes"] + metrics["slots_bytes"] <= plan.device_memory_bytes
         engine.close()

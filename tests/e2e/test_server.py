@@ -18,11 +18,13 @@ from moetool.serving.server import bind, url_of
 PROCESS = """
 import sys
 from moetool.serving.server import bind, run
+from moetool.serving.server_options import ServerOptions
 from tests.scripted_engine import ScriptedEngine
 
 host, timeout = sys.argv[1:]
 engine = ScriptedEngine(reply="word " * 40, step_s=0.02)
-run(engine, bind(host, 0), on_ready=lambda url: print(url, flush=True), drain_timeout_s=float(timeout))
+options = ServerOptions(drain_timeout_s=float(timeout))
+run(engine, bind(host, 0), on_ready=lambda url: print(url, flush=True), options=options)
 print("ended, live requests:", engine.num_live)
 """
 

@@ -197,3 +197,25 @@ def test_a_family_that_cannot_be_batched_is_refused(full: Any, monkeypatch: pyte
     with pytest.raises(UsageError, match="cannot batch Qwen3MoeForCausalLM continuously: linear attention"):
         Batcher(full.model, max_requests=1, kv_tokens=64)
     assert full.model.config._attn_implementation == "sdpa"
+
+
+def test_scores_that_are_no_numbers_end_their_request_alone(full: Any, tokenizer: Any, batcher: Batcher) -> None:
+    ids = _ids(tokenizer)
+    only_first = next(token for token in ids[0] if all(token not in other for other in ids[1:]))
+
+    def poison(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return torch.where((args[0] == only_first)[..., None], float("nan"), output)
+
+    def run(prompts: list[list[int]]) -> dict[int, list[Output]]:
+        for i, prompt in enumerate(prompts, start=len(ids) - len(prompts)):
+            batcher.add(i, prompt, SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2))
+        return _run(batcher)
+
+    handle = full.model.get_input_embeddings().register_forward_hook(poison)
+    try:
+        outputs = run(ids)
+    finally:
+        handle.remove()
+    (ended,) = outputs[0]
+    assert (ended.token, ended.finish) == (None, "error") and "not numbers (NaN)" in str(ended.error)
+    assert {i: _tokens(outputs[i]) for i in (1, 2, 3)} == {i: _tokens(o) for i, o in run(ids[1:]).items()}

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from moetool.candidates import servable
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.plan import CachePlan, PredictorReference
-from moetool.planning import choose_cache, servable
+from moetool.planning import choose_cache
 from moetool.pricing import TimelineOptions
 from moetool.trace import Trace
 from tests import traces

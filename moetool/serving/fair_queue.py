@@ -1,0 +1,56 @@
+"""Whose turn it is: clients in turn, a client's requests in turn, so that nobody waits for all of another's."""
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+_Item = TypeVar("_Item")
+
+
+class FairQueue(Generic[_Item]):
+    """A queue of queues of queues: each `pop` goes to the next client, and with it to its next request.
+
+    A request's items keep their order. Cost of every operation does not depend on what else waits, but for
+    `remove`, which looks through one request.
+    """
+
+    def __init__(self) -> None:
+        self._clients: OrderedDict[Hashable, OrderedDict[Hashable, deque[_Item]]] = OrderedDict()
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def push(self, client: Hashable, request: Hashable, item: _Item) -> None:
+        """Put an item at the end of its request."""
+        self._clients.setdefault(client, OrderedDict()).setdefault(request, deque()).append(item)
+        self._length += 1
+
+    def pop(self) -> _Item:
+        """Take the item whose turn it is. Raises: IndexError if there is none."""
+        if not self._clients:
+            raise IndexError("nothing waits")
+        client, requests = next(iter(self._clients.items()))
+        request, items = next(iter(requests.items()))
+        item = items.popleft()
+        self._length -= 1
+        requests.move_to_end(request)
+        self._clients.move_to_end(client)
+        self._tidy(client, request)
+        return item
+
+    def remove(self, client: Hashable, request: Hashable) -> list[_Item]:
+        """Take out all that is left of a request."""
+        items: list[_Item] = []
+        if client in self._clients and request in self._clients[client]:
+            items += self._clients[client][request]
+            self._clients[client][request].clear()
+            self._length -= len(items)
+            self._tidy(client, request)
+        return items
+
+    def _tidy(self, client: Hashable, request: Hashable) -> None:
+        if not self._clients[client][request]:
+            del self._clients[client][request]
+        if not self._clients[client]:
+            del self._clients[client]

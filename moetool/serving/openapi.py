@@ -1,0 +1,76 @@
+"""The description of the protocol at /openapi.json, made to say what the server does."""
+
+from typing import Any
+
+from fastapi import FastAPI
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_REFUSALS = {
+    "400": "The request makes no sense, or asks for something that this server does not have",
+    "404": "No such model",
+    "413": "The body is too large",
+    "429": "Too many requests wait already; Retry-After says when to come back",
+    "503": "Not now, or not within the time that the request was given; the message says why",
+}
+
+
+def install(app: FastAPI, *, api_key: bool) -> None:
+    """Describe errors as they are answered, and the key where one is asked for.
+
+    FastAPI describes a refused body as 422 in a form of its own; here it is a 400 in OpenAI's.
+    """
+    made = app.openapi
+
+    def described() -> dict[str, Any]:
+        if app.openapi_schema is not None:
+            return app.openapi_schema
+        schema = made()
+        parts = schema.setdefault("components", {}).setdefault("schemas", {})
+        for name in ("HTTPValidationError", "ValidationError"):
+            parts.pop(name, None)
+        parts["Error"] = _ERROR
+        if api_key:
+            schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, methods in schema["paths"].items():
+            for operation in methods.values():
+                _describe(operation, path, asks=api_key and path != "/health")
+        return schema
+
+    app.openapi = described  # type: ignore[method-assign]
+
+
+def _describe(operation: dict[str, Any], path: str, *, asks: bool) -> None:
+    answers = operation["responses"]
+    answers.pop("422", None)
+    if path == "/health":
+        answers["503"] = {"description": "Requests are not taken; `status` says why"}
+    if path.startswith("/v1/models/"):
+        answers["404"] = _answer(_REFUSALS["404"])
+    if "requestBody" in operation:
+        for status, why in _REFUSALS.items():
+            answers[status] = _answer(why)
+    if asks:
+        answers["401"] = _answer("The key is missing or wrong")
+        operation["security"] = [{"key": []}]
+
+
+def _answer(why: str) -> dict[str, Any]:
+    return {
+        "description": why,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }

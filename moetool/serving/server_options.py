@@ -1,0 +1,38 @@
+"""What the HTTP half of the server allows."""
+
+from dataclasses import dataclass
+
+from moetool.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What `moetool serve --set server.NAME=VALUE` sets.
+
+    Attributes:
+        max_queue: choices that may wait for a place in the engine, over all clients; more are answered with 429.
+        request_timeout_s: a request that takes longer is ended with an error. A client may ask for less, in the header
+            `X-Request-Timeout` (seconds).
+        stuck_after_s: when a single forward has run for so long, the server calls itself stuck and takes no requests
+            until it is over.
+        max_body_bytes: of one request; more is answered with 413.
+        drain_timeout_s: how long running requests may take to finish when the server is told to stop.
+        access_log: file for one line of JSON a request (empty: none; `-`: stderr). Of prompts and answers it has only
+            the lengths.
+    """
+
+    max_queue: int = 256
+    request_timeout_s: float = 600.0
+    stuck_after_s: float = 120.0
+    max_body_bytes: int = 8 * 2**20
+    drain_timeout_s: float = 30.0
+    access_log: str = ""
+
+    def __post_init__(self) -> None:
+        if self.max_queue < 0:
+            raise UsageError(f"max_queue is {self.max_queue}, expected at least 0")
+        for name in ("request_timeout_s", "stuck_after_s", "max_body_bytes"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name} is {getattr(self, name)}, expected more than 0")
+        if not self.drain_timeout_s >= 0:
+            raise UsageError(f"drain_timeout_s is {self.drain_timeout_s}, expected at least 0")

@@ -1,0 +1,66 @@
+"""One line at the bottom of the terminal that says what the server is doing."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from threading import Event, Thread
+
+from moetool.request import EngineLike
+
+_EVERY_S = 0.5
+
+
+class Rates:
+    """The status in words, from two readings of the engine's counters."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, Mapping[str, float]] | None = None
+
+    def line(self, at: float, now: Mapping[str, float]) -> str:
+        """What happened since the last call.
+
+        Args:
+            at: seconds of a clock that only goes forward.
+            now: `EngineLike.metrics`.
+        """
+        then, before = self._before or (at, now)
+        self._before = (at, now)
+        seconds = max(at - then, 1e-9)
+
+        def since(*names: str) -> float:
+            return sum(now.get(name, 0) - before.get(name, 0) for name in names)
+
+        hits, misses = since("hits_kept", "hits_prefetched", "hits_late"), since("misses", "hosted")
+        rate = f"{100 * hits / (hits + misses):.0f} %" if hits + misses else "-"
+        running, waiting = now.get("queue_running", 0), now.get("queue_waiting", 0)
+        return (
+            f"{since('tokens_generated') / seconds:.1f} tokens/s | hits {rate} | "
+            f"{since('bytes_read') / seconds / 1e6:.0f} MB/s | {running:.0f} running, {waiting:.0f} waiting"
+        )
+
+
+@contextlib.contextmanager
+def status_line(engine: EngineLike) -> Iterator[None]:
+    """Keep the line on stderr up to date while the block runs; nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    over, rates = Event(), Rates()
+    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+
+        def show() -> None:
+            while not over.wait(_EVERY_S):
+                live.update(Text(rates.line(time.monotonic(), engine.metrics()), style="dim"), refresh=True)
+
+        thread = Thread(target=show, name="status line", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()

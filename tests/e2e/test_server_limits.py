@@ -1,0 +1,208 @@
+"""Keys, request numbers, the access log, back-pressure, deadlines and turns."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from moetool.chat import Conversation
+from moetool.errors import MoetoolError, UsageError
+from moetool.request import SamplingParams, Sink
+from moetool.serving.server_options import ServerOptions
+from moetool.serving.status_line import Rates
+from tests.scripted_engine import ScriptedEngine
+from tests.servers import client_of, connect, eventually, get, post, serving
+
+ASK: dict[str, Any] = {"model": "reference", "prompt": "hello", "temperature": 0, "max_tokens": 20}
+
+
+def test_a_key_is_asked_for_everywhere_but_health() -> None:
+    with serving(ScriptedEngine(), api_key="s3cret") as (url, _):
+        for path in ("/v1/models", "/metrics", "/stats", "/openapi.json", "/nothing"):
+            status, headers, body = get(url, path)
+            assert (status, headers["WWW-Authenticate"]) == (401, "Bearer")
+            assert json.loads(body)["error"]["code"] == "invalid_api_key"
+        assert get(url, "/health")[0] == 200
+        for wrong in ("s3cret", "Basic s3cret", "Bearer s3cre", "Bearer s3crets", "Bearer \xe9"):
+            assert post(url, "/v1/completions", ASK, Authorization=wrong)[0] == 401
+        assert post(url, "/v1/completions", ASK, Authorization="bearer s3cret")[0] == 200
+        with pytest.raises(openai.AuthenticationError, match="Bearer KEY"):
+            client_of(url).models.list()
+        with pytest.raises(MoetoolError, match=r"401.*asks for a key"):
+            Conversation(url)
+
+
+def test_requests_are_numbered_and_logged_without_their_text(tmp_path: Path) -> None:
+    log = tmp_path / "access.jsonl"
+    with serving(ScriptedEngine(), options=ServerOptions(access_log=str(log))) as (url, _):
+        for number in ("abc-1", "", "two words", "x" * 200):
+            connection = connect(url)
+            headers = {"X-Request-Id": number, "Content-Type": "application/json"}
+            body = json.dumps({**ASK, "prompt": "very secret"})
+            connection.request("POST", "/v1/completions", body, headers)
+            response = connection.getresponse()
+            given = response.headers["X-Request-Id"]
+            assert response.read() and (given == "abc-1") == (number == "abc-1") and given
+        list(client_of(url).completions.create(stream=True, **ASK))
+        assert get(url, "/v1/nothing")[0] == 404
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["path"], line["status"]) for line in lines] == [("/v1/completions", 200)] * 5 + [("/v1/nothing", 404)]
+    assert lines[0]["request_id"] == "abc-1" and len({line["request_id"] for line in lines}) == 6
+    assert all(line["generated_tokens"] > 3 and line["prompt_tokens"] > 0 for line in lines[:5])
+    assert all(0 < line["first_token_s"] <= line["seconds"] for line in lines[:5])
+    assert "secret" not in log.read_text()
+
+
+def test_an_access_log_that_cannot_be_written_is_known_at_once(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    with (
+        pytest.raises(MoetoolError, match="cannot write the access log"),
+        serving(engine, options=ServerOptions(access_log=str(tmp_path / "no" / "log"))),
+    ):
+        pass
+    engine.close()
+
+
+def test_too_many_are_told_when_to_come_back() -> None:
+    engine = ScriptedEngine(reply="word " * 60, step_s=0.02, max_requests=1, max_running=1)
+    with serving(engine, options=ServerOptions(max_queue=2)) as (url, _), ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(post, url, "/v1/completions", {**ASK, "max_tokens": 40}) for _ in range(4)]
+        eventually(lambda: json.loads(get(url, "/stats")[2])["server"]["choices_waiting"] == 2)
+        connection = connect(url)
+        connection.request("POST", "/v1/completions", json.dumps(ASK), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 429 and 1 <= int(response.headers["Retry-After"]) <= 60
+        assert json.loads(response.read())["error"]["code"] == "queue_full"
+        with pytest.raises(openai.RateLimitError):
+            client_of(url).completions.create(**ASK)
+        assert post(url, "/v1/completions", {**ASK, "n": 5})[0] == 429  # all or none
+        assert [job.result()[0] for job in running] == [200] * 4
+        eventually(lambda: json.loads(get(url, "/stats")[2])["server"]["choices_in_engine"] == 0)
+        assert post(url, "/v1/completions", ASK)[0] == 200
+
+
+def test_a_large_request_does_not_hold_up_a_small_one() -> None:
+    engine = ScriptedEngine(reply="word " * 60, step_s=0.01, max_requests=1, max_running=1)
+    with serving(engine) as (url, _), ThreadPoolExecutor() as pool:
+        large = pool.submit(post, url, "/v1/completions", {**ASK, "n": 12})
+        eventually(lambda: len(engine.submitted) == 2)
+        assert post(url, "/v1/completions", ASK)[0] == 200
+        assert not large.done() and len(engine.submitted) < 8
+        assert len(large.result()[1]["choices"]) == 12
+
+
+def test_a_client_that_goes_takes_its_place_in_the_queue_along() -> None:
+    engine = ScriptedEngine(reply="word " * 200, step_s=0.02, max_requests=1, max_running=1)
+    with serving(engine) as (url, _), ThreadPoolExecutor() as pool:
+        long = pool.submit(post, url, "/v1/completions", {**ASK, "max_tokens": 40, "n": 2})
+        eventually(lambda: len(engine.submitted) == 2)
+        gone = connect(url)
+        gone.request("POST", "/v1/completions", json.dumps({**ASK, "n": 3}), {"Content-Type": "application/json"})
+        eventually(lambda: json.loads(get(url, "/stats")[2])["server"]["choices_waiting"] == 3)
+        gone.close()
+        eventually(lambda: json.loads(get(url, "/stats")[2])["server"]["choices_waiting"] == 0)
+        assert long.result()[0] == 200 and len(engine.submitted) == 2
+
+
+def test_deadlines() -> None:
+    engine = ScriptedEngine(reply="word " * 200, step_s=0.02)
+    with serving(engine, options=ServerOptions(request_timeout_s=0.5)) as (url, _):
+        status, body = post(url, "/v1/completions", {**ASK, "max_tokens": 200}, **{"X-Request-Timeout": "0.1"})
+        assert status == 503 and "within 0.1 s" in body["error"]["message"]
+        began = time.monotonic()
+        status, body = post(url, "/v1/completions", {**ASK, "max_tokens": 200}, **{"X-Request-Timeout": "1e9"})
+        assert status == 503 and "within 0.5 s" in body["error"]["message"] and time.monotonic() - began >= 0.5
+        eventually(lambda: engine.num_live == 0)
+        with pytest.raises(openai.APIError, match=r"within 0\.5 s"):
+            list(client_of(url).completions.create(stream=True, **{**ASK, "max_tokens": 200}))
+        for wrong in ("soon", "0", "-1", "nan"):
+            assert post(url, "/v1/completions", ASK, **{"X-Request-Timeout": wrong})[0] == 400
+
+
+class _Stuck(ScriptedEngine):
+    seconds = 0.0
+
+    def metrics(self) -> Any:
+        return {**super().metrics(), "forward_running_seconds": self.seconds}
+
+
+def test_a_forward_that_does_not_end_is_seen() -> None:
+    engine = _Stuck()
+    with serving(engine, options=ServerOptions(stuck_after_s=5)) as (url, _):
+        engine.seconds = 6.0
+        assert json.loads(get(url, "/health")[2])["status"] == "stuck"
+        status, body = post(url, "/v1/completions", ASK)
+        assert status == 503 and "running for 6 s" in body["error"]["message"]
+        engine.seconds = 0.0
+        assert get(url, "/health")[0] == 200 and post(url, "/v1/completions", ASK)[0] == 200
+
+
+class _Refusing(ScriptedEngine):
+    """Takes the first choice and then no more, as an engine that fails does."""
+
+    def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> int:
+        if self.submitted:
+            raise MoetoolError("the engine failed just now")
+        return super().submit(prompt, params, sink)
+
+
+def test_an_engine_that_fails_between_two_choices_leaves_nobody_waiting() -> None:
+    with serving(_Refusing(max_requests=1)) as (url, _):
+        status, body = post(url, "/v1/completions", {**ASK, "n": 4})
+        assert status == 503 and "failed just now" in body["error"]["message"]
+        eventually(lambda: json.loads(get(url, "/stats")[2])["server"]["choices_in_engine"] == 0)
+
+
+def test_what_is_not_served_is_said() -> None:
+    with serving(ScriptedEngine()) as (url, _):
+        for path in ("/v1/responses", "/v1/embeddings"):
+            status, body = post(url, path, {"model": "reference", "input": "a"})
+            assert status == 404 and f"{path}; this server has /v1/models, /v1/completions" in body["error"]["message"]
+        paths = json.loads(get(url, "/openapi.json")[2])["paths"]
+        answers = paths["/v1/completions"]["post"]["responses"]
+        assert set(answers) == {"200", "400", "404", "413", "429", "503"}
+        served = {"/v1/models", "/v1/models/{name}", "/v1/completions", "/v1/chat/completions"}
+        assert set(paths) == served | {"/health", "/metrics", "/stats"}
+
+
+@pytest.mark.parametrize("settings", [{"max_queue": -1}, {"request_timeout_s": 0}, {"stuck_after_s": float("nan")}])
+def test_options_that_make_no_sense(settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="expected"):
+        ServerOptions(**settings)
+
+
+def test_a_conversation() -> None:
+    with serving(ScriptedEngine(), api_key="k") as (url, _):
+        conversation = Conversation(f"{url}/v1", "k", {"temperature": 0})
+        pieces = list(conversation.ask("hello"))
+        assert "".join(pieces) == "Hello 🙂 你好, world." and len(pieces) > 3
+        list(conversation.ask("again"))
+        assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
+        assert conversation.usage["completion_tokens"] > 3
+    with pytest.raises(MoetoolError, match="no answer from"):
+        Conversation(url)
+    with pytest.raises(UsageError, match="no address"):
+        Conversation("ftp://a")
+
+
+def test_a_conversation_that_breaks_off_is_not_remembered() -> None:
+    with serving(ScriptedEngine(fail_at=3)) as (url, _):
+        conversation = Conversation(url)
+        with pytest.raises(MoetoolError, match="disk is on fire"):
+            list(conversation.ask("hello"))
+        assert conversation.messages == []
+
+
+def test_the_status_line() -> None:
+    rates = Rates()
+    before = {"tokens_generated": 100, "hits_kept": 50, "misses": 50, "bytes_read": 0}
+    now = {"tokens_generated": 140, "hits_kept": 80, "misses": 60, "bytes_read": 5e8}
+    rates.line(10.0, before)
+    assert rates.line(12.0, {**now, "queue_running": 2}) == (
+        "20.0 tokens/s | hits 75 % | 250 MB/s | 2 running, 0 waiting"
+    )
+    assert rates.line(13.0, now).startswith("0.0 tokens/s | hits - |")
