@@ -74,7 +74,8 @@ def measure(
         for number, (name, rows_RL) in enumerate(rows.items()):
             loss = 0.0
             for half in range(2):
-                for rows_BL in rows_RL[half::2].split(_ROWS):
+                for at in range(half, len(rows_RL), 2 * _ROWS):
+                    rows_BL = rows_RL[at : at + 2 * _ROWS : 2]
                     chosen.clear()
                     scores = model(rows_BL[:, :-1], use_cache=False).logits.flatten(0, 1)
                     loss += float(nn.functional.cross_entropy(scores, rows_BL[:, 1:].flatten(), reduction="sum"))

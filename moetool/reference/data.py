@@ -6,7 +6,7 @@ it had not been.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,16 @@ def read_domains(
         done += len(content)
         on_progress(done, total)
     return domains
+
+
+def training_documents(folder: Path, held_out: float) -> Iterator[str]:
+    """The documents of every domain that are not held out.
+
+    Raises:
+        UsageError: as `read_domains`.
+    """
+    for file in text_files(folder):
+        yield from hold_out(split_documents(file.read_bytes(), file), held_out)[1]
 
 
 def text_files(folder: Path) -> list[Path]:

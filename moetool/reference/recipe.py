@@ -18,11 +18,16 @@ class DataOptions:
     Attributes:
         held_out: share of each domain's documents that training never sees, chosen by their hash.
         held_out_tokens: at most so many of a domain's held-out tokens are scored, evenly spaced over them.
+        tokenizer: of new weights: that of the embedded reference model, or a new one, learned from the training
+            documents.
+        vocabulary: tokens of a new one.
         mixing: a domain's share of the batches is its tokens to this power: 1 takes all text alike, 0 all domains.
     """
 
     held_out: float = 0.05
     held_out_tokens: int = 32768
+    tokenizer: Literal["reference", "new"] = "reference"
+    vocabulary: int = 4096
     mixing: float = 0.5
 
 

@@ -1,8 +1,8 @@
 """Trains a reference model: text in, a plain transformers checkpoint with its card out."""
 
+import hashlib
 import json
 import platform
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,19 +11,19 @@ import torch
 
 from moetool import durable
 from moetool.errors import MismatchError, MoetoolError, UsageError
-from moetool.models.loading import load_tokenizer, use_threads
+from moetool.models.loading import use_threads
 from moetool.models.spec import REFERENCE, locate
 from moetool.reference.card import Measured, measure, readme
-from moetool.reference.data import Batches, Domain, read_domains
+from moetool.reference.data import Batches, Domain, read_domains, text_files, training_documents
 from moetool.reference.model import build, new_config, open_checkpoint
 from moetool.reference.recipe import Recipe
 from moetool.reference.state import Progress, State, require_room
+from moetool.reference.tokenizer import learn_tokenizer, tokenizer_of
 
 MARKER = "training.json"
 STATE = ".training"
 """What an unfinished run can go on from is in a folder with this ending beside the result."""
 
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 _ARCHITECTURE = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob"),
@@ -45,8 +45,7 @@ def train(
 
     Args:
         data: a folder of text files, one a domain.
-        start: the checkpoint to continue from, as elsewhere a name or a folder; None begins with new weights and the
-            tokenizer of the embedded reference model.
+        start: the checkpoint to continue from, as elsewhere a name or a folder; None begins with new weights.
         resume: go on from the state that a killed run left. The losses are those of a run that nothing stopped.
         overwrite: replace `out`, and a state that is there.
         on_progress: is called with what is going on, how much of it is done, and of how much.
@@ -72,8 +71,15 @@ def train(
         )
     if resume and not folder.exists():
         raise UsageError(f"there is nothing to resume: no {folder}; leave --resume out")
+    text_files(data)
     source = locate(start or REFERENCE)
-    tokenizer = load_tokenizer(source)
+    if start is not None and recipe.data.tokenizer == "new":
+        raise UsageError(f"data.tokenizer is new, but the weights of {source} know their own; leave one of them out")
+    if recipe.data.tokenizer == "new":
+        documents = training_documents(data, recipe.data.held_out)
+        tokenizer, tokenizer_files = learn_tokenizer(documents, recipe.data.vocabulary, source)
+    else:
+        tokenizer, tokenizer_files = tokenizer_of(source)
     config = new_config(recipe.model, tokenizer)
     if start is None:
         model = build(config, recipe.seed)
@@ -98,6 +104,7 @@ def train(
             "recipe": recipe.to_json(),
             "data": {domain.name: domain.sha256 for domain in domains},
             "start": None if start is None else durable.sha256_file(source / "model.safetensors"),
+            "tokenizer": hashlib.sha256(tokenizer_files["tokenizer.json"]).hexdigest(),
             "threads": threads,
             "torch": torch.__version__,
         },
@@ -121,7 +128,9 @@ def train(
         if start is not None:
             facts["continues"] = _history(start, source)
         with durable.staged_directory(out, overwrite, MARKER) as staged:
-            _save(model, tokenizer, source, staged)
+            _save(model, staged)
+            for name, content in tokenizer_files.items():
+                (staged / name).write_bytes(content)
             (staged / MARKER).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
             (staged / "README.md").write_text(readme(out.name, model, facts), encoding="utf-8")
     except OSError as error:
@@ -141,8 +150,8 @@ def _require_same_architecture(source: Path, found: Any, expected: Any) -> None:
             )
 
 
-def _save(model: Any, tokenizer: Any, source: Path, folder: Path) -> None:
-    """Write a plain checkpoint in bf16, with the tokenizer's files as they were.
+def _save(model: Any, folder: Path) -> None:
+    """Write a plain checkpoint in bf16.
 
     Effects: leaves the model in bf16.
     """
@@ -152,9 +161,6 @@ def _save(model: Any, tokenizer: Any, source: Path, folder: Path) -> None:
     model.config.dtype = torch.bfloat16
     model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(folder)
-    for name in _TOKENIZER:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
 
 
 def _history(start: str, source: Path) -> dict[str, Any]:

@@ -169,6 +169,27 @@ def test_a_run_continues_from_a_checkpoint_and_compares_with_it(
         train(recipe(), text, tmp_path / "other", start="reference")
 
 
+def test_a_tokenizer_is_learned_from_the_training_documents_and_goes_with_the_model(
+    text: Path, tmp_path: Path, reference: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    new = {**TINY, "data": {**TINY["data"], "tokenizer": "new", "vocabulary": 300}}
+    facts = train(read_recipe(assets.path("recipes", "reference", "model.toml"), new), text, tmp_path / "model")
+    assert facts["loss"][0] == pytest.approx(5.7, abs=0.2)  # ln 300
+    made, like = AutoTokenizer.from_pretrained(tmp_path / "model"), AutoTokenizer.from_pretrained(reference)
+    assert len(made) == 300 and made.all_special_ids == like.all_special_ids
+    sentence = "the court said 2024, ünïcode 法院"
+    assert made.decode(made(sentence)["input_ids"]) == sentence
+    assert len(made("the court said")["input_ids"]) < len("the court said") // 2
+    assert [made.decode(token) for token in made("2024")["input_ids"]] == list("2024")
+    chat = [{"role": "user", "content": "the court"}]
+    assert made.apply_chat_template(chat, tokenize=False) == like.apply_chat_template(chat, tokenize=False)
+    with pytest.raises(UsageError, match="expected at least 260"):
+        few = {**TINY, "data": {**TINY["data"], "tokenizer": "new", "vocabulary": 100}}
+        train(read_recipe(assets.path("recipes", "reference", "model.toml"), few), text, tmp_path / "other")
+
+
 def test_a_state_that_is_damaged_is_refused(text: Path, tmp_path: Path) -> None:
     state = tmp_path / "model.training"
     state.mkdir()
