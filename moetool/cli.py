@@ -728,8 +728,12 @@ def reference_train(
     durable.require_absent(out, overwrite, "training.json")
     from moetool.reference.train import train as run
 
-    with tables.stages() as on_progress:
-        facts = run(chosen, data, out, start=start, resume=resume, overwrite=overwrite, on_progress=on_progress)
+    try:
+        with tables.stages() as on_progress:
+            facts = run(chosen, data, out, start=start, resume=resume, overwrite=overwrite, on_progress=on_progress)
+    except KeyboardInterrupt:
+        tables.narrate("moetool: stopped; the same command with --resume goes on from the last saved step, if any")
+        raise
     if as_json:
         tables.print_json(facts)
     else:

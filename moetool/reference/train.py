@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from moetool import durable
 from moetool.errors import MismatchError, MoetoolError, UsageError
@@ -133,7 +134,7 @@ def train(
                 (staged / name).write_bytes(content)
             (staged / MARKER).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
             (staged / "README.md").write_text(readme(out.name, model, facts), encoding="utf-8")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the second is what a full disk makes of weights
         rest = f"what {folder} holds can be gone on from with --resume" if folder.exists() else "choose another --out"
         raise MoetoolError(f"cannot write {out}: {error}; free space; {rest}") from error
     state.remove()
@@ -156,7 +157,9 @@ def _save(model: Any, folder: Path) -> None:
     Effects: leaves the model in bf16.
     """
     from transformers import GenerationConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model.to(torch.bfloat16)
     model.config.dtype = torch.bfloat16
     model.generation_config = GenerationConfig.from_model_config(model.config)

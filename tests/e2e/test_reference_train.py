@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from moetool import assets, durable
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError
@@ -128,8 +129,13 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     assert files(tmp_path / "model") == files(out)
 
 
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
 def test_a_full_disk_leaves_the_state_before_and_the_result_before(
-    text: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: Path,
+    whole: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception],
 ) -> None:
     import safetensors.torch
 
@@ -138,7 +144,7 @@ def test_a_full_disk_leaves_the_state_before_and_the_result_before(
 
     def full(*args: Any, **kwargs: Any) -> None:
         if not left["writes"]:
-            raise OSError(28, "No space left on device")
+            raise kind("No space left on device")
         left["writes"] -= 1
         real(*args, **kwargs)
 
@@ -207,3 +213,31 @@ def test_a_loss_that_is_no_number_ends_the_run(text: Path, tmp_path: Path, monke
     with pytest.raises(MoetoolError, match=r"the loss is nan in step 1"):
         train(recipe(), text, tmp_path / "model")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_process_killed_outright_goes_on_where_it_was(
+    text: Path, whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    import os
+    import subprocess
+    import sys
+    import time
+
+    recipe_file = tmp_path / "recipe.toml"
+    lines = ["[sources]", 'numbers = "made up (no licence needed)"']
+    for section, values in TINY.items():
+        lines += [f"[{section}]", *(f"{name} = {value}" for name, value in values.items())]
+    lines[lines.index("[fit]") + 1 : 0] = ["learning_rate = 3e-3", "threads = 1"]
+    recipe_file.write_text("\n".join(lines) + "\n")
+    out = tmp_path / "model"
+    command = [sys.executable, "-m", "moetool.cli", "reference", "train", "--recipe", str(recipe_file)]
+    command += ["--data", str(text), "--out", str(out)]
+    child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+    while not out.with_name("model.training").exists() and child.poll() is None:
+        time.sleep(0.005)
+    child.kill()
+    child.communicate()
+    again = subprocess.run([*command, *(["--resume"] if not out.exists() else ["--overwrite"])], capture_output=True)
+    assert again.returncode == 0, again.stderr.decode()
+    assert files(out) == files(whole[0])
