@@ -107,6 +107,7 @@ def train(
             "start": None if start is None else durable.sha256_file(source / "model.safetensors"),
             "tokenizer": hashlib.sha256(tokenizer_files["tokenizer.json"]).hexdigest(),
             "threads": threads,
+            "device": "cuda" if torch.cuda.is_available() else "cpu",
             "torch": torch.__version__,
         },
     )
