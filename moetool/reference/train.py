@@ -104,7 +104,7 @@ def train(
         {
             "recipe": recipe.to_json(),
             "data": {domain.name: domain.sha256 for domain in domains},
-            "start": None if start is None else durable.sha256_file(source / "model.safetensors"),
+            "start": None if start is None else _weights_sha256(source),
             "tokenizer": hashlib.sha256(tokenizer_files["tokenizer.json"]).hexdigest(),
             "threads": threads,
             "device": "cuda" if torch.cuda.is_available() else "cpu",
@@ -167,6 +167,12 @@ def _save(model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+def _weights_sha256(folder: Path) -> str:
+    """sha256 of a checkpoint's weights; of those of its shards, where there are several."""
+    hashes = [durable.sha256_file(file) for file in sorted(folder.glob("*.safetensors"))]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
 def _history(start: str, source: Path) -> dict[str, Any]:
     """What is known of the checkpoint that a run began from."""
     try:
@@ -178,7 +184,7 @@ def _history(start: str, source: Path) -> dict[str, Any]:
     tokens, before = earlier.get("tokens"), earlier.get("continues")
     return {
         "name": start if start == REFERENCE else source.name,
-        "sha256": durable.sha256_file(source / "model.safetensors"),
+        "sha256": _weights_sha256(source),
         "tokens": tokens if isinstance(tokens, int) else None,
         **({"continues": before} if isinstance(before, dict) else {}),
     }

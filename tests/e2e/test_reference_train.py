@@ -129,6 +129,26 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     assert files(tmp_path / "model") == files(out)
 
 
+def test_a_run_is_made_longer_before_its_rate_falls(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wsd(steps: int) -> Recipe:
+        return recipe(max_steps=steps, schedule="wsd", warm_up=0.0, decay=0.5)
+
+    long = train(wsd(8), text, tmp_path / "long")
+    real = State.save
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(State, "save", lambda self, *args: real(self, *args) or _kill())
+        train(wsd(4), text, tmp_path / "made longer")
+    facts = train(wsd(8), text, tmp_path / "made longer", resume=True)
+    assert facts["loss"] == long["loss"]
+    assert files(tmp_path / "made longer") == files(tmp_path / "long")
+
+
+def _kill() -> None:
+    raise Killed
+
+
 @pytest.mark.parametrize("kind", [OSError, SafetensorError])
 def test_a_full_disk_leaves_the_state_before_and_the_result_before(
     text: Path,
