@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moetool import __version__, cli_placement, durable, tables
+from moetool import __version__, assets, cli_placement, durable, tables
 from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
 from moetool.errors import MoetoolError, UsageError
 
@@ -708,9 +708,12 @@ def bench_serve(
 
 @reference_app.command("train")
 def reference_train(
-    recipe: Annotated[Path, typer.Option(help="TOML file: seed, data, model, fit, sources.")],
     data: Annotated[Path, typer.Option(help="Folder of .txt files, one a domain, documents ended by <|endoftext|>.")],
     out: Out,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(help="TOML file: seed, data, model, fit, sources; that of the embedded model if not given."),
+    ] = None,
     start: Annotated[
         str | None, typer.Option("--from", help="Continue from this model; 'reference' is the embedded one.")
     ] = None,
@@ -724,7 +727,7 @@ def reference_train(
     """Train a small Mixture-of-Experts model on a folder of text."""
     from moetool.reference.recipe import read_recipe
 
-    chosen = read_recipe(recipe, parse_settings(settings))
+    chosen = read_recipe(recipe or assets.path("recipes", "reference", "model.toml"), parse_settings(settings))
     durable.require_absent(out, overwrite, "training.json")
     from moetool.reference.train import train as run
 
