@@ -399,6 +399,47 @@ def plan_maps(
         tables.print_maps(made)
 
 
+@plan_app.command("alpha")
+def plan_alpha(
+    model: Model,
+    data: Annotated[list[str], typer.Option(help="Held-out texts: as for capture.")],
+    device_memory: Annotated[str, typer.Option(help="For the whole model on the device, such as 64MB.")],
+    target_tpot: Annotated[str, typer.Option(help="The longest that a token may take, such as 80ms.")],
+    out: Annotated[Path, typer.Option("--out", help="The plan, a JSON file, for 'moetool serve --plan'.")],
+    settings: Annotated[
+        list[str], typer.Option("--set", help="alphas=[0,0.2,0.4], tokens=N, rounds=N, or as in serve (serve.dtype=…).")
+    ] = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Choose how far the policy smoe may go from the router's choice: measures time and loss live, alpha by alpha."""
+    from moetool import prompts as prompt_sets
+    from moetool.serving.alpha import AlphaOptions, print_points
+    from moetool.serving.alpha import plan_alpha as run
+    from moetool.serving.assembly import ServeOptions
+
+    durable.require_writable(out)
+    values = parse_settings(settings)
+    serve_options = parse(ServeOptions, values.pop("serve", {}), "--set serve")
+    options = parse(AlphaOptions, values, "--set")
+    texts = [f"{prompt.text} {prompt.answer or ''}" for prompt in prompt_sets.load(data)]
+    with tables.progress("passes", options.rounds * len(options.alphas)) as passed:
+        plan, points = run(
+            model,
+            texts,
+            parse_bytes(device_memory),
+            parse_seconds(target_tpot),
+            serve=serve_options,
+            options=options,
+            on_pass=passed,
+        )
+    plan.save(out)
+    if as_json:
+        tables.print_json(plan.to_json())
+        return
+    print_points(plan, points)
+    print(f"{out}: {plan.reason}")
+
+
 @app.command()
 def replay(
     trace: TraceDir,

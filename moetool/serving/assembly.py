@@ -204,6 +204,11 @@ def _predictor(path: Path | None, plan: CachePlan | None) -> Any:
     return predictor
 
 
+def expert_slots(spec: ModelSpec, budget_bytes: int) -> int:
+    """How many experts a budget for experts alone holds in the server's pool. Raises: CapacityError."""
+    return _slots(spec, budget_bytes, 0, 0, 0)
+
+
 def _slots(spec: ModelSpec, memory_bytes: int, dense: int, kv: int, predictor: int) -> int:
     slot_bytes = stride_of(spec.slot_bytes)
     slots = (memory_bytes - dense - kv - predictor) // slot_bytes

@@ -1,0 +1,59 @@
+"""`moetool plan alpha`: what it measures, chooses and refuses."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetool import cli
+from moetool.plan import CachePlan
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, out: Path, *args: object, **flags: Any) -> int:
+    given = {"data": "encyclopedia", "device-memory": "31MB", "target-tpot": "10s", "out": out, **flags}
+    line: list[object] = ["moetool", "plan", "alpha", "reference"]
+    for name, value in given.items():
+        line += [f"--{name}", value]
+    for setting in ("alphas=[0,0.4,0.8]", "tokens=24", "texts=3", "rounds=1"):
+        line += ["--set", setting]
+    line += args  # the last one given wins
+    monkeypatch.setattr(sys, "argv", list(map(str, line)))
+    try:
+        cli.main()
+    except SystemExit as exit:
+        return exit.code if isinstance(exit.code, int) else 1
+    return 0
+
+
+def test_the_least_alpha_that_is_fast_enough_becomes_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    assert _run(monkeypatch, out) == 0
+    printed = capsys.readouterr().out
+    assert "alpha 0.000 is the smallest" in printed and "+0.0000" in printed  # anything is faster than ten seconds
+    plan = CachePlan.load(out)
+    assert (plan.policy, plan.options["alpha"]) == ("smoe", 0.0) and 64 < plan.slots < 256
+    none, some, most = plan.evidence
+    assert none["same"] == 1.0 and min(point["tpot_s"] for point in plan.evidence) > 0
+    # Substitution keeps what is resident in use, and says something else now and then.
+    assert most["bytes_per_token"] < none["bytes_per_token"] and most["hit_rate"] > none["hit_rate"]
+    assert most["same"] < 1.0 and most["nats"] != none["nats"] and some["nats"] != most["nats"]
+    assert _run(monkeypatch, out, "--json") == 0
+    again = json.loads(capsys.readouterr().out)
+    assert [point["nats"] for point in again["evidence"]] == [point["nats"] for point in plan.evidence]
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    assert _run(monkeypatch, out, **{"target-tpot": "1us"}) == 2
+    assert "no alpha from 0.0 to 0.8 brings a token to 1e-06 s; the fastest is" in capsys.readouterr().err
+    assert _run(monkeypatch, out, "--set", "tokens=4000") == 2
+    assert "texts has 4000 tokens" in capsys.readouterr().err
+    assert _run(monkeypatch, out, **{"device-memory": "1MB"}) == 4
+    assert "does not hold" in capsys.readouterr().err
+    for wrong in ("alphas=[0.5]", "alphas=[2,3]", "rounds=0"):
+        assert _run(monkeypatch, out, "--set", wrong) == 2
+    assert not out.exists()
