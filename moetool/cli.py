@@ -1,6 +1,6 @@
 """The command line: commands, and the one place where errors become messages and exit codes.
 
-The commands about placement are in `moetool.cli_placement`.
+The commands about placement are in `moetool.cli_placement`, those about traces in `moetool.cli_trace`.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moetool import __version__, assets, cli_placement, durable, tables
+from moetool import __version__, assets, cli_placement, cli_trace, durable, tables
 from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
 from moetool.errors import MoetoolError, UsageError
 
@@ -34,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-trace_app = typer.Typer(help="Look at traces, and import those of others.", no_args_is_help=True)
+trace_app = typer.Typer(help="Look at traces, part and join them, and exchange them with others.", no_args_is_help=True)
 plan_app = typer.Typer(help="Decide where experts live.", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure what belongs together, side by side.", no_args_is_help=True)
 reference_app = typer.Typer(help="Make a small model like the embedded one.", no_args_is_help=True)
@@ -43,6 +43,7 @@ app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
 app.add_typer(reference_app, name="reference")
 cli_placement.register(plan_app)
+cli_trace.register(trace_app)
 
 
 def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -162,80 +163,6 @@ def capture(
     )
 
 
-@trace_app.command("info")
-def trace_info(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace.")], as_json: Json = False
-) -> None:
-    """Check a trace and say what is in it."""
-    from moetool.trace import Trace
-
-    trace = Trace(path)
-    trace.verify()
-    info = trace.describe()
-    if as_json:
-        tables.print_json(info)
-        return
-    spec = trace.spec
-    print(f"{path}: {spec.name}, {spec.num_layers} MoE layers x {spec.num_experts} experts, top-{max(spec.top_k_L)}")
-    print(f"columns {', '.join(info['columns'])}; batches {info['composition']}; whole and unchanged")
-    rows = [
-        [
-            f"{row['dataset']} / {row['task']}",
-            *(tables.count(row[c]) for c in ("requests", "prompt_tokens", "new_tokens")),
-        ]
-        for row in info["tasks"]
-    ]
-    rows.append(["in all", *(tables.count(info[c]) for c in ("requests", "prompt_tokens", "new_tokens"))])
-    tables.print_table("", ["dataset / task", "prompts", "prompt tokens", "new tokens"], rows)
-    print(f"{tables.count(info['bytes'], 'B')}, {info['bytes'] / max(1, info['tokens']):,.0f} bytes a token")
-
-
-@trace_app.command("head")
-def trace_head(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace.")],
-    out: Out,
-    layers: Annotated[int | None, typer.Option(help="Its first MoE layers, as a model that ends there.")] = None,
-    requests: Annotated[int | None, typer.Option(help="Its first requests.")] = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Make a trace of the first layers or requests of another."""
-    from moetool.trace import Trace
-    from moetool.trace_edit import head
-
-    made = head(Trace(path), out, layers=layers, requests=requests, overwrite=overwrite)
-    print(f"{out}: {len(made.requests):,} requests, {made.num_tokens:,} tokens, {made.spec.num_layers} MoE layers")
-
-
-@trace_app.command("import")
-def trace_import(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of one model, a task each.")],
-    format: Annotated[str, typer.Option(help="What the files are, such as route_csv or topk_parquet.")],
-    out: Out,
-    tokens_as: Annotated[
-        str | None,
-        typer.Option(
-            "--as",
-            help="Where the files don't tell: decode (each token after the first is a forward; default) or prefill.",
-        ),
-    ] = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-) -> None:
-    """Make a trace of the routes that others published."""
-    from moetool.trace_import import import_trace
-
-    made = import_trace(files, format, out, tokens_as=tokens_as, overwrite=overwrite)
-    if as_json:
-        tables.print_json(made.to_json())
-        return
-    print(
-        f"{out}: {made.model}, {', '.join(made.tasks)}: {made.requests:,} requests, {made.tokens:,} tokens, "
-        f"{tables.count(made.bytes, 'B')}"
-    )
-    for note in made.notes:
-        print(f"  {note}")
-
-
 @app.command()
 def train(
     predictor: Annotated[str, typer.Argument(help="Name of a predictor, such as expert_mlp.")],
@@ -315,6 +242,9 @@ def plan_cache(
     frontier: Annotated[
         int, typer.Option(min=0, help="Budgets to show the best policy for, from the smallest pool to all experts.")
     ] = 3,
+    draw: Annotated[
+        Path | None, typer.Option(help="Draw that frontier of memory and latency: a .svg, .png or .pdf file.")
+    ] = None,
     tune: Annotated[
         bool, typer.Option("--tune", help="Try prefetch distances, pinned experts and limits of prefetching too.")
     ] = False,
@@ -325,15 +255,21 @@ def plan_cache(
     """Choose a cache policy and its slots for a device, by replaying the trace: the fewest bytes, or with a profile
     the shortest time per output token.
 
-    Everything is chosen on one half of the requests and shown on the other. The table of memory against latency is
-    printed and not drawn.
+    Everything is chosen on one half of the requests and shown on the other.
     """
     from moetool.models.spec import locate, read_spec
     from moetool.planning import plan_cache as run
+    from moetool.report.drawing import require_drawable
+    from moetool.report.figures.frontier import draw_frontier
     from moetool.serving.assembly import ServeOptions, fixed_bytes
     from moetool.trace import Trace
 
     durable.require_writable(out)
+    if draw is not None:
+        require_drawable(draw)
+        durable.require_writable(draw)
+        if frontier < 1:
+            raise UsageError("--draw draws the frontier; give --frontier 1 or more budgets")
     target_s = None if target_tpot is None else parse_seconds(target_tpot)
     if target_s is not None and profile is None:
         raise UsageError("--target-tpot is a time on some machine: give its costs with --profile FILE")
@@ -364,6 +300,8 @@ def plan_cache(
         tuned=tune,
     )
     plan.save(out)
+    if draw is not None:
+        draw_frontier(draw, plan)
     if as_json:
         tables.print_json(plan.to_json())
         return
@@ -682,6 +620,60 @@ def profile(
         tables.print_json(made.to_json())
     else:
         tables.print_profile(made)
+
+
+@app.command()
+def report(
+    trace: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace.")],
+    out: Annotated[Path, typer.Option("--out", help="The page, one HTML file with everything in it.")],
+    policy: Annotated[
+        list[str], typer.Option(help="Cache policies beside belady; repeat, or separate by commas. lru,lfu by default.")
+    ] = [],  # noqa: B006
+    budget: Annotated[
+        list[str], typer.Option(help="For experts: bytes or shares; 6.25%,12.5%,25%,50%,75% by default.")
+    ] = [],  # noqa: B006
+    settings: Annotated[
+        list[str],
+        typer.Option(
+            "--set", help="report.choices, report.uses, report.affinity_layers, ..., and POLICY.OPTION. Repeatable."
+        ),
+    ] = [],  # noqa: B006
+    as_json: Annotated[bool, typer.Option("--json", help="Print every number of the page as JSON.")] = False,
+    recipe: Recipe = None,
+) -> None:
+    """Draw a trace as one page: popularity, skew, entropy, affinity, reuse, hit rates, and what they mean."""
+    from moetool.report.making import POLICIES, measure
+    from moetool.report.sample import ReportOptions
+    from moetool.trace import Trace
+
+    durable.require_writable(out)
+    source, options = Trace(trace), parse_settings(settings)
+    chosen = parse(ReportOptions, options.pop("report", {}), "report")
+    policies = _split(policy) if policy else list(POLICIES)
+    _require_policies(policies, options)
+    with tables.progress(f"measuring {trace}", 100) as on_progress:
+        made = measure(
+            source,
+            policies=policies,
+            budgets=_split(budget) if budget else (),
+            policy_options=options,
+            options=chosen,
+            on_progress=on_progress,
+        )
+    from moetool.report.findings import caveat, findings
+    from moetool.report.page import render
+
+    said = findings(made)
+    page = render(made)
+    durable.write_text(out, page)
+    if as_json:
+        tables.print_json({**made.to_json(), "caveat": caveat(made), "findings": [one.to_json() for one in said]})
+        return
+    print(f"{out}: {source.spec.name}, {tables.count(len(page.encode()), 'B')}")
+    if warning := caveat(made):
+        print(f"  {warning}")
+    for finding in said:
+        print(f"  {finding.topic}: {finding.text}")
 
 
 @bench_app.command("serve")

@@ -46,6 +46,23 @@ def write_bytes(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
+@contextlib.contextmanager
+def staged_file(path: Path) -> Iterator[Path]:
+    """A file to write to that becomes `path` when the block ends, and only then.
+
+    Effects: writes `path.partial`, and removes it on an exception.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        yield partial
+        sync(partial)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
 def require_absent(out: Path, overwrite: bool = False, marker: str | None = None) -> None:
     """Refuse an output that is there already.
 

@@ -37,15 +37,22 @@ class TraceWriter:
         folder: an empty folder; a `durable.staged_directory`, so that a killed run leaves no trace.
         keep: which of `KEEP` to record; `topk` always is.
         ahead: for how many layers the column `ahead` looks ahead, where it is kept.
+        weights: whether the weights of the experts are known.
 
     Effects: starts one thread; `finish` or `abort` ends it.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec, keep: Iterable[str], ahead: int = 3) -> None:
+    def __init__(
+        self, folder: Path, spec: ModelSpec, keep: Iterable[str], ahead: int = 3, *, weights: bool = True
+    ) -> None:
         self.keep = frozenset(keep) | {"topk"}
         if unknown := self.keep - set(KEEP):
             raise UsageError(f"cannot keep {', '.join(sorted(unknown))}: known are {', '.join(KEEP)}")
-        self.columns = [*ALWAYS, "weights", *(c for c in ("logits", "hidden", "ahead") if c in self.keep)]
+        self.columns = [
+            *ALWAYS,
+            *(["weights"] if weights else []),
+            *(c for c in ("logits", "hidden", "ahead") if c in self.keep),
+        ]
         self.ahead = ahead if "ahead" in self.keep else 0
         self._folder = folder
         self._spec = spec
@@ -135,7 +142,7 @@ class TraceWriter:
                 "moetool_version": __version__,
                 "spec": self._spec.to_json(),
                 "columns": [*self.columns, *(["embeddings"] if "embeddings" in self.keep else [])],
-                **({"ahead": self.ahead} if self.ahead else {}),
+                "ahead": self.ahead,
                 "composition": composition,
                 "requests": len(rows),
                 "tokens": self._tokens,

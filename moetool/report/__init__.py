@@ -1,0 +1,1 @@
+"""A trace as one page: measures, figures, and what they say, behind `moetool report`."""

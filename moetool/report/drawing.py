@@ -1,0 +1,157 @@
+"""Matplotlib figures as SVG that stands in the page itself: system fonts, no reference to anything outside."""
+
+import html
+import io
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moetool import durable
+from moetool.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FILES = (".svg", ".png", ".pdf")
+"""Endings of the names of pictures."""
+WIDTH = 10.0
+"""Inches of a figure over the whole column; at 72 units an inch type of 9 units reads like 12 pixels at 960."""
+STYLES: tuple[tuple[str, Any, str], ...] = (
+    ("#0072b2", "-", "o"),
+    ("#d55e00", "--", "s"),
+    ("#009e73", "-.", "^"),
+    ("#cc79a7", ":", "D"),
+    ("#8a6d00", (0, (6, 1.5)), "v"),
+    ("#222222", (0, (1, 1)), "x"),
+)
+"""Colour, line and marker of each series: Okabe and Ito's colours, darkened to read on white."""
+GREY = "#666666"
+_NUMBERS = {
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "moetool",
+}
+
+
+def draw(key: str, height: float, alt: str, paint: Callable[["Figure"], None]) -> str:
+    """An `<svg>` element with a text for those who don't see it.
+
+    Args:
+        key: begins every id in it, so that figures on one page share none; those that nothing refers to go.
+        height: in inches, of a figure `WIDTH` wide.
+        paint: draws into the figure that it is given.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    # From the defaults, not from what a person's own matplotlibrc says: the same trace gives the same page.
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_NUMBERS)
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        FigureCanvasSVG(figure)
+        paint(figure)
+        written = io.StringIO()
+        figure.savefig(written, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return _inline(key, written.getvalue(), alt)
+
+
+def require_drawable(path: Path) -> None:
+    """Raises: UsageError unless the name ends in a format of pictures that can be drawn."""
+    if path.suffix not in FILES:
+        raise UsageError(f"{path} is no picture that can be drawn; end its name in {', '.join(FILES)}")
+
+
+def save(path: Path, height: float, paint: Callable[["Figure"], None]) -> None:
+    """A figure as a file of its own, in the format that its name ends in.
+
+    Raises:
+        UsageError: the name ends in something else than .svg, .png or .pdf.
+    """
+    require_drawable(path)
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_NUMBERS)
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        paint(figure)
+        drawn = io.BytesIO()
+        dated = {".svg": "Date", ".pdf": "CreationDate"}.get(path.suffix)
+        figure.savefig(drawn, format=path.suffix[1:], dpi=150, metadata={dated: None} if dated else None)
+    durable.write_bytes(path, drawn.getvalue())
+
+
+def _inline(key: str, svg: str, alt: str) -> str:
+    """Make a part of an HTML page of an SVG file."""
+    view = re.search(r'viewBox="([^"]+)"', svg)
+    assert view is not None, "matplotlib gives its figures a viewBox"
+    body = svg[svg.index("<g id=") : svg.rindex("</svg>")]  # without prologue, metadata and rules for the whole page
+    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', body))
+    body = re.sub(r' id="([^"]+)"', lambda found: f' id="{key}-{found[1]}"' if found[1] in used else "", body)
+    body = body.replace("url(#", f"url(#{key}-").replace('xlink:href="#', f'href="#{key}-')
+    body = body.replace("xlink:href=", "href=")
+    body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
+    body = re.sub(r"\n\s*", " ", body)
+    return f'<svg viewBox="{view[1]}" role="img" aria-label="{html.escape(alt)}" xmlns="http://www.w3.org/2000/svg">{body}</svg>'
+
+
+def heat(axes: "Axes", values_YX: np.ndarray, *, low: float, high: float, label: str = "", **extent: Any) -> None:
+    """A heat map with its scale; what is NaN stays grey, what is above `high` has the lightest colour.
+
+    Args:
+        label: of the scale; none is drawn without it.
+    """
+    import matplotlib
+
+    colours = matplotlib.colormaps["cividis"].with_extremes(bad="#dddddd")
+    image = axes.imshow(
+        values_YX, cmap=colours, vmin=low, vmax=high, aspect="auto", interpolation="none", rasterized=True, **extent
+    )
+    axes.grid(visible=False)
+    if label:
+        figure = axes.figure
+        over = "max" if (values_YX > high * 1.001).any() else "neither"
+        figure.colorbar(image, ax=axes, label=label, extend=over, fraction=0.03, pad=0.01)
+
+
+def scale_top(maps: Sequence[np.ndarray], least: float) -> float:
+    """Where the scale of heat maps ends: 99.5 % of the values are below it, but no lower than `least`."""
+    values = np.concatenate([values.ravel() for values in maps])
+    known = values[~np.isnan(values)]
+    return max(least, float(np.quantile(known, 0.995))) if len(known) else least
+
+
+def layer_ticks(layer_ids: Sequence[int], most: int = 14) -> tuple[list[int], list[str]]:
+    """Places and absolute ids of so many layers, evenly, for an axis of layers."""
+    step = max(1, -(-len(layer_ids) // most))
+    places = list(range(0, len(layer_ids), step))
+    return places, [str(layer_ids[place]) for place in places]
+
+
+def line(axes: "Axes", x: Sequence[float] | np.ndarray, y: Any, series: int, label: str, **more: Any) -> None:
+    """A line in the style of a series; marked where there are few points."""
+    colour, dashes, marker = STYLES[series % len(STYLES)]
+    given = {"color": colour, "linestyle": dashes, "marker": marker if len(x) <= 32 else "", "label": label, **more}
+    axes.plot(x, y, **given)

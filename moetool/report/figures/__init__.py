@@ -1,0 +1,27 @@
+"""The figures of a report, a subject a file."""
+
+from moetool.report.figures import affinity, caching, entropy, load
+from moetool.report.figures.picture import Picture
+from moetool.report.making import Measured
+
+
+def pictures(made: Measured) -> list[Picture]:
+    """All figures, section by section; what a trace cannot show is left out."""
+    drawn = [
+        load.popularity(made),
+        load.by_task(made),
+        load.by_layer(made),
+        load.task_maps(made),
+        load.tasks_apart(made),
+        load.skew(made),
+        load.coverage(made),
+        entropy.levels(made),
+        entropy.spread(made),
+        entropy.router(made),
+        affinity.affinity_maps(made),
+        affinity.affinity(made),
+        caching.distances(made),
+        caching.layer_distances(made),
+        caching.budgets(made),
+    ]
+    return [picture for picture in drawn if picture is not None]

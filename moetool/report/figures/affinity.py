@@ -1,0 +1,72 @@
+"""Figures of what one layer says of the next."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moetool.report.drawing import GREY, draw, heat, line, scale_top
+from moetool.report.figures.picture import Picture, layer_axis
+from moetool.report.making import Measured
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def affinity_maps(made: Measured) -> Picture | None:
+    """Heat maps of some pairs of layers; None with one layer."""
+    if not made.lifts:
+        return None
+    spec = made.routes.spec
+    layers = sorted(made.lifts)
+    high = scale_top([made.lifts[layer] for layer in layers], 2.0)
+    per_row = min(3, len(layers))
+
+    def paint(figure: "Figure") -> None:
+        grid = figure.subplots(-(-len(layers) // per_row), per_row, squeeze=False)
+        for i, axes in enumerate(grid.ravel().tolist()):
+            if i >= len(layers):
+                axes.set_axis_off()
+                continue
+            layer, last = layers[i], i == len(layers) - 1 or (i + 1) % per_row == 0
+            heat(axes, made.lifts[layer], low=0.0, high=high, label="times as likely" if last else "")
+            axes.set_title(f"held-out match {made.affinity.match_M[layer]:.2f}")
+            axes.set_xlabel(f"expert of layer {spec.layer_ids_L[layer + 1]}")
+            axes.set_ylabel(f"expert of layer {spec.layer_ids_L[layer]}")
+
+    names = [f"{spec.layer_ids_L[layer]} to {spec.layer_ids_L[layer + 1]}" for layer in layers]
+    return Picture(
+        section="Affinity",
+        title=f"How much likelier an expert is after another: layers {', '.join(names)}",
+        svg=draw("affinity-maps", 3.0 * -(-len(layers) // per_row), f"Heat maps of {', '.join(names)}.", paint),
+        caption="Of a token that used the expert on the left, how many times likelier each expert of the next layer is "
+        "than in general. 1 everywhere: the next layer does not depend on this one. Grey: an expert of fewer than 20 "
+        "tokens, or one that none chose. Unless asked for otherwise, the pairs with the strongest, the median "
+        "and the weakest held-out match.",
+    )
+
+
+def affinity(made: Measured) -> Picture:
+    """By layer, how many experts the layer before and the token before tell."""
+    found, spec = made.affinity, made.routes.spec
+    places = np.arange(spec.num_layers)
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.add_subplot()
+        if len(found.match_M):
+            line(axes, places[1:], found.match_M, 0, "by affinity to the layer before")
+            line(axes, places[1:], found.popular_M, 2, "by popularity")
+            axes.plot(places[1:], found.chance_M, color=GREY, linestyle=":", label="by chance, k / E")
+        line(axes, places, found.repeat_L, 1, "used by the token before as well")
+        axes.set(ylabel="share of the k experts", ylim=(0, 1))
+        layer_axis(axes, made)
+        axes.legend(loc="upper center", ncols=4)
+
+    mean = f"{np.nanmean(found.match_M):.2f}" if len(found.match_M) else "-"
+    return Picture(
+        section="Affinity",
+        title="How many of a layer's k experts the layer before, or the token before, tells",
+        svg=draw("affinity", 2.8, f"Lines by layer: affinity finds {mean} of the experts on average.", paint),
+        caption="Counted on one half of the requests and scored on the other (DuoServe-MoE § 4.1, Eqs. 2 and 3). The "
+        "distance between the upper line and popularity is what prefetching can gain from the path; the token before "
+        "is what a cache gains from the recent past.",
+    )

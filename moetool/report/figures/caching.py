@@ -1,0 +1,130 @@
+"""Figures of reuse, and of the hit rates of cache policies."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moetool.report.drawing import GREY, draw, line
+from moetool.report.figures.picture import Picture, layer_axis
+from moetool.report.making import BOUND, Measured, curve_slots
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+AT_ONCE: dict[str, Any] = {"drawstyle": "steps-post"}  # a pool of n slots has no hit before it has all n
+
+
+def distances(made: Measured) -> Picture:
+    """LRU stack distances over all layers."""
+    reuse, total = made.reuse, made.routes.spec.total_experts
+    slots = curve_slots(made.routes)
+    half, most = reuse.slots_for(0.5), reuse.slots_for(0.9)
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.add_subplot()
+        line(
+            axes,
+            slots,
+            [100 * reuse.share_within(n) for n in slots],
+            0,
+            "uses that come back within so many",
+            **AT_ONCE,
+        )
+        axes.axhline(100 * len(reuse.distances) / reuse.uses, color=GREY, linestyle=":", label="all but first uses")
+        cliff = (made.routes.spec.num_layers - 1) * max(made.routes.spec.top_k_L)
+        if cliff < total:
+            axes.axvline(cliff, color=GREY, linestyle="--", linewidth=1.0, label=f"(L-1) k = {cliff}")
+        axes.set(
+            xlabel="distinct experts used since, of all layers", ylabel="% of uses", xlim=(0, total), ylim=(0, 100)
+        )
+        axes.legend(loc="lower right")
+
+    return Picture(
+        section="Reuse",
+        title="How many other experts are used before one is used again",
+        svg=draw("distances", 2.8, f"Curve: half of the reuses within {half} experts, 90 % within {most}.", paint),
+        caption="The LRU stack distance, in one pool for all layers: also the hit rate of LRU in so many slots. "
+        "At batch 1 and with at most (L-1) k slots LRU hits nothing, since each token passes through all other layers "
+        "before it comes back.",
+    )
+
+
+def layer_distances(made: Measured) -> Picture:
+    """The same within each layer."""
+    reuse, spec = made.reuse, made.routes.spec
+    known = reuse.layer_median_L[~np.isnan(reuse.layer_median_L)]
+    typical = f"{np.median(known):.0f}" if len(known) else "no"
+    places = np.arange(spec.num_layers)
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.add_subplot()
+        line(axes, places, reuse.layer_high_L, 1, "90 % of the reuses at or below")
+        line(axes, places, reuse.layer_median_L, 0, "half of the reuses at or below")
+        axes.plot(places, spec.num_experts_L, color=GREY, linestyle=":", label="experts of the layer")
+        axes.set(ylabel="distinct experts of the layer", ylim=(0, None))
+        layer_axis(axes, made)
+        axes.legend(loc="best", ncols=3)
+
+    return Picture(
+        section="Reuse",
+        title="The same in each layer, counting its own experts alone",
+        svg=draw(
+            "layer-distances",
+            2.5,
+            f"Lines by layer. In the median layer half of the reuses are within {typical} experts of it.",
+            paint,
+        ),
+        caption="What a pool of its own would need in each layer. Layers that lie low are served by few slots.",
+    )
+
+
+def budgets(made: Measured) -> Picture:
+    """Hit rates by memory, with Belady's bound above them."""
+    names = list(dict.fromkeys(row.policy for row in made.rows))
+    total = made.routes.spec.total_experts
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.add_subplot()
+        slots = curve_slots(made.routes)
+        axes.plot(
+            [100 * n / total for n in slots],
+            [100 * made.reuse.share_within(n) for n in slots],
+            color="#bbbbbb",
+            **AT_ONCE,
+            linewidth=1.0,
+            label="lru, by reuse distance in slots",
+        )
+        for series, name in enumerate(name for name in names if name != BOUND):
+            mine = [row for row in made.rows if row.policy == name]
+            line(
+                axes,
+                [_share(made, r.budget_bytes) for r in mine],
+                [100 * r.counts.hit_rate for r in mine],
+                series,
+                name,
+            )
+        mine = [row for row in made.rows if row.policy == BOUND]
+        x = [_share(made, row.budget_bytes) for row in mine]
+        y = [100 * row.counts.hit_rate for row in mine]
+        line(axes, x, y, 5, f"{BOUND}: knows the future", linewidth=2.2)
+        axes.set(xlabel="memory for experts, % of all", ylabel="hit rate, %", xlim=(0, 100), ylim=(0, 100))
+        axes.legend(loc="lower right")
+
+    best = max((row for row in made.rows), key=lambda row: (row.budget_bytes, row.counts.hit_rate))
+    return Picture(
+        section="Hit rates",
+        title="Hit rate of cache policies by the memory that they get",
+        svg=draw(
+            "budgets",
+            3.6,
+            f"Curves of {', '.join(names)}; the highest is {best.policy} with {100 * best.counts.hit_rate:.0f} % at "
+            f"{_share(made, best.budget_bytes):.0f} % of the experts. The table below has the numbers.",
+            paint,
+        ),
+        caption="The numbers of moetool replay. Belady gives up what is needed again last and makes the fewest loads "
+        "that any policy can make that loads on demand; a policy that prefetches may hit more, at the price of loads.",
+    )
+
+
+def _share(made: Measured, budget_bytes: int) -> float:
+    return 100 * budget_bytes / made.whole_bytes

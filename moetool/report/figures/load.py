@@ -1,0 +1,246 @@
+"""Figures of which experts are used: by layer, by task, and how unevenly."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moetool.report.drawing import GREY, STYLES, draw, heat, layer_ticks, line, scale_top
+from moetool.report.figures.picture import Picture, drawn_tasks, layer_axis, map_height, relative, some_tasks
+from moetool.report.making import Measured
+from moetool.report.measures import SHARES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def popularity(made: Measured) -> Picture:
+    """Heat map of all layers and experts."""
+    spec = made.routes.spec
+    values_LE = relative(made.popularity.tokens_LE, spec.num_experts_L)
+    high = scale_top([values_LE], 1.5)
+    layer, expert = np.unravel_index(int(np.nanargmax(values_LE)), values_LE.shape)
+    alt = (
+        f"Heat map of {spec.num_layers} layers by {spec.num_experts} experts. Most used: expert {expert} of layer "
+        f"{spec.layer_ids_L[layer]}, {values_LE[layer, expert]:.1f} times the mean of its layer."
+    )
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.add_subplot()
+        heat(axes, values_LE, low=0.0, high=high, label="uses / mean of the layer")
+        axes.set_yticks(*layer_ticks(spec.layer_ids_L, 16))
+        axes.set(xlabel="expert", ylabel="MoE layer")
+
+    return Picture(
+        section="Popularity",
+        title="How often each expert is used, over the mean of its layer",
+        svg=draw("popularity", map_height(spec.num_layers), alt, paint),
+        caption="All tasks together. 1 is an even share; the scale ends where 99.5 % of the experts lie below. "
+        "A layer of one colour is used evenly; light spots are experts that a cache should keep and a cluster should "
+        "copy or spread.",
+    )
+
+
+def by_task(made: Measured) -> Picture | None:
+    """Bars of each task in the layer where tasks differ most; None with one task."""
+    tasks, found, spec = drawn_tasks(made), made.popularity, made.routes.spec
+    if len(tasks) < 2:
+        return None
+    layer = int(np.nanargmax(found.tasks_apart_L))
+    num_experts = spec.num_experts_L[layer]
+    share_QE = found.tokens_QLE[:, layer, :num_experts] / np.maximum(
+        found.tokens_QLE[:, layer].sum(axis=1, keepdims=True), 1
+    )
+    tops = [f"{made.routes.tasks[task]}: expert {share_QE[task].argmax()}" for task in tasks]
+
+    def paint(figure: "Figure") -> None:
+        rows = figure.subplots(len(tasks), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+        for axes, task in zip(rows, tasks, strict=True):
+            _bars(axes, share_QE[task])
+            axes.set_title(made.routes.tasks[task])
+        rows[-1].set_xlabel("expert")
+
+    return Picture(
+        section="Tasks",
+        title=f"Which experts each task uses in layer {spec.layer_ids_L[layer]} (as Prism's Figure 2)",
+        svg=draw("by-task", 0.5 + 0.95 * len(tasks), f"Bars. Most used, {'; '.join(tops)}.", paint),
+        caption="Share of the task's choices that each expert takes, in the layer where tasks differ most; the dashed "
+        f"line is an even share. A server that has one task has this load.{some_tasks(made)}",
+    )
+
+
+def _bars(axes: "Axes", share_E: np.ndarray) -> None:
+    axes.bar(np.arange(len(share_E)), 100 * share_E, width=0.85, color=STYLES[0][0], linewidth=0)
+    axes.axhline(100 / len(share_E), color="#222222", linestyle="--", linewidth=0.9)
+    axes.set_ylabel("% of choices")
+    axes.set_xlim(-0.7, len(share_E) - 0.3)
+    axes.grid(visible=False, axis="x")
+
+
+def by_layer(made: Measured) -> Picture | None:
+    """Bars of two layers of one task; None with one layer."""
+    spec, found = made.routes.spec, made.popularity
+    if spec.num_layers < 2:
+        return None
+    task = int(found.tokens_QLE.sum(axis=(1, 2)).argmax())
+    uneven_L = found.gini_QL[task]
+    layers = [int(uneven_L.argmax()), int(uneven_L.argmin())]
+    ids = [spec.layer_ids_L[layer] for layer in layers]
+    name = made.routes.tasks[task]
+
+    def paint(figure: "Figure") -> None:
+        rows = figure.subplots(2, 1, sharey=True)
+        for axes, layer in zip(rows, layers, strict=True):
+            load_E = found.tokens_QLE[task, layer, : spec.num_experts_L[layer]]
+            _bars(axes, load_E / max(load_E.sum(), 1))
+            axes.set_title(f"layer {spec.layer_ids_L[layer]}: Gini {uneven_L[layer]:.2f}")
+        rows[-1].set_xlabel("expert")
+
+    return Picture(
+        section="Tasks",
+        title=f"The most and the least skewed layer of one task, {name} (as Prism's Figure 3)",
+        svg=draw(
+            "by-layer",
+            2.7,
+            f"Bars of layer {ids[0]}, Gini {uneven_L[layers[0]]:.2f}, and of layer {ids[1]}, Gini "
+            f"{uneven_L[layers[1]]:.2f}.",
+            paint,
+        ),
+        caption="Share of the task's choices. A skewed layer is served well by few experts, an even one needs most of "
+        "them: memory is better shared out by layers than given to each alike.",
+    )
+
+
+def task_maps(made: Measured) -> Picture | None:
+    """A heat map for each task; None with one task."""
+    tasks, spec = drawn_tasks(made), made.routes.spec
+    if len(tasks) < 2:
+        return None
+    values = {task: relative(made.popularity.tokens_QLE[task], spec.num_experts_L) for task in tasks}
+    high = scale_top(list(values.values()), 1.5)
+    columns = min(3, len(tasks))
+
+    def paint(figure: "Figure") -> None:
+        grid = figure.subplots(-(-len(tasks) // columns), columns, sharex=True, sharey=True, squeeze=False)
+        for i, axes in enumerate(grid.ravel().tolist()):
+            if i >= len(tasks):
+                axes.set_axis_off()
+                continue
+            heat(axes, values[tasks[i]], low=0.0, high=high)
+            axes.set_title(made.routes.tasks[tasks[i]])
+            axes.set_yticks(*layer_ticks(spec.layer_ids_L, 8))
+        grid[-1, 0].set(xlabel="expert", ylabel="MoE layer")
+
+    return Picture(
+        section="Tasks",
+        title="How often each task uses each expert, over the mean of its layer",
+        svg=draw(
+            "task-maps",
+            0.4 + (-(-len(tasks) // columns)) * min(3.2, 1.2 + 0.06 * spec.num_layers),
+            f"Heat maps of {', '.join(made.routes.tasks[task] for task in tasks)}.",
+            paint,
+        ),
+        caption=f"One scale, from 0 (dark) to {high:.1f} times the mean (light).{some_tasks(made)}",
+    )
+
+
+def tasks_apart(made: Measured) -> Picture | None:
+    """Divergence between tasks, and within one; None with one task."""
+    found = made.popularity
+    if len(made.routes.tasks) < 2:
+        return None
+    places = np.arange(made.routes.spec.num_layers)
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.add_subplot()
+        line(axes, places, found.tasks_apart_L, 0, "halves of two tasks (mean over pairs)")
+        line(axes, places, found.halves_apart_L, 1, "two halves of one task")
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("divergence, bits")
+        layer_axis(axes, made)
+        axes.legend(loc="best")
+
+    return Picture(
+        section="Tasks",
+        title="How far apart the tasks' experts are",
+        svg=draw(
+            "tasks-apart",
+            2.4,
+            f"Lines by layer: between tasks {found.tasks_apart_L.mean():.3f} bits on average, within one task "
+            f"{found.halves_apart_L.mean():.3f}.",
+            paint,
+        ),
+        caption="Jensen-Shannon divergence of the shares of a layer's experts: 0 for the same, 1 for no expert in "
+        "common. The lower line is what chance alone makes of two halves of one task's requests.",
+    )
+
+
+def skew(made: Measured) -> Picture:
+    """Max / mean and Gini coefficient by layer."""
+    found, spec, tasks = made.popularity, made.routes.spec, drawn_tasks(made)
+    places = np.arange(spec.num_layers)
+
+    def paint(figure: "Figure") -> None:
+        left, right = figure.subplots(1, 2)
+        for axes, whole_L, each_QL, title in (
+            (left, found.uneven_L, found.uneven_QL, "most used expert / mean of the layer"),
+            (right, found.gini_L, found.gini_QL, "Gini coefficient"),
+        ):
+            if len(tasks) > 1:
+                for series, task in enumerate(tasks):
+                    name = made.routes.tasks[task]
+                    line(axes, places, each_QL[task], series, name, linewidth=1.0, marker="")
+            axes.plot(places, whole_L, color="#222222", linewidth=2.2, label="all tasks")
+            axes.set_title(title)
+            axes.set_ylim(bottom=0)
+            layer_axis(axes, made, 10)
+        handles, labels = left.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4)
+
+    return Picture(
+        section="Load skew",
+        title="How unevenly the experts of each layer are used",
+        svg=draw(
+            "skew",
+            3.1,
+            f"Lines by layer. All tasks: max over mean {found.uneven_L.min():.1f} to {found.uneven_L.max():.1f}, Gini "
+            f"{found.gini_L.min():.2f} to {found.gini_L.max():.2f}.",
+            paint,
+        ),
+        caption="Left: with one expert a GPU, how many times the mean work the busiest has. Right: 0 is even, towards "
+        f"1 few experts have all. A task alone is usually more skewed than all together.{some_tasks(made)}",
+    )
+
+
+def coverage(made: Measured) -> Picture:
+    """What the most used experts cover on other requests."""
+    found = made.coverage
+    x = 100 * np.array(SHARES)
+    others = "other requests" if len(made.routes.requests) > 1 else "the earlier half of the request"
+    others += " of the same task" if found.other else ""
+    tasks = f" and the {found.tasks} tasks with the most tokens" if found.tasks > 1 else ""
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.add_subplot()
+        line(axes, x, 100 * np.array(found.own), 0, f"chosen by {others}")
+        if found.other:
+            line(axes, x, 100 * np.array(found.mixed), 2, "chosen by other requests of all tasks")
+            line(axes, x, 100 * np.array(found.other), 1, "chosen by another task")
+        axes.plot(x, x, color=GREY, linestyle=":", label="any experts, or even use")
+        axes.set(xlabel="experts kept of each layer, %", ylabel="choices covered, %", xlim=(0, 100), ylim=(0, 100))
+        axes.legend(loc="lower right")
+
+    quarter = SHARES.index(0.25)
+    return Picture(
+        section="Load skew",
+        title="What the most used experts of each layer cover of what they were not chosen by",
+        svg=draw(
+            "coverage",
+            3.2,
+            f"Lines. A quarter of the experts covers {100 * found.own[quarter]:.0f} % of a task.",
+            paint,
+        ),
+        caption="The share of choices that a cache of fixed experts hits, or that a server holding them computes "
+        "itself. Experts are chosen on one half of each task's requests and counted on the other (of a "
+        f"lone request, on its later half); mean over layers{tasks}.",
+    )

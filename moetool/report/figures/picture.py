@@ -1,0 +1,64 @@
+"""What a figure is, and what several of them share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moetool.report.drawing import layer_ticks
+from moetool.report.making import Measured
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DRAWN_TASKS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A figure of the page.
+
+    Attributes:
+        section: the heading that it stands under.
+        title: what it shows.
+        svg: itself.
+        caption: how it is read.
+    """
+
+    section: str
+    title: str
+    svg: str
+    caption: str
+
+
+def relative(tokens_LE: np.ndarray, num_experts_L: Sequence[int]) -> np.ndarray:
+    """Uses of each expert over the mean of its layer, NaN beyond a layer's experts: 1 everywhere is even."""
+    relative_LE = np.full(tokens_LE.shape, np.nan)
+    for layer, num_experts in enumerate(num_experts_L):
+        load_E = tokens_LE[layer, :num_experts]
+        relative_LE[layer, :num_experts] = load_E / max(load_E.mean(), 1e-30)
+    return relative_LE
+
+
+def drawn_tasks(made: Measured) -> list[int]:
+    """The tasks with the most tokens, as many as a figure has room for; ascending."""
+    tokens_Q = made.popularity.tokens_QLE.sum(axis=(1, 2))
+    return sorted(np.argsort(-tokens_Q, kind="stable")[:DRAWN_TASKS].tolist())
+
+
+def some_tasks(made: Measured) -> str:
+    """Says that not all tasks are drawn, if so."""
+    all_tasks = len(made.routes.tasks)
+    return f" The {DRAWN_TASKS} tasks of {all_tasks} with the most tokens are drawn." if all_tasks > DRAWN_TASKS else ""
+
+
+def layer_axis(axes: "Axes", made: Measured, most: int = 14) -> None:
+    """Mark the layers under a figure by their absolute ids, at most so many."""
+    axes.set_xticks(*layer_ticks(made.routes.spec.layer_ids_L, most))
+    axes.set_xlabel("MoE layer")
+
+
+def map_height(num_layers: int) -> float:
+    """Inches for a heat map of so many layers."""
+    return min(6.0, 1.4 + 0.1 * num_layers)

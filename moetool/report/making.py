@@ -1,0 +1,192 @@
+"""Measuring a trace for its report: everything that the page shows, as numbers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from moetool.candidates import too_large
+from moetool.config import parse_bytes
+from moetool.errors import UsageError
+from moetool.policy import MIN_SLOTS
+from moetool.replay import Row, replay, whole_bytes
+from moetool.report.affinity import Affinity, affinity, lift
+from moetool.report.measures import SHARES, Coverage, Popularity, Spread, coverage, popularity, spread
+from moetool.report.reuse import Reuse, read_reuse
+from moetool.report.sample import (
+    ReportOptions,
+    RouterEntropy,
+    Routes,
+    choose_replayed,
+    read_router_entropy,
+    read_routes,
+)
+from moetool.trace import Trace
+
+BUDGETS = ("6.25%", "12.5%", "25%", "50%", "75%")
+POLICIES = ("lru", "lfu")
+BOUND = "belady"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A trace, measured.
+
+    Attributes:
+        info: `Trace.describe` of it.
+        routes: what was counted; all measures but `reuse` and `rows` are of these requests.
+        replayed: numbers of the requests that `reuse` and `rows` are of.
+        replayed_tokens: their tokens.
+        sequential: whether they were replayed one after the other, or as recorded.
+        lifts: `affinity.lift` of some layers, by the layer's index (in JSON by its absolute id).
+        rows: of `moetool.replay`, by policy and budget; `BOUND` is the last policy.
+        whole_bytes: the budget that holds every expert.
+    """
+
+    info: dict[str, Any]
+    routes: Routes
+    popularity: Popularity
+    coverage: Coverage
+    spread: Spread
+    router: RouterEntropy | None
+    affinity: Affinity
+    lifts: dict[int, np.ndarray]
+    reuse: Reuse
+    replayed: tuple[int, ...]
+    replayed_tokens: int
+    sequential: bool
+    rows: tuple[Row, ...]
+    whole_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """All numbers, as a JSON object; what is not known is null."""
+        routes, reuse = self.routes, self.reuse
+        return {
+            "trace": self.info,
+            "tasks": list(routes.tasks),
+            "counted": {"requests": len(routes.requests), "tokens": len(routes.experts_TS)},
+            "replayed": {
+                "requests": list(self.replayed),
+                "tokens": self.replayed_tokens,
+                "order": "sequential" if self.sequential else "recorded",
+            },
+            "popularity": {"tokens_QLE": plain(self.popularity.tokens_QLE), **plain(self.popularity, "tokens_QHLE")},
+            "coverage": {"shares": list(SHARES), **plain(self.coverage)},
+            "entropy": plain(self.spread),
+            "router_entropy": plain(self.router),
+            "affinity": {
+                **plain(self.affinity),
+                "lift_EE": {str(routes.spec.layer_ids_L[layer]): plain(lifts) for layer, lifts in self.lifts.items()},
+            },
+            "reuse": {
+                **plain(reuse, "distances"),
+                "slots_for": {str(share): reuse.slots_for(share) for share in (0.5, 0.75, 0.9, 0.99)},
+                "lru_hit_rate": [
+                    {"slots": slots, "hit_rate": reuse.share_within(slots)} for slots in curve_slots(routes)
+                ],
+            },
+            "replay": [row.to_json() for row in self.rows],
+        }
+
+
+def plain(value: Any, *without: str) -> Any:
+    """JSON values of a dataclass of arrays: five digits after the point, null for what is not a number."""
+    if is_dataclass(value):
+        return {f.name: plain(getattr(value, f.name)) for f in fields(value) if f.name not in without}
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return round(value, 5) if np.isfinite(value) else None
+    return value
+
+
+def curve_slots(routes: Routes) -> list[int]:
+    """Sizes of a pool from nothing to every expert, in 256 steps at most."""
+    total = routes.spec.total_experts
+    return sorted({round(total * i / 256) for i in range(257)})
+
+
+def measure(
+    trace: Trace,
+    *,
+    policies: Sequence[str] = POLICIES,
+    budgets: Sequence[str] = (),
+    policy_options: Mapping[str, Mapping[str, Any]] | None = None,
+    options: ReportOptions | None = None,
+    on_progress: Callable[[int], None] = lambda percent: None,
+) -> Measured:
+    """Measure a trace for `moetool.report.page`.
+
+    Args:
+        policies: whose hit rates to replay; Belady's bound comes beside them.
+        budgets: for experts, in bytes or as shares of all; by default those of `BUDGETS` that
+            hold two experts and what the policies need.
+        policy_options: by policy, as in `moetool.replay`.
+        on_progress: is called with the percentage that is done.
+
+    Raises:
+        UsageError: the trace has no tokens; an unknown policy, or one that needs a predictor; a layer of
+            `affinity_layers` that the model lacks.
+        MismatchError: the trace lacks a column that a policy needs, or is damaged.
+        CapacityError: a budget is too small for a policy.
+    """
+    options = options or ReportOptions()
+    spec = trace.spec
+    pairs = _asked_pairs(trace, options)
+    routes = read_routes(trace, options)
+    found = popularity(routes)
+    chained = affinity(routes)
+    on_progress(10)
+    router = read_router_entropy(trace, routes, options)
+    on_progress(20)
+    replayed = choose_replayed(routes, options)
+    sequential = trace.manifest["composition"]["kind"] != "log"
+    reuse = read_reuse(trace, replayed, sequential=sequential)
+    on_progress(30)
+    whole = whole_bytes(trace)
+    names = list(dict.fromkeys([*(name for name in policies if name != BOUND), BOUND]))
+    chosen = [parse_bytes(text, whole) for text in budgets or BUDGETS]
+    if not budgets:
+        roomy = [budget for budget in chosen if budget >= MIN_SLOTS * spec.slot_bytes]
+        chosen = [budget for budget in roomy if not too_large(names, spec, budget, policy_options or {})] or [whole]
+    rows: list[Row] = []
+    for done, name in enumerate(names):
+        rows += replay(trace, [name], chosen, requests=replayed, sequential=sequential, options=policy_options)
+        on_progress(30 + 70 * (done + 1) // len(names))
+    ends = dict(zip(routes.requests, np.diff(routes.start_B).tolist(), strict=True))
+    return Measured(
+        info=trace.describe(),
+        routes=routes,
+        popularity=found,
+        coverage=coverage(routes, found),
+        spread=spread(routes, found),
+        router=router,
+        affinity=chained,
+        lifts={layer: lift(routes, layer) for layer in pairs or _telling_pairs(chained)},
+        reuse=reuse,
+        replayed=tuple(sorted(replayed)),
+        replayed_tokens=sum(ends[request] for request in replayed),
+        sequential=sequential,
+        rows=tuple(rows),
+        whole_bytes=whole,
+    )
+
+
+def _asked_pairs(trace: Trace, options: ReportOptions) -> list[int]:
+    """The layers, as indices, of `affinity_layers`."""
+    known = list(trace.spec.layer_ids_L[:-1])
+    if unknown := [layer for layer in options.affinity_layers if layer not in known]:
+        raise UsageError(
+            f"affinity_layers has {unknown[0]}, expected MoE layers of {trace.path} that another follows: "
+            f"{', '.join(map(str, known)) or 'there is none'}"
+        )
+    return [known.index(layer) for layer in options.affinity_layers]
+
+
+def _telling_pairs(chained: Affinity) -> list[int]:
+    """The layers whose affinity to the next is the strongest, the median and the weakest by held-out match."""
+    order = np.argsort(-np.nan_to_num(chained.match_M), kind="stable").tolist()
+    return sorted({order[0], order[len(order) // 2], order[-1]}) if order else []

@@ -1,0 +1,175 @@
+"""The page: one HTML file with everything in it, for a screen and for paper."""
+
+from dataclasses import dataclass
+from importlib import resources
+
+from moetool import tables
+from moetool.report.figures import pictures
+from moetool.report.figures.picture import Picture
+from moetool.report.findings import TOPICS, caveat, findings
+from moetool.report.making import Measured
+
+SECTIONS = ("Popularity", "Tasks", "Load skew", "Entropy", "Affinity", "Reuse", "Hit rates")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table; the first column is text."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A part of the page under a heading of its own."""
+
+    name: str
+    notes: list[str]
+    pictures: list[Picture]
+    tables: list[Table]
+
+    @property
+    def id(self) -> str:
+        """What links to it end with."""
+        return self.name.lower().replace(" ", "-")
+
+
+def render(made: Measured) -> str:
+    """The page as HTML. Equal measures give equal pages: it holds no date."""
+    from jinja2 import Environment
+
+    template = resources.files("moetool.report").joinpath("page.html").read_text(encoding="utf-8")
+    drawn, said = pictures(made), findings(made)
+    notes, made_tables = _notes(made), _tables(made)
+    return (
+        Environment(autoescape=True)
+        .from_string(template)
+        .render(
+            name=made.routes.spec.name,
+            shape=_shape(made),
+            facts=facts(made),
+            caveat=caveat(made),
+            findings=[
+                (topic, [one for one in said if one.topic == topic])
+                for topic in TOPICS
+                if any(one.topic == topic for one in said)
+            ],
+            sections=[
+                Section(
+                    name=name,
+                    notes=notes.get(name, []),
+                    pictures=[picture for picture in drawn if picture.section == name],
+                    tables=made_tables.get(name, []),
+                )
+                for name in SECTIONS
+            ],
+        )
+    )
+
+
+def _shape(made: Measured) -> str:
+    spec = made.routes.spec
+    num_experts = _span(spec.num_experts_L)
+    return f"{spec.num_layers} MoE layers of {num_experts} experts, of which a token uses {_span(spec.top_k_L)}"
+
+
+def _span(numbers: tuple[int, ...]) -> str:
+    return str(numbers[0]) if len(set(numbers)) == 1 else f"{min(numbers)} to {max(numbers)}"
+
+
+def facts(made: Measured) -> list[tuple[str, str]]:
+    """What the page is made of, as terms and texts."""
+    info, routes = made.info, made.routes
+    recorded = [c for c in info["columns"] if c in ("experts", "weights", "logits", "hidden", "ahead", "embeddings")]
+    tokens, requests = len(routes.experts_TS), len(routes.requests)
+    counted = f"{requests:,} requests with {tokens:,} tokens"
+    if tokens < info["tokens"]:
+        counted += f", sampled from {info['requests']:,} requests with {info['tokens']:,} tokens"
+    else:
+        counted += ": all"
+    replayed = f"{len(made.replayed):,} requests with {made.replayed_tokens:,} tokens"
+    if len(made.replayed) < requests:
+        replayed += ", sampled from those, each task in turn"
+    replayed += ", one after the other" if made.sequential else ", in the batches in which they were served"
+    known = [
+        ("trace", info["path"]),
+        ("sha256", info["sha256"]),
+        ("recorded", ", ".join(recorded) + ("" if "logits" in recorded else " (no scores over all experts)")),
+        ("counted", counted),
+        ("replayed", f"{replayed} (reuse and hit rates)"),
+        ("tasks", f"{len(routes.tasks)}"),
+    ]
+    if not routes.stepwise:
+        known.append(("phases", "prompts alone: each token stands for an iteration where iterations are meant"))
+    known += [("note", note) for note in info["provenance"].get("imported", {}).get("notes", [])]
+    return known
+
+
+def _notes(made: Measured) -> dict[str, list[str]]:
+    """What a section has to say besides its pictures."""
+    notes: dict[str, list[str]] = {}
+    if len(made.routes.tasks) < 2:
+        notes["Tasks"] = ["The trace has one task; with several, this section compares the experts that they use."]
+    if made.router is None:
+        notes["Entropy"] = [
+            "The trace has no logits, so entropy is that of the chosen experts; capture with --keep topk,logits to "
+            "see how sure the routers are."
+        ]
+    if not made.lifts:
+        notes["Affinity"] = ["The model has one MoE layer, so none follows another."]
+    return notes
+
+
+def _tables(made: Measured) -> dict[str, list[Table]]:
+    return {"Tasks": [_task_table(made)], "Hit rates": [_replay_table(made)]}
+
+
+def _task_table(made: Measured) -> Table:
+    routes, found, spread = made.routes, made.popularity, made.spread
+    rows = []
+    for task, name in enumerate(routes.tasks):
+        members = [request for request, of in enumerate(routes.task_B.tolist()) if of == task]
+        tokens = sum(routes.rows(request).stop - routes.rows(request).start for request in members)
+        rows.append(
+            (
+                name,
+                f"{len(members):,}",
+                f"{tokens:,}",
+                f"{found.uneven_QL[task].mean():.2f}",
+                f"{found.gini_QL[task].mean():.2f}",
+                f"{spread.task_QL[task].mean():.2f}",
+                _number(float(spread.request_QL[task].mean())),
+            )
+        )
+    return Table(
+        caption="Tasks, means over the layers",
+        columns=("task", "requests", "tokens", "max / mean", "Gini", "bits of the task", "bits of a request"),
+        rows=tuple(rows),
+    )
+
+
+def _number(value: float) -> str:
+    return "-" if value != value else f"{value:.2f}"
+
+
+def _replay_table(made: Measured) -> Table:
+    rows = [
+        (
+            row.policy,
+            f"{100 * row.budget_bytes / made.whole_bytes:.4g} %",
+            tables.count(row.budget_bytes, "B"),
+            f"{row.slots:,}",
+            f"{row.counts.hit_rate:.3f}",
+            f"{row.decode.hit_rate:.3f}" if row.decode.needed else "-",
+            f"{row.counts.loads:,}",
+            f"{row.bytes_per_decode_token / 1e6:,.3f}" if row.decode_tokens else "-",
+        )
+        for row in made.rows
+    ]
+    return Table(
+        caption="Replayed policies, as by moetool replay",
+        columns=("policy", "memory", "bytes", "slots", "hit rate", "in decode", "loads", "MB / decode token"),
+        rows=tuple(rows),
+    )

@@ -1,0 +1,53 @@
+"""`moetool report`: what it writes and prints, and what it refuses."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from moetool import cli
+from tests import synthetic
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["moetool", "report", *map(str, args)])
+    try:
+        cli.main()
+    except SystemExit as exit:
+        return exit.code if isinstance(exit.code, int) else 1
+    return 0
+
+
+def test_the_page_is_written_and_its_sentences_printed(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "new" / "report.html"
+    poor = synthetic.write_trace(tmp_path / "poor", synthetic.make_spec(layers=1, experts=16)).path
+    assert _run(monkeypatch, poor, "--out", page, "--policy", "lru", "--budget", "25%") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{page}: synthetic, ")
+    assert "  caching: With room for 25 % of the experts (4 slots), the hit rates are lru " in printed
+    small = ("--policy", "lru", "--budget", "25%", "--set", "report.uses=2000", "--set", "report.affinity_layers=[3]")
+    assert _run(monkeypatch, trace, "--out", page, *small, "--json") == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert list(numbers["affinity"]["lift_EE"]) == ["3"]
+    assert [row["policy"] for row in numbers["replay"]] == ["lru", "belady"]
+    assert numbers["findings"][0]["topic"] == "caching"
+    assert any("The routers' probabilities have" in finding["text"] for finding in numbers["findings"])
+    text = page.read_text(encoding="utf-8")
+    assert "layers 3 to 4" in text and "Entropy of the routers&#39; own probabilities" in text
+
+
+def test_refusals_come_before_the_work(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "report.html"
+    assert _run(monkeypatch, tmp_path / "none", "--out", page) == 2
+    assert "no trace at" in capsys.readouterr().err
+    assert _run(monkeypatch, trace, "--out", tmp_path) == 2
+    assert "is a folder" in capsys.readouterr().err
+    assert _run(monkeypatch, trace, "--out", page, "--set", "report.use=3") == 2
+    assert "did you mean 'uses'" in capsys.readouterr().err
+    assert _run(monkeypatch, trace, "--out", page, "--policy", "expert_mlp") == 2
+    assert not page.exists()
