@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moetool import __version__, cli_placement, cli_trace, durable, tables
+from moetool import __version__, assets, cli_placement, cli_trace, durable, tables
 from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
 from moetool.errors import MoetoolError, UsageError
 
@@ -37,9 +37,11 @@ app = typer.Typer(
 trace_app = typer.Typer(help="Look at traces, part and join them, and exchange them with others.", no_args_is_help=True)
 plan_app = typer.Typer(help="Decide where experts live.", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure what belongs together, side by side.", no_args_is_help=True)
+reference_app = typer.Typer(help="Make a small model like the embedded one.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
+app.add_typer(reference_app, name="reference")
 cli_placement.register(plan_app)
 cli_trace.register(trace_app)
 
@@ -804,6 +806,43 @@ def bench_serve(
         tables.print_json(made.to_json())
     else:
         print_serve_bench(made)
+
+
+@reference_app.command("train")
+def reference_train(
+    data: Annotated[Path, typer.Option(help="Folder of .txt files, one a domain, documents ended by <|endoftext|>.")],
+    out: Out,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(help="TOML file: seed, data, model, fit, sources; that of the embedded model if not given."),
+    ] = None,
+    start: Annotated[
+        str | None, typer.Option("--from", help="Continue from this model; 'reference' is the embedded one.")
+    ] = None,
+    settings: Annotated[
+        list[str], typer.Option("--set", help="A value of the recipe, as in --set fit.max_steps=500. Repeatable.")
+    ] = [],  # noqa: B006
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a run that was killed had come to.")] = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Train a small Mixture-of-Experts model on a folder of text."""
+    from moetool.reference.recipe import read_recipe
+
+    chosen = read_recipe(recipe or assets.path("recipes", "reference", "model.toml"), parse_settings(settings))
+    durable.require_absent(out, overwrite, "training.json")
+    from moetool.reference.train import train as run
+
+    try:
+        with tables.stages() as on_progress:
+            facts = run(chosen, data, out, start=start, resume=resume, overwrite=overwrite, on_progress=on_progress)
+    except KeyboardInterrupt:
+        tables.narrate("moetool: stopped; the same command with --resume goes on from the last saved step, if any")
+        raise
+    if as_json:
+        tables.print_json(facts)
+    else:
+        tables.print_reference(out, facts)
 
 
 @app.command()

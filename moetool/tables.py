@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -67,6 +67,31 @@ def print_replica(out: Any, card: Any) -> None:
     for layer, experts in card["few_tokens"].items():
         named = ", ".join(map(str, experts))
         print(f"  layer {layer}: fewer than {how['min_tokens']} tokens for experts {named}; their columns kept as is")
+
+
+def print_reference(out: Any, facts: Mapping[str, Any]) -> None:
+    """A trained reference model: its held-out cross-entropy by domain, and how differently it routes them."""
+    held_out, start = facts["held_out"], facts["held_out_of_start"]
+    print(
+        f"{out}: {facts['steps']:,} steps, {count(facts['tokens'])} tokens in {facts['minutes']:,.1f} minutes "
+        f"({count(facts['tokens_per_second'])} tokens/s)"
+    )
+    rows = [
+        [
+            name,
+            f"{held_out['tokens'][name]:,}",
+            f"{value:.3f}",
+            *([f"{start['cross_entropy'][name]:.3f}"] if start else []),
+        ]
+        for name, value in held_out["cross_entropy"].items()
+    ]
+    columns = ["domain", "tokens", "nats a token", *(["before"] if start else [])]
+    print_table("cross-entropy on held-out documents", columns, rows)
+    between, within = (sum(held_out[part]) / len(held_out[part]) for part in ("between", "within"))
+    print(
+        f"routing differs by {between:.3f} bits between domains, by {within:.3f} between two halves of one "
+        "(Jensen-Shannon divergence of expert use, mean over layers)"
+    )
 
 
 def print_maps(made: Any) -> None:
@@ -247,3 +272,35 @@ def progress(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.update(task, completed=done)
+
+
+@contextlib.contextmanager
+def stages() -> Iterator[Callable[[str, int, int], None]]:
+    """Progress of work in several stages, with rate and time left, on stderr, if that is a terminal.
+
+    Gives:
+        A function that is called with what is going on ("training on tokens"), how much is done, and of how much.
+    """
+    if not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{count(task.completed)} of {count(task.total or 0)}, {count(task.speed or 0)}/s,")
+
+    columns = (TextColumn("{task.description}"), BarColumn(), Rate(), TimeRemainingColumn(), TextColumn("left"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                for earlier in tasks.values():
+                    bar.update(earlier, visible=False)
+                tasks[what] = bar.add_task(what, total=total, completed=done)
+            bar.update(tasks[what], completed=done, total=total, visible=True)
+
+        yield report

@@ -73,6 +73,7 @@ def test_every_command_explains_itself(run: Run) -> None:
         "trace info",
         "trace import",
         "plan cache",
+        "reference train",
     ):
         code, out, _ = run(*command.split(), "--help")
         assert code == 0
