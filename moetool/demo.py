@@ -94,9 +94,9 @@ def run(out: Path) -> None:
 
 
 def _capture(out: Path, recipe: dict[str, Any]) -> None:
-    from moetool import prompts
-    from moetool.capture import CaptureOptions, capture
-    from moetool.capture_stage import stage_path
+    from moetool.capture.run import CaptureOptions, capture
+    from moetool.capture.stage import stage_path
+    from moetool.prompts import gather as prompts
 
     shutil.rmtree(stage_path(out), ignore_errors=True)  # of a demo that was stopped
     texts = list(prompts.load(recipe["data"], max_prompts=recipe["max_prompts"]))
@@ -120,9 +120,9 @@ def _capture(out: Path, recipe: dict[str, Any]) -> None:
 
 def _train(out: Path, recipe: dict[str, Any]) -> None:
     from moetool.config import parse, parse_settings
-    from moetool.evaluation import evaluate
-    from moetool.evaluation_tables import print_evaluations
-    from moetool.training import FitOptions, train
+    from moetool.evaluation.evaluate import evaluate
+    from moetool.evaluation.tables import print_evaluations
+    from moetool.learning.training import FitOptions, train
 
     options = parse_settings(recipe["settings"])
     fit = parse(FitOptions, options.pop("fit"), "recipe")
@@ -145,9 +145,9 @@ def _train(out: Path, recipe: dict[str, Any]) -> None:
 def _plan(out: Path, recipe: dict[str, Any]) -> Any:
     from moetool.config import parse, parse_bytes, parse_settings
     from moetool.models.spec import locate
-    from moetool.planning import plan_cache
+    from moetool.planning.cache import plan_cache
     from moetool.serving.assembly import ServeOptions, fixed_bytes
-    from moetool.trace import Trace
+    from moetool.trace.reader import Trace
 
     options = parse(ServeOptions, parse_settings(recipe["settings"]), "recipe")
     dense, kv = fixed_bytes(locate("reference"), options)
@@ -168,7 +168,7 @@ def _plan(out: Path, recipe: dict[str, Any]) -> Any:
 def _replay(out: Path) -> None:
     from moetool.predictor import load_predictor
     from moetool.replay import replay
-    from moetool.trace import Trace
+    from moetool.trace.reader import Trace
 
     trace = Trace(out / "trace")
     whole = trace.spec.total_experts * trace.spec.slot_bytes

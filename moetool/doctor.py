@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from moetool.costing.probes.disk import DiskProbe, scratch_shards
+from moetool.costing.probes.experts import bfloat16_gain
 from moetool.errors import MoetoolError
 from moetool.machine import Machine, load_average, memory_bytes, read_machine
-from moetool.probes.disk import DiskProbe, scratch_shards
-from moetool.probes.experts import bfloat16_gain
 from moetool.tables import count
 
 _READ_BYTES = 8 * 2**20

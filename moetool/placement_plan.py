@@ -47,11 +47,11 @@ class PlacementPlan:
         objective: name of what `value` and `lower_bound` are of.
         value: the objective on the requests that the plan was made from.
         lower_bound: of T_comp + T_comm: no placement has less, the work shared perfectly and nothing sent. Of remote
-            calls: no placement in these slots has less (`moetool.placement_score.Score`). None: not known.
+            calls: no placement in these slots has less (`moetool.planning.scoring.Score`). None: not known.
         traces: what it was made from.
         profile_sha256: the profile that it was made from, if one was.
         planning_s: how long the planner took.
-        split: share of each trace's requests that it was made from (`moetool.demand.planned_share`).
+        split: share of each trace's requests that it was made from (`moetool.planning.demand.planned_share`).
     """
 
     spec: ModelSpec

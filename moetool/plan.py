@@ -50,7 +50,7 @@ class CachePlan:
         evidence: rows of a replay (`moetool.replay.Row.to_json`) of every candidate and of the bound.
         frontier: memory against latency: for several budgets, this one among them, the best policy, chosen on
             `requests_used`, with its seconds and bytes per decode token there and on `requests_held_out`
-            (`moetool.frontier.Point.to_json`). None of them is tuned.
+            (`moetool.planning.frontier.Point.to_json`). None of them is tuned.
         target_tpot_s: the time per output token that the memory was chosen for, if it was.
         reason: why this policy, in one sentence.
     """

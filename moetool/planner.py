@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from moetool import config, plugins
-from moetool.demand import Demand
+from moetool.costing.latency import Latency
 from moetool.errors import CapacityError, UsageError
-from moetool.latency import Latency
+from moetool.planning.demand import Demand
 from moetool.types import Cluster, ModelSpec
 
 

@@ -4,7 +4,8 @@ Counting, searching and learned predictors share the class `Predictor`. A predic
 frozen dataclass `Options` and a subclass `Predictor`. Whatever was learned or counted is a parameter or a buffer, so
 the state dict is the whole predictor.
 
-What it looks at it names in `needs`, as trace columns. Training hands it whole tokens (`moetool.tokens.Tokens`) with
+What it looks at it names in `needs`, as trace columns. Training hands it whole tokens
+(`moetool.learning.tokens.Tokens`) with
 these: `count` gets all of them, `loss` a batch. While a model runs, or a trace is replayed, `observe` takes the event
 of each layer, with the same fields filled, and `scores(layer)` answers for any layer within `lookahead`. The default
 `observe` collects the forward's events into the `Tokens` of its first layers and `scores` hands them to
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 
 from moetool import __version__, durable, plugins
 from moetool.errors import MismatchError, UsageError, unknown_name
-from moetool.tokens import FIELDS, Tokens
+from moetool.learning.tokens import FIELDS, Tokens
 from moetool.types import GateEvent, ModelSpec
 
 SCHEMA_VERSION = 1
@@ -50,8 +51,8 @@ class Predictor(nn.Module):
     between calls, so a prediction never sees a later token or layer.
 
     Class attributes:
-        needs: trace columns that training and predicting take: `experts`, and any of `moetool.tokens.FIELDS`; options
-            may make it others for an instance.
+        needs: trace columns that training and predicting take: `experts`, and any of `moetool.learning.tokens.FIELDS`;
+            options may make it others for an instance.
         learned: whether it has parameters that gradient descent fits; counting predictors only use `count`.
         remembers: whether it carries state from one forward of a request to the next. `loss` then gets whole
             requests, unless `prepare` gave their tokens numbers, and it predicts by `observe` and `scores` only.

@@ -11,16 +11,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moetool.costs import CostProfile
+from moetool.costing.costs import CostProfile
+from moetool.costing.pricing import Prices, TimelineOptions, with_host_costs
+from moetool.costing.timeline import MeteredPredictor, Timeline
+from moetool.costing.timing import Timing
 from moetool.errors import UsageError, unknown_name
 from moetool.fleet import build_policies, open_pool, split_bytes, split_slots, without_pinned
 from moetool.models.families import require_substitutable
 from moetool.policy import Policy, SharedPredictor, policy_class, slots_within
-from moetool.pricing import Prices, TimelineOptions, with_host_costs
 from moetool.residency import Counts, PrefetchLimits, Step, StepKind
-from moetool.timeline import MeteredPredictor, Timeline
-from moetool.timing import Timing
-from moetool.trace import Trace
+from moetool.trace.reader import Trace
 from moetool.types import ForwardInfo, GateEvent, Phase
 
 POOLS = ("auto", "slots", "bytes")

@@ -37,7 +37,7 @@ def print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
 
 
 def print_prompt_sets(rows: Sequence[dict[str, Any]]) -> None:
-    """The sets that have a name, as `moetool.prompts.describe` gives them."""
+    """The sets that have a name, as `moetool.prompts.gather.describe` gives them."""
     public = [row for row in rows if row["hub"] is not None]
     table = [
         [
@@ -167,7 +167,7 @@ def print_frontier(plan: Any) -> None:
 
 
 def print_profile(profile: Any) -> None:
-    """The curves of a `moetool.costs.CostProfile`, and what they say about one token."""
+    """The curves of a `moetool.costing.costs.CostProfile`, and what they say about one token."""
     spec, machine = profile.spec, profile.machine
     origin = "its config alone" if profile.config_only else "its files"
     threads = profile.compute[0].threads

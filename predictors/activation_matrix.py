@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 import moetool.predictor
-from moetool.activation_matrix import ActivationMatrices, unit_rows
 from moetool.errors import UsageError
-from moetool.tokens import Tokens
+from moetool.learning.activation_matrix import ActivationMatrices, unit_rows
+from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec
 
 _RUNNING = 1024  # requests whose matrices are kept at a time; the one that began first goes first

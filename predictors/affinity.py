@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import moetool.predictor
-from moetool.tokens import Tokens
+from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
 from predictors.popularity import popularity
 

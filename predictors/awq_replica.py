@@ -28,7 +28,7 @@ from torch import Tensor
 import moetool.predictor
 from moetool import config
 from moetool.errors import MismatchError, UsageError
-from moetool.tokens import Tokens
+from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec
 
 _RUNNING = 64  # requests whose keys and values are kept at a time; the one that began first goes first
@@ -211,7 +211,7 @@ def make(
 
     Args:
         model: `reference`, a folder or a hub name.
-        data: embedded prompt sets and files, as for `moetool.prompts.load`.
+        data: embedded prompt sets and files, as for `moetool.prompts.gather.load`.
         options: of `moetool.quantize.making.ReplicaOptions` and of `Options`.
         seed: of which prompts are kept for judging, and of their order.
 
@@ -220,9 +220,10 @@ def make(
     Returns:
         The card.
     """
-    from moetool import durable, prompts
+    from moetool import durable
     from moetool.models.loading import load_tokenizer, use_threads
     from moetool.models.spec import locate, read_config
+    from moetool.prompts import gather as prompts
     from moetool.quantize.calibration import from_prompts
     from moetool.quantize.making import ReplicaOptions
     from moetool.quantize.replica import CARD, make_replica, require_replicable

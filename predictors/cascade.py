@@ -15,7 +15,7 @@ deviations, besides those of `predictors/single_transformer.py`:
 from dataclasses import dataclass
 
 from moetool.errors import UsageError
-from moetool.prompt_routing import PromptPredictor, check_widths
+from moetool.learning.prompt_routing import PromptPredictor, check_widths
 from moetool.types import ModelSpec
 
 

@@ -1,7 +1,7 @@
 """Expert maps: what the gates of the earlier iteration said that was most like this one.
 
-Counted, not fitted: a store of maps (`moetool.expert_maps`) is searched for each token by the gates of its layers so
-far, or by its embedding before any has spoken, and the found map's row of the coming layer is the score.
+Counted, not fitted: a store of maps (`moetool.learning.expert_maps`) is searched for each token by the gates of its
+layers so far, or by its embedding before any has spoken, and the found map's row of the coming layer is the score.
 
 Source: FineMoE (Yu et al., EuroSys 2026), sections 4.1, 4.2 and 4.4. Readings and deviations:
 
@@ -25,8 +25,8 @@ from torch import Tensor
 
 import moetool.predictor
 from moetool.errors import UsageError
-from moetool.expert_maps import MapStore, Search, Sizing, capacity_of, distribution, top_mass
-from moetool.tokens import Tokens
+from moetool.learning.expert_maps import MapStore, Search, Sizing, capacity_of, distribution, top_mass
+from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec
 
 NEEDS = {"logits": frozenset({"experts", "logits", "embeddings"}), "topk": frozenset({"experts", "weights"})}

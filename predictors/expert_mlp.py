@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 import moetool.predictor
 from moetool.errors import UsageError
-from moetool.tokens import Tokens
+from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
 from predictors.affinity import affinity
 from predictors.popularity import popularity

@@ -2,10 +2,11 @@
 
     logit = sum over signals s of (trust[d, s] + trust[l, s] + sum over g of sure[g] gate[g, s] + offset[s]) signal[s]
 
-for layer l predicted from d layers before. `moetool.path_signals` has the signals: popularity, affinity, the request's
-habits and last token, the path network of `path_mlp`, votes of a memory of paths, and, with `ahead`, the router's own
-scores on earlier hidden states. `sure` says how alike the best paths of the memory are. A forward through the resident
-experts alone (SMoE, section IV-C) is not among them: no column of a trace holds what the next layer would make of it.
+for layer l predicted from d layers before. `moetool.learning.path_signals` has the signals: popularity, affinity, the
+request's habits and last token, the path network of `path_mlp`, votes of a memory of paths, and, with `ahead`, the
+router's own scores on earlier hidden states. `sure` says how alike the best paths of the memory are. A forward through
+the resident experts alone (SMoE, section IV-C) is not among them: no column of a trace holds what the next layer would
+make of it.
 
 It goes on learning while it is asked: the memory takes in each forward, at once for its own request and for the others
 when that is over; `offset` follows, in the same way, the gradient of the loss of what was said of the next layer.
@@ -24,10 +25,10 @@ from torch.nn import functional as F
 
 import moetool.predictor
 from moetool.errors import UsageError
-from moetool.path_signals import CONTEXT, GIVEN, SIGNALS, PathSignals
-from moetool.path_trust import DISTANCES, FusedPath
-from moetool.route_memory import EVERYONE, NOBODY, RouteMemory
-from moetool.tokens import Tokens
+from moetool.learning.path_signals import CONTEXT, GIVEN, SIGNALS, PathSignals
+from moetool.learning.path_trust import DISTANCES, FusedPath
+from moetool.learning.route_memory import EVERYONE, NOBODY, RouteMemory
+from moetool.learning.tokens import Tokens
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from predictors.affinity import affinity
 from predictors.path_mlp import PathNet

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import moetool.predictor
 from moetool.errors import MismatchError
-from moetool.tokens import Tokens
+from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
 
 

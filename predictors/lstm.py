@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import moetool.predictor
 from moetool.errors import MismatchError, UsageError
-from moetool.tokens import Tokens
+from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec
 
 _RUNNING = 1024  # requests whose state is kept at a time; the one that began first goes first

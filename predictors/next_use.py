@@ -1,8 +1,8 @@
 """NextUse: when each expert of the model is needed next, from the token's path so far and the experts' past use.
 
 One hidden layer over the path of the token at hand, that of the token before and decayed use, added to a linear
-model of past use (`moetool.next_use` has the formulas). It is what the policy `foresight` evicts and prefetches by; on
-its own it predicts the next layer from the path alone, as every predictor does.
+model of past use (`moetool.learning.next_use` has the formulas). It is what the policy `foresight` evicts and
+prefetches by; on its own it predicts the next layer from the path alone, as every predictor does.
 
 Source: ours. Each training token is looked at after one layer drawn at random. Two targets, by binary cross-entropy:
 for every expert of the model, a discount to the power of the forwards that pass it by before it is used; for the next
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moetool.predictor
-from moetool import next_use, past_use
 from moetool.errors import UsageError
-from moetool.tokens import Tokens
+from moetool.learning import next_use, past_use
+from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
 from predictors.popularity import popularity
 
@@ -52,7 +52,7 @@ class Predictor(moetool.predictor.Predictor):
     """Scores are the logits of use in the coming layer.
 
     Attributes:
-        net: the weights of `moetool.next_use.shapes`.
+        net: the weights of `moetool.learning.next_use.shapes`.
 
     Shapes: parameter alone_A, the bias of use where the past is not known.
     """
@@ -75,7 +75,7 @@ class Predictor(moetool.predictor.Predictor):
         self.net["use_A"].data.copy_(logit_A)
 
     def weights(self) -> dict[str, np.ndarray]:
-        """What `moetool.next_use.NextUse` goes on from."""
+        """What `moetool.learning.next_use.NextUse` goes on from."""
         return {name: value.detach().numpy() for name, value in self.net.items()}
 
     def prepare(self, tokens: Tokens) -> Tokens:

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 import moetool.predictor
 from moetool.errors import UsageError
-from moetool.path_trust import DISTANCES
-from moetool.tokens import Tokens
+from moetool.learning.path_trust import DISTANCES
+from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
 from predictors.popularity import popularity
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import moetool.predictor
 from moetool.errors import UsageError
-from moetool.tokens import Tokens
+from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
 
 _PIECE = 4096  # tokens that are summed at a time

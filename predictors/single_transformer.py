@@ -17,7 +17,7 @@ logits is learned are not described. Readings and deviations:
 
 from dataclasses import dataclass
 
-from moetool.prompt_routing import PromptPredictor, check_widths
+from moetool.learning.prompt_routing import PromptPredictor, check_widths
 from moetool.types import ModelSpec
 
 

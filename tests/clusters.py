@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moetool.demand import Demand
-from moetool.latency import Latency, unit_latency
+from moetool.costing.latency import Latency, unit_latency
 from moetool.planner import Problem
+from moetool.planning.demand import Demand
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 

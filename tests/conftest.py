@@ -54,9 +54,9 @@ def predictor(reference: Path) -> Any:
     """An affinity predictor of the embedded model, counted on made-up routes: good enough to take decisions by."""
     import numpy as np
 
+    from moetool.learning.tokens import Tokens
     from moetool.models.spec import read_spec
     from moetool.predictor import build
-    from moetool.tokens import Tokens
 
     made = build("affinity", read_spec(reference))
     routes = np.random.default_rng(0).integers(0, 32, (500, 8, 4))

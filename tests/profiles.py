@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from moetool.costs import ComputeCosts, CostProfile, Curve, LoadCosts
+from moetool.costing.costs import ComputeCosts, CostProfile, Curve, LoadCosts
 from moetool.machine import Machine
 from moetool.types import ModelSpec
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from moetool import durable
-from moetool.trace import TokenBatch, Trace
-from moetool.trace_writer import TraceWriter
+from moetool.trace.reader import TokenBatch, Trace
+from moetool.trace.writer import TraceWriter
 from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 
 AHEAD = 3  # layers that made-up events look ahead

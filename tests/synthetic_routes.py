@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from moetool import durable
-from moetool.trace import TokenBatch
-from moetool.trace_writer import TraceWriter
+from moetool.trace.reader import TokenBatch
+from moetool.trace.writer import TraceWriter
 from moetool.types import ModelSpec
 
 TASKS = ("arithmetic", "code", "chat")

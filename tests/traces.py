@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from moetool import durable
-from moetool.trace import KEEP, TokenBatch, Trace
-from moetool.trace_writer import TraceWriter
+from moetool.trace.reader import KEEP, TokenBatch, Trace
+from moetool.trace.writer import TraceWriter
 from moetool.types import ModelSpec, Phase
 
 SPEC = ModelSpec(

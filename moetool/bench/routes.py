@@ -12,11 +12,11 @@ import torch
 
 from moetool import durable
 from moetool.errors import MismatchError, UsageError
-from moetool.evaluation import held_out
+from moetool.evaluation.evaluate import held_out
 from moetool.models.expert_form import Call
 from moetool.models.spec import MoeLayer
-from moetool.trace import MANIFEST, TokenBatch, Trace
-from moetool.trace_writer import TraceWriter
+from moetool.trace.reader import MANIFEST, TokenBatch, Trace
+from moetool.trace.writer import TraceWriter
 from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 
 PROMPT_SHARE = 1 / 3

@@ -19,6 +19,7 @@ from moetool.bench.results import OFFLOADED, PLAIN, RESIDENT, Line, Replayed, Se
 from moetool.bench.runs import Run, run_engine, run_plain
 from moetool.bench.stage import BenchOptions, Stage, Subject, open_stage
 from moetool.config import parse_bytes
+from moetool.costing.probes.disk import THREADS, DiskProbe
 from moetool.errors import CapacityError
 from moetool.machine import load_average, memory_bytes, read_machine
 from moetool.models.decoding import kv_cache_bytes
@@ -26,7 +27,6 @@ from moetool.models.expert_files import ExpertFiles
 from moetool.models.loading import load_full
 from moetool.models.spec import dense_bytes
 from moetool.policy import Policy, build_policy, parse_options, policy_class, slots_within
-from moetool.probes.disk import THREADS, DiskProbe
 from moetool.replay import Row, replay
 from moetool.tables import count
 from moetool.types import ModelSpec

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from moetool import prompts as prompt_sets
 from moetool.bench.checkpoint import random_checkpoint, remove_checkpoint
 from moetool.bench.routes import CutPredictor, ForcedRoutes, bench_spec, choose, write_part
 from moetool.bench.runs import Workload
@@ -20,7 +19,8 @@ from moetool.models.loading import LoadedModel, load_lazy, load_tokenizer, parse
 from moetool.models.spec import locate
 from moetool.policy import Policy
 from moetool.predictor import load_predictor
-from moetool.trace import Trace
+from moetool.prompts import gather as prompt_sets
+from moetool.trace.reader import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Subject:
         layers: MoE layers of the shape; all of them by default.
         routes: folder of a trace whose routing the model is made to follow, MoE layer i that of layer i; always
             needed for a shape, whose own routing would mean nothing.
-        data: prompts for a checkpoint that routes by itself, as `moetool.prompts.load` takes them.
+        data: prompts for a checkpoint that routes by itself, as `moetool.prompts.gather.load` takes them.
         predictor: folder of a trained one. Only requests that it has not seen are used.
         work: where random checkpoints and parts of traces are kept.
     """

@@ -9,7 +9,16 @@ import numpy as np
 
 from moetool import policy
 from moetool.errors import MismatchError, UsageError
-from moetool.expert_maps import MapStore, Search, Sizing, capacity_of, check_state, distribution, select, threshold
+from moetool.learning.expert_maps import (
+    MapStore,
+    Search,
+    Sizing,
+    capacity_of,
+    check_state,
+    distribution,
+    select,
+    threshold,
+)
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 COLD_CAPACITY = 1024

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from moetool import next_use, past_use, policy
+from moetool import policy
 from moetool.errors import UsageError
-from moetool.next_use import NextUse
-from moetool.past_use import Past, Sample
+from moetool.learning import next_use, past_use
+from moetool.learning.next_use import NextUse
+from moetool.learning.past_use import Past, Sample
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 
@@ -53,12 +54,12 @@ class Options:
 class Policy(policy.Policy):
     """Evicts the expert whose next use is foretold latest; prefetches for the next layer what is likely enough.
 
-    After every `refresh` layers a network (`moetool.next_use`) says for each expert of the model how soon it is needed
-    again, from the path of the token so far, the last token's and past use. It goes on learning: some forwards later
-    it is known what became of a look at the experts, and a step of gradient descent follows now and then. Past use
-    alone is mixed in by how well it foretold what came of late; and where a `next_use` predictor is given, the network
-    as it was fitted is asked in place of the one that learns, as long as it foretells better. It works without;
-    predictors of other kinds it leaves alone.
+    After every `refresh` layers a network (`moetool.learning.next_use`) says for each expert of the model how soon it
+    is needed again, from the path of the token so far, the last token's and past use. It goes on learning: some
+    forwards later it is known what became of a look at the experts, and a step of gradient descent follows now and
+    then. Past use alone is mixed in by how well it foretold what came of late; and where a `next_use` predictor is
+    given, the network as it was fitted is asked in place of the one that learns, as long as it foretells better. It
+    works without; predictors of other kinds it leaves alone.
 
     A prefetch is worth its probability of use, less that of no use times its price (`waste`, in loads) and the value
     of the expert that has to go for it; where that is not above zero, it is not made. Nothing is prefetched for the

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from moetool.activation_matrix import ActivationMatrices
 from moetool.caching import _lfu_ahead, lfu
 from moetool.errors import UsageError
+from moetool.learning.activation_matrix import ActivationMatrices
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 

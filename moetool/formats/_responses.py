@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool.errors import MismatchError
-from moetool.model_facts import ModelFacts, hidden_layers, require_even, with_dense, without_dense
-from moetool.routes import Routes, RouteSequence, check, prompt_rows, whole_requests
+from moetool.trace.model_facts import ModelFacts, hidden_layers, require_even, with_dense, without_dense
+from moetool.trace.routes import Routes, RouteSequence, check, prompt_rows, whole_requests
 from moetool.types import ModelSpec
 
 if TYPE_CHECKING:
-    from moetool.trace import Trace
+    from moetool.trace.reader import Trace
 
 NOTES = [
     "top-k only: no weights, no scores over all experts, no embeddings",

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from moetool import durable
-from moetool.demand import loads, numbers, planned_share
 from moetool.errors import MismatchError
-from moetool.expert_counts import open_workload
-from moetool.model_facts import hidden_layers
 from moetool.placement_plan import PlacementPlan
+from moetool.planning.demand import loads, numbers, planned_share
+from moetool.trace.expert_counts import open_workload
+from moetool.trace.model_facts import hidden_layers
 
 
 def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:

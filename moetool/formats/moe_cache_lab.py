@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool.errors import MismatchError
-from moetool.model_facts import ModelFacts
-from moetool.routes import Routes, RouteSequence, check, prompt_rows, renormalized, sums_to_one, whole_requests
+from moetool.trace.model_facts import ModelFacts
+from moetool.trace.routes import Routes, RouteSequence, check, prompt_rows, renormalized, sums_to_one, whole_requests
 
 if TYPE_CHECKING:
-    from moetool.trace import TokenBatch, Trace
+    from moetool.trace.reader import TokenBatch, Trace
 
 FOLDER_MARK = "00000.jsonl"
 _FORMAT = "moe-cache-lab.routing-jsonl"

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moetool.errors import MismatchError
-from moetool.model_facts import ModelFacts, hidden_layers, require_even, revision_of
-from moetool.routes import Routes, RouteSequence, check, prompt_rows, renormalized, sums_to_one, whole_requests
+from moetool.trace.model_facts import ModelFacts, hidden_layers, require_even, revision_of
+from moetool.trace.routes import Routes, RouteSequence, check, prompt_rows, renormalized, sums_to_one, whole_requests
 from moetool.types import ModelSpec
 
 if TYPE_CHECKING:
-    from moetool.trace import Trace
+    from moetool.trace.reader import Trace
 
 _COLUMNS = ("turn", "phase", "step", "layer", "slot", "expert", "weight", "residency", "expert_bytes")
 _USED = 6  # the columns before `weight`, all whole numbers

@@ -13,8 +13,8 @@ import numpy as np
 
 from moetool import durable
 from moetool.formats._slots import equal_slots, write_sidecar
-from moetool.model_facts import hidden_layers
 from moetool.placement_plan import PlacementPlan
+from moetool.trace.model_facts import hidden_layers
 
 
 def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:

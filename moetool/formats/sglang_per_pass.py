@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from moetool.errors import MismatchError
-from moetool.expert_counts import Counted
 from moetool.formats import _recorder
-from moetool.model_facts import ModelFacts, hidden_layers
+from moetool.trace.expert_counts import Counted
+from moetool.trace.model_facts import ModelFacts, hidden_layers
 
 
 def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:

@@ -26,12 +26,12 @@ import numpy as np
 
 from moetool.errors import MismatchError
 from moetool.formats import _recorder
-from moetool.model_facts import ModelFacts, hidden_layers, require_even, with_dense, without_dense
-from moetool.routes import Routes, RouteSequence, check
+from moetool.trace.model_facts import ModelFacts, hidden_layers, require_even, with_dense, without_dense
+from moetool.trace.routes import Routes, RouteSequence, check
 from moetool.types import Phase
 
 if TYPE_CHECKING:
-    from moetool.trace import Trace
+    from moetool.trace.reader import Trace
 
 _WIDTH = 8
 _EXTEND, _DECODE, _MIXED = 1, 2, 3

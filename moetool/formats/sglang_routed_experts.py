@@ -18,12 +18,12 @@ import numpy as np
 from moetool.errors import MismatchError
 from moetool.formats import _responses
 from moetool.formats._responses import decoded, field, read_responses
-from moetool.model_facts import ModelFacts
-from moetool.routes import Routes, RouteSequence
+from moetool.trace.model_facts import ModelFacts
+from moetool.trace.routes import Routes, RouteSequence
 from moetool.types import ModelSpec
 
 if TYPE_CHECKING:
-    from moetool.trace import Trace
+    from moetool.trace.reader import Trace
 
 
 def read_routes(path: Path, facts: ModelFacts) -> Routes:

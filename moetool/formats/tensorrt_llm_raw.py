@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moetool.demand import count_experts
 from moetool.errors import MismatchError
 from moetool.formats import _statistics
-from moetool.model_facts import ModelFacts, require_even
-from moetool.routes import Routes, RouteSequence, check
+from moetool.planning.demand import count_experts
+from moetool.trace.model_facts import ModelFacts, require_even
+from moetool.trace.routes import Routes, RouteSequence, check
 
 if TYPE_CHECKING:
-    from moetool.trace import Trace
+    from moetool.trace.reader import Trace
 
 READS_FOLDERS = True
 FOLDER_MARK = _statistics.META

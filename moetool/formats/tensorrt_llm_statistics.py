@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from moetool.errors import MismatchError
-from moetool.expert_counts import Counted
 from moetool.formats import _statistics
-from moetool.model_facts import ModelFacts, require_even
+from moetool.trace.expert_counts import Counted
+from moetool.trace.model_facts import ModelFacts, require_even
 
 READS_FOLDERS = True
 FOLDER_MARK = _statistics.META

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moetool.errors import MismatchError, first_line
-from moetool.model_facts import ModelFacts, require_even, revision_of
-from moetool.routes import Routes, RouteSequence, check, one_task, renormalized, sums_to_one, whole_requests
-from moetool.trace import Trace
+from moetool.trace.model_facts import ModelFacts, require_even, revision_of
+from moetool.trace.reader import Trace
+from moetool.trace.routes import Routes, RouteSequence, check, one_task, renormalized, sums_to_one, whole_requests
 from moetool.types import ModelSpec
 
 _KEYS = ("model", "moe_layers", "num_experts", "top_k", "layout")

@@ -20,11 +20,11 @@ import numpy as np
 from moetool.errors import MismatchError, first_line
 from moetool.formats import _responses
 from moetool.formats._responses import decoded, field, read_responses
-from moetool.model_facts import ModelFacts
-from moetool.routes import Routes
+from moetool.trace.model_facts import ModelFacts
+from moetool.trace.routes import Routes
 
 if TYPE_CHECKING:
-    from moetool.trace import Trace
+    from moetool.trace.reader import Trace
 
 
 def read_routes(path: Path, facts: ModelFacts) -> Routes:

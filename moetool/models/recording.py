@@ -12,7 +12,7 @@ from moetool.models.decoding import Batch
 from moetool.models.families import FAMILIES
 from moetool.models.routing import logits_ahead, read_logits, to_float16, watch
 from moetool.models.spec import MoeLayer
-from moetool.trace import TokenBatch
+from moetool.trace.reader import TokenBatch
 
 
 class GateRecorder:

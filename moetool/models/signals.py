@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from moetool.models.families import FAMILIES
 from moetool.models.routing import logits_ahead, read_logits, to_float16
 from moetool.models.spec import MoeLayer
-from moetool.trace import ahead_scores, router_scores
+from moetool.trace.reader import ahead_scores, router_scores
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 

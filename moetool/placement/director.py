@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from moetool.costing.latency import flows
 from moetool.errors import UsageError
-from moetool.latency import flows
 from moetool.placement._relaxation import relax
 from moetool.placement._rounding import round_layer
 from moetool.placement._search import Layer, improve
@@ -55,7 +55,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
           `moetool.placement._rounding.round_layer`.
         - Local search follows, over swaps and moves, then over copies; the paper has none.
         - C_max as memory allows is a GPU's slots shared among the layers, and may differ between GPUs and layers.
-        - A token whose expert has copies goes to the nearest (`moetool.latency.flows`).
+        - A token whose expert has copies goes to the nearest (`moetool.costing.latency.flows`).
 
     Raises:
         UsageError: a negative number, or no process.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moetool.costing.latency import flows
 from moetool.errors import CapacityError, UsageError
-from moetool.latency import flows
 from moetool.placement._packing import pack_servers
 from moetool.planner import Problem, layer_slots
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from moetool.errors import UsageError
-from moetool.prompts import Prompt
+from moetool.prompts.gather import Prompt
 
 LEAST_BLOCKS = 8
 _JUDGED = 5  # one prompt in so many is kept for judging

@@ -1,4 +1,4 @@
-"""The steps of gradient descent, by Lightning. Beside `moetool.fitting` the only importer of it."""
+"""The steps of gradient descent, by Lightning. Beside `moetool.learning.fitting` the only importer of it."""
 
 import math
 import time
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from moetool.errors import MoetoolError
-from moetool.fitting import interruptible, quiet
+from moetool.learning.fitting import interruptible, quiet
 from moetool.reference.data import Batches
 from moetool.reference.model import losses
 from moetool.reference.recipe import Recipe, learning_rate

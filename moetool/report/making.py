@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from moetool.candidates import too_large
 from moetool.config import parse_bytes
 from moetool.errors import UsageError
+from moetool.planning.candidates import too_large
 from moetool.policy import MIN_SLOTS
 from moetool.replay import Row, replay, whole_bytes
 from moetool.report.affinity import Affinity, affinity, lift
@@ -22,7 +22,7 @@ from moetool.report.sample import (
     read_router_entropy,
     read_routes,
 )
-from moetool.trace import Trace
+from moetool.trace.reader import Trace
 
 BUDGETS = ("6.25%", "12.5%", "25%", "50%", "75%")
 POLICIES = ("lru", "lfu")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.demand import count_experts
+from moetool.planning.demand import count_experts
 from moetool.report.sample import Routes, entropy
 
 SHARES = tuple(i / 16 for i in range(17))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.trace import Trace
+from moetool.trace.reader import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moetool.errors import UsageError
-from moetool.trace import Trace, router_scores
+from moetool.trace.reader import Trace, router_scores
 from moetool.types import ModelSpec, Phase
 
 

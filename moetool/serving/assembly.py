@@ -25,7 +25,7 @@ from moetool.serving.experts import ExpertRuntime
 from moetool.serving.log import ServeLog
 from moetool.serving.state import restore_state, save_state
 from moetool.serving.store import open_store
-from moetool.trace import KEEP
+from moetool.trace.reader import KEEP
 from moetool.types import ModelSpec
 
 _LEAST = {"devices": 1, "host_memory_bytes": 0, "kv_tokens": 16, "max_requests": 1, "io_threads": 1, "threads": 0}
@@ -171,7 +171,7 @@ def open_pooled(
 ) -> LoadedModel:
     """A model whose experts live in a pool of what the memory leaves beside its dense weights and `kv_bytes`.
 
-    For `moetool.capture`: the pool is LRU, and every forward must be announced (`LoadedModel.begin_forward`).
+    For `moetool.capture.run`: the pool is LRU, and every forward must be announced (`LoadedModel.begin_forward`).
 
     Args:
         host_memory_bytes: for the tier below it, as in `ServeOptions`.

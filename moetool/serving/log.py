@@ -20,8 +20,8 @@ from moetool.models.recording import GateRecorder
 from moetool.models.signals import request_means
 from moetool.replay import DecisionDigest
 from moetool.residency import Step
-from moetool.trace import MANIFEST
-from moetool.trace_writer import TraceWriter
+from moetool.trace.reader import MANIFEST
+from moetool.trace.writer import TraceWriter
 
 
 class ServeLog:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from moetool import prompts
-from moetool.capture import CaptureOptions, capture
+from moetool.capture.run import CaptureOptions, capture
 from moetool.models.loading import LoadedModel, load_tokenizer
+from moetool.prompts import gather as prompts
 from moetool.quantize.calibration import Calibration, from_prompts
 from moetool.quantize.making import ReplicaOptions
 from moetool.quantize.replica import make_replica

@@ -25,17 +25,17 @@ import numpy as np
 import pytest
 
 from moetool import durable
-from moetool.capture import finish, forward_batches
-from moetool.capture_plan import CaptureOptions, CapturePlan, plan_capture, row_bytes
-from moetool.capture_stage import open_stage
-from moetool.capture_writer import BatchWriter
+from moetool.capture.plan import CaptureOptions, CapturePlan, plan_capture, row_bytes
+from moetool.capture.run import finish, forward_batches
+from moetool.capture.stage import open_stage
+from moetool.capture.writer import BatchWriter
 from moetool.models.loading import load_full, parse_dtype
 from moetool.models.shapes import locate_config
 from moetool.models.spec import locate, read_spec
-from moetool.prompts import Prompt, load
+from moetool.prompts.gather import Prompt, load
 from moetool.tables import print_table
-from moetool.trace import TokenBatch, embedding_schema, token_schema
-from moetool.trace_writer import TraceWriter, token_columns
+from moetool.trace.reader import TokenBatch, embedding_schema, token_schema
+from moetool.trace.writer import TraceWriter, token_columns
 from moetool.types import ModelSpec, Phase
 
 ROUNDS = 5
@@ -120,8 +120,8 @@ CAPTURE = """
 import ctypes, json, re, sys
 from pathlib import Path
 import pyarrow
-from moetool.capture import CaptureOptions, capture
-from moetool.prompts import Prompt
+from moetool.capture.run import CaptureOptions, capture
+from moetool.prompts.gather import Prompt
 
 def status(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

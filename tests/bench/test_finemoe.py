@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from moetool import prompts as prompt_sets
-from moetool.capture import CaptureOptions, capture
-from moetool.map_plan import plan_maps
+from moetool.capture.run import CaptureOptions, capture
+from moetool.planning.maps import plan_maps
 from moetool.policy import build_policy
 from moetool.predictor import load_predictor
+from moetool.prompts import gather as prompt_sets
 from moetool.replay import Row, replay
 from moetool.residency import Counts, Residency
 from moetool.tables import print_maps, print_table
-from moetool.trace import Trace
+from moetool.trace.reader import Trace
 
 SHARES = (0.125, 0.25, 0.5)
 CAPACITY = 1024

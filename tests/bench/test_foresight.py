@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from moetool import fitting
 from moetool.formats.topk_parquet import read_routes
-from moetool.model_facts import ModelFacts
+from moetool.learning import fitting
+from moetool.learning.tokens import Tokens
 from moetool.policy import build_policy
 from moetool.predictor import Predictor, build
 from moetool.residency import Counts, Residency
-from moetool.tokens import Tokens
+from moetool.trace.model_facts import ModelFacts
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests.synthetic import make_forward
 

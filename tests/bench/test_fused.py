@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from moetool import fitting
-from moetool.evaluation import DISTANCES, Tally
+from moetool.evaluation.evaluate import DISTANCES, Tally
 from moetool.formats.topk_parquet import read_routes
-from moetool.model_facts import ModelFacts
-from moetool.path_signals import SIGNALS
+from moetool.learning import fitting
+from moetool.learning.path_signals import SIGNALS
+from moetool.learning.tokens import Tokens
 from moetool.predictor import Predictor, build
-from moetool.tokens import Tokens
+from moetool.trace.model_facts import ModelFacts
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))

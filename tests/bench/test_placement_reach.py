@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from moetool import predictor
-from moetool.demand import Demand, held_out, planned_share, read_batches, read_demand
-from moetool.latency import unit_latency
+from moetool.costing.latency import unit_latency
+from moetool.learning.tokens import Tokens
 from moetool.placement import annealing, director, prism_exact
 from moetool.placement._search import Layer
-from moetool.placement_modes import Batch, calibrated, modes, regressed
-from moetool.placement_score import latency_bound, score
 from moetool.planner import Problem, place
-from moetool.tokens import Tokens
-from moetool.trace import Trace
-from moetool.trace_import import import_trace
+from moetool.planning.demand import Demand, held_out, planned_share, read_batches, read_demand
+from moetool.planning.modes import Batch, calibrated, modes, regressed
+from moetool.planning.scoring import latency_bound, score
+from moetool.trace.importing import import_trace
+from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 from tests.clusters import make_cluster
 from tests.synthetic import make_spec

@@ -18,17 +18,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from moetool import plugins
-from moetool import prompts as prompt_sets
-from moetool.capture import CaptureOptions, capture
-from moetool.costs import CostProfile
+from moetool.capture.run import CaptureOptions, capture
+from moetool.costing.costs import CostProfile
+from moetool.costing.profile import profile
 from moetool.errors import MismatchError
-from moetool.evaluation import Evaluation, evaluate
-from moetool.evaluation_page import write_page
-from moetool.evaluation_tables import print_evaluations
-from moetool.profile import profile
-from moetool.trace import Trace
-from moetool.trace_import import import_trace
-from moetool.training import train
+from moetool.evaluation.evaluate import Evaluation, evaluate
+from moetool.evaluation.page import write_page
+from moetool.evaluation.tables import print_evaluations
+from moetool.learning.training import train
+from moetool.prompts import gather as prompt_sets
+from moetool.trace.importing import import_trace
+from moetool.trace.reader import Trace
 
 SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
 DEEPSEEK = SHARED / "data" / "routes" / "deepseek_v2_lite"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moetool import prompts
+from moetool.prompts import gather as prompts
 from moetool.reference.model import EXPERTS, losses, open_checkpoint
 from moetool.tables import print_table
 

@@ -7,12 +7,12 @@
 
 from pathlib import Path
 
-from moetool import prompts as prompt_sets
 from moetool.bench.results import PLAIN, RESIDENT, print_serve_bench
 from moetool.bench.serve import bench_serve
 from moetool.bench.stage import BenchOptions, Subject
-from moetool.capture import CaptureOptions, capture
-from moetool.training import train
+from moetool.capture.run import CaptureOptions, capture
+from moetool.learning.training import train
+from moetool.prompts import gather as prompt_sets
 
 
 def test_time_per_token(tmp_path: Path) -> None:

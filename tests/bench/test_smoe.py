@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 import torch
 
-from moetool import prompts as prompt_sets
-from moetool.capture import CaptureOptions, capture
+from moetool.capture.run import CaptureOptions, capture
 from moetool.models.loading import load_lazy
 from moetool.models.spec import read_spec
 from moetool.policy import build_policy
+from moetool.prompts import gather as prompt_sets
 from moetool.replay import decisions, replay
 from moetool.request import Output, SamplingParams
 from moetool.residency import Counts, Residency, StepKind
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.store import ExpertStore
 from moetool.tables import print_table
-from moetool.trace import Trace
+from moetool.trace.reader import Trace
 from moetool.types import ForwardInfo, Phase
 from tests.engines import engine
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from moetool import prompts as prompt_sets
-from moetool.profile import profile
+from moetool.costing.profile import profile
+from moetool.prompts import gather as prompt_sets
 from moetool.replay import replay
 from moetool.request import Output, SamplingParams
 from moetool.tables import print_table
-from moetool.trace import Trace
+from moetool.trace.reader import Trace
 from tests.engines import engine
 
 ROUNDS = 5

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moetool import cli, dataset_recipe, prompts
+from moetool.cli import main as cli
+from moetool.prompts import dataset_recipe
+from moetool.prompts import gather as prompts
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moetool import cli
+from moetool.cli import main as cli
 from tests.profiles import make_profile
 from tests.synthetic import make_spec
 
@@ -111,7 +111,7 @@ def test_a_policy_that_cannot_serve(run: Run) -> None:
 
 
 def test_what_a_timeline_needs(run: Run, trace: Path, tmp_path: Path) -> None:
-    from moetool.trace import Trace
+    from moetool.trace.reader import Trace
 
     replaying = ("replay", "--trace", trace, "--policy", "lru", "--budget", "50%")
     _one_line(run(*replaying, "--profile", tmp_path / "none"), 2, "no profile at", "moetool profile MODEL")
@@ -163,7 +163,7 @@ def test_the_best_policy_by_name(run: Run, trace: Path, tmp_path: Path) -> None:
 
 
 def test_times_by_a_profile(run: Run, trace: Path, tmp_path: Path) -> None:
-    from moetool.trace import Trace
+    from moetool.trace.reader import Trace
 
     profile, plan = tmp_path / "profile.json", tmp_path / "plan.json"
     make_profile(Trace(trace).spec).save(profile)

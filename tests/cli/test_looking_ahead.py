@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from moetool.trace import Trace
+from moetool.trace.reader import Trace
 
 
 def _run(*args: object) -> str:
-    done = subprocess.run([sys.executable, "-m", "moetool.cli", *map(str, args)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "moetool.cli.main", *map(str, args)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moetool import cli
-from moetool.costs import CostProfile
+from moetool.cli import main as cli
+from moetool.costing.costs import CostProfile
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
@@ -49,7 +49,7 @@ def test_doctor_prints_ten_lines_or_json(
 
 
 def test_a_peer_listens_on_this_machine_until_interrupted() -> None:
-    command = [sys.executable, "-m", "moetool.cli", "profile", "--listen", "0"]
+    command = [sys.executable, "-m", "moetool.cli.main", "profile", "--listen", "0"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None

@@ -8,7 +8,9 @@ from moetool.models.families import FAMILIES
 
 
 def _run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "moetool.cli", *args], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "moetool.cli.main", *args], capture_output=True, text=True, check=False
+    )
 
 
 def test_every_family_is_listed() -> None:

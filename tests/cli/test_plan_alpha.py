@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moetool import cli
+from moetool.cli import main as cli
 from moetool.plan import CachePlan
 
 

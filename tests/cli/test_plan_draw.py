@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from moetool import cli
+from moetool.cli import main as cli
 from moetool.plan import CachePlan
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moetool import cli
+from moetool.cli import main as cli
 from moetool.placement.director import Options
 from tests.synthetic import make_spec, write_trace
 

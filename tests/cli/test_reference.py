@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from moetool import assets, cli
+from moetool import assets
+from moetool.cli import main as cli
 from moetool.reference.data import SEPARATOR
 
 RECIPE = assets.path("recipes", "reference", "model.toml")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetool import cli
+from moetool.cli import main as cli
 from tests import families
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moetool import cli
+from moetool.cli import main as cli
 from tests import synthetic
 
 

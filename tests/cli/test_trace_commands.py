@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from moetool import cli
-from moetool.trace import Trace
+from moetool.cli import main as cli
+from moetool.trace.reader import Trace
 from tests import foreign, synthetic_routes
 
 Run = Callable[..., tuple[int, str, str]]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from moetool import plugins
 from moetool.errors import MismatchError, UsageError
+from moetool.learning.tokens import Tokens
 from moetool.models.checkpoint import sources
 from moetool.models.decoding import Batch
 from moetool.models.expert_form import Call
@@ -30,8 +31,7 @@ from moetool.request import SamplingParams
 from moetool.residency import Residency
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.store import ExpertStore, open_store
-from moetool.tokens import Tokens
-from moetool.trace import TokenBatch
+from moetool.trace.reader import TokenBatch
 from moetool.types import ForwardInfo, ModelSpec, Phase
 from tests import families
 from tests.engines import Chaos, Perverse, Seeing, every_read_fails_once

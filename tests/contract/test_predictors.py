@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from moetool import durable, fitting, plugins
+from moetool import durable, plugins
 from moetool.errors import MismatchError, MoetoolError, UsageError
-from moetool.evaluation import evaluate
+from moetool.evaluation.evaluate import evaluate
+from moetool.learning import fitting
+from moetool.learning.tokens import Tokens, from_rows
+from moetool.learning.training import train
 from moetool.predictor import WEIGHTS, Predictor, build, load_predictor, save
-from moetool.tokens import Tokens, from_rows
-from moetool.trace import KEEP, TokenBatch, Trace, to_events
-from moetool.trace_writer import TraceWriter
-from moetool.training import train
+from moetool.trace.reader import KEEP, TokenBatch, Trace, to_events
+from moetool.trace.writer import TraceWriter
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests.synthetic_routes import AHEAD, make_embedding, make_rows, make_spec, write_trace
 

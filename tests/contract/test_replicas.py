@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moetool.costing.probes.experts import expert_curve
 from moetool.errors import MismatchError, MoetoolError, UsageError
 from moetool.models.loading import load_full, load_lazy, load_unpacked
 from moetool.models.packed import PackedWeight, Scheme, quantization_config, round_weight, to_tensors
 from moetool.models.spec import read_spec
 from moetool.policy import build_policy
-from moetool.probes.experts import expert_curve
 from moetool.quantize.calibration import Calibration
 from moetool.quantize.folding import FAMILIES, folds_of
 from moetool.quantize.judging import judge

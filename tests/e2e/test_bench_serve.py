@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from moetool import cli
 from moetool.bench import serve, stage
 from moetool.bench.checkpoint import random_checkpoint
 from moetool.bench.results import OFFLOADED, PLAIN, RESIDENT
@@ -18,13 +17,14 @@ from moetool.bench.runs import Workload, run_engine, run_plain
 from moetool.bench.serve import bench_serve
 from moetool.bench.stage import BenchOptions, Subject
 from moetool.caching import lru
+from moetool.cli import main as cli
 from moetool.errors import CapacityError, MismatchError, UsageError
+from moetool.learning.training import train
 from moetool.models.loading import load_full, load_lazy
 from moetool.models.routing import watch
 from moetool.policy import build_policy
 from moetool.replay import replay
-from moetool.trace import Trace
-from moetool.training import train
+from moetool.trace.reader import Trace
 from moetool.types import GateEvent
 from tests.synthetic_routes import make_spec, write_trace
 from tests.tiny_shape import EXPERT_BYTES, write_shape

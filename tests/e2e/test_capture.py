@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from moetool import prompts as prompt_sets
-from moetool.capture import Captured, CaptureOptions
-from moetool.capture import capture as capture_with_options
+from moetool.capture.run import Captured, CaptureOptions
+from moetool.capture.run import capture as capture_with_options
 from moetool.errors import CapacityError, UsageError
-from moetool.prompts import Prompt
-from moetool.trace import Trace
+from moetool.prompts import gather as prompt_sets
+from moetool.prompts.gather import Prompt
+from moetool.trace.reader import Trace
 
 
 def capture(model: str, texts: list[Prompt], out: Path, *, overwrite: bool = False, **options: Any) -> Captured:
@@ -29,7 +29,7 @@ def _prompts(count: int, text: str | None = None) -> list[Prompt]:
 
 
 def _rows(trace: Trace, **columns: Any) -> Any:
-    from moetool.trace import TokenBatch
+    from moetool.trace.reader import TokenBatch
 
     return TokenBatch.concatenate(list(trace.batches(**columns)))
 

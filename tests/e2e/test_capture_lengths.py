@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from moetool import cli
-from moetool.capture import CaptureOptions, capture
+from moetool.capture.run import CaptureOptions, capture
+from moetool.cli import main as cli
 from moetool.errors import CapacityError
-from moetool.prompts import Prompt, tokens_to_decode
-from moetool.trace import Trace
+from moetool.prompts.gather import Prompt, tokens_to_decode
+from moetool.trace.reader import Trace
 
 
 def prompt(number: int, text: str, **rest: Any) -> Prompt:

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from moetool import prompts as prompt_sets
-from moetool.capture import CaptureOptions, capture
+from moetool.capture.run import CaptureOptions, capture
 from moetool.models.loading import load_full, load_lazy, parse_device
 from moetool.models.spec import dense_bytes, read_spec
 from moetool.policy import build_policy
+from moetool.prompts import gather as prompt_sets
 from moetool.residency import Residency
 from moetool.serving.assembly import ServeOptions, build_engine, open_pooled
 from moetool.serving.copies import ALIGNMENT, open_copies
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.store import ExpertStore, open_store
-from moetool.trace import TokenBatch, Trace
+from moetool.trace.reader import TokenBatch, Trace
 from moetool.types import ForwardInfo, Phase
 from tests import families
 from tests.e2e.test_tiers import AllHosted, Hosting

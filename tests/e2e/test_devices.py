@@ -21,7 +21,7 @@ from moetool.request import SamplingParams
 from moetool.serving.assembly import ServeOptions, build_engine
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.stores import Stores, open_stores
-from moetool.trace import Trace
+from moetool.trace.reader import Trace
 from moetool.types import ForwardInfo, Phase
 from tests import families
 from tests.e2e.test_tiers import AllHosted, Hosting

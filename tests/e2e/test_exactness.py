@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moetool import plugins
-from moetool import prompts as prompt_sets
 from moetool.policy import policy_class
+from moetool.prompts import gather as prompt_sets
 from tests.engines import Chaos, engine, generate
 
 MIXED = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello"]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moetool import cli, demo
+from moetool import demo
+from moetool.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,7 +43,7 @@ def test_every_command_of_the_readme_works(
     assert "belady" in captured.out
 
     assert serve[:2] == ["moetool", "serve"]
-    command = [sys.executable, "-m", "moetool.cli", *serve[1:], "--port", "0", "--log", "log"]
+    command = [sys.executable, "-m", "moetool.cli.main", *serve[1:], "--port", "0", "--log", "log"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=_environment())
     assert server.stderr is not None
     try:

@@ -251,7 +251,7 @@ def test_a_process_killed_outright_goes_on_where_it_was(
     lines[lines.index("[fit]") + 1 : 0] = ["learning_rate = 3e-3", "threads = 1"]
     recipe_file.write_text("\n".join(lines) + "\n")
     out = tmp_path / "model"
-    command = [sys.executable, "-m", "moetool.cli", "reference", "train", "--recipe", str(recipe_file)]
+    command = [sys.executable, "-m", "moetool.cli.main", "reference", "train", "--recipe", str(recipe_file)]
     command += ["--data", str(text), "--out", str(out)]
     child = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
     while not out.with_name("model.training").exists() and child.poll() is None:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.learning.tokens import Tokens
 from moetool.models.spec import read_spec
 from moetool.predictor import build
 from moetool.replay import replay
 from moetool.request import SamplingParams
-from moetool.tokens import Tokens
-from moetool.trace import Trace
+from moetool.trace.reader import Trace
 from tests.engines import engine
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello"]

@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 import torch
 
-from moetool import capture as capturing
-from moetool.capture import Captured, finish, forward_batches, run_batches
-from moetool.capture import capture as capture_prompts
-from moetool.capture_plan import CaptureOptions, CapturePlan, Item, plan_capture
-from moetool.capture_stage import Stage, open_stage, stage_path
+from moetool.capture import run as capturing
+from moetool.capture.plan import CaptureOptions, CapturePlan, Item, plan_capture
+from moetool.capture.run import Captured, finish, forward_batches, run_batches
+from moetool.capture.run import capture as capture_prompts
+from moetool.capture.stage import Stage, open_stage, stage_path
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.models.loading import LoadedModel, load_full
 from moetool.models.recording import GateRecorder
 from moetool.models.spec import read_spec
-from moetool.prompts import Prompt
-from moetool.prompts import load as load_prompts
-from moetool.trace import Trace
+from moetool.prompts.gather import Prompt
+from moetool.prompts.gather import load as load_prompts
+from moetool.trace.reader import Trace
 from tests import families
 from tests.faults import every_fault, fault_at
 
@@ -432,7 +432,7 @@ _COMMAND = ["--data", "all", "--max-prompts", "4", "--max-new-tokens", "4", "--b
 
 def _start(out: Path, *flags: str) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "moetool.cli", "capture", "reference", *_COMMAND, "--out", str(out), *flags]
+    command = [sys.executable, "-m", "moetool.cli.main", "capture", "reference", *_COMMAND, "--out", str(out), *flags]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 

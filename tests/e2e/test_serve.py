@@ -16,7 +16,7 @@ from moetool.errors import MoetoolError
 from moetool.request import Output, SamplingParams, Unavailable
 from moetool.residency import PrefetchLimits
 from moetool.serving.assembly import ServeOptions, build_engine
-from moetool.trace_writer import TraceWriter
+from moetool.trace.writer import TraceWriter
 from tests.servers import client_of, eventually, get, serving
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello there"]
@@ -234,11 +234,11 @@ def test_an_engine_that_dies_lets_nobody_wait(reference: Path, tokenizer: Any, m
 
 
 def test_a_plans_memory_holds_for_other_options_too(reference: Path, tmp_path: Path) -> None:
-    from moetool.capture import CaptureOptions, capture
-    from moetool.planning import plan_cache
-    from moetool.prompts import load
+    from moetool.capture.run import CaptureOptions, capture
+    from moetool.planning.cache import plan_cache
+    from moetool.prompts.gather import load
     from moetool.serving.assembly import fixed_bytes
-    from moetool.trace import Trace
+    from moetool.trace.reader import Trace
 
     trace = Trace(capture("reference", load(["chat"], max_prompts=6), tmp_path / "t", CaptureOptions()).out)
     options = ServeOptions(kv_tokens=512)

@@ -13,15 +13,15 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moetool import prompts as prompt_sets
-from moetool.capture import CaptureOptions, capture
+from moetool.capture.run import CaptureOptions, capture
+from moetool.capture.shares import capture_with_workers
 from moetool.errors import CapacityError, MoetoolError
 from moetool.models.loading import load_full
 from moetool.models.spec import dense_bytes, read_spec
-from moetool.prompts import Prompt
+from moetool.prompts import gather as prompt_sets
+from moetool.prompts.gather import Prompt
 from moetool.serving.assembly import open_pooled
-from moetool.shares import capture_with_workers
-from moetool.trace import TokenBatch, Trace
+from moetool.trace.reader import TokenBatch, Trace
 
 OPTIONS = CaptureOptions(max_new_tokens=4, batch_size=3, keep=("logits", "embeddings", "hidden"), threads=1)
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +70,7 @@ def test_torchrun_writes_the_trace_of_one_process(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for launcher, name in ((run, "two"), ([sys.executable], "one")):
-        whole = [*launcher, "-m", "moetool.cli", *command, "--out", str(tmp_path / name), "--json"]
+        whole = [*launcher, "-m", "moetool.cli.main", *command, "--out", str(tmp_path / name), "--json"]
         done = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["requests"] == 5

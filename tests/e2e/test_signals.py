@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from moetool.caching import lru
-from moetool.capture import CaptureOptions, capture
-from moetool.prompts import Prompt
+from moetool.capture.run import CaptureOptions, capture
+from moetool.prompts.gather import Prompt
 from moetool.request import SamplingParams
-from moetool.trace import Trace
+from moetool.trace.reader import Trace
 from moetool.types import ForwardInfo, GateEvent
 from tests.engines import engine
 from tests.traces import SPEC

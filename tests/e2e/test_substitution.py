@@ -13,7 +13,7 @@ from moetool.policy import build_policy
 from moetool.replay import replay
 from moetool.request import SamplingParams
 from moetool.serving.assembly import ServeOptions, build_engine
-from moetool.trace import Trace
+from moetool.trace.reader import Trace
 from tests.engines import engine, generate
 
 COSTS = {"load_s": 3.0, "host_s": 1.0}

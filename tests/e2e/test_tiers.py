@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from moetool import prompts as prompt_sets
-from moetool.capture import CaptureOptions, capture
+from moetool.capture.run import CaptureOptions, capture
 from moetool.errors import CapacityError
 from moetool.models.spec import dense_bytes, read_spec
 from moetool.policy import build_policy
+from moetool.prompts import gather as prompt_sets
 from moetool.serving.assembly import ServeOptions, build_engine, open_pooled
-from moetool.trace import Trace
+from moetool.trace.reader import Trace
 from moetool.types import GateEvent
 from tests.engines import Chaos, engine, generate
 from tests.streams import Streams

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from moetool.errors import UsageError
+from moetool.learning.tokens import read
 from moetool.policy import Policy, build_policy
 from moetool.predictor import build
 from moetool.replay import replay
 from moetool.residency import Residency, StepKind
-from moetool.tokens import read
-from moetool.trace import Trace
+from moetool.trace.reader import Trace
 from moetool.types import ModelSpec
 from tests import synthetic_routes
 from tests.synthetic import MadeUpPredictor, make_forward, make_spec

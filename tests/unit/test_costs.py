@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moetool.costs import ComputeCosts, CostProfile, Curve, LoadCosts
+from moetool.costing.costs import ComputeCosts, CostProfile, Curve, LoadCosts
 from moetool.errors import MismatchError, UsageError
 from moetool.machine import Machine
 from tests.synthetic import make_spec

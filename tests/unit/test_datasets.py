@@ -9,9 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moetool import dataset_recipe, prompts
 from moetool.errors import MismatchError, MoetoolError, UsageError
-from moetool.prompts import DataOptions, Gathered, Prompt
+from moetool.prompts import dataset_recipe
+from moetool.prompts import gather as prompts
+from moetool.prompts.gather import DataOptions, Gathered, Prompt
 from tests.public_rows import PARAGRAPH, SAMPLES, Sample
 
 SHARED = Path("/work/shared/data")

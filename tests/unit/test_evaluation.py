@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from moetool.errors import MismatchError, MoetoolError, UsageError
-from moetool.evaluation import evaluate, held_out
+from moetool.evaluation.evaluate import evaluate, held_out
+from moetool.evaluation.tally import Tally
+from moetool.learning.tokens import Tokens, stream
+from moetool.learning.training import train
 from moetool.predictor import Predictor, load_predictor
-from moetool.tally import Tally
-from moetool.tokens import Tokens, stream
-from moetool.trace import Trace
-from moetool.training import train
+from moetool.trace.reader import Trace
 from tests.profiles import compute, line, make_profile
 from tests.synthetic_routes import make_spec, write_trace
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from moetool.evaluation import Evaluation, evaluate
-from moetool.evaluation_page import page, write_page
-from moetool.evaluation_tables import by_task, print_evaluations, tables_of
-from moetool.training import train
+from moetool.evaluation.evaluate import Evaluation, evaluate
+from moetool.evaluation.page import page, write_page
+from moetool.evaluation.tables import by_task, print_evaluations, tables_of
+from moetool.learning.training import train
 from tests.synthetic_routes import make_spec, write_trace
 
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.demand import read_demand
 from moetool.errors import MismatchError, UsageError
-from moetool.expert_counts import Counted, ExpertCounts, open_workload
 from moetool.formats import ktransformers
-from moetool.placing import open_traces, plan_placement, score_plan
-from moetool.trace import Trace
-from moetool.trace_export import export_trace
-from moetool.trace_import import import_trace
+from moetool.planning.demand import read_demand
+from moetool.planning.placing import open_traces, plan_placement, score_plan
+from moetool.trace.expert_counts import Counted, ExpertCounts, open_workload
+from moetool.trace.export import export_trace
+from moetool.trace.importing import import_trace
+from moetool.trace.reader import Trace
 from tests import synthetic_routes
 from tests.clusters import make_cluster
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moetool.errors import UsageError
-from moetool.expert_maps import MapStore, Search, capacity_of, distribution, select, threshold, top_mass
+from moetool.learning.expert_maps import MapStore, Search, capacity_of, distribution, select, threshold, top_mass
 
 
 def _search(store: MapStore, map_LE: np.ndarray, embedding_D: np.ndarray | None = None) -> Search:

@@ -10,14 +10,14 @@ import pytest
 
 from moetool.caching.finemoe import Options, Policy
 from moetool.errors import MismatchError, UsageError
-from moetool.expert_maps import MapStore, Search
-from moetool.map_plan import plan_maps
+from moetool.learning.expert_maps import MapStore, Search
+from moetool.learning.training import train
+from moetool.planning.maps import plan_maps
 from moetool.policy import build_policy
 from moetool.predictor import load_predictor
 from moetool.replay import replay
 from moetool.residency import Residency
-from moetool.trace import KEEP, Trace
-from moetool.training import train
+from moetool.trace.reader import KEEP, Trace
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests import synthetic, synthetic_routes
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from moetool import next_use, past_use
 from moetool.caching.foresight import Policy
 from moetool.errors import UsageError
-from moetool.next_use import NextUse
-from moetool.past_use import DISCOUNT, HORIZON, Past, Sample
+from moetool.learning import next_use, past_use
+from moetool.learning.next_use import NextUse
+from moetool.learning.past_use import DISCOUNT, HORIZON, Past, Sample
+from moetool.learning.tokens import Tokens
 from moetool.policy import build_policy
 from moetool.predictor import build
 from moetool.residency import Counts, Residency
-from moetool.tokens import Tokens
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests.synthetic import MadeUpPredictor, make_forward, make_spec
 

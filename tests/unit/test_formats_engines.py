@@ -13,10 +13,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from moetool.errors import MismatchError, MoetoolError, UsageError
-from moetool.expert_counts import ExpertCounts
 from moetool.replay import replay
-from moetool.trace import TokenBatch, Trace
-from moetool.trace_import import import_trace
+from moetool.trace.expert_counts import ExpertCounts
+from moetool.trace.importing import import_trace
+from moetool.trace.reader import TokenBatch, Trace
 from tests import foreign, synthetic_routes
 from tests.foreign import HEADLESS, IDS, PROMPT, ROUTES, SHAPE, TOKENS
 

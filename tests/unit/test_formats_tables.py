@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from moetool.errors import MismatchError, MoetoolError
-from moetool.trace import TokenBatch, Trace
-from moetool.trace_import import import_trace
+from moetool.trace.importing import import_trace
+from moetool.trace.reader import TokenBatch, Trace
 from tests import foreign
 from tests.foreign import EXPERTS, IDS, PROMPT, ROUTES
 

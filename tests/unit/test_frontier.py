@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from moetool.cache_tuning import Setup, as_it_comes, tune
-from moetool.candidates import Candidates, best, touched_bytes, tpot_s
 from moetool.config import parse_seconds
 from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.frontier import budgets_between, least_budget
 from moetool.plan import CachePlan
-from moetool.planning import choose_cache
+from moetool.planning.cache import choose_cache
+from moetool.planning.candidates import Candidates, best, touched_bytes, tpot_s
+from moetool.planning.frontier import budgets_between, least_budget
+from moetool.planning.tuning import Setup, as_it_comes, tune
 from moetool.replay import decisions, replay
 from moetool.residency import PrefetchLimits, StepKind
-from moetool.trace import Trace
+from moetool.trace.reader import Trace
 from tests import traces
 from tests.profiles import flat, make_profile
 from tests.synthetic import MadeUpPredictor, make_spec, write_trace

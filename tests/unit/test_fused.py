@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from moetool.errors import UsageError
-from moetool.evaluation import evaluate
-from moetool.path_signals import SIGNALS
-from moetool.path_trust import DISTANCES, Offset
+from moetool.evaluation.evaluate import evaluate
+from moetool.learning.path_signals import SIGNALS
+from moetool.learning.path_trust import DISTANCES, Offset
+from moetool.learning.tokens import Tokens, from_rows
 from moetool.predictor import Predictor, build, save
-from moetool.tokens import Tokens, from_rows
-from moetool.trace import Trace, to_events
+from moetool.trace.reader import Trace, to_events
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests.synthetic_routes import make_rows, make_spec, write_trace
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from moetool.errors import UsageError
-from moetool.near_duplicates import NearDuplicates
+from moetool.prompts.near_duplicates import NearDuplicates
 
 
 def words(rng: random.Random, count: int) -> list[str]:

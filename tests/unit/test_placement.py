@@ -5,17 +5,17 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from moetool.costs import ComputeCosts, CostProfile, Curve
-from moetool.demand import Demand, spread
+from moetool.costing.costs import ComputeCosts, CostProfile, Curve
+from moetool.costing.latency import Latency, along, flows, hull, profiled_latency, unit_latency
 from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.latency import Latency, along, flows, hull, profiled_latency, unit_latency
 from moetool.machine import Machine
 from moetool.placement import eplb, prism
 from moetool.placement._relaxation import relax
 from moetool.placement._rounding import round_layer
 from moetool.placement._search import Descent, Layer
-from moetool.placement_score import balancedness, score
 from moetool.planner import apportion, place
+from moetool.planning.demand import Demand, spread
+from moetool.planning.scoring import balancedness, score
 from moetool.types import Cluster
 from tests.clusters import make_cluster, make_problem
 from tests.synthetic import make_spec

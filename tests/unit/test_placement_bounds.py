@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from moetool.costs import Curve
-from moetool.latency import Latency, along, flows, hull, knots, unit_latency
+from moetool.costing.costs import Curve
+from moetool.costing.latency import Latency, along, flows, hull, knots, unit_latency
 from moetool.placement._relaxation import hottest
 from moetool.placement._search import Layer
-from moetool.placement_score import latency_bound, score, work_bound
 from moetool.planner import Problem, place
+from moetool.planning.scoring import latency_bound, score, work_bound
 from tests.clusters import make_cluster, make_problem
 from tests.synthetic import make_spec
 

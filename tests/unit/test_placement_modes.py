@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from moetool import predictor
-from moetool.demand import Demand, count_experts, planned_share, read_batches
+from moetool.costing.latency import unit_latency
 from moetool.errors import UsageError
-from moetool.latency import unit_latency
-from moetool.placement_modes import Batch, calibrated, modes, regressed, run_stream
+from moetool.learning.tokens import Tokens
 from moetool.planner import Problem
-from moetool.tokens import Tokens
+from moetool.planning.demand import Demand, count_experts, planned_share, read_batches
+from moetool.planning.modes import Batch, calibrated, modes, regressed, run_stream
 from tests.clusters import make_cluster, make_problem
 from tests.synthetic import make_spec, write_trace
 

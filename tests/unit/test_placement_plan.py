@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.cluster_file import load_cluster
-from moetool.demand import planned_share, read_demand
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.formats import ktransformers, sglang, tensorrt_llm, vllm_ascend
-from moetool.migration import order_moves, plan_migration, remote_call_s, windows
 from moetool.placement.director import Options
 from moetool.placement_plan import MigrationPlan, Move, PlacementPlan, experts_of
-from moetool.placing import Setting, compare, open_traces, plan_placement, score_plan
 from moetool.planner import place
-from moetool.trace import Trace
+from moetool.planning.cluster_file import load_cluster
+from moetool.planning.demand import planned_share, read_demand
+from moetool.planning.migration import order_moves, plan_migration, remote_call_s, windows
+from moetool.planning.placing import Setting, compare, open_traces, plan_placement, score_plan
+from moetool.trace.reader import Trace
 from moetool.types import Cluster, Link
 from tests.clusters import make_cluster, make_problem
 from tests.synthetic import make_spec, write_trace

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from moetool.candidates import servable
+from moetool.costing.pricing import TimelineOptions
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.plan import CachePlan, PredictorReference
-from moetool.planning import choose_cache
-from moetool.pricing import TimelineOptions
-from moetool.trace import Trace
+from moetool.planning.cache import choose_cache
+from moetool.planning.candidates import servable
+from moetool.trace.reader import Trace
 from tests import traces
 from tests.profiles import compute, flat, line, make_profile
 from tests.synthetic import MadeUpPredictor, make_spec, write_trace

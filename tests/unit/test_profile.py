@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.costs import CostProfile, Curve
+from moetool.costing.costs import CostProfile, Curve
+from moetool.costing.probes import disk, layer, link
+from moetool.costing.probes.prediction import prediction_curve
+from moetool.costing.probes.timing import Timings, repeat
+from moetool.costing.profile import profile
 from moetool.errors import CapacityError, MoetoolError, UsageError
 from moetool.models import shapes
 from moetool.models.spec import read_config, read_spec
-from moetool.probes import disk, layer, link
-from moetool.probes.prediction import prediction_curve
-from moetool.probes.timing import Timings, repeat
-from moetool.profile import profile
 
 TINY = {
     "model_type": "deepseek_v2",
@@ -96,7 +96,7 @@ def test_the_reference_model_with_no_time_gives_every_curve(reference: Path, tmp
 
 
 def test_a_config_alone_gives_the_same_curves(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moetool.profile._MIN_SCRATCH_BYTES", 10**6)
+    monkeypatch.setattr("moetool.costing.profile._MIN_SCRATCH_BYTES", 10**6)
     made = profile(str(tiny / "config.json"), config_only=True, dtype="float32", seconds=0, scratch=tmp_path)
     assert all(curve is not None and min(curve.y) > 0 for _, curve in _curves(made))
     assert made.config_only
@@ -153,7 +153,7 @@ def test_no_room_for_a_layer_or_on_the_disk(tiny: Path, monkeypatch: pytest.Monk
 
 def test_everything_is_measured_once_and_then_whatever_had_the_least_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("moetool.probes.timing.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("moetool.costing.probes.timing.time.perf_counter", lambda: clock[0])
     log: list[str] = []
 
     def step(name: str, seconds: float) -> Any:

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from moetool import durable
 from moetool.errors import MismatchError, UsageError
+from moetool.learning.tokens import Tokens, read
 from moetool.predictor import build
-from moetool.tokens import Tokens, read
-from moetool.trace import Trace, to_events
-from moetool.trace_writer import TraceWriter
+from moetool.trace.reader import Trace, to_events
+from moetool.trace.writer import TraceWriter
 from moetool.types import GateEvent
 from tests.synthetic_routes import make_rows, make_spec
 

@@ -9,8 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moetool import assets, prompts, puzzles
+from moetool import assets
 from moetool.errors import MismatchError, MoetoolError, UsageError
+from moetool.prompts import gather as prompts
+from moetool.prompts import puzzles
 
 NAMES = ["arithmetic", "ascii_words", "chat", "code", "encyclopedia", "exam", "narratives"]
 BOM = b"\xef\xbb\xbf"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from moetool.replay import replay
-from moetool.trace import Trace
-from moetool.trace_import import import_trace
+from moetool.trace.importing import import_trace
+from moetool.trace.reader import Trace
 
 SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
 ROUTES = SHARED / "data" / "routes" / "bigmoeonedge"

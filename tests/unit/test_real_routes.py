@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from moetool.replay import replay
-from moetool.trace import TokenBatch, Trace
-from moetool.trace_edit import sample
-from moetool.trace_export import export_trace
-from moetool.trace_import import import_trace
+from moetool.trace.edit import sample
+from moetool.trace.export import export_trace
+from moetool.trace.importing import import_trace
+from moetool.trace.reader import TokenBatch, Trace
 
 SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
 ROUTES = SHARED / "data" / "routes"

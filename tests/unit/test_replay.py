@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from moetool.costing.pricing import TimelineOptions
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.policy import build_policy
-from moetool.pricing import TimelineOptions
 from moetool.replay import DecisionDigest, decisions, replay, whole_bytes
 from moetool.residency import Residency, StepKind
-from moetool.trace import Trace
+from moetool.trace.reader import Trace
 from tests.profiles import compute, flat, make_profile
 from tests.synthetic import MadeUpPredictor, make_spec, write_trace
 

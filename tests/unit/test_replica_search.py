@@ -14,7 +14,7 @@ from moetool.models.loading import load_full
 from moetool.models.packed import Scheme, round_weight
 from moetool.models.routing import watch
 from moetool.predictor import Predictor, load_predictor
-from moetool.prompts import Prompt
+from moetool.prompts.gather import Prompt
 from moetool.quantize.activations import round_tokens
 from moetool.quantize.calibration import Calibration, from_prompts
 from moetool.quantize.folding import Fold

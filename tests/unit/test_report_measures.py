@@ -22,9 +22,9 @@ from moetool.report.sample import (
     read_router_entropy,
     read_routes,
 )
-from moetool.trace import TokenBatch, Trace
-from moetool.trace_import import import_trace
-from moetool.trace_writer import TraceWriter
+from moetool.trace.importing import import_trace
+from moetool.trace.reader import TokenBatch, Trace
+from moetool.trace.writer import TraceWriter
 from moetool.types import ModelSpec, Phase
 from tests.synthetic import make_spec
 

@@ -15,7 +15,7 @@ from moetool.report.findings import TOPICS, caveat, findings
 from moetool.report.making import Measured, measure
 from moetool.report.page import SECTIONS, facts, render
 from moetool.report.sample import ReportOptions
-from moetool.trace import Trace
+from moetool.trace.reader import Trace
 from tests import synthetic, synthetic_routes, traces
 
 LENGTHS = [(5, 4), (3, 6), (4, 1), (6, 3)]

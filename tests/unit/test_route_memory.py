@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from moetool.route_memory import EVERYONE, FADE, LAST, NEIGHBOURS, SHARPNESS, Neighbours, RouteMemory, Search, roots
+from moetool.learning.route_memory import (
+    EVERYONE,
+    FADE,
+    LAST,
+    NEIGHBOURS,
+    SHARPNESS,
+    Neighbours,
+    RouteMemory,
+    Search,
+    roots,
+)
 
 L, E, K = 4, 8, 2
 

@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from moetool.errors import MismatchError, UsageError
+from moetool.learning.tokens import Tokens, from_rows
 from moetool.predictor import Predictor, build
-from moetool.tokens import Tokens, from_rows
-from moetool.trace import TokenBatch, to_events
+from moetool.trace.reader import TokenBatch, to_events
 from moetool.types import GateEvent, ModelSpec
 from tests.synthetic_routes import AHEAD, make_rows, make_spec
 

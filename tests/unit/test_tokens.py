@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from moetool import durable, tokens
+from moetool import durable
 from moetool.errors import MismatchError
-from moetool.tokens import FIELDS, Picker, Tokens, num_tokens, read, stream
-from moetool.trace import KEEP, Trace
-from moetool.trace_writer import TraceWriter
+from moetool.learning import tokens
+from moetool.learning.tokens import FIELDS, Picker, Tokens, num_tokens, read, stream
+from moetool.trace.reader import KEEP, Trace
+from moetool.trace.writer import TraceWriter
 from tests.synthetic_routes import make_rows, make_spec, write_trace
 
 

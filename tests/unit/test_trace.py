@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from moetool import trace as trace_module
-from moetool import trace_writer
 from moetool.errors import MismatchError, MoetoolError, UsageError
-from moetool.trace import TokenBatch, Trace, router_scores
+from moetool.trace import reader as trace_module
+from moetool.trace import writer as trace_writer
+from moetool.trace.reader import TokenBatch, Trace, router_scores
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests import traces
 from tests.traces import SPEC

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from moetool.errors import MismatchError, UsageError
-from moetool.trace import TokenBatch, Trace
-from moetool.trace_edit import head, sample, split
-from moetool.trace_merge import merge
+from moetool.trace.edit import head, sample, split
+from moetool.trace.merge import merge
+from moetool.trace.reader import TokenBatch, Trace
 from tests import traces
 
 LENGTHS = [(4, 3), (2, 2), (5, 1)]

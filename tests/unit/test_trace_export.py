@@ -12,10 +12,10 @@ from safetensors.numpy import load_file
 
 from moetool import plugins
 from moetool.errors import MismatchError, MoetoolError, UsageError
-from moetool.expert_counts import ExpertCounts
-from moetool.trace import TokenBatch, Trace
-from moetool.trace_export import export_trace
-from moetool.trace_import import formats_with, import_trace
+from moetool.trace.expert_counts import ExpertCounts
+from moetool.trace.export import export_trace
+from moetool.trace.importing import formats_with, import_trace
+from moetool.trace.reader import TokenBatch, Trace
 from tests import foreign, synthetic_routes, traces
 
 LENGTHS = [(4, 3), (2, 4), (5, 1)]
@@ -54,7 +54,7 @@ def whole(trace: Trace, columns: tuple[str, ...] = ()) -> list[TokenBatch]:
 def test_an_export_is_read_back_with_the_same_rows(trace: Trace, tmp_path: Path, format: str) -> None:
     source = trace
     if format == "topk_parquet":
-        from moetool.trace_edit import split
+        from moetool.trace.edit import split
 
         source = split(trace, tmp_path / "parts", by="task")["code"]
     out = tmp_path / "out"
@@ -95,7 +95,7 @@ def test_what_ran_together_is_kept_where_the_format_has_it(trace: Trace, tmp_pat
 
 def _together(path: Path, like: Trace, lengths: list[tuple[int, int]]) -> Trace:
     from moetool import durable
-    from moetool.trace_writer import TraceWriter
+    from moetool.trace.writer import TraceWriter
 
     with durable.staged_directory(path) as folder:
         writer = TraceWriter(folder, like.spec, ["topk"])

@@ -12,8 +12,8 @@ import pytest
 from moetool import durable
 from moetool.errors import MismatchError, UsageError
 from moetool.replay import replay
-from moetool.trace import TokenBatch, Trace
-from moetool.trace_import import formats_with, import_trace
+from moetool.trace.importing import formats_with, import_trace
+from moetool.trace.reader import TokenBatch, Trace
 from moetool.types import Phase
 from tests.synthetic import make_spec, random_experts
 

@@ -8,8 +8,8 @@ import pytest
 
 from moetool import durable
 from moetool.errors import MismatchError
-from moetool.trace import Trace
-from moetool.trace_version import MINOR, SCHEMA_VERSION, upgrade
+from moetool.trace.reader import Trace
+from moetool.trace.version import MINOR, SCHEMA_VERSION, upgrade
 from tests import traces
 
 LENGTHS = [(2, 2)]

@@ -14,10 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from moetool import durable, trace_writer
+from moetool import durable
 from moetool.errors import MoetoolError, UsageError
-from moetool.trace import KEEP, Trace
-from moetool.trace_writer import TraceWriter
+from moetool.trace import writer as trace_writer
+from moetool.trace.reader import KEEP, Trace
+from moetool.trace.writer import TraceWriter
 from tests import traces
 from tests.traces import SPEC
 
@@ -191,7 +192,9 @@ def test_abort_after_finish_changes_nothing(folder: Path) -> None:
 WRITE_HALF = """
 import signal, sys, time
 from pathlib import Path
-from moetool import durable, trace, trace_writer
+from moetool import durable
+from moetool.trace import reader as trace
+from moetool.trace import writer as trace_writer
 from tests import traces
 trace_writer.ROW_GROUP_TOKENS, trace_writer.PART_TOKENS = 8, 24
 with durable.staged_directory(Path(sys.argv[1])) as folder:

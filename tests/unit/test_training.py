@@ -14,9 +14,9 @@ import pytest
 
 from moetool import durable
 from moetool.errors import MismatchError, MoetoolError, UsageError
+from moetool.learning.training import split_requests, train
 from moetool.predictor import CARD, WEIGHTS, load_predictor
-from moetool.trace import KEEP, Trace
-from moetool.training import split_requests, train
+from moetool.trace.reader import KEEP, Trace
 from predictors.popularity import popularity
 from tests.synthetic_routes import make_spec, write_trace
 
@@ -240,8 +240,8 @@ def test_a_failed_write_leaves_the_old_predictor_or_none(
 _FIT = """
 import signal, sys
 from pathlib import Path
-from moetool import fitting
-from moetool.training import train
+from moetool.learning import fitting
+from moetool.learning.training import train
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 keep = fitting._Best.on_train_epoch_end
@@ -268,7 +268,7 @@ def test_a_killed_fit_leaves_the_old_predictor(tmp_path: Path, name: str) -> Non
 
 
 def test_the_learning_rate_rises_and_falls_whatever_the_number_of_steps() -> None:
-    from moetool.fitting import one_cycle
+    from moetool.learning.fitting import one_cycle
 
     for total in range(1, 40):
         rates = [one_cycle(step, total) for step in range(total)]

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moetool.demand import count_experts
+from moetool.planning.demand import count_experts
 from moetool.report.drawing import GREY, draw, heat, layer_ticks, line, scale_top
 from moetool.report.figures.picture import Picture, drawn_tasks, layer_axis, map_height, relative, some_tasks
 from moetool.report.making import Measured

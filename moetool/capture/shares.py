@@ -1,0 +1,150 @@
+"""Capture by several processes: whole batches are shared out, and the trace is that of one process.
+
+The batches are fixed by the prompts' order before anything runs, and their rows do not depend on who forwards them. All
+processes keep theirs in the one stage of the capture; the first one puts the trace together.
+"""
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from moetool.capture.run import Captured, CaptureOptions, OpenModel, finish, ignore_note, open_plan, run_batches
+from moetool.capture.stage import Stage, open_stage
+from moetool.errors import MoetoolError
+from moetool.models.loading import load_full
+from moetool.prompts.gather import Prompt
+
+
+def capture_with_workers(
+    model: str,
+    prompts: list[Prompt],
+    out: Path,
+    options: CaptureOptions,
+    workers: int,
+    *,
+    open_model: OpenModel = load_full,
+    overwrite: bool = False,
+    resume: bool = False,
+    on_progress: Callable[[int], None] | None = None,
+    on_note: Callable[[str], None] = ignore_note,
+) -> Captured:
+    """Capture with several processes on this machine; arguments and errors are those of `capture`.
+
+    Each computes with one thread unless told otherwise: processes that fight over cores are slower.
+
+    Effects: starts `workers` - 1 processes and captures in this one too. They end with it, however it ends.
+
+    Raises:
+        MoetoolError: a worker failed; its own message is on stderr.
+    """
+    began = time.perf_counter()
+    options = replace(options, threads=options.threads or 1)
+    plan = open_plan(model, prompts, out, options, open_model=open_model, overwrite=overwrite, resume=resume)
+    with open_stage(out, plan, resume=resume, overwrite=overwrite, on_note=on_note) as stage:
+        missing = [] if stage.finished() else stage.missing()
+        shares = [share for i in range(workers) if (share := missing[i::workers])]
+        context = multiprocessing.get_context("spawn")
+        processes = [
+            context.Process(target=_child, args=(i, model, prompts, out, options, share, open_model), daemon=True)
+            for i, share in enumerate(shares[1:], start=1)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            run_batches(stage, shares[0] if shares else [], open_model, on_progress)
+            for i, process in enumerate(processes, start=1):
+                process.join()
+                if process.exitcode != 0:
+                    raise MoetoolError(f"worker {i} of {workers} ended with exit code {process.exitcode}; see above")
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return finish(stage, overwrite, began)
+
+
+def capture_under_torchrun(
+    model: str,
+    prompts: list[Prompt],
+    out: Path,
+    options: CaptureOptions,
+    *,
+    open_model: OpenModel = load_full,
+    overwrite: bool = False,
+    resume: bool = False,
+    on_progress: Callable[[int], None] | None = None,
+    on_note: Callable[[str], None] = ignore_note,
+) -> Captured | None:
+    """Capture this process's share under `torchrun` (RANK and WORLD_SIZE are set); `out` must be on a shared disk.
+
+    Returns:
+        What was made, in the process of rank 0; None in the others.
+    """
+    import torch.distributed as dist
+
+    began = time.perf_counter()
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        options = replace(options, threads=options.threads or 1)
+        plan = open_plan(model, prompts, out, options, open_model=open_model, overwrite=overwrite, resume=resume)
+
+        def share(stage: Stage) -> None:
+            dist.barrier()  # the stage is there
+            missing = [] if stage.finished() else stage.missing()
+            dist.barrier()  # all have seen the same batches
+            run_batches(stage, missing[rank::world], open_model, on_progress)
+            dist.barrier()  # all batches are there
+
+        if rank > 0:
+            share(Stage(out, plan))
+            return None
+        with open_stage(out, plan, resume=resume, overwrite=overwrite, on_note=on_note) as stage:
+            share(stage)
+            return finish(stage, overwrite, began)
+    finally:
+        dist.destroy_process_group()
+
+
+def under_torchrun() -> bool:
+    """Whether this process was started by torchrun as one of several."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _child(
+    worker: int,
+    model: str,
+    prompts: list[Prompt],
+    out: Path,
+    options: CaptureOptions,
+    batches: list[int],
+    open_model: OpenModel,
+) -> None:
+    """A worker process: its errors are one line, as everywhere."""
+    _end_with_parent()
+    try:
+        plan = open_plan(model, prompts, out, options, open_model=open_model, overwrite=True, resume=True)
+        run_batches(Stage(out, plan), batches, open_model)
+    except MoetoolError as error:
+        print(f"moetool: worker {worker}: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(1)  # the first process says what there is to say
+
+
+def _end_with_parent() -> None:
+    """Let this process end when the one that started it is killed, which cannot kill its own."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -1,0 +1,342 @@
+"""The commands about placement: `moetool plan placement`, `score`, `compare`, `stream`, `migrate` and `export`."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moetool import durable, tables
+from moetool.config import parse, parse_settings
+from moetool.errors import UsageError
+
+if TYPE_CHECKING:
+    from moetool.planning.placing import Row, Setting
+
+Traces = Annotated[list[str], typer.Option("--trace", help="SERVER=DIR: the trace of a server's requests. Repeatable.")]
+ClusterFile = Annotated[Path, typer.Option("--cluster", help="TOML file with servers, GPUs and links.")]
+Profile = Annotated[Path | None, typer.Option("--profile", help="A cost profile; unit costs without one.")]
+Split = Annotated[float, typer.Option("--split", help="Share of the requests to plan on; the rest is held out.")]
+Settings = Annotated[
+    list[str],
+    typer.Option("--set", help="The planner's options, and seed, starts, sides, routing, value_bytes. Repeatable."),
+]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan made by 'moetool plan placement'.")]
+CMax = Annotated[int | None, typer.Option("--c-max", help="Most experts of a layer on a GPU; as memory allows.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+_SETTINGS = ("seed", "starts", "sides", "routing", "value_bytes")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `moetool plan`."""
+    for command in (placement, score, compare, stream, migrate, export):
+        app.command()(command)
+
+
+def placement(
+    trace: Traces,
+    cluster: ClusterFile,
+    planner: Annotated[str, typer.Option(help="Name of a planner, such as prism_exact or director.")],
+    out: Annotated[Path, typer.Option("--out", help="The plan, a JSON file.")],
+    profile: Profile = None,
+    split: Split = 1.0,
+    c_max: CMax = None,
+    settings: Settings = [],  # noqa: B006 - Typer copies defaults
+    as_json: Json = False,
+) -> None:
+    """Decide which GPU of a cluster holds which experts, from the traces of its servers."""
+    from moetool.planning.cluster_file import load_cluster
+    from moetool.planning.placing import open_traces, plan_placement
+
+    durable.require_writable(out)
+    setting, options = _settings(settings)
+    if c_max is not None:
+        options["c_max"] = c_max
+    plan, rows = plan_placement(
+        open_traces(trace), load_cluster(cluster), planner, options, profile=profile, split=split, setting=setting
+    )
+    plan.save(out)
+    if as_json:
+        tables.print_json({"plan": str(out), "scores": [row.to_json() for row in rows]})
+        return
+    bound = "not known" if plan.lower_bound is None else f"{plan.lower_bound:,.4g}"
+    print(f"{out}: {plan.objective} {plan.value:,.4g}, lower bound {bound}, planned in {plan.planning_s:,.2f} s")
+    _print(rows, setting, plan.costs, _c_max({planner: plan.options}))
+
+
+def score(
+    plan: PlanFile,
+    trace: Traces,
+    profile: Profile = None,
+    settings: Settings = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Score a placement on traces: locality, latency, balance, bytes over links, gaps to the bounds."""
+    from moetool.placement_plan import PlacementPlan
+    from moetool.planning.placing import open_traces, score_plan
+
+    chosen = PlacementPlan.load(plan)
+    setting, stray = _settings(settings, {"starts": chosen.starts, "seed": chosen.seed})
+    _refuse(stray)
+    row = score_plan(chosen, open_traces(trace), profile=profile, setting=setting)
+    if as_json:
+        tables.print_json(row.to_json())
+        return
+    costs = "unit costs, no profile" if profile is None else f"profile {profile}"
+    _print([row], setting, f"{costs}; in {row.score.unit}", _c_max({chosen.planner: chosen.options}))
+    for a, b, sent in row.score.link_bytes:
+        print(f"  {a} -> {b}: {_bytes([sent])}, dispatch and combine")
+
+
+def compare(
+    trace: Traces,
+    cluster: ClusterFile,
+    planners: Annotated[list[str] | None, typer.Option(help="Names; all but exhaustive, if not given.")] = None,
+    split: Split = 0.5,
+    unseen_task: Annotated[Path | None, typer.Option(help="Trace of a task that no planner sees.")] = None,
+    profile: Profile = None,
+    c_max: CMax = None,
+    settings: Annotated[
+        list[str], typer.Option("--set", help="A planner's option as PLANNER.OPTION=VALUE, or as elsewhere.")
+    ] = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Run planners side by side and score them on requests that they have not seen."""
+    from moetool.planner import find
+    from moetool.planning.cluster_file import load_cluster
+    from moetool.planning.placing import comparable, open_traces
+    from moetool.planning.placing import compare as run
+    from moetool.trace.reader import Trace
+
+    setting, options = _settings(settings)
+    machines = load_cluster(cluster)
+    names = [name for given in planners for name in given.split(",") if name] if planners else comparable()
+    if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
+        raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(names)}; write PLANNER.OPTION=VALUE")
+    if c_max is not None:
+        for name in names:
+            if "c_max" in find(name).Options.__dataclass_fields__:
+                options.setdefault(name, {})["c_max"] = c_max
+    with tables.progress("planning", None):
+        rows = run(
+            open_traces(trace),
+            machines,
+            names,
+            options=options,
+            profile=profile,
+            split=split,
+            unseen=None if unseen_task is None else Trace(unseen_task),
+            setting=setting,
+        )
+    if as_json:
+        tables.print_json([row.to_json() for row in rows])
+        return
+    costs = "unit costs, no profile" if profile is None else f"profile {profile}"
+    _print(rows, setting, f"{costs}; in {rows[0].score.unit}", _c_max(options))
+
+
+def stream(
+    trace: Annotated[list[Path], typer.Option(help="Folders of traces whose requests arrive mixed. Repeatable.")],
+    cluster: ClusterFile,
+    planner: Annotated[str, typer.Option(help="Name of a planner.")] = "director",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a request, one request a GPU in each batch.")] = 64,
+    batches: Annotated[int, typer.Option(min=2, help="How many batches to serve.")] = 20,
+    predictor: Annotated[
+        Path | None, typer.Option(help="Folder of a trained predictor; a regression without one.")
+    ] = None,
+    settings: Settings = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Serve batches of mixed requests under placements made before, after each batch, and ahead of it."""
+    from moetool.planning.cluster_file import load_cluster
+    from moetool.planning.modes import run_stream
+    from moetool.trace.reader import Trace
+
+    setting, options = _settings(settings)
+    for name in ("starts", "routing", "value_bytes"):
+        if name in parse_settings(settings):
+            raise UsageError(f"--set {name} changes nothing here: a stream has requests on every GPU and unit costs")
+    predicts = None
+    if predictor is not None:
+        from moetool.predictor import load_predictor
+
+        predicts = load_predictor(predictor)
+    rows = run_stream(
+        [Trace(path) for path in trace],
+        load_cluster(cluster),
+        planner,
+        options,
+        tokens=tokens,
+        batches=batches,
+        predictor=predicts,
+        setting=setting,
+    )
+    if as_json:
+        tables.print_json([row.to_json() for row in rows])
+        return
+    tables.print_table(
+        f"{planner} on {rows[0].batches} batches of {tokens} tokens a GPU (mean over batches and layers)",
+        ["mode", "T_comp + T_comm", "of what the truth gains", "experts moved a batch"],
+        [[r.mode, f"{r.latency:,.4g}", f"{r.share_of_truth:.0%}", f"{r.moved:,.1f}"] for r in rows],
+    )
+    print(f"tokens start one request a GPU; sides {setting.sides}; seed {setting.seed}; options {options or 'default'}")
+
+
+def migrate(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="The plan that is in force.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="The plan to go to.")],
+    trace: Traces,
+    horizon_tokens: Annotated[float, typer.Option(help="Tokens that will be served until the next change.")],
+    out: Annotated[Path, typer.Option("--out", help="The migration plan, a JSON file.")],
+    window_ms: Annotated[float | None, typer.Option(help="Length of a compute phase to move in.")] = None,
+    call_ms: Annotated[
+        float | None, typer.Option(help="A remote call, measured; from the links, if not given.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Order the moves from one placement to another and say whether they pay."""
+    from moetool.placement_plan import PlacementPlan
+    from moetool.planning.demand import read_demand
+    from moetool.planning.migration import plan_migration
+    from moetool.planning.placing import open_traces
+
+    durable.require_writable(out)
+    for name, value in (("--horizon-tokens", horizon_tokens), ("--window-ms", window_ms), ("--call-ms", call_ms)):
+        if value is not None and not 0 < value < float("inf"):
+            raise UsageError(f"{name} is {value}, expected a number above 0")
+    before, after = PlacementPlan.load(old), PlacementPlan.load(new)
+    plan = plan_migration(
+        before,
+        after,
+        read_demand(open_traces(trace), after.cluster),
+        horizon_tokens=horizon_tokens,
+        call_s=None if call_ms is None else call_ms / 1e3,
+        window_s=None if window_ms is None else window_ms / 1e3,
+    )
+    plan.save(out)
+    if as_json:
+        tables.print_json(plan.to_json())
+        return
+    copies = sum(move.kind == "copy" for move in plan.moves)
+    aside = sum(move.kind == "stage" for move in plan.moves)
+    print(
+        f"{out}: {len(plan.moves):,} moves, {copies:,} of them copies ({tables.count(plan.bytes, 'B')}), {aside:,} by "
+        f"way of host memory, {plan.seconds:,.2f} s one after the other"
+    )
+    print(
+        f"over {horizon_tokens:,.0f} tokens: {plan.calls_before:,.0f} remote calls become {plan.calls_after:,.0f}, "
+        f"{plan.saved_s:,.2f} s saved at {plan.call_s * 1e3:.3g} ms a call, against {plan.eq3_s:,.2f} s (Eq. 3) and "
+        f"{plan.seconds:,.2f} s of all moves: {'worth it' if plan.worth_it else 'not worth it'}"
+    )
+    if plan.windows is not None:
+        print(f"fits into {plan.windows:,} compute phases of {window_ms:g} ms")
+
+
+def export(
+    plan: PlanFile,
+    format: Annotated[str, typer.Option(help="sglang, tensorrt_llm, vllm_ascend or ktransformers.")],
+    out: Annotated[Path, typer.Option("--out", help="The file to write.")],
+    num_hidden_layers: Annotated[
+        int | None, typer.Option(help="The model's layers with and without experts, if the last has none.")
+    ] = None,
+) -> None:
+    """Write a placement for a production engine."""
+    from moetool import plugins
+    from moetool.errors import unknown_name
+    from moetool.placement_plan import PlacementPlan
+
+    durable.require_writable(out)
+    writer = plugins.load("format", format)
+    if not hasattr(writer, "write_plan"):
+        known = [name for name in plugins.names("format") if hasattr(plugins.load("format", name), "write_plan")]
+        raise unknown_name("format of placements", format, known)
+    for line in writer.write_plan(PlacementPlan.load(plan), out, num_hidden_layers):
+        print(line)
+
+
+def _settings(given: Sequence[str], default: Mapping[str, Any] | None = None) -> "tuple[Setting, dict[str, Any]]":
+    """What of `--set` is about the judging, and what is left for planners."""
+    from moetool.costing.latency import ROUTINGS, SIDES
+    from moetool.errors import unknown_name
+    from moetool.planning.demand import STARTS
+    from moetool.planning.placing import Setting
+
+    values = {**(default or {}), **parse_settings(given)}
+    setting = parse(Setting, {name: values.pop(name) for name in _SETTINGS if name in values}, "--set")
+    for name, known in (("starts", STARTS), ("sides", SIDES), ("routing", ROUTINGS)):
+        if getattr(setting, name) not in known:
+            raise unknown_name(f"--set {name}", getattr(setting, name), known)
+    return setting, values
+
+
+def _refuse(stray: dict[str, Any]) -> None:
+    if stray:
+        raise UsageError(f"--set {next(iter(stray))!r} is unknown here, expected one of {', '.join(_SETTINGS)}")
+
+
+def _c_max(options: Mapping[str, Mapping[str, Any]]) -> str:
+    """The limits that planners were given, from their options by name."""
+    given = [f"{values['c_max']} for {name}" for name, values in options.items() if values.get("c_max")]
+    return ", ".join(given) or "as memory allows"
+
+
+def _bytes(sent: Sequence[float | None]) -> str:
+    """The sum of bytes; `-` where they are not known."""
+    known = [each for each in sent if each is not None]
+    return "-" if len(known) < len(sent) else tables.count(sum(known), "B")
+
+
+def _print(rows: "Sequence[Row]", setting: "Setting", costs: str, c_max: str) -> None:
+    """Rows side by side, and under what conditions they hold."""
+    scores = [(row, row.score) for row in rows]
+    tables.print_table(
+        "calls that a server's own GPUs compute; remote calls by Prism's Eq. 2, and the least in these slots",
+        [
+            *("planner", "requests", *(f"server {n}" for n in range(len(scores[0][1].local_N)))),
+            *("mean", "in all", "remote", "least", "copies", "sent", "s to plan"),
+        ],
+        [
+            [
+                *(row.planner, row.requests),
+                *("-" if share is None else f"{share:.1%}" for share in found.local_N),
+                *(f"{found.local_mean:.1%}", f"{found.local:.1%}", f"{found.remote_calls:,.0f}"),
+                "-" if found.remote_bound is None else f"{found.remote_bound:,.0f}",
+                *(f"{found.copies:.2f}", _bytes([sent for _, _, sent in found.link_bytes])),
+                f"{row.planning_s:,.2f}",
+            ]
+            for row, found in scores
+        ],
+        num_text=2,
+    )
+    tables.print_table(
+        f"DIRECTOR's Eqs. 2 and 4 ({costs}); the gap to a bound with one copy each in these slots a layer or, of plans "
+        f"with copies, of the work alone; balance as three engines define it",
+        [
+            "planner",
+            "requests",
+            "T_comp",
+            "T_comm",
+            "sum",
+            "bound",
+            "gap",
+            "SGLang",
+            "vLLM",
+            "TensorRT-LLM (0 is best)",
+        ],
+        [
+            [
+                *(row.planner, row.requests),
+                *(f"{value:,.5g}" for value in (found.comp, found.comm, found.latency)),
+                "-" if found.latency_bound is None else f"{found.latency_bound:,.5g}",
+                "-" if found.latency_gap is None else f"{found.latency_gap:.2%}",
+                *(f"{found.balancedness[name]:.3f}" for name in ("sglang", "vllm", "tensorrt_llm")),
+            ]
+            for row, found in scores
+        ],
+        num_text=2,
+    )
+    print(
+        f"c_max {c_max}; tokens start {setting.starts}; sides {setting.sides}; routing {setting.routing}; "
+        f"seed {setting.seed}"
+    )

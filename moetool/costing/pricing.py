@@ -1,0 +1,223 @@
+"""What the parts of a forward cost by a `CostProfile`, in whole nanoseconds, each asked of its curve once."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from moetool.costing.costs import ComputeCosts, CostProfile
+from moetool.errors import MismatchError, UsageError
+from moetool.host_split import HostCosts
+from moetool.policy import parse_options
+from moetool.types import ForwardInfo, GateEvent, ModelSpec
+
+_SEVERAL = 8  # tokens of a decode step that an expert is priced for beside one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineOptions:
+    """What `--set timeline.NAME=VALUE` sets: the machine that a timeline is for, among those of the profile.
+
+    Attributes:
+        device: `cpu` or `cuda`.
+        dtype: of everything but the experts; the one that computes an expert fastest, if not said.
+        io_threads: threads that read experts; the nearest number that was measured is taken.
+        tier: where experts that are not on the device lie: `disk`, or `pinned` or `pageable` host memory.
+        prediction_ms: of one prediction; by default the profile's own curve.
+    """
+
+    device: str = "cpu"
+    dtype: str | None = None
+    io_threads: int = 2
+    tier: str = "disk"
+    prediction_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.io_threads < 1:
+            raise UsageError(f"io_threads is {self.io_threads}, expected at least 1")
+        if self.prediction_ms is not None and not 0 <= self.prediction_ms < float("inf"):
+            raise UsageError(f"prediction_ms is {self.prediction_ms}, expected milliseconds, 0 or more")
+
+
+class ForwardCosts(NamedTuple):
+    """Nanoseconds of a forward beside its routed experts.
+
+    `before_L` is what comes before the experts of each MoE layer (dense layers, attention, gate), `after` what comes
+    after them (shared experts), `rest` what comes after the last MoE layer (dense layers, head).
+    """
+
+    before_L: tuple[int, ...]
+    after: int
+    rest: int
+
+
+class _Nanoseconds(dict[int, int]):
+    """A curve as a table that fills itself."""
+
+    def __init__(self, seconds: Callable[[float], float]) -> None:
+        self._seconds = seconds
+
+    def __missing__(self, amount: int) -> int:
+        value = self[amount] = round(self._seconds(amount) * 1e9)
+        return value
+
+
+class Prices:
+    """The costs of one model on one machine.
+
+    The profile measured single requests. Several in one forward are taken to attend one after the other, as our
+    server's attention does; that their projections are one product is not counted, so large batches look slower than
+    they are. A later part of a long prompt costs what it adds to the prompt before it. A disk read for a GPU and the
+    copy that follows it take one after the other. An expert that is computed on the host is taken to lie in its memory.
+    Experts of every layer cost what those of the first one do.
+
+    Raises:
+        MismatchError: the profile is of another model, or lacks the device, data type or tier.
+    """
+
+    def __init__(self, profile: CostProfile, spec: ModelSpec, options: TimelineOptions) -> None:
+        profile.check(spec)
+        self.spec = spec
+        self.options = options
+        self._profile = profile
+        costs = profile.on(options.device, options.dtype)
+        self.host_is_device = options.device == "cpu"
+        host = costs if self.host_is_device else _host_costs(profile, options.dtype)
+        self._expert = _Nanoseconds(costs.expert)
+        self._host_expert = _Nanoseconds(host.expert) if host is not None else None
+        self._attention, self._prompt = _Nanoseconds(costs.attention), _Nanoseconds(costs.prompt_attention)
+        self._gate, self._shared, self._head = (_Nanoseconds(c) for c in (costs.gate, costs.shared, costs.head))
+        self._dense = _Nanoseconds(costs.dense or (lambda tokens: 0.0))
+        self._prediction = _Nanoseconds(_prediction(profile, options))
+        self._loads: dict[str, list[int]] = {}
+        self.load_ns(options.tier, 0)  # refuses a tier without costs
+        ids = spec.layer_ids_L
+        self._dense_before_L = tuple(b - a - 1 for a, b in itertools.pairwise((-1, *ids)))
+        same = profile.spec.layer_ids_L == ids
+        self._dense_after = max(0, profile.num_hidden_layers - ids[-1] - 1) if same else 0
+        self._info: ForwardInfo | None = None
+        self._forward = ForwardCosts((), 0, 0)
+        self._event: GateEvent | None = None
+        self._experts: dict[int, int] = {}
+        self._tokens: dict[int, int] = {}
+
+    def load_ns(self, tier: str, layer: int) -> int:
+        """One load of a layer's expert from a tier. Raises: MismatchError for a tier without costs."""
+        if tier not in self._loads:
+            curves = [self._profile.tier(tier, self.options.io_threads).seconds]
+            if tier == "disk" and not self.host_is_device:
+                curves.append(self._profile.tier("pinned").seconds)
+            sizes = self.spec.expert_bytes_L
+            self._loads[tier] = [round(sum(curve(size) for curve in curves) * 1e9) for size in sizes]
+        return self._loads[tier][layer]
+
+    def prediction_ns(self, tokens: int) -> int:
+        """One prediction for a forward of so many tokens. Raises: MismatchError where nothing says what it takes."""
+        return self._prediction[tokens]
+
+    def forward(self, info: ForwardInfo) -> ForwardCosts:
+        """What a forward takes beside its routed experts."""
+        if info is not self._info:
+            self._info, self._forward = info, self._price(info)
+        return self._forward
+
+    def experts(self, event: GateEvent) -> dict[int, int]:
+        """What each expert of an event takes on the device, by its key: by the tokens that chose it."""
+        if event is not self._event:
+            self._event = event
+            base = event.layer * self.spec.num_experts
+            if len(event.experts_TK) == 1:
+                self._tokens = {base + expert: 1 for expert in event.needed}
+            else:
+                chosen = Counter(itertools.chain.from_iterable(event.experts_TK))
+                self._tokens = {base + expert: tokens for expert, tokens in chosen.items()}
+            self._experts = {key: self._expert[tokens] for key, tokens in self._tokens.items()}
+        return self._experts
+
+    def host_expert_ns(self, event: GateEvent, key: int) -> int:
+        """What an expert of an event takes on the host. Raises: MismatchError where that was not measured."""
+        if self._host_expert is None:
+            raise MismatchError(
+                "the profile has no costs of experts on the cpu, where the policy computes some; measure them with: "
+                "moetool profile"
+            )
+        self.experts(event)
+        return self._host_expert[self._tokens[key]]
+
+    def host_costs(self) -> dict[str, float]:
+        """Options of `moetool.host_split.HostCosts`; none where the host has no arithmetic of its own to offer."""
+        if self.host_is_device or self._host_expert is None:
+            return {}
+        one, many = self._host_expert[1], self._host_expert[_SEVERAL]
+        return {
+            "load_s": self.load_ns(self.options.tier, 0) / 1e9,
+            "host_s": one / 1e9,
+            "host_token_s": max(0, many - one) / (_SEVERAL - 1) / 1e9,
+        }
+
+    def _price(self, info: ForwardInfo) -> ForwardCosts:
+        tokens = len(info.request_T)
+        requests = set(info.request_T)
+        if len(requests) == tokens:
+            attention = sum(self._attention[position + 1] for position in info.position_T)
+        else:
+            attention = self._attend(info)
+        layer = attention + self._dense[tokens]
+        block = attention + self._gate[tokens]
+        return ForwardCosts(
+            tuple(dense * layer + block for dense in self._dense_before_L),
+            self._shared[tokens],
+            self._dense_after * layer + self._head[len(requests)],
+        )
+
+    def _attend(self, info: ForwardInfo) -> int:
+        """One layer's attention where some request has several tokens."""
+        places: dict[int, list[int]] = {}
+        for request, position in zip(info.request_T, info.position_T, strict=True):
+            places.setdefault(request, []).append(position)
+        total = 0
+        for positions in places.values():
+            start, end = min(positions), max(positions) + 1
+            if len(positions) == 1:
+                total += self._attention[end]
+            else:
+                added = self._prompt[end] - self._prompt[start] if start else 0
+                total += max(self._prompt[len(positions)], added)
+        return total
+
+
+def with_host_costs(
+    policies: Iterable[str], options: Mapping[str, Mapping[str, Any]], prices: Prices | None
+) -> dict[str, Mapping[str, Any]]:
+    """The options of policies, with the prices of link and host where a policy weighs them and was given none."""
+    made = dict(options)
+    costs = {} if prices is None else prices.host_costs()
+    for name in policies if costs else ():
+        given = made.get(name, {})
+        chosen = parse_options(name, given)
+        if isinstance(chosen, HostCosts) and not chosen.splits:
+            made[name] = {**given, **costs}
+    return made
+
+
+def _host_costs(profile: CostProfile, dtype: str | None) -> ComputeCosts | None:
+    """The processor's costs beside a GPU, in the data type of the GPU where that was measured."""
+    found = [costs for costs in profile.compute if costs.device == "cpu"]
+    return min(found, key=lambda costs: (costs.dtype != dtype, costs.expert(1)), default=None)
+
+
+def _prediction(profile: CostProfile, options: TimelineOptions) -> Callable[[float], float]:
+    if options.prediction_ms is not None:
+        seconds = options.prediction_ms / 1e3
+        return lambda tokens: seconds
+    if profile.predictor is not None:
+        return profile.predictor
+
+    def refuse(tokens: float) -> float:
+        raise MismatchError(
+            "the profile has no time of a prediction, and the policy predicts; measure it with: moetool profile MODEL "
+            "--predictor DIR, or give it with --set timeline.prediction_ms=…"
+        )
+
+    return refuse

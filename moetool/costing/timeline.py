@@ -1,0 +1,292 @@
+"""Programs with a clock: what a run of `moetool.residency` would take on a machine that a `CostProfile` describes.
+
+One stream computes, and each tier of memory moves experts on a stream of its own. Time is integer nanoseconds. The
+program is executed as `moetool.serving.store` executes it: a load is started and not waited for; an expert is waited
+for just before it is computed. A transfer that runs is never interrupted. Demand goes ahead of every prefetch that
+has not begun; what the compute stream waits for goes ahead of all that has not; a prefetch that has not begun when
+its slot is given away is never made.
+
+What is left out: Python's own time, sampling, and what reading and computing take from each other on one processor; of
+predicting, all but the scores that a policy asks a predictor for: policies with a search or a network of their own, or
+that ask later gates, do that for nothing here.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from moetool.costing.pricing import Prices
+from moetool.costing.timing import Spent, Timing, percentiles
+from moetool.residency import Step, StepKind
+from moetool.types import ForwardInfo, GateEvent, Phase
+
+_COMPUTE, _LOAD, _PREFETCH, _HOST = StepKind.COMPUTE, StepKind.LOAD, StepKind.PREFETCH, StepKind.HOST
+_QUEUED = -1
+
+
+class MeteredPredictor:
+    """Passes everything on to a predictor and counts the predictions that are asked for."""
+
+    def __init__(self, predictor: Any) -> None:
+        self._predictor = predictor
+        self._asked = 0
+
+    def scores(self, layer: int) -> Any:
+        self._asked += 1
+        return self._predictor.scores(layer)
+
+    def take(self) -> int:
+        """Predictions since the last call."""
+        asked, self._asked = self._asked, 0
+        return asked
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._predictor, name)
+
+
+class _Job:
+    """One load of an expert into a slot. `done` is when it is or will be over, `_QUEUED` while it has not begun."""
+
+    __slots__ = ("done", "dropped", "earliest", "key", "ns", "num_bytes", "prefetch", "stream")
+
+    def __init__(self, key: int, stream: "_Stream", ns: int, num_bytes: int, prefetch: bool, earliest: int) -> None:
+        self.key = key
+        self.stream = stream
+        self.ns = ns
+        self.num_bytes = num_bytes
+        self.prefetch = prefetch
+        self.earliest = earliest
+        self.done = _QUEUED
+        self.dropped = False
+
+
+class _Stream:
+    """The transfers of one tier, one at a time, demand first, each kind in the order in which it was asked for."""
+
+    __slots__ = ("busy", "demand", "free_at", "prefetches", "read_bytes")
+
+    def __init__(self) -> None:
+        self.demand: deque[_Job] = deque()
+        self.prefetches: deque[_Job] = deque()
+        self.free_at = 0
+        self.busy = 0
+        self.read_bytes = 0
+
+    def advance(self, now: int) -> None:
+        """Begin what begins before `now`. What could begin at `now` itself has not: something more urgent may come."""
+        while queue := self.demand or self.prefetches:
+            job = queue[0]
+            if job.dropped or job.done != _QUEUED:
+                queue.popleft()
+                continue
+            start = max(self.free_at, job.earliest)
+            if start >= now:
+                return
+            queue.popleft()
+            self.begin(job, start)
+
+    def begin(self, job: _Job, start: int) -> None:
+        job.done = self.free_at = start + job.ns
+        self.busy += job.ns
+        self.read_bytes += job.num_bytes
+
+    def busy_until(self, now: int) -> int:
+        """How long it has been busy up to `now`."""
+        self.advance(now)
+        return self.busy - max(0, self.free_at - now)
+
+
+class _Tally:
+    """Running sums of one phase, in nanoseconds, and counters."""
+
+    __slots__ = ("compute", "dropped", "elapsed", "host", "host_wait", "io", "late", "prediction", "promoted", "stall")
+
+    def __init__(self) -> None:
+        self.elapsed = self.compute = self.prediction = self.stall = self.host = self.host_wait = 0
+        self.late = self.promoted = self.dropped = 0
+        self.io: dict[str, tuple[int, int]] = {}  # nanoseconds and bytes by tier
+
+    def spent(self) -> Spent:
+        return Spent(
+            seconds=self.elapsed / 1e9,
+            compute_s=self.compute / 1e9,
+            prediction_s=self.prediction / 1e9,
+            stall_s=self.stall / 1e9,
+            host_s=self.host / 1e9,
+            host_wait_s=self.host_wait / 1e9,
+            io_s={tier: ns / 1e9 for tier, (ns, _) in self.io.items()},
+            read_bytes=sum(num_bytes for _, num_bytes in self.io.values()),
+            late=self.late,
+            promoted=self.promoted,
+            dropped=self.dropped,
+        )
+
+
+class Timeline:
+    """Executes the programs of one run in simulated time.
+
+    A request's time to first token runs from the beginning of the forward with its first prompt token to the end of
+    the one with its last; when requests arrive is not modelled. A forward without prompt tokens is one time per
+    output token.
+
+    Args:
+        prices: what things cost; runs that are driven side by side share it.
+        predictor: the policy's own, if it has one: each prediction takes the compute stream's time, at the point where
+            the program is made.
+        tier_of: the tier that an expert's key is loaded from; by default that of the prices' options.
+    """
+
+    def __init__(
+        self,
+        prices: Prices,
+        *,
+        predictor: MeteredPredictor | None = None,
+        tier_of: Callable[[int], str] | None = None,
+    ) -> None:
+        self.now = 0
+        self._prices = prices
+        self._predictor = predictor
+        self._tier_of = tier_of
+        self._stride = prices.spec.num_experts
+        self._streams: dict[str, _Stream] = {}
+        self._default = self._stream(prices.options.tier) if tier_of is None else None
+        self._jobs: dict[int, _Job] = {}  # by slot
+        self._tallies = {Phase.PREFILL: _Tally(), Phase.DECODE: _Tally()}
+        self._tally = self._tallies[Phase.DECODE]
+        self._began = 0
+        self._seen: dict[str, tuple[int, int]] = {}  # busy nanoseconds and bytes by tier, at the last forward's end
+        self._prompt_began: dict[int, int] = {}
+        self._prompt_took: dict[int, int] = {}
+        self._decodes: list[int] = []
+
+    def begin_forward(self, info: ForwardInfo, steps: Iterable[Step]) -> None:
+        """A forward begins, with these prefetches."""
+        self._tally = self._tallies[Phase.PREFILL if info.prefill else Phase.DECODE]
+        self._began = self.now
+        self._predict(info)
+        for kind, key, slot, _ in steps:
+            self._load(key, slot, kind is _PREFETCH)
+
+    def event(self, event: GateEvent, steps: Sequence[Step]) -> None:
+        """One MoE layer, from what lies between it and the one before to its shared experts, by its program."""
+        tally, jobs = self._tally, self._jobs
+        forward = self._prices.forward(event.forward)
+        self.now += forward.before_L[event.layer]
+        self._predict(event.forward)
+        expert_ns = self._prices.experts(event)
+        beside: list[int] = []  # loaded on demand though nothing here needs it: a whole layer's rest
+        computed = hosted = 0
+        on_host = [key for kind, key, _, _ in steps if kind is _HOST] if self._prices.host_is_device else []
+        for kind, key, slot, _ in steps:
+            if kind is _COMPUTE:
+                while on_host:  # now that the event's loads are under way
+                    ns = self._prices.host_expert_ns(event, on_host.pop())
+                    computed += ns
+                    self.now += ns
+                while beside:
+                    self._wait(jobs[beside.pop()])
+                job = jobs[slot]
+                assert job.key == key, "computed with another expert's weights"
+                if job.done == _QUEUED or job.done > self.now:
+                    self._wait(job)
+                ns = expert_ns[key]
+                computed += ns
+                self.now += ns
+            elif kind is _HOST:
+                if not self._prices.host_is_device:
+                    ns = self._prices.host_expert_ns(event, key)
+                    hosted = max(hosted, self.now) + ns
+                    tally.host += ns
+            else:
+                self._load(key, slot, kind is _PREFETCH)
+                if kind is _LOAD and key not in expert_ns:
+                    beside.append(slot)
+        for key in on_host:
+            ns = self._prices.host_expert_ns(event, key)
+            computed += ns
+            self.now += ns
+        if hosted > self.now:
+            tally.host_wait += hosted - self.now
+            self.now = hosted
+        self.now += forward.after
+        tally.compute += forward.before_L[event.layer] + computed + forward.after
+
+    def end_forward(self, info: ForwardInfo) -> None:
+        """The layers after the last MoE layer and the head; the forward is complete."""
+        tally, rest = self._tally, self._prices.forward(info).rest
+        tally.compute += rest
+        self.now += rest
+        elapsed = self.now - self._began
+        tally.elapsed += elapsed
+        for tier, stream in self._streams.items():
+            busy, read_bytes = stream.busy_until(self.now), stream.read_bytes
+            seen_busy, seen_bytes = self._seen.get(tier, (0, 0))
+            before = tally.io.get(tier, (0, 0))
+            tally.io[tier] = before[0] + busy - seen_busy, before[1] + read_bytes - seen_bytes
+            self._seen[tier] = busy, read_bytes
+        if not info.prefill:
+            self._decodes.append(elapsed)
+            return
+        for request, phase in zip(info.request_T, info.phase_T, strict=True):
+            if phase == Phase.PREFILL:
+                began = self._prompt_began.setdefault(request, self._began)
+                self._prompt_took[request] = self.now - began
+
+    def timing(self) -> Timing:
+        """What the forwards so far have taken."""
+        decodes = [ns / 1e9 for ns in self._decodes]
+        prompts = [ns / 1e9 for ns in self._prompt_took.values()]
+        tpot_p50, tpot_p95 = percentiles(decodes)
+        ttft_p50, ttft_p95 = percentiles(prompts)
+        return Timing(
+            prefill=self._tallies[Phase.PREFILL].spent(),
+            decode=self._tallies[Phase.DECODE].spent(),
+            decode_forwards=len(decodes),
+            ttft_p50_s=ttft_p50,
+            ttft_p95_s=ttft_p95,
+            tpot_p50_s=tpot_p50,
+            tpot_p95_s=tpot_p95,
+        )
+
+    def _predict(self, info: ForwardInfo) -> None:
+        if self._predictor is not None and (asked := self._predictor.take()):
+            ns = asked * self._prices.prediction_ns(len(info.request_T))
+            self._tally.prediction += ns
+            self.now += ns
+
+    def _load(self, key: int, slot: int, prefetch: bool) -> None:
+        """Ask for a transfer. What the slot was to get and has not begun is never made."""
+        tier = self._prices.options.tier if self._tier_of is None else self._tier_of(key)
+        stream = self._default or self._stream(tier)
+        earliest, before = self.now, self._jobs.get(slot)
+        if before is not None:
+            before.stream.advance(earliest)
+            if before.done == _QUEUED:
+                before.dropped = True
+                self._tally.dropped += 1
+                earliest = max(earliest, before.earliest)
+            else:
+                earliest = max(earliest, before.done)  # it may still be writing
+        layer = key // self._stride
+        ns, num_bytes = self._prices.load_ns(tier, layer), self._prices.spec.expert_bytes_L[layer]
+        job = self._jobs[slot] = _Job(key, stream, ns, num_bytes, prefetch, earliest)
+        stream.advance(self.now)
+        (stream.prefetches if prefetch else stream.demand).append(job)
+
+    def _wait(self, job: _Job) -> None:
+        """The compute stream goes on when the job is done; one that has not begun goes ahead of all that has not."""
+        stream, tally = job.stream, self._tally
+        if job.done == _QUEUED:
+            stream.advance(self.now)
+        queued = job.done == _QUEUED
+        if queued:
+            stream.begin(job, max(stream.free_at, job.earliest, self.now))
+        if job.prefetch and (queued or job.done > self.now):
+            tally.late += 1
+            tally.promoted += queued
+        if job.done > self.now:
+            tally.stall += job.done - self.now
+            self.now = job.done
+
+    def _stream(self, tier: str) -> _Stream:
+        return self._streams.setdefault(tier, _Stream())

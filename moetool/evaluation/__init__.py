@@ -1,0 +1,1 @@
+"""How well predictors foretell, what they take, and how that is shown."""

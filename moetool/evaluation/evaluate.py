@@ -1,0 +1,298 @@
+"""Scores predictors on requests that they were not made from, beside the counting predictors.
+
+What is scored, and where: `moetool.evaluation.tally` says how often a prediction is right, by distance, phase and
+layer; `moetool.evaluation.foretelling` judges what is said of a whole request while it waits.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moetool.costing.costs import CostProfile
+from moetool.errors import UsageError, unknown_name
+from moetool.evaluation.foretelling import Foretold, judge
+from moetool.evaluation.prediction_time import prompt_time, step_time
+from moetool.evaluation.tally import Score, Tally
+from moetool.learning.tokens import Part, Picker, read, require_finite, stream
+from moetool.predictor import Predictor, build, load_predictor
+from moetool.trace.reader import Trace
+from moetool.types import ForwardInfo, GateEvent
+
+BASELINES = ("popularity", "affinity")
+DISTANCES = (1, 2, 3, 4, 6, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One predictor on the held-out requests of one trace.
+
+    Attributes:
+        predictor: its name.
+        path: its folder; for a baseline, the folder of the predictor beside which it was counted.
+        baseline: for a baseline, what it was counted on; else None.
+        trace: the folder of the trace.
+        unseen_task: whether the trace was given as one of a task that the predictors were not trained on.
+        requests: `test` (of the trace that it was trained on), `end` (the last tokens of each, where that trace was
+            split in time) or `all`.
+        num_requests, num_skipped: requests scored; requests of another trace that repeat a prompt seen in training.
+        num_tokens: tokens scored.
+        top_k: K of the model.
+        parameters: what gradient descent fitted.
+        size_bytes: parameters and buffers in memory.
+        expert_bytes_share: `size_bytes` as a share of the model's routed experts.
+        step_ms: median time to observe and predict all layers of one token, on the CPU, in milliseconds.
+        prompt_ms: the same for a pending request: to foretell its prompt, or, of a predictor that does not, to follow
+            it; a median over some prompts.
+        prompt_tokens: of those prompts, the median.
+        decode_step_ms: what one token takes with every expert in memory, by the profile that was given.
+        training_s, training_tokens: what its training took, and the tokens that it had; None for a baseline.
+        training_share: those tokens as a share of the trace that they are of.
+        epochs: how often they were gone through; None where nothing is fitted.
+        scores: the next layer, all layers and phases first, then by phase and layer; then the same for each farther
+            distance of `DISTANCES` that the predictor sees.
+        foretold: what it said of the requests before they ran; None for a predictor that does not foretell, and where
+            only the end of a request is scored.
+    """
+
+    predictor: str
+    path: str
+    baseline: str | None
+    trace: str
+    unseen_task: bool
+    requests: str
+    num_requests: int
+    num_skipped: int
+    num_tokens: int
+    top_k: int
+    parameters: int
+    size_bytes: int
+    expert_bytes_share: float
+    step_ms: float
+    prompt_ms: float
+    prompt_tokens: float
+    decode_step_ms: float | None
+    training_s: float | None
+    training_tokens: int | None
+    training_share: float | None
+    epochs: int | None
+    scores: tuple[Score, ...]
+    foretold: Foretold | None
+
+    def overall(self, phase: str = "all") -> dict[int, Score]:
+        """By distance, the score over all layers of a phase."""
+        return {s.distance: s for s in self.scores if s.phase == phase and s.layer is None}
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for `--json`."""
+        return asdict(self)
+
+
+def evaluate(
+    paths: Sequence[Path],
+    trace: Path,
+    unseen_task: Path | None = None,
+    profile: CostProfile | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Evaluation]:
+    """Score predictors and, beside each, the counting predictors made from the same training requests.
+
+    On the trace that a predictor was trained on only its test requests count; on another trace of the model all
+    requests whose prompt it has not seen. The baselines are counted again where the trace is the one trained on;
+    elsewhere they are taken from the buffers of the predictor, as far as it has them.
+
+    Args:
+        unseen_task: a trace of a task that none of them was trained on; scored as well.
+        profile: of this machine and the traces' model, to weigh times by.
+        options: by predictor's name, in place of those that it was made with.
+
+    Returns:
+        One evaluation a predictor, in the order of `paths`, each followed by those of its baselines that were not
+        listed before; then the same on `unseen_task`.
+
+    Raises:
+        UsageError: no such trace or predictor; no request of the trace is held out.
+        MismatchError: another model's trace or profile, a trace without what a predictor looks at, or something is
+            damaged.
+        MoetoolError: a predictor gives scores that are not finite.
+    """
+    predictors = [load_predictor(path, options) for path in paths]
+    names = [predictor.name for predictor in predictors]
+    for name in options or {}:
+        if name not in names:
+            raise unknown_name("predictor", name, names)
+    sources = [Trace(folder) for folder in (trace, unseen_task) if folder is not None]
+    for source in sources:
+        if profile is not None:
+            profile.check(source.spec)
+        for predictor, path in zip(predictors, paths, strict=True):
+            source.spec.require_same(predictor.spec, f"the trace {source.path}", f"the predictor {path}")
+            source.require(predictor.needs, predictor.name)
+    if unseen_task is not None:
+        for predictor in predictors:
+            _require_unseen(predictor, sources[1])
+    evaluations: list[Evaluation] = []
+    kept: dict[tuple[Any, ...], tuple[Predictor, str]] = {}
+    for number, source in enumerate(sources):
+        listed = {(predictor.name, *_made_from(predictor)) for predictor in predictors}
+        for predictor, path in zip(predictors, paths, strict=True):
+            evaluations.append(_evaluate(predictor, path, source, predictor.card, profile, unseen_task=number == 1))
+            for name in BASELINES:
+                key = (name, *_made_from(predictor))
+                counted = kept.get(key) or _baseline(name, predictor, source)
+                if key not in listed and counted:
+                    listed.add(key)
+                    kept[key] = counted
+                    evaluations.append(
+                        replace(
+                            _evaluate(counted[0], path, source, predictor.card, profile, unseen_task=number == 1),
+                            baseline=counted[1],
+                            training_s=None,
+                            training_tokens=None,
+                            training_share=None,
+                            epochs=None,
+                        )
+                    )
+    return evaluations
+
+
+def _made_from(predictor: Predictor) -> tuple[str, tuple[int, ...]]:
+    """The trace and the requests that a predictor was trained on."""
+    return predictor.card["trace"]["sha256"], tuple(predictor.card["requests"]["train"])
+
+
+def _require_unseen(predictor: Predictor, trace: Trace) -> None:
+    if predictor.card["trace"]["sha256"] == trace.sha256:
+        raise UsageError(
+            f"{trace.path} is the trace that {predictor.name} was trained on, expected one of an unseen task; "
+            f"give it as --trace"
+        )
+
+
+def held_out(card: dict[str, Any], trace: Trace) -> tuple[frozenset[int], str, int]:
+    """The requests of a trace that a predictor may be scored on, `test` or `all`, and how many were skipped.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if _in_time(card, trace):
+        raise UsageError(
+            f"{card['predictor']} was trained on the first tokens of every request of {trace.path}, expected whole "
+            f"requests that it has not seen; capture other prompts"
+        )
+    if card["trace"]["sha256"] == trace.sha256:
+        return frozenset(card["requests"]["test"]), "test", 0
+    seen = set(card["seen_prompts"])
+    rows = [row for row in trace.requests.to_pylist() if row["tokens"]]
+    unseen = frozenset(row["request"] for row in rows if f"{row['dataset']}/{row['prompt_id']}" not in seen)
+    if not unseen:
+        raise UsageError(
+            f"{card['predictor']} was trained on all {len(rows)} prompts of {trace.path}, expected some that it has "
+            f"not seen; capture other prompts"
+        )
+    return unseen, "all", len(rows) - len(unseen)
+
+
+def _in_time(card: Mapping[str, Any], trace: Trace) -> dict[str, dict[int, range]] | None:
+    """Of a predictor whose training requests were split in time, the tokens of each part."""
+    spans = card.get("in_time")
+    if spans is None or card["trace"]["sha256"] != trace.sha256:
+        return None
+    return {name: {int(request): range(*span) for request, span in part.items()} for name, part in spans.items()}
+
+
+def _scored(card: dict[str, Any], trace: Trace) -> tuple[Part, str, int]:
+    """As `held_out`; of a trace that was split in time, its end."""
+    in_time = _in_time(card, trace)
+    return held_out(card, trace) if in_time is None else (in_time["test"], "end", 0)
+
+
+def _baseline(name: str, predictor: Predictor, trace: Trace) -> tuple[Predictor, str] | None:
+    """A counting predictor from what `predictor` was trained on, and a word on where its counts come from."""
+    baseline = build(name, predictor.spec)
+    if predictor.card["trace"]["sha256"] == trace.sha256:
+        in_time, requests = _in_time(predictor.card, trace), predictor.card["requests"]["train"]
+        baseline.count(read(trace, baseline.needs, requests if in_time is None else in_time["train"], Path()))
+        return baseline.eval(), f"the same {'tokens' if in_time else f'{len(requests)} training requests'}"
+    state = predictor.state_dict()
+    if not baseline.state_dict().keys() <= state.keys():
+        return None
+    baseline.load_state_dict({key: state[key] for key in baseline.state_dict()})
+    return baseline.eval(), f"the buffers of {predictor.name}"
+
+
+def _evaluate(
+    predictor: Predictor,
+    path: Path,
+    trace: Trace,
+    card: dict[str, Any],
+    profile: CostProfile | None,
+    *,
+    unseen_task: bool,
+) -> Evaluation:
+    part, which, num_skipped = _scored(card, trace)
+    distances = [d for d in DISTANCES if d < predictor.num_layers and d <= predictor.reach(trace.ahead)]
+    tally = Tally(predictor, distances)
+    if predictor.remembers or predictor.incremental:
+        _replay(copy.deepcopy(predictor), trace, part, tally)  # what it remembers of one trace stays there
+    else:
+        for tokens in stream(trace, predictor.needs, part):
+            tally.add(tokens)
+    requests = frozenset(part)
+    prompt_s, prompt_tokens = prompt_time(predictor, trace, requests)
+    context = round(tally.num_tokens / len(requests))
+    return Evaluation(
+        predictor=predictor.name,
+        path=str(path),
+        baseline=None,
+        trace=str(trace.path),
+        unseen_task=unseen_task,
+        requests=which,
+        num_requests=len(requests),
+        num_skipped=num_skipped,
+        num_tokens=tally.num_tokens,
+        top_k=predictor.top_k,
+        parameters=sum(parameter.numel() for parameter in predictor.parameters()),
+        size_bytes=predictor.num_bytes,
+        expert_bytes_share=predictor.num_bytes / trace.spec.all_experts_bytes,
+        step_ms=1e3 * step_time(predictor, trace, requests),
+        prompt_ms=1e3 * prompt_s,
+        prompt_tokens=prompt_tokens,
+        decode_step_ms=None if profile is None else 1e3 * profile.decode_s(context),
+        training_s=card["seconds"],
+        training_tokens=card["tokens"]["train"],
+        training_share=card["tokens"]["train"] / card["trace"]["tokens"],
+        epochs=card["fit"].get("epochs"),
+        scores=tally.scores(),
+        foretold=judge(predictor, trace, requests) if predictor.foretells and which != "end" else None,
+    )
+
+
+def _replay(predictor: Predictor, trace: Trace, part: Part, tally: Tally) -> None:
+    """Score a predictor by what it says as it watches: request after request, forward after forward.
+
+    Of a request split in time it watches the tokens before those that are scored too.
+    """
+    columns, picker = predictor.needs - {"experts"}, Picker(part)
+    for info, events in trace.forwards(sequential=True, columns=columns, requests=frozenset(part)):
+        _require_finite(info, events, trace)
+        mine = torch.from_numpy(picker.mask(np.array(info.request_T)))
+        phase_T = torch.tensor(info.phase_T)[mine]
+        true_LTK = [torch.tensor(event.experts_TK)[mine] for event in events]
+        for event in events:
+            predictor.observe(event)
+            for distance in tally.distances if len(phase_T) else ():
+                if (layer := event.layer + distance) < predictor.num_layers:
+                    scores_TE = torch.from_numpy(predictor.scores(layer))[mine]
+                    tally.count(distance, layer, scores_TE, true_LTK[layer], phase_T)
+
+
+def _require_finite(info: ForwardInfo, events: Sequence[GateEvent], trace: Trace) -> None:
+    require_finite({"embeddings": info.embedding_TD}, trace)
+    for event in events:
+        scores = {"weights": event.weights_TK, "logits": event.scores_TE}
+        require_finite({**scores, "hidden": event.hidden_TD, "ahead": event.ahead_ATE}, trace)

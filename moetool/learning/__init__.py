@@ -1,0 +1,1 @@
+"""Predictors: what they share, how they are trained and judged."""

@@ -1,0 +1,297 @@
+"""Fits a predictor by gradient descent: the LightningModule and the DataModule.
+
+Beside `moetool.reference.steps` the only importer of lightning.
+"""
+
+import contextlib
+import logging
+import math
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from moetool.errors import MoetoolError
+from moetool.learning.tokens import Tokens
+from moetool.predictor import Predictor
+
+_MAX_VALIDATION_PAIRS = 2048
+
+
+def fit(
+    model: Predictor,
+    train: Tokens,
+    validation: Tokens,
+    *,
+    max_epochs: int,
+    max_tokens: int | None,
+    batch_size: int,
+    learning_rate: float,
+    patience: int,
+    seed: int,
+    folder: Path,
+) -> dict[str, Any]:
+    """Fit `model` in place and leave it on the CPU with the weights of its best epoch.
+
+    Args:
+        train: the training tokens, with all layers.
+        validation: those that decide when to stop and which epoch was best.
+        folder: where Lightning may write; nothing is expected there.
+
+    The rest is explained at `moetool.learning.training.train`.
+
+    Effects: shows progress where stderr is a terminal.
+
+    Returns:
+        What the card says of it: tokens, epochs, the losses of each epoch.
+
+    Raises:
+        MoetoolError: a loss is not finite.
+    """
+    whole_requests = model.remembers and train.example_T is None
+    data = _Pairs(train, validation, batch_size, max_tokens, seed, whole_requests=whole_requests)
+    total_steps = max_epochs * len(data.epoch)
+    best = _Best()
+    console = Console(stderr=True)
+    with quiet(), Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        bar = _Bar(progress, progress.add_task(f"fitting {model.name}", total=total_steps))
+        trainer = pl.Trainer(
+            accelerator="cuda" if torch.cuda.is_available() else "cpu",
+            devices=1,
+            max_epochs=max_epochs,
+            callbacks=[best, bar, EarlyStopping("validation_loss", patience=patience, check_finite=False)],
+            plugins=[LightningEnvironment()],  # whatever cluster this runs on, it is one process
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        with interruptible(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            trainer.fit(_Fit(model, learning_rate, total_steps), datamodule=data)
+    model.cpu().load_state_dict(best.state)
+    return {
+        "tokens": len(data.epoch.index_N),
+        "epochs": len(best.losses),
+        "best_epoch": best.epoch + 1,
+        "max_epochs": max_epochs,
+        "batch_size": data.epoch.batch_size,
+        "learning_rate": learning_rate,
+        "patience": patience,
+        "lightning": pl.__version__,
+        **{name: [round(epoch[name], 6) for epoch in best.losses] for name in ("loss", "validation_loss")},
+    }
+
+
+class _Epoch(IterableDataset):
+    """One pass over the tokens in whole batches, in a new order, each token at a layer drawn anew.
+
+    Yields a batch of `Tokens` and layer_B, int64.
+    """
+
+    def __init__(self, tokens: Tokens, index_N: Tensor, batch_size: int, generator: torch.Generator) -> None:
+        self.tokens, self.index_N = tokens, index_N
+        self.batch_size = min(batch_size, len(index_N))
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return len(self.index_N) // self.batch_size  # a last batch of one token would break batch norm
+
+    def __iter__(self) -> Iterator[tuple[Tokens, Tensor]]:
+        num_tokens = len(self.index_N)
+        token_N = self.index_N[torch.randperm(num_tokens, generator=self.generator)]
+        layer_N = torch.randint(1, self.tokens.num_layers, (num_tokens,), generator=self.generator)
+        for batch in range(len(self)):
+            rows = slice(batch * self.batch_size, (batch + 1) * self.batch_size)
+            yield self.tokens.take(token_N[rows]), layer_N[rows]
+
+
+class _RequestEpoch(IterableDataset):
+    """One pass over whole requests in a new order, as many in a batch as hold `batch_size` tokens on average.
+
+    Yields a batch of `Tokens`, those of a request together and in order, and layer_B, int64.
+    """
+
+    def __init__(self, tokens: Tokens, index_N: Tensor, batch_size: int, generator: torch.Generator) -> None:
+        assert tokens.request_T is not None
+        self.tokens, self.index_N = tokens, index_N
+        request_N = tokens.request_T[index_N]
+        self.requests = index_N[request_N.argsort(stable=True)].split(request_N.unique(return_counts=True)[1].tolist())
+        self.batch_size = min(batch_size, len(index_N))
+        self.per_batch = max(1, batch_size * len(self.requests) // len(index_N))
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return -(-len(self.requests) // self.per_batch)
+
+    def __iter__(self) -> Iterator[tuple[Tokens, Tensor]]:
+        for token_N, layer_N in self.batches():
+            yield self.tokens.take(token_N), layer_N
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The tokens of each batch and the layers drawn for them."""
+        order = torch.randperm(len(self.requests), generator=self.generator)
+        for members in order.split(self.per_batch):
+            token_N = torch.cat([self.requests[i] for i in members.tolist()])
+            yield token_N, torch.randint(1, self.tokens.num_layers, (len(token_N),), generator=self.generator)
+
+
+class _Held(IterableDataset):
+    """The same pairs of a token and a layer in every pass, read when they are wanted."""
+
+    def __init__(self, tokens: Tokens, batches: list[tuple[Tensor, Tensor]]) -> None:
+        self.tokens, self.batches = tokens, batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[tuple[Tokens, Tensor]]:
+        for token_N, layer_N in self.batches:
+            yield self.tokens.take(token_N), layer_N
+
+
+class _Pairs(pl.LightningDataModule):
+    """Pairs of a token and the layer to predict for it: new ones in every epoch, the same for every validation."""
+
+    def __init__(
+        self,
+        train: Tokens,
+        validation: Tokens,
+        batch_size: int,
+        max_tokens: int | None,
+        seed: int,
+        *,
+        whole_requests: bool,
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        index_N = torch.arange(len(train))
+        if max_tokens is not None and max_tokens < len(train):
+            index_N = torch.randperm(len(train), generator=generator)[:max_tokens]
+        if whole_requests:
+            self.epoch: _Epoch | _RequestEpoch = _RequestEpoch(train, index_N.sort().values, batch_size, generator)
+            held = _RequestEpoch(validation, torch.arange(len(validation)), batch_size, generator)
+            self.validation = _Held(validation, list(held.batches()))
+            return
+        self.epoch = _Epoch(train, index_N, batch_size, generator)
+        later = validation.num_layers - 1
+        pair_N = torch.randperm(len(validation) * later, generator=generator)[:_MAX_VALIDATION_PAIRS]
+        pairs = [(pair // later, 1 + pair % later) for pair in pair_N.split(batch_size)]
+        self.validation = _Held(validation, pairs)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.epoch, batch_size=None)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.validation, batch_size=None)
+
+
+class _Fit(pl.LightningModule):
+    """Fits a predictor by its own loss: AdamW, one warm-up and one cosine decay over all epochs."""
+
+    def __init__(self, predictor: Predictor, learning_rate: float, total_steps: int) -> None:
+        super().__init__()
+        self.predictor = predictor
+        self.learning_rate = learning_rate
+        self.total_steps = total_steps
+
+    def training_step(self, batch: tuple[Tokens, Tensor], batch_idx: int) -> Tensor:
+        loss = self.predictor.loss(*batch)
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[1]))
+        return loss
+
+    def validation_step(self, batch: tuple[Tokens, Tensor], batch_idx: int) -> None:
+        self.log("validation_loss", self.predictor.loss(*batch), batch_size=len(batch[1]))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: one_cycle(step, self.total_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def one_cycle(step: int, total_steps: int) -> float:
+    """Share of the full learning rate at a step: a fifth of the steps to warm up, then a cosine down to nothing."""
+    warm_up = max(1, total_steps // 5)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, total_steps - warm_up)))
+
+
+class _Best(pl.Callback):
+    """Keeps the losses, and in memory the weights of the best epoch.
+
+    Raises:
+        MoetoolError: a loss is not finite.
+    """
+
+    def __init__(self) -> None:
+        self.losses: list[dict[str, float]] = []
+        self.epoch = -1
+        self.state: dict[str, Tensor] = {}
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        losses = {name: float(trainer.callback_metrics[name]) for name in ("loss", "validation_loss")}
+        for name, value in losses.items():
+            if not math.isfinite(value):
+                raise MoetoolError(
+                    f"{name} is {value} in epoch {len(self.losses) + 1}, expected a finite number; "
+                    f"train again with a lower learning rate"
+                )
+        self.losses.append(losses)
+        if self.epoch < 0 or losses["validation_loss"] < self.losses[self.epoch]["validation_loss"]:
+            self.epoch = len(self.losses) - 1
+            self.state = {k: v.detach().clone() for k, v in pl_module.predictor.state_dict().items()}
+
+
+class _Bar(pl.Callback):
+    """Advances a progress bar by one step a batch."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self.progress, self.task = progress, task
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        self.progress.advance(self.task)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Lightning's advice is for people who write training loops; ours use one."""
+    loggers = [logging.getLogger(f"lightning.{name}") for name in ("pytorch", "fabric")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Makes signals end the process as usual: Lightning answers Ctrl-C with exit, SIGTERM with a success."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
+        raise SystemExit(128 + signal.SIGTERM) from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, handler)  # Lightning had ignored it

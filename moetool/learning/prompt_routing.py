@@ -1,0 +1,238 @@
+"""Predicts the routing of a prompt from its token ids, before it runs: stacked one-layer transformers.
+
+What `predictors/single_transformer.py` and `predictors/cascade.py` share; they differ in their stages. Each stage is
+one causal transformer layer that names the experts of a block of consecutive MoE layers, for every token. The first
+reads the tokens alone; each later one the tokens and the routing that the stage before it predicted.
+
+Shapes:
+    S  tokens of a request      R  requests that are padded together      W  width      V  known token ids
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+import moetool.predictor
+from moetool.errors import MismatchError, UsageError
+from moetool.learning.tokens import Tokens
+from moetool.types import GateEvent, ModelSpec, Phase
+
+_RUNNING = 1024  # requests whose prompt is kept at a time; the one that began first goes first
+_NO_ID = 1 << 62  # fills the places of ids that are not there
+_FLOOR = 1e-4  # how near a share comes to 0 or 1 before its logit is taken
+
+
+def check_widths(name: str, width: int, heads: int, vocabulary: int, dropout: float) -> None:
+    """Raises: UsageError where these options of the predictor `name` make no transformer layer."""
+    if heads < 1 or width < 2 or width % heads or width % 2:
+        raise UsageError(f"{name}: width is {width}, expected an even multiple of heads, which is {heads}")
+    if vocabulary < 1:
+        raise UsageError(f"{name}: vocabulary is {vocabulary}, expected at least 1")
+    if not 0 <= dropout < 1:
+        raise UsageError(f"{name}: dropout is {dropout}, expected 0 <= dropout < 1")
+
+
+class Stage(nn.Module):
+    """One pre-norm transformer layer with causal attention, and an output for a block of MoE layers.
+
+    Args:
+        routed: how many logits the stage before it gives; 0 for the first stage.
+        outputs: how many it gives itself.
+    """
+
+    def __init__(self, width: int, heads: int, routed: int, outputs: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.routing = nn.Linear(routed, width) if routed else None
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, width)
+        self.inner_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.output_norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, outputs)
+        nn.init.zeros_(self.output.bias)
+
+    def forward(self, x_RSW: Tensor, share_RSF: Tensor | None) -> Tensor:
+        """Logits of the block over the base rate, [R, S, outputs].
+
+        Args:
+            x_RSW: the tokens.
+            share_RSF: how likely each expert of the block before is, by the stage before; not for the first stage.
+        """
+        if self.routing is not None:
+            assert share_RSF is not None, "a later stage is conditioned on the one before it"
+            x_RSW = x_RSW + self.routing(share_RSF)
+        R, S, W = x_RSW.shape
+        qkv_3RHSd = self.qkv(self.attention_norm(x_RSW)).view(R, S, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv_3RHSd.unbind(0)
+        seen_RHSd = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_RSW = x_RSW + self._drop(self.mix(seen_RHSd.transpose(1, 2).reshape(R, S, W)))
+        x_RSW = x_RSW + self._drop(self.down(F.gelu(self.up(self.inner_norm(x_RSW)))))
+        logits_RSF: Tensor = self.output(self.output_norm(x_RSW))
+        return logits_RSF
+
+    def _drop(self, x_RSW: Tensor) -> Tensor:
+        return F.dropout(x_RSW, self.dropout, self.training)
+
+
+class PromptPredictor(moetool.predictor.Predictor):
+    """Scores are logits; those of a prompt's tokens are its own, those of later tokens the mean over the prompt.
+
+    Nothing but the ids of the prompt is looked at, so that all layers are predicted before the first one runs. Nothing
+    but a prompt is known of a pending request: each token that it goes on to make is given the mean over the tokens of
+    its prompt, and is judged apart from them, as the phase `decode`. A prompt that comes in chunks is known as far as
+    it has come. Tokens of a request whose prompt was not seen get the base rate.
+
+    Args:
+        boundaries: the first layers of the second and later stages, ascending.
+
+    Attributes:
+        blocks: of each stage, its first layer and the one after its last.
+
+    Shapes: buffers id_V, the token ids that it knows, ascending, and base_LE, the logits of how often each expert is
+        chosen. Row 0 of the embedding is for all other ids.
+    """
+
+    needs = frozenset({"experts", "token_id"})
+    learned = True
+    remembers = True
+    foretells = True
+    scores_are = "logits"
+    id_V: Tensor
+    base_LE: Tensor
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        options: object,
+        *,
+        width: int,
+        heads: int,
+        vocabulary: int,
+        dropout: float,
+        boundaries: Sequence[int],
+    ) -> None:
+        super().__init__(spec, options)
+        L, E = self.num_layers, self.num_experts
+        self.lookahead = L
+        self.dropout = dropout
+        edges = (0, *boundaries, L)
+        self.blocks = tuple(itertools.pairwise(edges))
+        self.register_buffer("id_V", torch.full((vocabulary,), _NO_ID, dtype=torch.int64))
+        self.register_buffer("base_LE", torch.full((L, E), _logit(torch.tensor(self.top_k / E)).item()))
+        self.embedding = nn.Embedding(vocabulary + 1, width)
+        nn.init.normal_(self.embedding.weight, std=1.0)
+        outputs = [(end - start) * E for start, end in self.blocks]
+        self.stages = nn.ModuleList(
+            Stage(width, heads, before, after, dropout)
+            for before, after in zip([0, *outputs[:-1]], outputs, strict=True)
+        )
+        self._prompts: dict[int, tuple[Tensor, Tensor]] = {}  # of each running request: its ids, its mean logits_LE
+        self._logits_TLE: Tensor | None = None
+
+    def count(self, tokens: Tokens) -> None:
+        """The most frequent token ids, lower ones first where they tie, and how often each expert is chosen."""
+        assert tokens.token_id_T is not None
+        id_U, count_U = tokens.token_id_T.unique(return_counts=True)
+        kept = count_U.argsort(descending=True, stable=True)[: len(self.id_V)]
+        self.id_V.fill_(_NO_ID)
+        self.id_V[: len(kept)] = id_U[kept].sort().values
+        L, E = self.num_layers, self.num_experts
+        expert_TLK = tokens.experts_TPK.long() + E * torch.arange(L)[:, None]
+        used_LE = torch.bincount(expert_TLK.flatten(), minlength=L * E).view(L, E)
+        self.base_LE.copy_(_logit((used_LE + self.top_k / E) / (len(tokens) + 1)))
+
+    def logits(self, token_id_RS: Tensor) -> Tensor:
+        """Logits [R, S, L, E] of whole prompts from their first tokens on; no token sees a later one.
+
+        Raises:
+            MismatchError: a token id is withheld.
+        """
+        if bool((token_id_RS < 0).any()):
+            raise MismatchError(
+                f"{self.name or type(self).__module__} predicts from token ids, and found withheld ones (-1), expected "
+                f"all of a prompt; take a trace that moetool capture made"
+            )
+        place_RS = torch.searchsorted(self.id_V, token_id_RS).clamp(max=len(self.id_V) - 1)
+        row_RS = torch.where(self.id_V[place_RS] == token_id_RS, place_RS + 1, 0)
+        if self.training:  # so that row 0 learns what to say of an id that was never seen
+            row_RS = row_RS * (torch.rand(row_RS.shape, device=row_RS.device) >= self.dropout)
+        x_RSW = self.embedding(row_RS)
+        x_RSW = x_RSW + _positions(*x_RSW.shape[1:]).to(x_RSW)
+        made: list[Tensor] = []
+        share_RSF = None
+        for (start, end), stage in zip(self.blocks, self.stages, strict=True):
+            logits_RSF = stage(x_RSW, share_RSF) + self.base_LE[start:end].flatten()
+            share_RSF = logits_RSF.sigmoid()
+            made.append(logits_RSF)
+        return torch.cat(made, dim=2).unflatten(2, self.base_LE.shape)
+
+    @torch.inference_mode()
+    def foretell(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Of new tokens the mean over the prompt, as a probability.
+
+        Raises:
+            MismatchError: a token id is withheld.
+        """
+        logits_SLE = self.logits(torch.tensor([list(token_id_S)]))[0]
+        return logits_SLE, _logit(logits_SLE.sigmoid().mean(dim=0))
+
+    def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
+        """Binary cross-entropy of every layer of every token, whichever phase it is of; `layer_N` is not looked at."""
+        assert tokens.token_id_T is not None and tokens.request_T is not None
+        lengths = tokens.request_T.unique_consecutive(return_counts=True)[1].tolist()
+        padded_RS = pad_sequence(list(tokens.token_id_T.split(lengths)), batch_first=True)
+        logits_RSLE = self.logits(padded_RS)  # what stands after the end of a request is seen by none of its tokens
+        logits_NLE = torch.cat([logits_RSLE[i, :length] for i, length in enumerate(lengths)])
+        chosen_NLE = torch.zeros_like(logits_NLE).scatter_(2, tokens.experts_TPK, 1.0)
+        return F.binary_cross_entropy_with_logits(logits_NLE, chosen_NLE)
+
+    @torch.inference_mode()
+    def observe(self, event: GateEvent) -> None:
+        """Predicts the prompts of a forward when it begins; a request is new at position 0."""
+        if event.layer:
+            return
+        info = event.forward
+        assert info.token_id_T is not None, "token ids were asked for and not given"
+        ids_T = torch.tensor(info.token_id_T, dtype=torch.int64)
+        request_T, position_T = np.array(info.request_T), np.array(info.position_T)
+        prompt_T = np.array(info.phase_T) == Phase.PREFILL
+        self._logits_TLE = self.base_LE.repeat(len(request_T), 1, 1)
+        for request in dict.fromkeys(info.request_T):
+            mine = np.flatnonzero((request_T == request) & prompt_T)
+            if len(mine):
+                earlier = self._prompts.pop(request, None)
+                fresh = earlier is None or (position_T[mine] == 0).any()
+                ids_S = ids_T[mine] if fresh or earlier is None else torch.cat([earlier[0], ids_T[mine]])
+                logits_SLE = self.logits(ids_S[None])[0]
+                self._logits_TLE[mine] = logits_SLE[-len(mine) :]
+                self._prompts[request] = (ids_S, _logit(logits_SLE.sigmoid().mean(dim=0)))
+            later = np.flatnonzero((request_T == request) & ~prompt_T)
+            if len(later) and request in self._prompts:
+                self._logits_TLE[later] = self._prompts[request][1]
+        for request in [r for r in self._prompts if r not in info.request_T][: max(0, len(self._prompts) - _RUNNING)]:
+            del self._prompts[request]
+
+    def scores(self, layer: int) -> np.ndarray:
+        assert self._logits_TLE is not None, "nothing was observed"
+        return self._logits_TLE[:, layer].numpy()
+
+
+def _logit(share: Tensor) -> Tensor:
+    return torch.logit(share.float(), eps=_FLOOR)
+
+
+def _positions(count: int, width: int) -> Tensor:
+    """Sines and cosines of the positions 0..count-1, [count, width]."""
+    rate_F = torch.exp(torch.arange(0, width, 2) * (-math.log(1e4) / width))
+    angle_SF = torch.arange(count)[:, None] * rate_F
+    return torch.cat([angle_SF.sin(), angle_SF.cos()], dim=1)

@@ -1,0 +1,1 @@
+"""From traces and what machines have to checked plans."""

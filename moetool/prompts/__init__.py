@@ -1,0 +1,1 @@
+"""Prompts from files, public datasets and embedded sets."""

@@ -1,0 +1,252 @@
+"""Writing a trace."""
+
+import json
+import queue
+import threading
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from moetool import __version__, durable
+from moetool.errors import MoetoolError, UsageError, first_line
+from moetool.trace.reader import (
+    ALWAYS,
+    COLUMNS,
+    KEEP,
+    REQUESTS,
+    SCHEMA_VERSION,
+    TokenBatch,
+    embedding_schema,
+    to_array,
+    token_schema,
+)
+from moetool.types import ModelSpec
+
+ROW_GROUP_TOKENS = 8192
+PART_TOKENS = 1 << 20
+"""Rows after which a new file is begun."""
+
+
+def token_columns(keep: Collection[str], *, weights: bool = True) -> list[str]:
+    """The columns of tokens/ for what is kept.
+
+    Args:
+        weights: whether the experts' weights are known.
+
+    Raises:
+        UsageError: something else than `KEEP`.
+    """
+    if unknown := set(keep) - set(KEEP):
+        raise UsageError(f"cannot keep {', '.join(sorted(unknown))}: known are {', '.join(KEEP)}")
+    return [
+        *ALWAYS,
+        *(["weights"] if weights else []),
+        *(column for column in ("logits", "hidden", "ahead") if column in keep),
+    ]
+
+
+class TraceWriter:
+    """Writes a trace into a folder, from a thread of its own, so that the model need not wait for the disk.
+
+    Args:
+        folder: an empty folder; a `durable.staged_directory`, so that a killed run leaves no trace.
+        keep: which of `KEEP` to record; `topk` always is.
+        ahead: for how many layers the column `ahead` looks ahead, where it is kept.
+        weights: whether the weights of the experts are known.
+
+    Effects: starts one thread; `finish` or `abort` ends it.
+    """
+
+    def __init__(
+        self, folder: Path, spec: ModelSpec, keep: Iterable[str], ahead: int = 3, *, weights: bool = True
+    ) -> None:
+        self.keep = frozenset(keep) | {"topk"}
+        self.columns = token_columns(self.keep, weights=weights)
+        self.ahead = ahead if "ahead" in self.keep else 0
+        self._folder = folder
+        self._spec = spec
+        self._tokens_parts = _Parts(folder / "tokens", token_schema(spec, self.columns, self.ahead))
+        self._iterations = _Parts(folder / "iterations", embedding_schema(spec)) if "embeddings" in self.keep else None
+        self._requests: list[tuple[int, str, str, str, int, int]] = []  # all that grows with the requests
+        self._rows_of: dict[int, int] = {}
+        self._tokens = 0
+        self._queue: queue.Queue[tuple[_Parts, dict[str, np.ndarray]] | None] = queue.Queue(maxsize=64)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, name="trace-writer", daemon=True)
+        self._thread.start()
+
+    def add_request(
+        self, request: int, *, dataset: str, task: str, prompt_id: str, prompt_tokens: int, new_tokens: int
+    ) -> None:
+        """Record one request; its rows in tokens/ may have been appended before or come later."""
+        self._requests.append((request, dataset, task, prompt_id, prompt_tokens, new_tokens))
+
+    def add_embedding(self, request: int, iteration: int, embedding_D: np.ndarray) -> None:
+        """Record the mean output of the embedding layer over one iteration of a request, if embeddings are kept."""
+        self.add_embeddings(np.array([request]), np.array([iteration]), embedding_D[None])
+
+    def add_embeddings(self, request_N: np.ndarray, iteration_N: np.ndarray, embedding_ND: np.ndarray) -> None:
+        """As `add_embedding`, of several iterations."""
+        self._check()
+        if self._iterations is None:
+            return
+        columns: dict[str, np.ndarray] = {
+            "request": request_N.astype(np.int32),
+            "iteration": iteration_N.astype(np.int32),
+            "embedding": embedding_ND.astype(np.float16),
+        }
+        self._queue.put((self._iterations, columns))
+
+    def append(self, batch: TokenBatch) -> None:
+        """Queue the rows of one forward.
+
+        Raises:
+            MoetoolError: the writer thread failed earlier (a full disk, say).
+        """
+        self._check()
+        for request, rows in zip(*np.unique(batch.request_T, return_counts=True), strict=True):
+            self._rows_of[int(request)] = self._rows_of.get(int(request), 0) + int(rows)
+        self._tokens += len(batch)
+        columns = {name: getattr(batch, COLUMNS[name]) for name in self._tokens_parts.schema.names}
+        self._queue.put((self._tokens_parts, columns))
+
+    def finish(self, *, composition: dict[str, Any], provenance: dict[str, Any]) -> None:
+        """Write what is queued, the requests and the manifest.
+
+        Args:
+            composition: how batches were composed: `{"kind": "sequential"}`, `{"kind": "batch", "size": 8}`
+                (batches by prompt index) or `{"kind": "log"}` (as clients came).
+            provenance: model, data, versions and options, for people and for checks.
+
+        Raises:
+            MoetoolError: anything could not be written.
+        """
+        self._queue.put(None)
+        self._thread.join()
+        self._check()
+        self._requests.sort(key=lambda row: row[0])
+        rows_of = [self._rows_of.get(row[0], 0) for row in self._requests]
+        columns = [*zip(*self._requests, strict=True), rows_of] if rows_of else [[]] * len(REQUESTS)
+        try:
+            pq.write_table(
+                pa.table([pa.array(c, f.type) for c, f in zip(columns, REQUESTS, strict=True)], schema=REQUESTS),
+                self._folder / "requests.parquet",
+                compression="zstd",
+                write_page_checksum=True,
+            )
+            files = {
+                str(file.relative_to(self._folder)): {
+                    "bytes": file.stat().st_size,
+                    "sha256": durable.sha256_file(file),
+                }
+                for file in sorted(self._folder.rglob("*.parquet"))
+            }
+            manifest = {
+                "kind": "trace",
+                "schema_version": SCHEMA_VERSION,
+                "moetool_version": __version__,
+                "spec": self._spec.to_json(),
+                "columns": [*self.columns, *(["embeddings"] if "embeddings" in self.keep else [])],
+                "ahead": self.ahead,
+                "composition": composition,
+                "requests": len(self._requests),
+                "tokens": self._tokens,
+                "provenance": provenance,
+                "files": files,
+            }
+            durable.write_text(self._folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+        except (pa.ArrowException, OSError) as error:
+            raise MoetoolError(f"cannot write the trace to {self._folder}: {first_line(error)}") from error
+
+    def abort(self) -> None:
+        """Stop the thread and drop what is queued."""
+        if self._thread.is_alive():
+            self._error = self._error or MoetoolError("the trace was abandoned")
+            self._queue.put(None)
+            self._thread.join()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise MoetoolError(f"cannot write the trace to {self._folder}: {first_line(self._error)}") from self._error
+
+    def _write(self) -> None:
+        item: tuple[_Parts, dict[str, np.ndarray]] | None = None
+        folders = [parts for parts in (self._tokens_parts, self._iterations) if parts is not None]
+        try:
+            while (item := self._queue.get()) is not None:
+                if self._error is None:
+                    item[0].add(item[1])
+            if self._error is None:
+                for parts in folders:
+                    parts.flush()
+        except BaseException as error:  # handed to the thread that appends; the queue is drained so it never blocks
+            self._error = error
+            while item is not None:
+                item = self._queue.get()
+        finally:
+            for parts in folders:
+                try:
+                    parts.close()
+                except Exception as error:  # Arrow has errors that are no OSError
+                    self._error = self._error or error
+
+
+class _Parts:
+    """A folder of Parquet files of one schema, written a row group at a time.
+
+    Effects: makes the folder at once.
+    """
+
+    def __init__(self, folder: Path, schema: pa.Schema) -> None:
+        self.schema = schema
+        self._folder = folder
+        # Dictionaries and statistics of floating-point lists take two thirds of the time and save nothing.
+        self._plain = [field.name for field in schema if not pa.types.is_fixed_size_list(field.type)]
+        self._dictionary = [*self._plain, *(f"{name}.list.element" for name in schema.names if name == "experts")]
+        self._writer: pq.ParquetWriter | None = None
+        self._pending: list[dict[str, np.ndarray]] = []
+        self._pending_rows = self._part = self._part_rows = 0
+        folder.mkdir()
+
+    def add(self, columns: dict[str, np.ndarray]) -> None:
+        """Take in rows; write them when they make a row group."""
+        self._pending.append(columns)
+        self._pending_rows += len(columns[self.schema.names[0]])
+        if self._pending_rows >= ROW_GROUP_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits."""
+        if not self._pending:
+            return
+        if self._writer is None:
+            path = self._folder / f"part-{self._part:05d}.parquet"
+            self._writer = pq.ParquetWriter(
+                path,
+                self.schema,
+                compression="zstd",
+                write_page_checksum=True,
+                use_dictionary=self._dictionary,
+                write_statistics=self._plain,
+            )
+        self._writer.write_table(self._table())
+        self._part_rows += self._pending_rows
+        self._pending, self._pending_rows = [], 0
+        if self._part_rows >= PART_TOKENS:
+            self.close()
+            self._part, self._part_rows = self._part + 1, 0
+
+    def close(self) -> None:
+        """End the file that is being written; what waits is dropped."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _table(self) -> pa.Table:
+        values = {name: np.concatenate([columns[name] for columns in self._pending]) for name in self.schema.names}
+        arrays = [to_array(values[field.name], field.type) for field in self.schema]
+        return pa.Table.from_arrays(arrays, schema=self.schema)
