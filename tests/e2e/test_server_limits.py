@@ -203,6 +203,26 @@ def test_scoring_keeps_to_the_deadline_and_to_one_thread() -> None:
         assert engine.scored <= 3
 
 
+def test_a_request_that_would_take_long_to_understand_is_refused() -> None:
+    with serving(ScriptedEngine()) as (url, _):
+        status, body = post(url, "/v1/completions", {**ASK, "n": 128, "stop": "a" * 4_000_000})
+        assert status == 400 and body["error"]["param"] == "stop[0]"
+        assert post(url, "/v1/completions", {**ASK, "stop": ["a" * 1024] * 4})[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_page_in_a_browser_cannot_ask(kind: str) -> None:
+    """These are the types that a page may send to another origin without asking; nothing here allows it to ask."""
+    with serving(ScriptedEngine()) as (url, _):
+        data = json.dumps(ASK).encode()
+        assert post(url, "/v1/completions", data, **{"Content-Type": kind})[0] == 400
+        connection = connect(url)
+        asks = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+        connection.request("OPTIONS", "/v1/completions", headers=asks)
+        response = connection.getresponse()
+        assert response.status == 405 and "Access-Control-Allow-Origin" not in response.headers
+
+
 def test_what_is_not_served_is_said() -> None:
     with serving(ScriptedEngine()) as (url, _):
         for path in ("/v1/responses", "/v1/embeddings"):
