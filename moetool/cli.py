@@ -92,10 +92,19 @@ def _top(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command()
 def capture(
     model: Model,
-    data: Annotated[list[str], typer.Option(help="Embedded prompt sets (or 'all') and JSONL, Parquet or text files.")],
+    data: Annotated[
+        list[str],
+        typer.Option(help="Embedded prompt sets (or 'all'), public ones ('moetool data'), JSONL, Parquet, text files."),
+    ],
     out: Out,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of a copy of the public sets, instead of the Hugging Face hub.")
+    ] = None,
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of each source.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode for each prompt.")] = 32,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens to decode for each prompt, at most; the public set's number, else 32."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are forwarded together.")] = 1,
     keep: Annotated[str, typer.Option(help="Columns: topk,logits,embeddings,hidden,ahead.")] = "topk,logits",
     ahead: Annotated[int, typer.Option(min=1, help="For how many layers the column 'ahead' looks ahead.")] = 3,
@@ -107,6 +116,12 @@ def capture(
     device: Device = None,
     host_memory: HostMemory = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that share the batches, one thread each.")] = 1,
+    settings: Annotated[
+        list[str], typer.Option("--set", help="data.task, data.split, data.seed, data.duplicates=keep, ... Repeatable.")
+    ] = [],  # noqa: B006
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a run of this command that was stopped.")
+    ] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
     recipe: Recipe = None,
@@ -116,7 +131,17 @@ def capture(
 
     if host_memory is not None and device_memory is None:
         raise UsageError("--host-memory is the tier below --device-memory: give that too, or leave both out")
-    texts = list(prompts.load(_split(data), max_prompts=max_prompts))
+    values = parse_settings(settings)
+    wanted = values.pop("data", {})
+    if data_dir is not None and isinstance(wanted, dict):
+        wanted = {**wanted, "folder": data_dir}
+    chosen = parse(prompts.DataOptions, wanted, "data")
+    if values:
+        raise UsageError(f"--set {next(iter(values))!r} is no option of capture, expected data.NAME, as in data.seed=1")
+    gathered = prompts.gather(_split(data), max_prompts=max_prompts, options=chosen)
+    texts = gathered.prompts
+    if gathered.duplicates:
+        tables.narrate(f"moetool: {gathered.duplicates:,} prompts that repeat others were left out")
     from moetool import shares
     from moetool.capture import CaptureOptions
     from moetool.capture import capture as run
@@ -130,9 +155,10 @@ def capture(
         device=device or "cpu",
         dtype=dtype,
         threads=threads,
+        data=tuple(gathered.origins),
     )
     parse_device(options.device)  # refused here once, and not by every worker
-    rest: dict[str, Any] = {"overwrite": overwrite}
+    rest: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "on_note": tables.narrate}
     if device_memory is not None:
         from moetool.serving.assembly import open_pooled
 
@@ -154,7 +180,8 @@ def capture(
     if as_json:
         tables.print_json(made.to_json())
         return
-    skipped = f", {made.skipped} prompts left out (empty, or too long for the context)" if made.skipped else ""
+    left_out = [f"{n:,} {why}" for n, why in ((made.too_long, "too long for the context"), (made.empty, "empty")) if n]
+    skipped = f"; prompts left out: {', '.join(left_out)}" if left_out else ""
     print(
         f"{out}: {made.requests:,} prompts, {made.tokens:,} tokens, {tables.count(made.bytes, 'B')} "
         f"({made.bytes / made.tokens:,.0f} bytes a token) in {made.seconds:,.1f} s{skipped}"
@@ -168,9 +195,7 @@ def train(
     out: Out,
     settings: Annotated[
         list[str],
-        typer.Option(
-            "--set", help="The predictor's options, and fit.max_epochs, fit.max_tokens, fit.learning_rate, ..."
-        ),
+        typer.Option("--set", help="The predictor's options, and fit.max_epochs, fit.max_tokens, fit.held_out, ..."),
     ] = [],  # noqa: B006 - Typer copies defaults
     seed: Annotated[int, typer.Option(help="Of the split, the weights and the order of the samples.")] = 0,
     overwrite: Overwrite = False,
@@ -206,16 +231,29 @@ def evaluate(
     unseen_task: Annotated[
         Path | None, typer.Option("--unseen-task", help="Folder of a trace of a task that they were not trained on.")
     ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="By 'moetool profile': gives times as shares of a decode step.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="The tables as a page as well, an HTML file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Score predictors on requests that they were not trained on, beside popularity and affinity."""
-    from moetool.evaluation import evaluate as run
+    from moetool.costs import CostProfile
 
-    rows = run(predictors, trace, unseen_task)
+    if report is not None:
+        durable.require_writable(report)
+    costs = CostProfile.load(profile) if profile is not None else None
+    from moetool.evaluation import evaluate as run
+    from moetool.evaluation_page import write_page
+    from moetool.evaluation_tables import print_evaluations
+
+    rows = run(predictors, trace, unseen_task, costs)
+    if report is not None:
+        write_page(report, rows)
     if as_json:
         tables.print_json([row.to_json() for row in rows])
     else:
-        tables.print_evaluations(rows)
+        print_evaluations(rows)
 
 
 @plan_app.command("cache")
@@ -764,6 +802,18 @@ def models(as_json: Json = False) -> None:
         [r["family"], yes[r["captured"]], r["served"], yes[r["substitution"]], r["weights"], r["remarks"]] for r in rows
     ]
     tables.print_table(f"{len(rows)} families of mixture-of-experts models", columns, table, num_text=len(columns))
+
+
+@app.command()
+def data(as_json: Json = False) -> None:
+    """List the prompt sets that --data takes by name: the embedded ones, and public ones on the Hugging Face hub."""
+    from moetool.prompts import describe
+
+    rows = describe()
+    if as_json:
+        tables.print_json(rows)
+    else:
+        tables.print_prompt_sets(rows)
 
 
 @app.command()

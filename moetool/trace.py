@@ -136,6 +136,33 @@ def token_schema(spec: ModelSpec, columns: Iterable[str], ahead: int) -> pa.Sche
     )
 
 
+def to_token_batch(record: pa.RecordBatch) -> TokenBatch:
+    """Rows of tokens/ from Arrow, which they share memory with."""
+    columns: dict[str, Any] = {}
+    for name in record.schema.names:
+        values = record[name]
+        if pa.types.is_fixed_size_list(values.type):
+            flat = values.flatten().to_numpy(zero_copy_only=False)
+            columns[COLUMNS[name]] = flat.reshape(-1, values.type.list_size)
+        else:
+            columns[COLUMNS[name]] = values.to_numpy(zero_copy_only=False)
+    return TokenBatch(**columns)
+
+
+def to_record_batch(rows: TokenBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The columns of a schema from rows of tokens/."""
+    arrays = [to_array(getattr(rows, COLUMNS[field.name]), field.type) for field in schema]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def to_array(values: np.ndarray, kind: pa.DataType) -> pa.Array:
+    """A column of one type; of a matrix, fixed-size lists."""
+    if not pa.types.is_fixed_size_list(kind):
+        return pa.array(values, type=kind)
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1), type=kind.value_type)
+    return pa.FixedSizeListArray.from_arrays(flat, type=kind)
+
+
 def embedding_schema(spec: ModelSpec) -> pa.Schema:
     vector = pa.list_(pa.float16(), spec.hidden_size)
     return pa.schema([("request", pa.int32()), ("iteration", pa.int32()), ("embedding", vector)])
@@ -268,23 +295,13 @@ class Trace:
         wanted = set(columns)
         self.require(wanted, "this reader")
         names = [c for c in COLUMNS if c in ALWAYS or c in wanted]
-        widths = _widths(self.spec, self.ahead)
         for part in self._names("tokens"):
             file = self._verify(part)
             try:
                 with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
                     _require_schema(file, token_schema(self.spec, names, self.ahead), parquet.schema_arrow)
                     for record in parquet.iter_batches(BATCH_TOKENS, columns=names):
-                        yield TokenBatch(
-                            **{
-                                COLUMNS[name]: (
-                                    record[name].flatten().to_numpy(zero_copy_only=False).reshape(-1, widths[name])
-                                    if name in widths
-                                    else record[name].to_numpy(zero_copy_only=False)
-                                )
-                                for name in names
-                            }
-                        )
+                        yield to_token_batch(record)
             except (pa.ArrowException, OSError) as error:
                 raise MismatchError(f"{file} is damaged ({first_line(error)}); capture again") from error
 

@@ -19,7 +19,7 @@ from moetool.types import ModelSpec
 
 SPLIT_BY = ("task", "request")
 SPLIT = "split.json"
-_LOGGED = ("decisions", "failed_forwards")  # of a server's log: they are about all of its requests
+_OF_THE_WHOLE = ("decisions", "failed_forwards", "capture")  # they are about all of its requests
 
 
 def head(
@@ -216,7 +216,7 @@ def copy_requests(
 
 
 def _finish(writer: TraceWriter, trace: Trace, made: dict[str, Any]) -> None:
-    kept = {name: value for name, value in trace.manifest["provenance"].items() if name not in _LOGGED}
+    kept = {name: value for name, value in trace.manifest["provenance"].items() if name not in _OF_THE_WHOLE}
     writer.finish(composition=trace.manifest["composition"], provenance={**kept, **made})
 
 
