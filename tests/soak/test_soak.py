@@ -41,9 +41,11 @@ class _Memory(threading.Thread):
                 self._readings.append((time.monotonic(), self._process.memory_info().rss))
 
     def end(self) -> tuple[float, float]:
-        """(mean bytes, bytes by which a straight line rises) over the last two thirds."""
+        """(mean bytes, bytes by which a straight line rises) over the last two thirds; prints how it went."""
         self._over.set()
         self.join()
+        sixths = [part[:, 1].mean() / 1e6 for part in np.array_split(np.array(self._readings), 6)]
+        print(f"\nresident memory by sixths of the time: {', '.join(f'{mean:.1f}' for mean in sixths)} MB")
         at_N, bytes_N = np.array(self._readings[len(self._readings) // 3 :]).T
         slope = np.polyfit(at_N - at_N[0], bytes_N, 1)[0]
         return float(bytes_N.mean()), float(slope * (at_N[-1] - at_N[0]))
