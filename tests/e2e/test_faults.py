@@ -13,7 +13,7 @@ import safetensors.numpy
 import torch
 
 from moetool.errors import MismatchError, MoetoolError
-from moetool.models.expert_files import Shards
+from moetool.models.shards import Shards
 from moetool.request import Output, SamplingParams
 from moetool.serving.assembly import ServeOptions, build_engine
 from moetool.serving.server_options import ServerOptions
