@@ -1,12 +1,13 @@
 # make demo   from nothing to the whole pipeline on the embedded model
 # make test   lint, types and tests
+# make soak   ten minutes of clients that come and go, and a kill (MOETOOL_SOAK_MINUTES=1 for less)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench soak clean
 
 # torch goes first and by its exact version, so that no other package's range picks another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -29,6 +30,9 @@ test: lint
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/bench -m '' -s
+
+soak: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/soak -m '' -s
 
 clean:
 	rm -rf $(VENV) moetool-demo dist build

@@ -89,14 +89,16 @@ class Shards:
         if buffer is None or len(buffer) < span:
             buffer = self._scratch.buffer = mmap.mmap(-1, span)  # page-aligned, as O_DIRECT asks
         view = memoryview(buffer)
-        done = 0
-        while done < offset + num_bytes - start:
+        needed, done = offset + num_bytes - start, 0
+        while done < needed:
             got = os.preadv(self._descriptors[file], [view[done:span]], start + done)
-            if got <= 0:
-                raise OSError(f"{self.files[file]} ended at byte {start + done:,}, expected {offset + num_bytes:,}")
-            done += got
-            if done % _BLOCK and done < offset + num_bytes - start:
-                done = done // _BLOCK * _BLOCK  # O_DIRECT goes on at a block
+            reached = done + max(0, got)
+            if reached < needed:
+                reached = reached // _BLOCK * _BLOCK  # O_DIRECT goes on at a block
+            if reached == done:  # and a file that ends inside one would give the same bytes again, for ever
+                end = os.fstat(self._descriptors[file]).st_size
+                raise OSError(f"{self.files[file].name} ends at byte {end:,}, expected {offset + num_bytes:,}")
+            done = reached
         return view[offset - start : offset - start + num_bytes]
 
     def load(self, name: str) -> torch.Tensor:

@@ -17,7 +17,7 @@ from moetool.errors import MoetoolError
 from moetool.request import EngineLike, SamplingParams, TokenLogprob
 from moetool.serving import openapi, refusal
 from moetool.serving.access import Access, Record, record_of
-from moetool.serving.generation import Exchange, Frontend, Job, Piece
+from moetool.serving.generation import Deadline, Exchange, Frontend, Job, Piece
 from moetool.serving.metrics import Metrics
 from moetool.serving.prompts import Prompt, chat_prompt, completion_prompts, echo
 from moetool.serving.refusal import BodyLimit, Refusal
@@ -53,8 +53,9 @@ def create_app(
     options = options or ServerOptions()
     frontend = Frontend(engine, Vocabulary(engine.tokenizer), Metrics(engine), options)
     began = time.monotonic()
-    # The documentation pages load scripts from the network, so there are none.
-    app = FastAPI(title="moetool", docs_url=None, redoc_url=None)
+    # The documentation pages load scripts from the network, so there are none; and a redirection would be to wherever
+    # the request's Host header says.
+    app = FastAPI(title="moetool", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.frontend = frontend
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes)
     app.add_middleware(Access, api_key=api_key, report=report)  # the last one added is the outermost
@@ -121,7 +122,7 @@ class _Terms(NamedTuple):
     """On which an exchange is opened: who asks, and how long it may take."""
 
     record: Record
-    timeout_s: float
+    deadline: Deadline
 
 
 def _terms(frontend: Frontend, request: Request) -> _Terms:
@@ -133,7 +134,8 @@ def _terms(frontend: Frontend, request: Request) -> _Terms:
         seconds = 0.0
     if not seconds > 0:
         raise Refusal(f"X-Request-Timeout is {given!r}, expected seconds above 0", param="X-Request-Timeout")
-    return _Terms(record_of(request.scope), min(seconds, most))
+    seconds = min(seconds, most)
+    return _Terms(record_of(request.scope), Deadline(seconds, asyncio.get_running_loop().time() + seconds))
 
 
 async def _answer(
@@ -167,7 +169,7 @@ async def _start_completion(frontend: Frontend, body: CompletionRequest, terms: 
         for prompt in prompts:
             scores: list[TokenLogprob | None] | None = None
             if body.logprobs is not None:
-                scores = await frontend.score(prompt.tokens, body.logprobs)
+                scores = await frontend.score(prompt.tokens, body.logprobs, terms.deadline)
             echoes += [echo(vocabulary, prompt, scores)] * body.n
         reply.echoes = echoes
     jobs = _jobs(body, prompts, body.logprobs)

@@ -104,16 +104,29 @@ class Choice:
         return taken
 
 
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When an answer has to be finished: `at` on the event loop's clock, `seconds` after the request came."""
+
+    seconds: float
+    at: float
+
+    @property
+    def missed(self) -> str:
+        """What a client is told that did not get its answer in time."""
+        return f"the answer was not finished within {self.seconds:g} s, the time that it was given"
+
+
 class Exchange:
     """The choices of one HTTP request while they wait and run.
 
     Args:
         record: of the request; gets the numbers of tokens.
-        timeout_s: an exchange that is not over by then is aborted.
+        deadline: an exchange that is not over by then is aborted.
     """
 
     def __init__(
-        self, frontend: "Frontend", jobs: Sequence[Job], stops: Sequence[str], record: Record, timeout_s: float
+        self, frontend: "Frontend", jobs: Sequence[Job], stops: Sequence[str], record: Record, deadline: Deadline
     ) -> None:
         self.jobs = list(jobs)
         self.choices = [Choice(job, frontend.vocabulary, stops) for job in jobs]
@@ -124,23 +137,22 @@ class Exchange:
         self._began = time.perf_counter()
         self._latest = [self._began] * len(jobs)  # when a choice was asked for or had its latest token
         self._ids: dict[int, int] = {}
-        self._timer = self._loop.call_later(
-            timeout_s, self.abort, f"the answer was not finished within {timeout_s:g} s, the time that it was given"
-        )
+        self._timer = self._loop.call_at(deadline.at, self.abort, deadline.missed)
 
     @property
     def num_tokens(self) -> int:
         """Tokens generated, over all choices."""
         return sum(choice.num_tokens for choice in self.choices)
 
-    def submit(self, index: int) -> None:
-        """Hand a choice to the engine; one that the engine does not take ends with an error."""
+    def submit(self, index: int) -> bool:
+        """Hand a choice to the engine; gives whether it was taken. One that is not ends with an error."""
         job = self.jobs[index]
         try:
             self._ids[index] = self._frontend.engine.submit(job.prompt, job.params, partial(self._post, index))
         except MoetoolError as error:
-            self._frontend.release()
             self._inbox.put_nowait((index, Output(-1, None, None, "cancelled", str(error)), 0.0))
+            return False
+        return True
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """(index of the choice, its next piece), as they come, until every choice is finished.
@@ -253,7 +265,7 @@ class Frontend:
             case _:
                 raise Unavailable("the engine has failed; the server's log says why", retry_after_s=30)
 
-    def open(self, jobs: Sequence[Job], stops: Sequence[str], record: Record, timeout_s: float) -> Exchange:
+    def open(self, jobs: Sequence[Job], stops: Sequence[str], record: Record, deadline: Deadline) -> Exchange:
         """Queue jobs for the engine, all or none; the caller closes the exchange.
 
         Raises:
@@ -265,29 +277,39 @@ class Frontend:
         for job in jobs:
             self.engine.check(job.prompt, job.params)
         self._require_room(len(jobs))
-        exchange = Exchange(self, jobs, stops, record, timeout_s)
+        exchange = Exchange(self, jobs, stops, record, deadline)
         self.running.add(exchange)
         for index in range(len(jobs)):
             self._queue.push(record.client, exchange, (exchange, index))
         self._pump()
         return exchange
 
-    async def score(self, prompt: list[int], top: int) -> list[TokenLogprob | None]:
-        """`EngineLike.prompt_logprobs`, when it is this prompt's turn. Raises: as `open`."""
+    async def score(self, prompt: list[int], top: int, deadline: Deadline) -> list[TokenLogprob | None]:
+        """`EngineLike.prompt_logprobs`, when it is this prompt's turn.
+
+        Raises: as `open`; Unavailable where the deadline comes first.
+        """
         self.require_ready()
         self._require_room(1)
         self._num_scoring += 1
+        work: asyncio.Future[list[TokenLogprob | None]] | None = None
         try:
-            async with self.scoring:
-                return await asyncio.to_thread(self.engine.prompt_logprobs, prompt, top)
+            async with asyncio.timeout_at(deadline.at):
+                await self.scoring.acquire()
+                work = asyncio.ensure_future(asyncio.to_thread(self.engine.prompt_logprobs, prompt, top))
+                # A thread cannot be stopped: where nobody waits for it any more, the next prompt does.
+                work.add_done_callback(self._scored)
+                return await asyncio.shield(work)
+        except TimeoutError:
+            raise Unavailable(deadline.missed) from None
         finally:
-            self._num_scoring -= 1
+            if work is None:
+                self._num_scoring -= 1
 
-    def release(self, seconds: float | None = None) -> None:
+    def release(self, seconds: float) -> None:
         """A choice has left the engine, this long after it was asked for."""
         self._in_engine -= 1
-        if seconds is not None:
-            self._seconds += 0.1 * (seconds - self._seconds)
+        self._seconds += 0.1 * (seconds - self._seconds)
         self._pump()
 
     def forget(self, exchange: Exchange) -> None:
@@ -302,9 +324,14 @@ class Frontend:
 
     def _pump(self) -> None:
         while len(self._queue) and self._in_engine < 2 * self.engine.max_requests:
-            self._in_engine += 1
             exchange, index = self._queue.pop()
-            exchange.submit(index)
+            self._in_engine += exchange.submit(index)
+
+    def _scored(self, work: "asyncio.Future[list[TokenLogprob | None]]") -> None:
+        self._num_scoring -= 1
+        self.scoring.release()
+        if not work.cancelled():
+            work.exception()  # looked at, lest asyncio complain of it where nobody waits any more
 
     def _require_room(self, num: int) -> None:
         free = 2 * self.engine.max_requests - self._in_engine

@@ -19,6 +19,8 @@ from pydantic import (
 )
 
 MAX_STOPS = 4
+MAX_STOP_LENGTH = 1024
+"""Characters of a stop string: each choice of a request prepares its own search for it."""
 MAX_CHOICES = 128
 """Choices of one request, over all its prompts."""
 
@@ -105,7 +107,9 @@ class GenerationRequest(_Body):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS), BeforeValidator(_as_stops)
+        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
+        Field(max_length=MAX_STOPS),
+        BeforeValidator(_as_stops),
     ] = []
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -4,6 +4,7 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import openai
@@ -11,7 +12,7 @@ import pytest
 
 from moetool.chat import Conversation
 from moetool.errors import MoetoolError, UsageError
-from moetool.request import SamplingParams, Sink
+from moetool.request import SamplingParams, Sink, TokenLogprob
 from moetool.serving.server_options import ServerOptions
 from moetool.serving.status_line import Rates
 from tests.scripted_engine import ScriptedEngine
@@ -155,6 +156,71 @@ def test_an_engine_that_fails_between_two_choices_leaves_nobody_waiting() -> Non
         status, body = post(url, "/v1/completions", {**ASK, "n": 4})
         assert status == 503 and "failed just now" in body["error"]["message"]
         eventually(lambda: json.loads(get(url, "/stats")[2])["server"]["choices_in_engine"] == 0)
+
+
+def test_an_engine_that_fails_answers_a_queue_of_any_length() -> None:
+    engine = _Refusing(max_requests=1)
+    with serving(engine, options=ServerOptions(max_queue=5000)) as (url, server):
+        server._frontend._in_engine = 2  # no place yet
+        with ThreadPoolExecutor(12) as pool:
+            waiting = [pool.submit(post, url, "/v1/completions", {**ASK, "n": 128}) for _ in range(12)]
+            eventually(lambda: json.loads(get(url, "/stats")[2])["server"]["choices_waiting"] == 12 * 128)
+            engine.submitted.append(SamplingParams(max_tokens=1))  # from here it takes nothing
+            server._frontend._in_engine = 0
+            assert post(url, "/v1/completions", ASK)[0] == 503
+            assert [job.result()[0] for job in waiting] == [503] * 12
+
+
+class _SlowToScore(ScriptedEngine):
+    """Scores a prompt when told to."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.go_on = Event()
+        self.scored = 0
+
+    def prompt_logprobs(self, prompt: list[int], top: int) -> list[TokenLogprob | None]:
+        self.scored += 1
+        self.go_on.wait(20)
+        return super().prompt_logprobs(prompt, top)
+
+
+def test_scoring_keeps_to_the_deadline_and_to_one_thread() -> None:
+    engine, score = _SlowToScore(), {**ASK, "echo": True, "logprobs": 1, "max_tokens": 0}
+    with serving(engine) as (url, _):
+        for _ in range(2):
+            status, body = post(url, "/v1/completions", score, **{"X-Request-Timeout": "0.1"})
+            assert status == 503 and "within 0.1 s" in body["error"]["message"]
+        for _ in range(10):
+            gone = connect(url)
+            gone.request("POST", "/v1/completions", json.dumps(score), {"Content-Type": "application/json"})
+            gone.close()
+        assert post(url, "/v1/completions", ASK)[0] == 200  # threads are left to tokenise with
+        assert engine.scored == 1  # which nobody waits for any more
+        engine.go_on.set()
+        assert post(url, "/v1/completions", score)[0] == 200
+        eventually(lambda: json.loads(get(url, "/stats")[2])["server"]["choices_waiting"] == 0)
+        assert engine.scored <= 3
+
+
+def test_a_request_that_would_take_long_to_understand_is_refused() -> None:
+    with serving(ScriptedEngine()) as (url, _):
+        status, body = post(url, "/v1/completions", {**ASK, "n": 128, "stop": "a" * 4_000_000})
+        assert status == 400 and body["error"]["param"] == "stop[0]"
+        assert post(url, "/v1/completions", {**ASK, "stop": ["a" * 1024] * 4})[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_a_page_in_a_browser_cannot_ask(kind: str) -> None:
+    """These are the types that a page may send to another origin without asking; nothing here allows it to ask."""
+    with serving(ScriptedEngine()) as (url, _):
+        data = json.dumps(ASK).encode()
+        assert post(url, "/v1/completions", data, **{"Content-Type": kind})[0] == 400
+        connection = connect(url)
+        asks = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+        connection.request("OPTIONS", "/v1/completions", headers=asks)
+        response = connection.getresponse()
+        assert response.status == 405 and "Access-Control-Allow-Origin" not in response.headers
 
 
 def test_what_is_not_served_is_said() -> None:

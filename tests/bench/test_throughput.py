@@ -1,0 +1,136 @@
+"""Tokens a second at 1, 8 and 64 clients with everything in memory, beside `transformers serve` on the same model.
+
+    pytest tests/bench/test_throughput.py -s
+
+Both servers are up the whole time; the one that is not measured is stopped (SIGSTOP), so that its idle loops cost the
+other nothing. `transformers serve` loads no model without the package accelerate, which moetool has no use for; where
+it is not installed there is nothing to stand beside.
+"""
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.load import PROMPTS
+from tests.server_process import served
+
+CLIENTS = (1, 8, 64)
+ROUNDS = 5
+MAX_TOKENS = 24
+KV_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A server under measurement, and what it calls the model."""
+
+    name: str
+    url: str
+    model: str
+    pid: int
+
+    def ask(self, prompt: str, max_tokens: int) -> Any:
+        """The greedy completion of a prompt. Raises: OSError where nobody listens yet."""
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=600)
+        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+        assert response.status == 200, answer
+        return answer
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let it run for as long as the block does."""
+        os.kill(self.pid, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGSTOP)
+
+    def tokens_per_second(self, num_clients: int) -> float:
+        """With so many clients that ask again as soon as they are answered."""
+        requests = {1: 4, 8: 2}.get(num_clients, 1)
+
+        def live(number: int) -> int:
+            tokens = 0
+            for turn in range(requests):
+                prompt = PROMPTS[(number + turn) % len(PROMPTS)]
+                tokens += self.ask(prompt, MAX_TOKENS)["usage"]["completion_tokens"]
+            return tokens
+
+        with self.awake(), ThreadPoolExecutor(num_clients) as pool:
+            began = time.perf_counter()
+            tokens = sum(pool.map(live, range(num_clients)))
+            return tokens / (time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def _transformers_serve(model: Path) -> Iterator[Contender]:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", str(model), "--continuous-batching"]
+    command += ["--device", "cpu", "--dtype", "float32", "--port", str(port), "--host", "127.0.0.1"]
+    popen = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        made = Contender("transformers serve", f"http://127.0.0.1:{port}", str(model), popen.pid)
+        deadline = time.monotonic() + 180
+        while True:
+            assert popen.poll() is None and time.monotonic() < deadline, "transformers serve does not start"
+            with contextlib.suppress(OSError):
+                made.ask("a", 1)
+                break
+            time.sleep(0.5)
+        yield made
+    finally:
+        popen.kill()
+        popen.wait(30)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="transformers serve wants accelerate")
+def test_throughput(reference: Path) -> None:
+    options = ["--set", f"kv_tokens={KV_TOKENS}"]
+    with contextlib.ExitStack() as stack:
+        few = stack.enter_context(served("reference", *options))
+        many = stack.enter_context(served("reference", *options, "--set", "max_requests=64"))
+        contenders = [
+            Contender("moetool serve", few.url, "reference", few.popen.pid),
+            Contender("moetool serve, max_requests=64", many.url, "reference", many.popen.pid),
+            stack.enter_context(_transformers_serve(reference)),
+        ]
+        for contender in contenders:
+            contender.tokens_per_second(1)  # warms it up, and leaves it stopped
+        rates: dict[tuple[str, int], list[float]] = {}
+        for turn in range(ROUNDS):
+            for num in CLIENTS:
+                for contender in contenders[:: 1 if turn % 2 else -1]:
+                    rates.setdefault((contender.name, num), []).append(contender.tokens_per_second(num))
+        for contender in contenders:
+            os.kill(contender.pid, signal.SIGCONT)
+    print()
+    for num in CLIENTS:
+        theirs = rates[contenders[-1].name, num]
+        for contender in contenders:
+            own = rates[contender.name, num]
+            ratios = sorted(one / other for one, other in zip(own, theirs, strict=True))
+            print(
+                f"{num:3} clients  {contender.name:32} {statistics.median(own):7.1f} tokens/s  "
+                f"x {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+            )

@@ -1,0 +1,83 @@
+"""`moetool serve` on the embedded model as a process of its own, for tests that kill it or look at its memory."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+_SERVING = re.compile(r"serving on (http://\S+?)/v1")
+
+
+class ServerProcess:
+    """A running `moetool serve`.
+
+    Args:
+        arguments: of `moetool serve`, model first; the port is any free one.
+
+    Attributes:
+        url: where it answers; set once it does.
+    """
+
+    def __init__(self, arguments: list[str], stderr: IO[str]) -> None:
+        command = [sys.executable, "-c", "from moetool.cli import main; main()", "serve", *arguments, "--port", "0"]
+        path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._stderr = stderr
+        self.popen = subprocess.Popen(command, stderr=stderr, env={**os.environ, "PYTHONPATH": path})
+        self.url = self._answers()
+
+    @property
+    def narration(self) -> str:
+        """What it has written on stderr so far."""
+        return Path(self._stderr.name).read_text(encoding="utf-8")
+
+    def kill(self) -> None:
+        """SIGKILL: it gets no chance to tidy up."""
+        self.popen.kill()
+        self.popen.wait(30)
+
+    def stop(self) -> int:
+        """SIGTERM; gives the exit code."""
+        self.popen.send_signal(signal.SIGTERM)
+        return self.popen.wait(60)
+
+    def _answers(self) -> str:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            if found := _SERVING.search(self.narration):
+                return found[1]
+            assert self.popen.poll() is None, self.narration
+            time.sleep(0.05)
+        raise AssertionError(f"no answer: {self.narration}")
+
+
+@contextlib.contextmanager
+def served(*arguments: str) -> Iterator[ServerProcess]:
+    """A `moetool serve` that answers; killed at the end if it still runs."""
+    with tempfile.NamedTemporaryFile("w", suffix=".stderr") as stderr:
+        process = None
+        try:
+            process = ServerProcess(list(arguments), stderr)
+            yield process
+        finally:
+            if process is not None and process.popen.poll() is None:
+                process.kill()
+
+
+def quarter_of_experts() -> list[str]:
+    """Arguments under which the embedded model has a quarter of its experts in memory."""
+    from moetool.models.spec import locate, read_spec
+    from moetool.serving.assembly import ServeOptions, fixed_bytes
+    from moetool.serving.copies import stride_of
+
+    path = locate("reference")
+    spec = read_spec(path)
+    slots = spec.total_experts // 4 * stride_of(spec.slot_bytes)
+    memory = sum(fixed_bytes(path, ServeOptions(kv_tokens=2048))) + slots
+    return ["reference", "--policy", "lru", "--device-memory", str(memory), "--set", "kv_tokens=2048"]
