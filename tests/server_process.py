@@ -26,7 +26,7 @@ class ServerProcess:
     """
 
     def __init__(self, arguments: list[str], stderr: IO[str]) -> None:
-        command = [sys.executable, "-c", "from moetool.cli import main; main()", "serve", *arguments, "--port", "0"]
+        command = [sys.executable, "-m", "moetool.cli.main", "serve", *arguments, "--port", "0"]
         path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._stderr = stderr
         self.popen = subprocess.Popen(command, stderr=stderr, env={**os.environ, "PYTHONPATH": path})
