@@ -1,6 +1,6 @@
 """The command line: commands, and the one place where errors become messages and exit codes.
 
-The commands about placement are in `moetool.cli_placement`.
+The commands about placement are in `moetool.cli_placement`, `moetool simulate` in `moetool.cli_simulate`.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moetool import __version__, cli_placement, durable, tables
+from moetool import __version__, cli_placement, cli_simulate, durable, tables
 from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
 from moetool.errors import MoetoolError, UsageError
 
@@ -41,6 +41,7 @@ app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
 cli_placement.register(plan_app)
+cli_simulate.register(app)
 
 
 def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:

@@ -4,9 +4,12 @@ import html
 import io
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from moetool import durable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,8 +57,23 @@ def draw(key: str, height: float, alt: str, paint: Callable[["Figure"], None]) -
         height: in inches, of a figure `WIDTH` wide.
         paint: draws into the figure that it is given.
     """
+    written = io.BytesIO()
+    _paint(written, "svg", height, paint)
+    return _inline(key, written.getvalue().decode(), alt)
+
+
+def write(path: Path, height: float, paint: Callable[["Figure"], None]) -> None:
+    """Write a figure to a file of its own, SVG or PNG by its name, in the same style.
+
+    Effects: the file appears whole or not at all.
+    """
+    written = io.BytesIO()
+    _paint(written, path.suffix[1:], height, paint)
+    durable.write_bytes(path, written.getvalue())
+
+
+def _paint(written: io.BytesIO, form: str, height: float, paint: Callable[["Figure"], None]) -> None:
     import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     # From the defaults, not from what a person's own matplotlibrc says: the same trace gives the same page.
@@ -63,11 +81,11 @@ def draw(key: str, height: float, alt: str, paint: Callable[["Figure"], None]) -
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_NUMBERS)
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        FigureCanvasSVG(figure)
         paint(figure)
-        written = io.StringIO()
-        figure.savefig(written, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return _inline(key, written.getvalue(), alt)
+        if form == "svg":
+            figure.savefig(written, format=form, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        else:
+            figure.savefig(written, format=form, dpi=144, metadata={"Software": None})
 
 
 def _inline(key: str, svg: str, alt: str) -> str:

@@ -79,11 +79,11 @@ class Moving:
             elif move.kind in ("drop", "stage"):
                 engine.routing.remove(move.layer, move.expert, move.gpu)
             self._left -= 1
+            if not self._left:
+                self._done(now_s)
             for j in self._then[i]:
                 self._waits[j] -= 1
                 if not self._waits[j]:
                     self._begin_of(j)(engine, now_s)
-            if not self._left:
-                self._done(now_s)
 
         return end
