@@ -163,9 +163,9 @@ def _seconds(value: float) -> str:
 
 def _print_one(found: "Simulated") -> None:
     """What is seen of a single run besides its row."""
-    tables.print_table(
-        "requests of each server", ["server", "mean s"], [[n, _seconds(s)] for n, s in found.mean_by_server.items()]
-    )
+    slowest = sorted(found.mean_by_server.items(), key=lambda one: -one[1])
+    more = f" and {len(slowest) - 12} more" if len(slowest) > 12 else ""
+    print("mean latency by server: " + ", ".join(f"{name} {_seconds(s)} s" for name, s in slowest[:12]) + more)
     shares = [f"{one.until_s:,.0f} s: {one.local:.1%}" for one in found.windows if one.local is not None]
     step = -(-len(shares) // 12)
     print("computed locally until " + ", ".join(shares[::step]))

@@ -15,7 +15,7 @@ than the time at which it is next free.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heappushpop
 from typing import Protocol
 
 from moetool.simulation.costs import Computing, Network
@@ -129,8 +129,10 @@ class Engine:
         per_token, load_of = self.bytes_per_token, free_G.__getitem__
         number = self._number
         calls = local = 0
-        while heap:
-            now, _, kind, what, g, cost, size = heappop(heap)
+        # Where one event follows from another, its push and the next pop are one step of the heap.
+        event = heappop(heap) if heap else None
+        while event is not None:
+            now, _, kind, what, g, cost, size = event
             if kind == READY:
                 request: Request = what  # type: ignore[assignment]
                 step = request.step
@@ -141,6 +143,7 @@ class Engine:
                     self.now_s, self._number = now, number
                     self._finish(request)
                     number = self._number
+                    event = heappop(heap) if heap else None
                     continue
                 took = dense_s[request.route.prompt_tokens if step < num_layers else 1] * slow_G[g]
                 free = free_G[g]
@@ -148,7 +151,8 @@ class Engine:
                 free_G[g] = free
                 busy_G[g] += took
                 number += 1
-                heappush(heap, (free, number, SEND, request, g, 0.0, 0))
+                event = heappushpop(heap, (free, number, SEND, request, g, 0.0, 0))
+                continue
             elif kind == SEND:
                 request = what  # type: ignore[assignment]
                 step = request.step
@@ -194,14 +198,16 @@ class Engine:
                     )
                 if not parts:
                     number += 1
-                    heappush(heap, (request.back_s, number, READY, request, g, 0.0, 0))
+                    event = heappushpop(heap, (request.back_s, number, READY, request, g, 0.0, 0))
+                    continue
             elif kind == WORK:
                 free = free_G[g]
                 free = (now if now > free else free) + cost
                 free_G[g] = free
                 busy_G[g] += cost
                 number += 1
-                heappush(heap, (free, number, BACK, what, g, 0.0, size))
+                event = heappushpop(heap, (free, number, BACK, what, g, 0.0, size))
+                continue
             elif kind == BACK:
                 request = what  # type: ignore[assignment]
                 queue = queue_GG[g][request.gpu]
@@ -215,12 +221,14 @@ class Engine:
                 request.pending -= 1
                 if not request.pending:
                     number += 1
-                    heappush(heap, (request.back_s, number, READY, request, request.gpu, 0.0, 0))
+                    event = heappushpop(heap, (request.back_s, number, READY, request, request.gpu, 0.0, 0))
+                    continue
             else:
                 self.now_s, self.calls, self.local_calls = now, calls, local
                 self._number = number
                 self._seldom(kind, what)
                 number = self._number
+            event = heappop(heap) if heap else None
         self.calls, self.local_calls = calls, local
 
     def _seldom(self, kind: int, what: object) -> None:
