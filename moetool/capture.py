@@ -1,28 +1,42 @@
-"""From a model and prompts to a trace: the prefill and decode of every prompt, with what its routers did."""
+"""From a model and prompts to a trace: the prefill and decode of every prompt, with what its routers did.
 
-import platform
+Batches are fixed by the prompts' order before anything runs. Each is kept on disk once it has ended
+(`moetool.capture_stage`), so a capture that is stopped goes on with the first one that is missing, and gives the trace
+that it would have given.
+"""
+
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-import transformers
 
-from moetool import __version__, durable
-from moetool.errors import CapacityError, MoetoolError, UsageError
+from moetool import durable
+from moetool.capture_plan import CaptureOptions, CapturePlan, Item, plan_capture, provenance, row_bytes
+from moetool.capture_stage import Stage, open_stage
+from moetool.capture_writer import BatchWriter
+from moetool.errors import MoetoolError
 from moetool.models.batching import Batcher
 from moetool.models.decoding import Batch
-from moetool.models.loading import LoadedModel, load_full, load_tokenizer, parse_device, parse_dtype, use_threads
+from moetool.models.loading import LoadedModel, load_full, parse_device, parse_dtype
 from moetool.models.recording import GateRecorder
-from moetool.models.sequential import Sequential, one_at_a_time, open_batcher
-from moetool.models.spec import locate
+from moetool.models.sequential import Sequential, open_batcher
 from moetool.prompts import Prompt
 from moetool.request import SamplingParams
-from moetool.trace import MANIFEST
+from moetool.trace import MANIFEST, TokenBatch, Trace
 from moetool.trace_writer import TraceWriter
+
+CHUNK_TOKENS, CHUNK_BYTES = 1024, 1 << 23
+"""Rows that are converted and written at once, unless their batch ends earlier."""
+
+OpenModel = Callable[[Path, torch.dtype, torch.device], LoadedModel]
+
+
+def ignore_note(note: str) -> None:
+    """For callers that have nobody to tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +44,17 @@ class Captured:
     """What a capture made.
 
     Attributes:
-        skipped: prompts that were left out because they do not fit into the model's context.
+        too_long: prompts that were left out because they do not fit into the model's context.
+        empty: prompts that were left out because they have no token.
+        seconds: of this run; an earlier one that it went on with is not counted.
     """
 
     out: Path
     requests: int
     prompt_tokens: int
     new_tokens: int
-    skipped: int
+    too_long: int
+    empty: int
     bytes: int
     seconds: float
 
@@ -46,45 +63,15 @@ class Captured:
         """Rows of the trace: the tokens that were forwarded, all but the last one of each answer."""
         return self.prompt_tokens + self.new_tokens - self.requests
 
+    @property
+    def skipped(self) -> int:
+        """Prompts that were left out."""
+        return self.too_long + self.empty
+
     def to_json(self) -> dict[str, Any]:
         """The summary, for --json."""
         values = {name: getattr(self, name) for name in self.__slots__}
-        return {**values, "out": str(self.out), "tokens": self.tokens}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CaptureOptions:
-    """How prompts are forwarded and what is recorded.
-
-    Attributes:
-        max_new_tokens: tokens to decode for each prompt, greedily, unless its end comes earlier.
-        batch_size: prompts that are forwarded together: consecutive ones; the next batch begins when the last
-            request of one has ended, so that the same call gives the same rows.
-        keep: columns to record, of `moetool.trace.KEEP`.
-        ahead: for how many layers the column `ahead` looks ahead.
-        device: `cpu` or `cuda`.
-        dtype: data type of the model.
-        threads: of the arithmetic; see `use_threads`. The same number gives the same rows.
-    """
-
-    max_new_tokens: int = 32
-    batch_size: int = 1
-    keep: tuple[str, ...] = ("topk", "logits")
-    ahead: int = 3
-    device: str = "cpu"
-    dtype: str = "float32"
-    threads: int = 0
-
-    def __post_init__(self) -> None:
-        if self.ahead < 1:
-            raise UsageError(f"ahead is {self.ahead}, expected at least 1: the next MoE layer")
-        if self.batch_size < 1 or self.max_new_tokens < 1:
-            raise UsageError(
-                f"--batch-size {self.batch_size} and --max-new-tokens {self.max_new_tokens} must both be at least 1"
-            )
-
-
-OpenModel = Callable[[Path, torch.dtype, torch.device], LoadedModel]
+        return {**values, "out": str(self.out), "tokens": self.tokens, "skipped": self.skipped}
 
 
 def capture(
@@ -93,193 +80,231 @@ def capture(
     out: Path,
     options: CaptureOptions,
     *,
-    share: tuple[int, int] = (0, 1),
     open_model: OpenModel = load_full,
     overwrite: bool = False,
+    resume: bool = False,
     on_progress: Callable[[int], None] | None = None,
+    on_note: Callable[[str], None] = ignore_note,
 ) -> Captured:
     """Run a model over prompts and record its routers.
 
     Args:
         model: `reference`, a folder or a hub name.
-        share: (i, n) captures the batches i, i + n, i + 2n, … only; requests keep their numbers. See
-            `moetool.shares`.
         open_model: how the model comes into memory: whole, or with its experts in a pool.
+        resume: go on with a run of the same arguments that was stopped; without one, begin.
         on_progress: called with the number of prompts that are done.
+        on_note: called with what a person wants to read meanwhile.
 
-    Effects: loads the model; writes the trace to `out`, as a whole or not at all.
+    Effects: loads the model; writes the trace to `out`, as a whole or not at all. What ends it earlier leaves the
+        batches that have ended in `stage_path(out)`.
 
     Raises:
-        UsageError: bad arguments, or `out` exists.
-        CapacityError: no prompt fits into the model's context, or the model not into memory.
+        UsageError: bad arguments, or `out` exists, or a stopped run is there and `resume` is false.
+        MismatchError: the run that was stopped had other arguments.
+        CapacityError: no prompt fits into the model's context, or the model not into memory, or the rows not onto
+            the disk.
         MoetoolError: the disk failed, or a forward did.
     """
-    durable.require_absent(out, overwrite, MANIFEST)
-    device = parse_device(options.device)
+    began = time.perf_counter()
+    plan = open_plan(model, prompts, out, options, open_model=open_model, overwrite=overwrite, resume=resume)
+    with open_stage(out, plan, resume=resume, overwrite=overwrite, on_note=on_note) as stage:
+        if not stage.finished():
+            kept = stage.kept_prompts()
+            progress = None if on_progress is None else lambda done: on_progress(kept + done)
+            run_batches(stage, stage.missing(), open_model, progress)
+        return finish(stage, overwrite, began)
+
+
+def open_plan(
+    model: str,
+    prompts: Iterable[Prompt],
+    out: Path,
+    options: CaptureOptions,
+    *,
+    open_model: OpenModel,
+    overwrite: bool,
+    resume: bool,
+) -> CapturePlan:
+    """`plan_capture`, after what can be refused at once."""
+    parse_dtype(options.dtype)
+    parse_device(options.device)
+    if not resume:
+        durable.require_absent(out, overwrite, MANIFEST)
+    return plan_capture(model, list(prompts), options, pooled=open_model is not load_full)
+
+
+def run_batches(
+    stage: Stage, batches: Sequence[int], open_model: OpenModel, on_progress: Callable[[int], None] | None = None
+) -> None:
+    """Forward some batches of a capture, and keep their rows.
+
+    Effects: loads the model, for as long as this takes.
+    """
+    if not batches:
+        return
+    plan = stage.plan
+    device = parse_device(plan.options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    path = locate(model)
-    began = time.perf_counter()
-    with durable.staged_directory(out, overwrite, MANIFEST) as folder:
-        loaded = open_model(path, parse_dtype(options.dtype), device)
-        config = loaded.model.config.get_text_config()
-        num_threads = use_threads(config, options.threads)
-        if one_at_a_time(config):
-            options = replace(options, batch_size=1)
-        batches, skipped = plan_batches(list(prompts), load_tokenizer(path), config.max_position_embeddings, options)
-        run = _Run(loaded, TraceWriter(folder, loaded.spec, options.keep, options.ahead), options)
-        try:
-            run.all(batches[share[0] :: share[1]], on_progress)
-            provenance = {
-                "model": model,
-                "device": options.device,
-                "dtype": options.dtype,
-                "max_new_tokens": options.max_new_tokens,
-                "threads": num_threads,
-                "skipped": skipped,
-                "versions": {
-                    "moetool": __version__,
-                    "torch": torch.__version__,
-                    "transformers": transformers.__version__,
-                    "python": platform.python_version(),
-                },
-            }
-            size = options.batch_size
-            composition = {"kind": "sequential"} if size == 1 else {"kind": "batch", "size": size}
-            run.writer.finish(composition=composition, provenance=provenance)
-            num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        except BaseException:
-            run.writer.abort()
-            raise
-        finally:
-            loaded.close()
+    loaded = open_model(plan.path, parse_dtype(plan.options.dtype), device)
+    try:
+        with BatchWriter(stage) as writer:
+            forward_batches(loaded, plan, batches, writer, on_progress)
+    finally:
+        loaded.close()
+
+
+def forward_batches(
+    loaded: LoadedModel,
+    plan: CapturePlan,
+    batches: Sequence[int],
+    writer: BatchWriter | None,
+    on_progress: Callable[[int], None] | None = None,
+) -> int:
+    """Forward some batches of a capture with a model that is in memory; gives the number of new tokens.
+
+    Args:
+        writer: takes the rows; without one nothing is recorded, which tells what recording costs.
+    """
+    run = _Run(loaded, plan, writer)
+    try:
+        for batch in batches:
+            run.batch(batch)
+            if on_progress is not None:
+                on_progress(run.prompts)
+        return run.new_tokens
+    finally:
+        run.close()
+
+
+def finish(stage: Stage, overwrite: bool, began: float) -> Captured:
+    """Put the trace together from the batches, which must all have ended.
+
+    Args:
+        began: when the capture began, by `time.perf_counter`.
+
+    Effects: writes the output, as a whole or not at all, then removes the stage.
+    """
+    plan, out = stage.plan, stage.out
+    if not stage.finished():
+        with durable.staged_directory(out, overwrite, MANIFEST, locked=True) as folder:
+            writer = TraceWriter(folder, plan.spec, plan.options.keep, plan.options.ahead)
+            try:
+                stage.copy_to(writer)
+                size = plan.options.batch_size
+                composition = {"kind": "sequential"} if size == 1 else {"kind": "batch", "size": size}
+                writer.finish(composition=composition, provenance=provenance(plan))
+            except BaseException:
+                writer.abort()
+                raise
+    stage.remove()
+    trace = Trace(out)
     return Captured(
         out=out,
-        requests=run.requests,
-        prompt_tokens=run.prompt_tokens,
-        new_tokens=run.new_tokens,
-        skipped=skipped,
-        bytes=num_bytes,
+        requests=len(trace.requests),
+        prompt_tokens=sum(trace.requests["prompt_tokens"].to_pylist()),
+        new_tokens=sum(trace.requests["new_tokens"].to_pylist()),
+        too_long=plan.too_long,
+        empty=plan.empty,
+        bytes=sum(file.stat().st_size for file in out.rglob("*") if file.is_file()),
         seconds=time.perf_counter() - began,
     )
 
 
-class Item(NamedTuple):
-    """A prompt to forward, as tokens, and the number of its request."""
-
-    request: int
-    prompt: Prompt
-    ids: list[int]
-
-
-def plan_batches(
-    prompts: list[Prompt], tokenizer: Any, max_context: int, options: CaptureOptions
-) -> tuple[list[list[Item]], int]:
-    """Number the prompts that fit and cut them into batches, before anything runs.
-
-    Returns:
-        The batches, and how many prompts were left out.
-
-    Raises:
-        CapacityError: none fits.
-    """
-    items: list[Item] = []
-    longest = 0
-    for prompt in prompts:
-        ids: list[int] = tokenizer(prompt.text)["input_ids"]
-        longest = max(longest, len(ids))
-        if ids and len(ids) + options.max_new_tokens <= max_context:
-            items.append(Item(len(items), prompt, ids))
-    if not items:
-        raise CapacityError(
-            f"none of {len(prompts)} prompts fits: the longest has {longest:,} tokens, {options.max_new_tokens} "
-            f"new ones are asked for, and the model's context holds {max_context:,}; give shorter prompts"
-        )
-    size = options.batch_size
-    return [items[start : start + size] for start in range(0, len(items), size)], len(prompts) - len(items)
-
-
 class _Run:
-    """One capture under way."""
+    """Batches being forwarded."""
 
-    def __init__(self, loaded: LoadedModel, writer: TraceWriter, options: CaptureOptions) -> None:
-        self.loaded = loaded
-        self.writer = writer
-        self.requests = self.prompt_tokens = self.new_tokens = 0
-        self._params = SamplingParams(max_tokens=options.max_new_tokens)
-        self._batch_size = options.batch_size
+    def __init__(self, loaded: LoadedModel, plan: CapturePlan, writer: BatchWriter | None) -> None:
+        self.prompts = self.new_tokens = 0
+        self._loaded = loaded
+        self._plan = plan
+        self._writer = writer
         self._batch: Batch | None = None
+        self._first_forward: int | None = None  # of the batch, whose forwards are numbered from 0
+        self._chunk_tokens = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // row_bytes(plan.schema)))
         # The embedding's mean over an iteration that came in chunks: (iteration, sum, tokens) by request.
         self._embedding: dict[int, tuple[int, np.ndarray, int]] = {}
+        size = plan.options.batch_size
+        self._batcher: Batcher | Sequential = open_batcher(
+            loaded.model, max_requests=size, kv_tokens=size * (plan.width + 16)
+        )
+        self._batcher.on_forward = self._on_forward
+        self._recorder = (
+            None if writer is None else GateRecorder(loaded.model, loaded.layers, plan.options.keep, plan.options.ahead)
+        )
 
-    def all(self, batches: list[list[Item]], on_progress: Callable[[int], None] | None) -> None:
-        """Forward every batch."""
-        if not batches:
-            return
-        width = max(len(item.ids) for batch in batches for item in batch) + self._params.max_tokens
-        kv_tokens = self._batch_size * (width + 16)
-        batcher = open_batcher(self.loaded.model, max_requests=self._batch_size, kv_tokens=kv_tokens)
-        recorder = GateRecorder(self.loaded.model, self.loaded.layers, self.writer.keep, self.writer.ahead)
-        batcher.on_forward = self._on_forward
-        try:
-            for batch in batches:
-                self._one_batch(batcher, recorder, batch)
-                if on_progress is not None:
-                    on_progress(self.requests)
-        finally:
-            recorder.close()
-            batcher.close()
+    def close(self) -> None:
+        """Give the model back as it was."""
+        if self._recorder is not None:
+            self._recorder.close()
+        self._batcher.close()
 
-    def _one_batch(self, batcher: Batcher | Sequential, recorder: GateRecorder, batch: list[Item]) -> None:
-        first = batch[0].request
-        new_tokens = [0] * len(batch)
-        for item in batch:
-            batcher.add(item.request, item.ids, self._params)
-        while not batcher.idle:
-            outputs = batcher.step()
-            self.loaded.end_forward()
+    def batch(self, number: int) -> None:
+        """Forward one batch."""
+        items = self._plan.batches[number]
+        new_tokens = self._forward(items)
+        if self._writer is not None:
+            self._flush_embeddings(self._writer)
+            self._writer.end_batch(number, new_tokens)
+        self.prompts += len(items)
+        self.new_tokens += sum(new_tokens)
+
+    def _forward(self, items: list[Item]) -> list[int]:
+        """The number of new tokens of each prompt."""
+        first = items[0].request
+        new_tokens = [0] * len(items)
+        held_tokens, self._first_forward = 0, None
+        for item in items:
+            self._batcher.add(item.request, item.ids.tolist(), SamplingParams(max_tokens=item.max_tokens))
+        while not self._batcher.idle:
+            outputs = self._batcher.step()
+            self._loaded.end_forward()
             if failed := next((o for o in outputs if o.error is not None), None):
-                prompt_id = batch[failed.request - first].prompt.prompt_id
+                prompt_id = items[failed.request - first].prompt.prompt_id
                 raise MoetoolError(f"the model failed on prompt {prompt_id}: {failed.error}")
             assert self._batch is not None
-            rows, embedding_TD = recorder.take(self._batch)
-            self.writer.append(rows)
-            if embedding_TD is not None:
-                self._add_embeddings(self._batch, embedding_TD)
+            if self._recorder is not None:
+                self._recorder.hold(self._batch)
+                held_tokens += len(self._batch.token_id_T)
+                if held_tokens >= self._chunk_tokens:
+                    self._record()
+                    held_tokens = 0
             for output in outputs:
                 new_tokens[output.request - first] += 1
-        self._flush_embeddings()
-        for item, new in zip(batch, new_tokens, strict=True):
-            self.writer.add_request(
-                item.request,
-                dataset=item.prompt.dataset,
-                task=item.prompt.task,
-                prompt_id=item.prompt.prompt_id,
-                prompt_tokens=len(item.ids),
-                new_tokens=new,
-            )
-            self.prompt_tokens += len(item.ids)
-            self.new_tokens += new
-        self.requests += len(batch)
+        if held_tokens:
+            self._record()
+        return new_tokens
+
+    def _record(self) -> None:
+        """Write the forwards that the recorder holds."""
+        assert self._recorder is not None and self._writer is not None
+        rows, embedding_TD = self._recorder.rows()
+        if self._first_forward is None:
+            self._first_forward = int(rows.forward_T[0])
+        rows.forward_T -= np.int32(self._first_forward)
+        self._writer.append(rows)
+        if embedding_TD is not None:
+            self._add_embeddings(self._writer, rows, embedding_TD)
 
     def _on_forward(self, batch: Batch) -> None:
         self._batch = batch
-        self.loaded.begin_forward(batch.info)
+        self._loaded.begin_forward(batch.info)
 
-    def _add_embeddings(self, batch: Batch, embedding_TD: np.ndarray) -> None:
-        requests = np.asarray(batch.info.request_T)
-        for request in dict.fromkeys(batch.info.request_T):
-            mine = requests == request
-            iteration = batch.iteration_T[int(np.argmax(mine))]
-            total, count = embedding_TD[mine].sum(axis=0), int(mine.sum())
+    def _add_embeddings(self, writer: BatchWriter, rows: TokenBatch, embedding_TD: np.ndarray) -> None:
+        turns = (np.diff(rows.request_T, prepend=-1) != 0) | (np.diff(rows.forward_T, prepend=-1) != 0)
+        starts = np.flatnonzero(turns).tolist()  # of the tokens of one request in one forward
+        keys = zip(rows.request_T[starts].tolist(), rows.iteration_T[starts].tolist(), strict=True)
+        for (request, iteration), start, end in zip(keys, starts, [*starts[1:], len(rows)], strict=True):
+            count = end - start
+            total = embedding_TD[start] if count == 1 else embedding_TD[start:end].sum(axis=0)
             held = self._embedding.get(request)
             if held is not None and held[0] == iteration:
                 total, count = held[1] + total, held[2] + count
             elif held is not None:
-                self.writer.add_embedding(request, held[0], held[1] / held[2])
+                writer.add_embedding(request, held[0], held[1] / held[2])
             self._embedding[request] = (iteration, total, count)
 
-    def _flush_embeddings(self) -> None:
+    def _flush_embeddings(self, writer: BatchWriter) -> None:
         for request, (iteration, total, count) in self._embedding.items():
-            self.writer.add_embedding(request, iteration, total / count)
+            writer.add_embedding(request, iteration, total / count)
         self._embedding.clear()

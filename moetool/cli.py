@@ -1,6 +1,7 @@
 """The command line: commands, and the one place where errors become messages and exit codes.
 
-The commands about placement are in `moetool.cli_placement`, `moetool simulate` in `moetool.cli_simulate`.
+The commands about placement are in `moetool.cli_placement`, those about traces in `moetool.cli_trace`, and
+`moetool simulate` in `moetool.cli_simulate`.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moetool import __version__, cli_placement, cli_simulate, durable, tables
+from moetool import __version__, cli_placement, cli_simulate, cli_trace, durable, tables
 from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
 from moetool.errors import MoetoolError, UsageError
 
@@ -34,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-trace_app = typer.Typer(help="Look at traces, and import those of others.", no_args_is_help=True)
+trace_app = typer.Typer(help="Look at traces, part and join them, and exchange them with others.", no_args_is_help=True)
 plan_app = typer.Typer(help="Decide where experts live.", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure what belongs together, side by side.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
@@ -42,6 +43,7 @@ app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
 cli_placement.register(plan_app)
 cli_simulate.register(app)
+cli_trace.register(trace_app)
 
 
 def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -92,10 +94,19 @@ def _top(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command()
 def capture(
     model: Model,
-    data: Annotated[list[str], typer.Option(help="Embedded prompt sets (or 'all') and JSONL, Parquet or text files.")],
+    data: Annotated[
+        list[str],
+        typer.Option(help="Embedded prompt sets (or 'all'), public ones ('moetool data'), JSONL, Parquet, text files."),
+    ],
     out: Out,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of a copy of the public sets, instead of the Hugging Face hub.")
+    ] = None,
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of each source.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode for each prompt.")] = 32,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens to decode for each prompt, at most; the public set's number, else 32."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are forwarded together.")] = 1,
     keep: Annotated[str, typer.Option(help="Columns: topk,logits,embeddings,hidden,ahead.")] = "topk,logits",
     ahead: Annotated[int, typer.Option(min=1, help="For how many layers the column 'ahead' looks ahead.")] = 3,
@@ -107,6 +118,12 @@ def capture(
     device: Device = None,
     host_memory: HostMemory = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that share the batches, one thread each.")] = 1,
+    settings: Annotated[
+        list[str], typer.Option("--set", help="data.task, data.split, data.seed, data.duplicates=keep, ... Repeatable.")
+    ] = [],  # noqa: B006
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a run of this command that was stopped.")
+    ] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
     recipe: Recipe = None,
@@ -116,7 +133,17 @@ def capture(
 
     if host_memory is not None and device_memory is None:
         raise UsageError("--host-memory is the tier below --device-memory: give that too, or leave both out")
-    texts = list(prompts.load(_split(data), max_prompts=max_prompts))
+    values = parse_settings(settings)
+    wanted = values.pop("data", {})
+    if data_dir is not None and isinstance(wanted, dict):
+        wanted = {**wanted, "folder": data_dir}
+    chosen = parse(prompts.DataOptions, wanted, "data")
+    if values:
+        raise UsageError(f"--set {next(iter(values))!r} is no option of capture, expected data.NAME, as in data.seed=1")
+    gathered = prompts.gather(_split(data), max_prompts=max_prompts, options=chosen)
+    texts = gathered.prompts
+    if gathered.duplicates:
+        tables.narrate(f"moetool: {gathered.duplicates:,} prompts that repeat others were left out")
     from moetool import shares
     from moetool.capture import CaptureOptions
     from moetool.capture import capture as run
@@ -130,9 +157,10 @@ def capture(
         device=device or "cpu",
         dtype=dtype,
         threads=threads,
+        data=tuple(gathered.origins),
     )
     parse_device(options.device)  # refused here once, and not by every worker
-    rest: dict[str, Any] = {"overwrite": overwrite}
+    rest: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "on_note": tables.narrate}
     if device_memory is not None:
         from moetool.serving.assembly import open_pooled
 
@@ -154,85 +182,12 @@ def capture(
     if as_json:
         tables.print_json(made.to_json())
         return
-    skipped = f", {made.skipped} prompts left out (empty, or too long for the context)" if made.skipped else ""
+    left_out = [f"{n:,} {why}" for n, why in ((made.too_long, "too long for the context"), (made.empty, "empty")) if n]
+    skipped = f"; prompts left out: {', '.join(left_out)}" if left_out else ""
     print(
         f"{out}: {made.requests:,} prompts, {made.tokens:,} tokens, {tables.count(made.bytes, 'B')} "
         f"({made.bytes / made.tokens:,.0f} bytes a token) in {made.seconds:,.1f} s{skipped}"
     )
-
-
-@trace_app.command("info")
-def trace_info(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace.")], as_json: Json = False
-) -> None:
-    """Check a trace and say what is in it."""
-    from moetool.trace import Trace
-
-    trace = Trace(path)
-    trace.verify()
-    info = trace.describe()
-    if as_json:
-        tables.print_json(info)
-        return
-    spec = trace.spec
-    print(f"{path}: {spec.name}, {spec.num_layers} MoE layers x {spec.num_experts} experts, top-{max(spec.top_k_L)}")
-    print(f"columns {', '.join(info['columns'])}; batches {info['composition']}; whole and unchanged")
-    rows = [
-        [
-            f"{row['dataset']} / {row['task']}",
-            *(tables.count(row[c]) for c in ("requests", "prompt_tokens", "new_tokens")),
-        ]
-        for row in info["tasks"]
-    ]
-    rows.append(["in all", *(tables.count(info[c]) for c in ("requests", "prompt_tokens", "new_tokens"))])
-    tables.print_table("", ["dataset / task", "prompts", "prompt tokens", "new tokens"], rows)
-    print(f"{tables.count(info['bytes'], 'B')}, {info['bytes'] / max(1, info['tokens']):,.0f} bytes a token")
-
-
-@trace_app.command("head")
-def trace_head(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace.")],
-    out: Out,
-    layers: Annotated[int | None, typer.Option(help="Its first MoE layers, as a model that ends there.")] = None,
-    requests: Annotated[int | None, typer.Option(help="Its first requests.")] = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Make a trace of the first layers or requests of another."""
-    from moetool.trace import Trace
-    from moetool.trace_edit import head
-
-    made = head(Trace(path), out, layers=layers, requests=requests, overwrite=overwrite)
-    print(f"{out}: {len(made.requests):,} requests, {made.num_tokens:,} tokens, {made.spec.num_layers} MoE layers")
-
-
-@trace_app.command("import")
-def trace_import(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of one model, a task each.")],
-    format: Annotated[str, typer.Option(help="What the files are, such as route_csv or topk_parquet.")],
-    out: Out,
-    tokens_as: Annotated[
-        str | None,
-        typer.Option(
-            "--as",
-            help="Where the files don't tell: decode (each token after the first is a forward; default) or prefill.",
-        ),
-    ] = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-) -> None:
-    """Make a trace of the routes that others published."""
-    from moetool.trace_import import import_trace
-
-    made = import_trace(files, format, out, tokens_as=tokens_as, overwrite=overwrite)
-    if as_json:
-        tables.print_json(made.to_json())
-        return
-    print(
-        f"{out}: {made.model}, {', '.join(made.tasks)}: {made.requests:,} requests, {made.tokens:,} tokens, "
-        f"{tables.count(made.bytes, 'B')}"
-    )
-    for note in made.notes:
-        print(f"  {note}")
 
 
 @app.command()
@@ -242,9 +197,7 @@ def train(
     out: Out,
     settings: Annotated[
         list[str],
-        typer.Option(
-            "--set", help="The predictor's options, and fit.max_epochs, fit.max_tokens, fit.learning_rate, ..."
-        ),
+        typer.Option("--set", help="The predictor's options, and fit.max_epochs, fit.max_tokens, fit.held_out, ..."),
     ] = [],  # noqa: B006 - Typer copies defaults
     seed: Annotated[int, typer.Option(help="Of the split, the weights and the order of the samples.")] = 0,
     overwrite: Overwrite = False,
@@ -280,16 +233,29 @@ def evaluate(
     unseen_task: Annotated[
         Path | None, typer.Option("--unseen-task", help="Folder of a trace of a task that they were not trained on.")
     ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="By 'moetool profile': gives times as shares of a decode step.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="The tables as a page as well, an HTML file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Score predictors on requests that they were not trained on, beside popularity and affinity."""
-    from moetool.evaluation import evaluate as run
+    from moetool.costs import CostProfile
 
-    rows = run(predictors, trace, unseen_task)
+    if report is not None:
+        durable.require_writable(report)
+    costs = CostProfile.load(profile) if profile is not None else None
+    from moetool.evaluation import evaluate as run
+    from moetool.evaluation_page import write_page
+    from moetool.evaluation_tables import print_evaluations
+
+    rows = run(predictors, trace, unseen_task, costs)
+    if report is not None:
+        write_page(report, rows)
     if as_json:
         tables.print_json([row.to_json() for row in rows])
     else:
-        tables.print_evaluations(rows)
+        print_evaluations(rows)
 
 
 @plan_app.command("cache")
@@ -314,6 +280,9 @@ def plan_cache(
     frontier: Annotated[
         int, typer.Option(min=0, help="Budgets to show the best policy for, from the smallest pool to all experts.")
     ] = 3,
+    draw: Annotated[
+        Path | None, typer.Option(help="Draw that frontier of memory and latency: a .svg, .png or .pdf file.")
+    ] = None,
     tune: Annotated[
         bool, typer.Option("--tune", help="Try prefetch distances, pinned experts and limits of prefetching too.")
     ] = False,
@@ -324,15 +293,21 @@ def plan_cache(
     """Choose a cache policy and its slots for a device, by replaying the trace: the fewest bytes, or with a profile
     the shortest time per output token.
 
-    Everything is chosen on one half of the requests and shown on the other. The table of memory against latency is
-    printed and not drawn.
+    Everything is chosen on one half of the requests and shown on the other.
     """
     from moetool.models.spec import locate, read_spec
     from moetool.planning import plan_cache as run
+    from moetool.report.drawing import require_drawable
+    from moetool.report.figures.frontier import draw_frontier
     from moetool.serving.assembly import ServeOptions, fixed_bytes
     from moetool.trace import Trace
 
     durable.require_writable(out)
+    if draw is not None:
+        require_drawable(draw)
+        durable.require_writable(draw)
+        if frontier < 1:
+            raise UsageError("--draw draws the frontier; give --frontier 1 or more budgets")
     target_s = None if target_tpot is None else parse_seconds(target_tpot)
     if target_s is not None and profile is None:
         raise UsageError("--target-tpot is a time on some machine: give its costs with --profile FILE")
@@ -363,6 +338,8 @@ def plan_cache(
         tuned=tune,
     )
     plan.save(out)
+    if draw is not None:
+        draw_frontier(draw, plan)
     if as_json:
         tables.print_json(plan.to_json())
         return
@@ -827,6 +804,18 @@ def models(as_json: Json = False) -> None:
         [r["family"], yes[r["captured"]], r["served"], yes[r["substitution"]], r["weights"], r["remarks"]] for r in rows
     ]
     tables.print_table(f"{len(rows)} families of mixture-of-experts models", columns, table, num_text=len(columns))
+
+
+@app.command()
+def data(as_json: Json = False) -> None:
+    """List the prompt sets that --data takes by name: the embedded ones, and public ones on the Hugging Face hub."""
+    from moetool.prompts import describe
+
+    rows = describe()
+    if as_json:
+        tables.print_json(rows)
+    else:
+        tables.print_prompt_sets(rows)
 
 
 @app.command()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moetool import tables
+from moetool import durable, tables
 from moetool.config import parse_settings
 from moetool.errors import UsageError
 
@@ -40,7 +40,7 @@ def simulate(
     sweep: Annotated[
         list[str], typer.Option(help="gpus=4,16, bandwidth=100Mbps,1Gbps, gap=8s,15s or seed=0,1. Repeatable.")
     ] = [],  # noqa: B006 - Typer copies defaults
-    figure: Annotated[Path | None, typer.Option(help="Draw the runs: an .svg or .png file.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw the runs: an .svg, .png or .pdf file.")] = None,
     settings: Annotated[
         list[str],
         typer.Option("--set", help="seed, seats, replan_s, decode_tokens, ..., and the planner's options. Repeatable."),
@@ -58,9 +58,10 @@ def simulate(
     from moetool.simulation.sweeping import sweep as run
 
     if figure is not None:
-        from moetool.report.simulated import check_format
+        from moetool.report.drawing import require_drawable
 
-        check_format(figure)
+        require_drawable(figure)
+        durable.require_writable(figure)
     options, costs, planner_options = read_settings(parse_settings(settings))
     swept = parse_sweeps(sweep)
     modes = [name for given in mode for name in given.split(",") if name]

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moetool.errors import MismatchError, UsageError, unknown_name
+from moetool.expert_counts import ExpertCounts
 from moetool.types import Cluster, ModelSpec
 
 if TYPE_CHECKING:
     from moetool.trace import Trace
+
+    Workload = Trace | ExpertCounts
 
 STARTS = ("round_robin", "random", "first")
 _IDLE_TOKENS = 1e-3
@@ -83,8 +86,33 @@ def spread(spec: ModelSpec, cluster: Cluster, tokens_NLE: np.ndarray) -> Demand:
     return Demand(spec=spec, cluster=cluster, tokens_GLE=tokens_NLE[server_G] * share_G[:, None, None])
 
 
+def loads(workload: "Workload", only: Container[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """(request, tokens_LE): the tokens of a request that used each expert; a request may come in several pieces.
+
+    Of counts, which know no requests, the passes.
+
+    Args:
+        only: the requests to count.
+    """
+    if isinstance(workload, ExpertCounts):
+        yield from ((number, workload.counts_WLE[number]) for number in workload.requests if number in only)
+        return
+    for batch in workload.batches():
+        for request in np.unique(batch.request_T).tolist():
+            if request in only:
+                yield request, count_experts(workload.spec, batch.experts_TS[batch.request_T == request])
+
+
+def numbers(workload: "Workload") -> list[int]:
+    """The requests of a trace, or the passes of counts, in their order."""
+    if isinstance(workload, ExpertCounts):
+        return list(workload.requests)
+    requests: list[int] = workload.requests["request"].to_pylist()
+    return requests
+
+
 def read_demand(
-    traces: Mapping[str, "Trace"],
+    traces: Mapping[str, "Workload"],
     cluster: Cluster,
     uses: Callable[[str, int], bool] = lambda server, place: True,
     *,
@@ -96,7 +124,7 @@ def read_demand(
     A request's tokens all start on one GPU of its server.
 
     Args:
-        traces: by the name of the server.
+        traces: by the name of the server; instead of a trace it may have counts.
         uses: whether to count a request, from the server's name and the request's place in its trace.
         starts: on which GPU: `round_robin`, in the order of the requests; `random`, by `seed`; or `first`.
 
@@ -113,21 +141,17 @@ def read_demand(
     for server in cluster.servers:
         if server.name in traces:
             trace = traces[server.name]
-            requests = trace.requests["request"].to_pylist()
-            used = [request for place, request in enumerate(requests) if uses(server.name, place)]
+            used = [request for place, request in enumerate(numbers(trace)) if uses(server.name, place)]
             turns = np.arange(len(used)) if starts != "first" else np.zeros(len(used), np.int64)
             turns = rng.integers(len(server.gpus), size=len(used)) if starts == "random" else turns % len(server.gpus)
             gpu = {request: first + turn for request, turn in zip(used, turns.tolist(), strict=True)}
-            for batch in trace.batches():
-                for request in np.unique(batch.request_T).tolist():
-                    if request in gpu:
-                        rows_TS = batch.experts_TS[batch.request_T == request]
-                        tokens_GLE[gpu[request]] += count_experts(spec, rows_TS)
+            for request, tokens_LE in loads(trace, gpu):
+                tokens_GLE[gpu[request]] += tokens_LE
         first += len(server.gpus)
     return Demand(spec=spec, cluster=cluster, tokens_GLE=tokens_GLE)
 
 
-def one_model(traces: Mapping[str, "Trace"], cluster: Cluster) -> ModelSpec:
+def one_model(traces: Mapping[str, "Workload"], cluster: Cluster) -> ModelSpec:
     """The model that all traces are of.
 
     Raises:

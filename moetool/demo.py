@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 import tomllib
@@ -95,7 +96,9 @@ def run(out: Path) -> None:
 def _capture(out: Path, recipe: dict[str, Any]) -> None:
     from moetool import prompts
     from moetool.capture import CaptureOptions, capture
+    from moetool.capture_stage import stage_path
 
+    shutil.rmtree(stage_path(out), ignore_errors=True)  # of a demo that was stopped
     texts = list(prompts.load(recipe["data"], max_prompts=recipe["max_prompts"]))
     with tables.progress("capturing", len(texts)) as on_progress:
         made = capture(
@@ -118,6 +121,7 @@ def _capture(out: Path, recipe: dict[str, Any]) -> None:
 def _train(out: Path, recipe: dict[str, Any]) -> None:
     from moetool.config import parse, parse_settings
     from moetool.evaluation import evaluate
+    from moetool.evaluation_tables import print_evaluations
     from moetool.training import FitOptions, train
 
     options = parse_settings(recipe["settings"])
@@ -135,7 +139,7 @@ def _train(out: Path, recipe: dict[str, Any]) -> None:
         f"     {tables.count(card['parameters'])} parameters, {tables.count(card['tokens']['train'])} tokens, "
         f"{card['seconds']:.0f} s"
     )
-    tables.print_evaluations(evaluate([out / "predictor"], out / "trace"))
+    print_evaluations(evaluate([out / "predictor"], out / "trace"))
 
 
 def _plan(out: Path, recipe: dict[str, Any]) -> Any:

@@ -46,6 +46,23 @@ def write_bytes(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
+@contextlib.contextmanager
+def staged_file(path: Path) -> Iterator[Path]:
+    """A file to write to that becomes `path` when the block ends, and only then.
+
+    Effects: writes `path.partial`, and removes it on an exception.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        yield partial
+        sync(partial)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
 def require_absent(out: Path, overwrite: bool = False, marker: str | None = None) -> None:
     """Refuse an output that is there already.
 
@@ -82,8 +99,13 @@ def require_writable(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def staged_directory(out: Path, overwrite: bool = False, marker: str | None = None) -> Iterator[Path]:
+def staged_directory(
+    out: Path, overwrite: bool = False, marker: str | None = None, *, locked: bool = False
+) -> Iterator[Path]:
     """A folder to write into that becomes `out` when the block ends, and only then.
+
+    Args:
+        locked: the caller is within `alone(out)`.
 
     Effects: makes `out.partial`, emptied if a killed run left one; on success syncs its files and renames it to
     `out`; on an exception removes it. A process that is killed outright leaves `out.partial`, which no command
@@ -93,8 +115,7 @@ def staged_directory(out: Path, overwrite: bool = False, marker: str | None = No
     Raises:
         UsageError: as `require_absent`.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(out):
+    with contextlib.nullcontext() if locked else alone(out):
         yield from _staged(out, overwrite, marker)
 
 
@@ -129,12 +150,15 @@ def _staged(out: Path, overwrite: bool, marker: str | None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def alone(out: Path) -> Iterator[None]:
     """Hold `out.lock` while writing `out`; the lock of a process that was killed is free again.
+
+    Effects: makes the folder that `out` is to lie in.
 
     Raises:
         UsageError: another process is writing there.
     """
+    out.parent.mkdir(parents=True, exist_ok=True)
     path = out.with_name(out.name + LOCK)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:

@@ -1,60 +1,29 @@
 """Scores predictors on requests that they were not made from, beside the counting predictors.
 
-A prediction at distance d is made of MoE layer l when the layers up to l - d have run, for one token; nothing is
-predicted for the first layers, of which nothing is known that early. The top-k of its scores is compared with the k
-experts that the router chose. Each measure is a mean over tokens and layers.
+What is scored, and where: `moetool.tally` says how often a prediction is right, by distance, phase and layer;
+`moetool.foretelling` judges what is said of a whole request while it waits.
 """
 
-import copy
-import statistics
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from moetool.costs import CostProfile
 from moetool.errors import UsageError
+from moetool.foretelling import Foretold, judge
+from moetool.prediction_time import prompt_time, step_time
 from moetool.predictor import Predictor, build, load_predictor
-from moetool.tokens import Tokens, read, stream
-from moetool.trace import Trace, to_events
-from moetool.types import Phase
+from moetool.tally import Score, Tally
+from moetool.tokens import Part, Picker, read, require_finite, stream
+from moetool.trace import Trace
+from moetool.types import ForwardInfo, GateEvent
 
 BASELINES = ("popularity", "affinity")
 DISTANCES = (1, 2, 3, 4, 6, 8)
-_TIMED_STEPS = 20
-_BINS = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """How well one layer, or all, was predicted from one distance in one phase, or both.
-
-    Attributes:
-        phase: `prefill`, `decode` or `all`.
-        distance: how many layers ahead.
-        layer: distance..L-1, or None for all of them.
-        predictions: pairs of a token and a layer.
-        match: mean share |predicted ∩ true| / k.
-        exact: share of the predictions with all k right.
-        at_least_one: share with one right or more.
-        recall: for m = k+1..2k (as far as there are experts) the mean share of the k that the top-m hold.
-        calibration_error: mean difference between an expert's probability, as the predictor gives it, and how often
-            such experts were chosen, over ten bins of the probability.
-    """
-
-    phase: str
-    distance: int
-    layer: int | None
-    predictions: int
-    match: float
-    exact: float
-    at_least_one: float
-    recall: tuple[float, ...]
-    calibration_error: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +36,26 @@ class Evaluation:
         baseline: for a baseline, what it was counted on; else None.
         trace: the folder of the trace.
         unseen_task: whether the trace was given as one of a task that the predictors were not trained on.
-        requests: `test` (of the trace that it was trained on) or `all`.
+        requests: `test` (of the trace that it was trained on), `end` (the last tokens of each, where that trace was
+            split in time) or `all`.
         num_requests, num_skipped: requests scored; requests of another trace that repeat a prompt seen in training.
         num_tokens: tokens scored.
+        top_k: K of the model.
         parameters: what gradient descent fitted.
         size_bytes: parameters and buffers in memory.
         expert_bytes_share: `size_bytes` as a share of the model's routed experts.
         step_ms: median time to observe and predict all layers of one token, on the CPU, in milliseconds.
+        prompt_ms: the same for a pending request: to foretell its prompt, or, of a predictor that does not, to follow
+            it; a median over some prompts.
+        prompt_tokens: of those prompts, the median.
+        decode_step_ms: what one token takes with every expert in memory, by the profile that was given.
         training_s, training_tokens: what its training took, and the tokens that it had; None for a baseline.
+        training_share: those tokens as a share of the trace that they are of.
+        epochs: how often they were gone through; None where nothing is fitted.
         scores: the next layer, all layers and phases first, then by phase and layer; then the same for each farther
             distance of `DISTANCES` that the predictor sees.
+        foretold: what it said of the requests before they ran; None for a predictor that does not foretell, and where
+            only the end of a request is scored.
     """
 
     predictor: str
@@ -88,13 +67,20 @@ class Evaluation:
     num_requests: int
     num_skipped: int
     num_tokens: int
+    top_k: int
     parameters: int
     size_bytes: int
     expert_bytes_share: float
     step_ms: float
+    prompt_ms: float
+    prompt_tokens: float
+    decode_step_ms: float | None
     training_s: float | None
     training_tokens: int | None
+    training_share: float | None
+    epochs: int | None
     scores: tuple[Score, ...]
+    foretold: Foretold | None
 
     def overall(self, phase: str = "all") -> dict[int, Score]:
         """By distance, the score over all layers of a phase."""
@@ -105,7 +91,9 @@ class Evaluation:
         return asdict(self)
 
 
-def evaluate(paths: Sequence[Path], trace: Path, unseen_task: Path | None = None) -> list[Evaluation]:
+def evaluate(
+    paths: Sequence[Path], trace: Path, unseen_task: Path | None = None, profile: CostProfile | None = None
+) -> list[Evaluation]:
     """Score predictors and, beside each, the counting predictors made from the same training requests.
 
     On the trace that a predictor was trained on only its test requests count; on another trace of the model all
@@ -114,6 +102,7 @@ def evaluate(paths: Sequence[Path], trace: Path, unseen_task: Path | None = None
 
     Args:
         unseen_task: a trace of a task that none of them was trained on; scored as well.
+        profile: of this machine and the traces' model, to weigh times by.
 
     Returns:
         One evaluation a predictor, in the order of `paths`, each followed by those of its baselines that were not
@@ -121,11 +110,15 @@ def evaluate(paths: Sequence[Path], trace: Path, unseen_task: Path | None = None
 
     Raises:
         UsageError: no such trace or predictor; no request of the trace is held out.
-        MismatchError: another model's trace, one without what a predictor looks at, or something is damaged.
+        MismatchError: another model's trace or profile, a trace without what a predictor looks at, or something is
+            damaged.
+        MoetoolError: a predictor gives scores that are not finite.
     """
     predictors = [load_predictor(path) for path in paths]
     sources = [Trace(folder) for folder in (trace, unseen_task) if folder is not None]
     for source in sources:
+        if profile is not None:
+            profile.check(source.spec)
         for predictor, path in zip(predictors, paths, strict=True):
             source.spec.require_same(predictor.spec, f"the trace {source.path}", f"the predictor {path}")
             source.require(predictor.needs, predictor.name)
@@ -137,7 +130,7 @@ def evaluate(paths: Sequence[Path], trace: Path, unseen_task: Path | None = None
     for number, source in enumerate(sources):
         listed = {(predictor.name, *_made_from(predictor)) for predictor in predictors}
         for predictor, path in zip(predictors, paths, strict=True):
-            evaluations.append(_evaluate(predictor, path, source, predictor.card, unseen_task=number == 1))
+            evaluations.append(_evaluate(predictor, path, source, predictor.card, profile, unseen_task=number == 1))
             for name in BASELINES:
                 key = (name, *_made_from(predictor))
                 counted = kept.get(key) or _baseline(name, predictor, source)
@@ -145,8 +138,13 @@ def evaluate(paths: Sequence[Path], trace: Path, unseen_task: Path | None = None
                     listed.add(key)
                     kept[key] = counted
                     evaluations.append(
-                        _evaluate(
-                            counted[0], path, source, predictor.card, baseline=counted[1], unseen_task=number == 1
+                        replace(
+                            _evaluate(counted[0], path, source, predictor.card, profile, unseen_task=number == 1),
+                            baseline=counted[1],
+                            training_s=None,
+                            training_tokens=None,
+                            training_share=None,
+                            epochs=None,
                         )
                     )
     return evaluations
@@ -171,6 +169,11 @@ def held_out(card: dict[str, Any], trace: Trace) -> tuple[frozenset[int], str, i
     Raises:
         UsageError: there is none.
     """
+    if _in_time(card, trace):
+        raise UsageError(
+            f"{card['predictor']} was trained on the first tokens of every request of {trace.path}, expected whole "
+            f"requests that it has not seen; capture other prompts"
+        )
     if card["trace"]["sha256"] == trace.sha256:
         return frozenset(card["requests"]["test"]), "test", 0
     seen = set(card["seen_prompts"])
@@ -184,13 +187,27 @@ def held_out(card: dict[str, Any], trace: Trace) -> tuple[frozenset[int], str, i
     return unseen, "all", len(rows) - len(unseen)
 
 
+def _in_time(card: Mapping[str, Any], trace: Trace) -> dict[str, dict[int, range]] | None:
+    """Of a predictor whose training requests were split in time, the tokens of each part."""
+    spans = card.get("in_time")
+    if spans is None or card["trace"]["sha256"] != trace.sha256:
+        return None
+    return {name: {int(request): range(*span) for request, span in part.items()} for name, part in spans.items()}
+
+
+def _scored(card: dict[str, Any], trace: Trace) -> tuple[Part, str, int]:
+    """As `held_out`; of a trace that was split in time, its end."""
+    in_time = _in_time(card, trace)
+    return held_out(card, trace) if in_time is None else (in_time["test"], "end", 0)
+
+
 def _baseline(name: str, predictor: Predictor, trace: Trace) -> tuple[Predictor, str] | None:
     """A counting predictor from what `predictor` was trained on, and a word on where its counts come from."""
     baseline = build(name, predictor.spec)
     if predictor.card["trace"]["sha256"] == trace.sha256:
-        requests = predictor.card["requests"]["train"]
-        baseline.count(read(trace, baseline.needs, requests, Path()))
-        return baseline.eval(), f"the same {len(requests)} training requests"
+        in_time, requests = _in_time(predictor.card, trace), predictor.card["requests"]["train"]
+        baseline.count(read(trace, baseline.needs, requests if in_time is None else in_time["train"], Path()))
+        return baseline.eval(), f"the same {'tokens' if in_time else f'{len(requests)} training requests'}"
     state = predictor.state_dict()
     if not baseline.state_dict().keys() <= state.keys():
         return None
@@ -203,151 +220,69 @@ def _evaluate(
     path: Path,
     trace: Trace,
     card: dict[str, Any],
+    profile: CostProfile | None,
     *,
-    unseen_task: bool = False,
-    baseline: str | None = None,
+    unseen_task: bool,
 ) -> Evaluation:
-    requests, which, num_skipped = held_out(card, trace)
+    part, which, num_skipped = _scored(card, trace)
     distances = [d for d in DISTANCES if d < predictor.num_layers and d <= predictor.reach(trace.ahead)]
     tally = Tally(predictor, distances)
     if predictor.remembers or predictor.incremental:
-        _replay(predictor, trace, requests, tally)
+        _replay(predictor, trace, part, tally)
     else:
-        for tokens in stream(trace, predictor.needs, requests):
+        for tokens in stream(trace, predictor.needs, part):
             tally.add(tokens)
+    requests = frozenset(part)
+    prompt_s, prompt_tokens = prompt_time(predictor, trace, requests)
+    context = round(tally.num_tokens / len(requests))
     return Evaluation(
         predictor=predictor.name,
         path=str(path),
-        baseline=baseline,
+        baseline=None,
         trace=str(trace.path),
         unseen_task=unseen_task,
         requests=which,
         num_requests=len(requests),
         num_skipped=num_skipped,
         num_tokens=tally.num_tokens,
+        top_k=predictor.top_k,
         parameters=sum(parameter.numel() for parameter in predictor.parameters()),
         size_bytes=predictor.num_bytes,
         expert_bytes_share=predictor.num_bytes / trace.spec.all_experts_bytes,
-        step_ms=_step_ms(predictor, trace, requests),
-        training_s=None if baseline else card["seconds"],
-        training_tokens=None if baseline else card["tokens"]["train"],
+        step_ms=1e3 * step_time(predictor, trace, requests),
+        prompt_ms=1e3 * prompt_s,
+        prompt_tokens=prompt_tokens,
+        decode_step_ms=None if profile is None else 1e3 * profile.decode_s(context),
+        training_s=card["seconds"],
+        training_tokens=card["tokens"]["train"],
+        training_share=card["tokens"]["train"] / card["trace"]["tokens"],
+        epochs=card["fit"].get("epochs"),
         scores=tally.scores(),
+        foretold=judge(predictor, trace, requests) if predictor.foretells and which != "end" else None,
     )
 
 
-def _replay(predictor: Predictor, trace: Trace, requests: frozenset[int], tally: "Tally") -> None:
-    """Score a predictor by what it says as it watches: request after request, forward after forward."""
-    columns = predictor.needs - {"experts"}
-    for info, events in trace.forwards(sequential=True, columns=columns, requests=requests):
-        phase_T = torch.tensor(info.phase_T)
-        true_LTK = [torch.tensor(event.experts_TK) for event in events]
+def _replay(predictor: Predictor, trace: Trace, part: Part, tally: Tally) -> None:
+    """Score a predictor by what it says as it watches: request after request, forward after forward.
+
+    Of a request split in time it watches the tokens before those that are scored too.
+    """
+    columns, picker = predictor.needs - {"experts"}, Picker(part)
+    for info, events in trace.forwards(sequential=True, columns=columns, requests=frozenset(part)):
+        _require_finite(info, events, trace)
+        mine = torch.from_numpy(picker.mask(np.array(info.request_T)))
+        phase_T = torch.tensor(info.phase_T)[mine]
+        true_LTK = [torch.tensor(event.experts_TK)[mine] for event in events]
         for event in events:
             predictor.observe(event)
-            for distance in tally.distances:
+            for distance in tally.distances if len(phase_T) else ():
                 if (layer := event.layer + distance) < predictor.num_layers:
-                    tally.count(distance, layer, torch.from_numpy(predictor.scores(layer)), true_LTK[layer], phase_T)
+                    scores_TE = torch.from_numpy(predictor.scores(layer))[mine]
+                    tally.count(distance, layer, scores_TE, true_LTK[layer], phase_T)
 
 
-class Tally:
-    """Counts of right predictions by distance, phase and layer.
-
-    Args:
-        distances: those to score.
-
-    Shapes: of each distance hits_PLM int64, P phases: predictions, all right, one right or more, then the true experts
-        among the top-m for m = k..2k; and bins_PL3B float64, B bins of the probability: experts, the sum of their
-        probabilities, and how many of them were chosen.
-    """
-
-    def __init__(self, predictor: Predictor, distances: Sequence[int]) -> None:
-        self.predictor = predictor
-        self.distances = tuple(distances)
-        self.top_k, num_layers = predictor.top_k, predictor.num_layers
-        self.widest = min(2 * self.top_k, predictor.num_experts)
-        hits = (len(Phase), num_layers, 3 + self.widest - self.top_k + 1)
-        self._hits_PLM = {d: np.zeros(hits, np.int64) for d in self.distances}
-        self._bins_PL3B = {d: np.zeros((len(Phase), num_layers, 3, _BINS)) for d in self.distances}
-
-    @torch.inference_mode()
-    def add(self, tokens: Tokens) -> None:
-        """Score a predictor that does not remember on tokens of a trace."""
-        assert tokens.phase_T is not None
-        for distance in self.distances:
-            for layer in range(distance, tokens.num_layers):
-                scores_TE = self.predictor.layer_scores(tokens.before(layer - distance + 1), layer)
-                self.count(distance, layer, scores_TE, tokens.experts_TPK[:, layer], tokens.phase_T)
-
-    @torch.inference_mode()
-    def count(self, distance: int, layer: int, scores_TE: Tensor, true_TK: Tensor, phase_T: Tensor) -> None:
-        """Take in one layer's predictions and the truth."""
-        k = self.top_k
-        chosen_TE = torch.zeros_like(scores_TE).scatter_(1, true_TK, 1.0)
-        best_TM = scores_TE.topk(self.widest, dim=1).indices
-        found_TM = chosen_TE.gather(1, best_TM).cumsum(dim=1)[:, k - 1 :].long()
-        right_T = found_TM[:, :1]
-        hits_TM = torch.cat([torch.ones_like(right_T), right_T == k, right_T > 0, found_TM], dim=1)
-        chance_TE = self.predictor.probabilities(scores_TE).double()
-        bin_TE = (chance_TE * _BINS).long().clamp(max=_BINS - 1)
-        for phase in Phase:
-            mine = phase_T == phase
-            self._hits_PLM[distance][phase, layer] += hits_TM[mine].sum(dim=0).numpy()
-            where = bin_TE[mine].flatten().numpy()
-            for row, weight in enumerate((None, chance_TE[mine].flatten().numpy(), chosen_TE[mine].flatten().numpy())):
-                self._bins_PL3B[distance][phase, layer, row] += np.bincount(where, weight, minlength=_BINS)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that were scored."""
-        first = min(self.distances)
-        return int(self._hits_PLM[first][:, -1, 0].sum())
-
-    def scores(self) -> tuple[Score, ...]:
-        """All that was counted, in the order that `Evaluation.scores` promises."""
-        made: list[Score] = []
-        for distance in self.distances:
-            hits, bins = self._hits_PLM[distance], self._bins_PL3B[distance]
-            phases = {"all": (hits.sum(axis=0), bins.sum(axis=0))}
-            phases |= {p.name.lower(): (hits[p], bins[p]) for p in Phase}
-            made += [self._score(p, distance, None, h.sum(axis=0), b.sum(axis=0)) for p, (h, b) in phases.items()]
-            for phase, (h, b) in phases.items():
-                made += [self._score(phase, distance, i, h[i], b[i]) for i in range(distance, len(h))]
-        return tuple(score for score in made if score.predictions)
-
-    def _score(self, phase: str, distance: int, layer: int | None, hits_M: np.ndarray, bins_3B: np.ndarray) -> Score:
-        predictions, exact, any_right, right, *wider = map(int, hits_M)
-        total = max(predictions, 1)
-        experts_B, chance_B, chosen_B = bins_3B
-        return Score(
-            phase=phase,
-            distance=distance,
-            layer=layer,
-            predictions=predictions,
-            match=right / (total * self.top_k),
-            exact=exact / total,
-            at_least_one=any_right / total,
-            recall=tuple(found / (total * self.top_k) for found in wider),
-            calibration_error=float(np.abs(chance_B - chosen_B).sum() / max(experts_B.sum(), 1)),
-        )
-
-
-def _step_ms(predictor: Predictor, trace: Trace, requests: frozenset[int]) -> float:
-    """Median milliseconds of what a decode step asks of a predictor, on tokens of the trace; the first warms up."""
-    predictor = copy.deepcopy(predictor)
-    wanted = np.array(sorted(requests))
-    pieces = (
-        (rows, embedding_TD, mine)
-        for rows, embedding_TD in trace.token_rows(predictor.needs - {"experts"})
-        if len(mine := np.flatnonzero(np.isin(rows.request_T, wanted)))
-    )
-    rows, embedding_TD, mine = next(pieces)
-    seconds = []
-    for step in range(_TIMED_STEPS + 1):
-        token = mine[[step % len(mine)]]
-        one_1D = None if embedding_TD is None else embedding_TD[token]
-        _, events = to_events(trace.spec, rows.select(token), step, embedding_TD=one_1D)
-        began = time.perf_counter()
-        for event in events[:-1]:
-            predictor.observe(event)
-            predictor.scores(event.layer + 1)
-        seconds.append(time.perf_counter() - began)
-    return 1e3 * statistics.median(seconds[1:])
+def _require_finite(info: ForwardInfo, events: Sequence[GateEvent], trace: Trace) -> None:
+    require_finite({"embeddings": info.embedding_TD}, trace)
+    for event in events:
+        scores = {"weights": event.weights_TK, "logits": event.scores_TE}
+        require_finite({**scores, "hidden": event.hidden_TD, "ahead": event.ahead_ATE}, trace)

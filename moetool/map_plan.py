@@ -91,7 +91,7 @@ def plan_maps(
         MismatchError: the trace has no logits or embeddings.
     """
     from moetool.predictor import load_predictor
-    from moetool.training import train
+    from moetool.training import split_requests, train
 
     source = Trace(trace)
     kind = (options or {}).get("source", "logits")
@@ -100,6 +100,7 @@ def plan_maps(
             f"expert maps need {', '.join(missing)}, but {trace} holds {', '.join(sorted(source.columns))}; capture "
             f"with --keep topk,logits,embeddings, or make maps of the chosen experts alone with --set source=topk"
         )
+    split_requests(source, seed)  # whole requests are held out here: a trace of one is not split in time
     card = train("expert_map", trace, out, options=options, seed=seed, overwrite=overwrite)
     predictor: Any = load_predictor(out)
     store: MapStore = predictor.maps

@@ -12,12 +12,15 @@ from moetool import config, durable, planner, plugins
 from moetool.costs import CostProfile
 from moetool.demand import Demand, held_out, one_model, planned_share, read_demand, spread
 from moetool.errors import MismatchError, UsageError
+from moetool.expert_counts import ExpertCounts, open_workload
 from moetool.latency import Latency, profiled_latency, unit_latency
 from moetool.placement_plan import PlacementPlan, TraceReference, experts_of
 from moetool.placement_score import Score, score
 from moetool.planner import Problem
 from moetool.trace import Trace
 from moetool.types import Cluster, ModelSpec
+
+Workload = Trace | ExpertCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,21 +76,21 @@ class Row:
         }
 
 
-def open_traces(given: Sequence[str]) -> dict[str, Trace]:
-    """Traces from `SERVER=DIR`.
+def open_traces(given: Sequence[str]) -> dict[str, Workload]:
+    """Traces, or counts, from `SERVER=DIR`.
 
     Raises:
         UsageError: one has no `=`, a server comes twice, or there is no such folder.
         MismatchError: a trace is damaged.
     """
-    traces: dict[str, Trace] = {}
+    traces: dict[str, Workload] = {}
     for text in given:
         server, equals, path = text.partition("=")
         if not equals or not server or not path:
             raise UsageError(f"--trace {text!r} names no server; write --trace SERVER=DIR")
         if server in traces:
             raise UsageError(f"--trace names the server {server!r} twice; give each one trace")
-        traces[server] = Trace(Path(path))
+        traces[server] = open_workload(Path(path))
     return traces
 
 
@@ -99,7 +102,7 @@ def latency_of(cluster: Cluster, spec: ModelSpec, profile: CostProfile | None, s
 
 
 def plan_placement(
-    traces: Mapping[str, Trace],
+    traces: Mapping[str, Workload],
     cluster: Cluster,
     name: str,
     options: Mapping[str, Any],
@@ -175,7 +178,7 @@ def timed(name: str, problem: Problem, options: Any) -> tuple[np.ndarray, float]
 
 
 def score_plan(
-    plan: PlacementPlan, traces: Mapping[str, Trace], *, profile: Path | None = None, setting: Setting | None = None
+    plan: PlacementPlan, traces: Mapping[str, Workload], *, profile: Path | None = None, setting: Setting | None = None
 ) -> Row:
     """Score a plan on whole traces.
 
@@ -197,7 +200,7 @@ def score_plan(
     return Row(planner=plan.planner, requests=_seen(plan, traces), score=found, planning_s=plan.planning_s)
 
 
-def _seen(plan: PlacementPlan, traces: Mapping[str, Trace]) -> str:
+def _seen(plan: PlacementPlan, traces: Mapping[str, Workload]) -> str:
     """Whether a plan was made from these traces (`Row.requests`)."""
     planned = {reference.sha256: reference.requests for reference in plan.traces}
     used = [planned.get(trace.sha256, 0) for trace in traces.values()]
@@ -213,7 +216,7 @@ def comparable() -> list[str]:
 
 
 def compare(
-    traces: Mapping[str, Trace],
+    traces: Mapping[str, Workload],
     cluster: Cluster,
     names: Sequence[str],
     *,
@@ -262,7 +265,7 @@ def compare(
 
 
 def _split_demands(
-    traces: Mapping[str, Trace],
+    traces: Mapping[str, Workload],
     cluster: Cluster,
     uses: Callable[[str, int], bool],
     split: float,

@@ -20,7 +20,7 @@ On disk a predictor is a folder:
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -57,6 +57,7 @@ class Predictor(nn.Module):
             requests, and it predicts by `observe` and `scores` only.
         incremental: whether it works out its answers as layers arrive, and is judged by `observe` and `scores`, since
             `layer_scores` would begin anew for each layer.
+        foretells: whether it says from a prompt alone what the request will use, before it runs, by `foretell`.
         scores_are: `shares`, which say how the choices of a token divide among the experts, or `logits` of an expert
             being chosen; see `probabilities`.
 
@@ -74,6 +75,7 @@ class Predictor(nn.Module):
     learned: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
     incremental: ClassVar[bool] = False
+    foretells: ClassVar[bool] = False
     scores_are: ClassVar[str] = "shares"
     lookahead: int = 1
 
@@ -151,7 +153,40 @@ class Predictor(nn.Module):
         if self.scores_are == "logits":
             return scores_TE.sigmoid()
         share_TE = scores_TE.clamp(min=0)
-        return (self.top_k * share_TE / share_TE.sum(dim=1, keepdim=True).clamp(min=1e-9)).clamp(max=1)
+        return (self.top_k * share_TE / share_TE.sum(dim=-1, keepdim=True).clamp(min=1e-9)).clamp(max=1)
+
+    def foretell(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Scores of a pending request, from its prompt alone.
+
+        Returns:
+            scores_SLE of the tokens of the prompt, and score_LE of each token that the request goes on to make.
+
+        Raises:
+            MismatchError: a token id is withheld and looked at.
+        """
+        raise TypeError(f"{type(self).__module__} says nothing of a request before it runs")
+
+    @torch.inference_mode()
+    def workload(self, token_id_S: Sequence[int], new_tokens: int = 0) -> np.ndarray:
+        """How many tokens of a pending request will use each expert of each layer.
+
+        Args:
+            token_id_S: its prompt.
+            new_tokens: how many it is expected to make; each adds the mean of a token of the prompt.
+
+        Returns:
+            load_LE float64; each layer sums to top-k times all tokens.
+
+        Raises:
+            UsageError: the prompt is empty.
+            MismatchError: a token id is withheld and looked at.
+        """
+        if not len(token_id_S):
+            raise UsageError("the prompt of a pending request has no tokens, expected at least one")
+        share_SLE = self.probabilities(self.foretell(token_id_S)[0].double())
+        load_LE = (self.top_k * share_SLE / share_SLE.sum(dim=2, keepdim=True).clamp(min=1e-9)).sum(dim=0)
+        made: np.ndarray = (load_LE * (1 + new_tokens / len(token_id_S))).numpy()
+        return made
 
     def observe(self, event: GateEvent) -> None:
         """Take in the event of the next layer of the current forward; layer 0 begins a new forward."""

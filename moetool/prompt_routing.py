@@ -105,6 +105,7 @@ class PromptPredictor(moetool.predictor.Predictor):
     needs = frozenset({"experts", "token_id"})
     learned = True
     remembers = True
+    foretells = True
     scores_are = "logits"
     id_V: Tensor
     base_LE: Tensor
@@ -176,26 +177,14 @@ class PromptPredictor(moetool.predictor.Predictor):
         return torch.cat(made, dim=2).unflatten(2, self.base_LE.shape)
 
     @torch.inference_mode()
-    def workload(self, token_id_S: Sequence[int], new_tokens: int = 0) -> np.ndarray:
-        """How many tokens of a pending request will use each expert of each layer.
-
-        Args:
-            token_id_S: its prompt.
-            new_tokens: how many it is expected to make; each adds the mean of a token of the prompt.
-
-        Returns:
-            load_LE float64; each layer sums to top-k times all tokens.
+    def foretell(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Of new tokens the mean over the prompt, as a probability.
 
         Raises:
-            UsageError: the prompt is empty.
             MismatchError: a token id is withheld.
         """
-        if not len(token_id_S):
-            raise UsageError("the prompt of a pending request has no tokens, expected at least one")
-        share_SLE = self.logits(torch.tensor([list(token_id_S)]))[0].double().sigmoid()
-        load_LE = (self.top_k * share_SLE / share_SLE.sum(dim=2, keepdim=True)).sum(dim=0)
-        made: np.ndarray = (load_LE * (1 + new_tokens / len(token_id_S))).numpy()
-        return made
+        logits_SLE = self.logits(torch.tensor([list(token_id_S)]))[0]
+        return logits_SLE, _logit(logits_SLE.sigmoid().mean(dim=0))
 
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
         """Binary cross-entropy of every layer of every token, whichever phase it is of; `layer_N` is not looked at."""

@@ -1,25 +1,29 @@
-"""Prompts to capture: the embedded sets, or a JSONL, Parquet or text file of one's own.
+"""Prompts to capture: the embedded sets, public data sets, or a JSONL, Parquet or text file of one's own.
 
-    data/prompts/*.jsonl    one object a line: id, prompt, answer (string or null), task; the file's name is the set's
+    data/prompts/*.jsonl      one object a line: id, prompt, answer (string or null), task; the file's name is its set's
+    recipes/datasets/*.toml   public data sets, see `moetool.dataset_recipe`
 
 A reader stops as soon as it has the prompts that were asked for, so a large file costs no more than its beginning.
+Prompts that repeat an earlier one, exactly or nearly, are dropped here, before anyone can put one of them into a part
+to learn from and the other into a held-out part.
 """
 
-import itertools
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Literal
 
-from moetool import assets
+from moetool import assets, dataset_recipe
+from moetool.dataset_recipe import DatasetRecipe
+from moetool.dataset_rows import RowOptions, rows
 from moetool.errors import MismatchError, MoetoolError, UsageError, unknown_name
+from moetool.near_duplicates import SIMILARITY, NearDuplicates
+from moetool.prompt_files import READERS, plain, require_text
 
 ALL = "all"
-DOCUMENT_END = "<|endoftext|>"
-_BOM = b"\xef\xbb\xbf"
-_SNIFF_BYTES = 1 << 24
-_PARQUET_ROWS = 1024
+NEW_TOKENS = 32
+_FORMATS = ", ".join(READERS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +33,12 @@ class Prompt:
     Attributes:
         dataset: the embedded set's name, or the file's without its suffix.
         task: what kind of text it is; the data set's name where the source does not say.
-        prompt_id: the source's own id, or the number of its line, row or document, counted from 1.
+        prompt_id: the source's own id, or the number of its line, row or document, counted from 1; of a public data
+            set, behind its split and task, the row's id or a checksum of the text.
         text: what the model reads; never blank.
         answer: the reference answer, where there is one.
+        output: how many tokens its data set wants decoded: `answer`, as many as the answer has, a number, or None.
+        input_tokens: its data set wants it cut after so many tokens; None leaves it whole.
     """
 
     dataset: str
@@ -39,6 +46,49 @@ class Prompt:
     prompt_id: str
     text: str
     answer: str | None = None
+    output: Literal["answer"] | int | None = None
+    input_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions:
+    """Which prompts of the sources are taken.
+
+    Attributes:
+        folder: of a copy of the public data sets; None reads them from the hub.
+        task: the config of a public data set, as `NAME:TASK` names it.
+        split: of the public data sets, instead of their recipes'.
+        seed: of the choice among a public data set's rows, where not all are asked for.
+        buffer: the choice is among the next so many rows at a time; 1 takes the first ones.
+        duplicates: `drop` prompts that repeat an earlier one of any source, or `keep` them.
+        similarity: from which Jaccard similarity two prompts are the same; see `moetool.near_duplicates`.
+    """
+
+    folder: Path | None = None
+    task: str | None = None
+    split: str | None = None
+    seed: int = 0
+    buffer: int = 10_000
+    duplicates: Literal["drop", "keep"] = "drop"
+    similarity: float = SIMILARITY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """Prompts, and where they come from.
+
+    Attributes:
+        origins: one object a source (a public data set's task is one): how many prompts it gave, how many repeated
+            an earlier one exactly or nearly, and what is needed to get the same ones again; for a trace's manifest.
+    """
+
+    prompts: list[Prompt]
+    origins: list[dict[str, Any]]
+
+    @property
+    def duplicates(self) -> int:
+        """Prompts that were dropped as they repeat others."""
+        return sum(origin["exact_duplicates"] + origin["near_duplicates"] for origin in self.origins)
 
 
 def names() -> list[str]:
@@ -46,173 +96,233 @@ def names() -> list[str]:
     return sorted(file.stem for file in assets.path("data", "prompts").glob("*.jsonl"))
 
 
+def describe() -> list[dict[str, Any]]:
+    """The sets that have a name: the embedded ones (`hub` is None), then the public ones with all their recipe says."""
+    embedded = [{"name": name, "hub": None} for name in names()]
+    return [*embedded, *({"name": name, **dataset_recipe.load(name).to_json()} for name in dataset_recipe.names())]
+
+
 def load(sources: Sequence[str], *, max_prompts: int | None = None) -> list[Prompt]:
+    """The prompts of the sources; see `gather`."""
+    return gather(sources, max_prompts=max_prompts).prompts
+
+
+def gather(sources: Sequence[str], *, max_prompts: int | None = None, options: DataOptions | None = None) -> Gathered:
     """The prompts of the sources, in their order; a source that is named twice counts once.
 
     Args:
-        sources: names of embedded sets (`all` is every one of them) or paths of files: `.jsonl` with `prompt` and
+        sources: names of embedded sets (`all` is every one of them); names of public data sets, as `NAME` or
+            `NAME:TASK`, or the path of a recipe that ends in `.toml`; paths of files: `.jsonl` with `prompt` and
             perhaps `answer`, `task` and `id`; `.parquet` with the same columns; `.txt` with documents that end at a
-            line `<|endoftext|>` or, where its first 16 MiB have no such line, at blank lines. An embedded name goes
-            before a file of that name: write `./code` for the file.
-        max_prompts: take the first so many of each source (of each set, for `all`); None takes every one.
+            line `<|endoftext|>` or, where its first 16 MiB have no such line, at blank lines. A name goes before a
+            file of that name: write `./code` for the file.
+        max_prompts: of each source (of each set, for `all`; of each task, for a public data set that has tasks); the
+            first so many, or of a public data set some of them by `options.seed`; None takes every one in its order.
+
+    Effects: public data sets are read from the hub unless `options.folder` is given.
 
     Raises:
-        UsageError: there is no such set or file, its format is not one of these, or a number makes no sense.
+        UsageError: there is no such set or file, its format is not one of these, a number makes no sense, or the hub
+            does not give the data set to this user.
         MismatchError: a file does not hold what it should: it is empty, damaged, not UTF-8, or lacks prompts.
-        MoetoolError: a file cannot be read.
+        MoetoolError: a file cannot be read, or the hub not reached.
     """
+    options = options or DataOptions()
     if not sources:
         raise UsageError(f"no data was named, expected a prompt set or a file; try --data {ALL}")
     if max_prompts is not None and max_prompts < 1:
         raise UsageError(f"{max_prompts} prompts make no capture, expected at least 1; leave --max-prompts out for all")
-    embedded = names()
-    expanded = [name for source in sources for name in (embedded if source == ALL else [source])]
-    prompts: list[Prompt] = []
-    for source in dict.fromkeys(expanded):
-        file = assets.path("data", "prompts", f"{source}.jsonl") if source in embedded else _file(source, embedded)
-        prompts += _read(file, max_prompts)
-    return prompts
+    embedded, public = names(), dataset_recipe.names()
+    expanded = dict.fromkeys(name for source in sources for name in (embedded if source == ALL else [source]))
+    seen = NearDuplicates(options.similarity) if options.duplicates == "drop" else None
+    parts: list[_Source] = []
+    for source in expanded:
+        name, _, task = source.partition(":")
+        if source in embedded:
+            parts.append(_of_file(assets.path("data", "prompts", f"{source}.jsonl")))
+        elif name in public or (name.endswith(".toml") and Path(name).expanduser().is_file()):
+            parts += _of_dataset(name, task or options.task, max_prompts, options)
+        else:
+            parts.append(_of_file(_file(source, [*embedded, *public])))
+    if (options.folder or options.task or options.split) and all("hub" not in part.origin for part in parts):
+        raise UsageError(
+            f"--data-dir, data.task and data.split are for public data sets, expected one of {', '.join(public)}"
+        )
+    if options.task and len({part.origin["source"] for part in parts if "hub" in part.origin}) > 1:
+        raise UsageError(
+            "data.task is for one public data set, and several are named; write NAME:TASK for each instead"
+        )
+    gathered = Gathered(prompts=[], origins=[])
+    for part in parts:
+        _take(part, max_prompts, seen, gathered)
+    return gathered
 
 
-def _file(source: str, embedded: list[str]) -> Path:
+def tokens_to_decode(prompt: Prompt, tokenizer: Any, limit: int | None) -> int:
+    """How many tokens at most a prompt's answer gets: as its data set says, and no more than the limit.
+
+    Args:
+        tokenizer: counts the tokens of the reference answer, where the data set wants as many.
+        limit: what the caller allows; None allows what the data set says, and 32 where it says nothing.
+    """
+    wanted = prompt.output
+    if isinstance(wanted, str):
+        wanted = len(tokenizer(prompt.answer or "", add_special_tokens=False)["input_ids"]) or None
+    if wanted is None:
+        return limit or NEW_TOKENS
+    return min(wanted, limit or wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """Where prompts come from.
+
+    Attributes:
+        prompts: each with the text that it is compared by: all of it, or what a template was filled with.
+        origin: what it is, for the manifest; grows by counts as prompts are read.
+        name: for messages.
+    """
+
+    prompts: Iterator[tuple[Prompt, str]]
+    origin: dict[str, Any]
+    name: str
+
+
+def _take(source: _Source, max_prompts: int | None, seen: NearDuplicates | None, gathered: Gathered) -> None:
+    """Move the prompts of a source that repeat none to `gathered`."""
+    before = (seen.num_exact, seen.num_near) if seen else (0, 0)
+    taken: list[Prompt] = []
+    try:
+        for prompt, compared in source.prompts:
+            if seen is None or not seen.repeats(compared):
+                taken.append(prompt)
+                if len(taken) == max_prompts:
+                    break
+    except OSError as error:
+        raise MoetoolError(f"cannot read {source.name}: {error.strerror or error}; choose another --data") from error
+    exact, near = (seen.num_exact - before[0], seen.num_near - before[1]) if seen else (0, 0)
+    if not taken and exact + near:
+        raise MismatchError(
+            f"all {exact + near} prompts of {source.name} repeat earlier ones, expected new ones; leave it out, "
+            "or give --set data.duplicates=keep"
+        )
+    if not taken:
+        left_out = source.origin.get("incomplete", 0)
+        why = f": {left_out} rows lack a field's value or are too short" if left_out else ""
+        raise MismatchError(f"{source.name} holds no prompt{why}, expected at least one; choose another --data")
+    gathered.prompts.extend(taken)
+    similarity = seen.similarity if seen else None
+    gathered.origins.append(
+        {
+            **source.origin,
+            "prompts": len(taken),
+            "exact_duplicates": exact,
+            "near_duplicates": near,
+            "similarity": similarity,
+        }
+    )
+
+
+def _of_dataset(name: str, task: str | None, max_prompts: int | None, options: DataOptions) -> list[_Source]:
+    """A public data set: each of its tasks, or the one that was named."""
+    recipe = dataset_recipe.load(name)
+    dataset = Path(name).stem
+    chosen = RowOptions(
+        folder=options.folder,
+        split=options.split,
+        seed=options.seed if max_prompts is not None else None,
+        buffer=options.buffer,
+    )
+    sources = []
+    for config in (task,) if task else recipe.configs:
+        origin = {
+            "source": dataset,
+            "hub": recipe.hub,
+            "config": config,
+            "split": chosen.split or recipe.split,
+            "folder": str(options.folder) if options.folder else None,
+            "licence": recipe.licence,
+            "seed": chosen.seed,
+            "buffer": chosen.buffer if chosen.seed is not None else None,
+            "rows": 0,
+            "incomplete": 0,
+        }
+        found = _read_dataset(dataset, recipe, config, chosen, origin)
+        sources.append(_Source(prompts=found, origin=origin, name=f"{dataset}:{config}" if config else dataset))
+    return sources
+
+
+def _read_dataset(
+    dataset: str, recipe: DatasetRecipe, config: str | None, options: RowOptions, origin: dict[str, Any]
+) -> Iterator[tuple[Prompt, str]]:
+    """The prompts of the rows that have what they need; `origin` counts the others."""
+    split = options.split or recipe.split
+    within = f"{config}/{split}" if recipe.tasks else split
+    for number, row in enumerate(rows(dataset, recipe, config, options), start=1):
+        origin["rows"] = number
+        where = f"{dataset}, row {number}"
+        if "prompt" in row and recipe.fields != ("prompt",) and not any(field in row for field in recipe.fields):
+            found = plain(row, number, where)
+            text, compared, answer, task = found.text, found.text, found.answer, found.task
+            own_id = None if row.get("id") is None else found.prompt_id
+        else:
+            try:
+                text, compared = dataset_recipe.fill(recipe.prompt, row, where)
+            except dataset_recipe.Incomplete:
+                origin["incomplete"] += 1
+                continue
+            answer, task, own_id = (_maybe(part, row, where) for part in (recipe.answer, recipe.task, recipe.id))
+        if len(text.strip()) < recipe.min_chars:
+            origin["incomplete"] += 1
+            continue
+        require_text(text, where)
+        # A row's number says nothing where rows come in an order of their own.
+        prompt_id = own_id or hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        prompt = Prompt(
+            dataset=dataset,
+            task=task or (config if recipe.tasks and config else dataset),
+            prompt_id=f"{within}/{prompt_id}",
+            text=text,
+            answer=answer,
+            output=recipe.output,
+            input_tokens=recipe.input_tokens,
+        )
+        yield prompt, compared
+
+
+def _maybe(template: str | None, row: Mapping[str, Any], where: str) -> str | None:
+    """The filled template, or None where there is none or this row has nothing to fill in."""
+    if template is None:
+        return None
+    try:
+        return dataset_recipe.fill(template, row, where)[0]
+    except dataset_recipe.Incomplete:
+        return None
+
+
+def _of_file(file: Path) -> _Source:
+    def read() -> Iterator[tuple[Prompt, str]]:
+        for row in READERS[file.suffix.lower()](file):
+            prompt = Prompt(
+                dataset=file.stem,
+                task=row.task or file.stem,
+                prompt_id=row.prompt_id,
+                text=row.text,
+                answer=row.answer,
+            )
+            yield prompt, row.text
+
+    return _Source(prompts=read(), origin={"source": file.stem}, name=str(file))
+
+
+def _file(source: str, known: Sequence[str]) -> Path:
     """The file that a source means, refused here if it cannot be one."""
     file = Path(source).expanduser()
     if not file.exists():
         if file.suffix or file.name != source:
             raise UsageError(f"no file at {source}, expected prompts as {_FORMATS}; or use --data {ALL}")
-        raise unknown_name("dataset", source, [ALL, *embedded])
-    if not file.is_file() or file.suffix.lower() not in _READERS:
+        raise unknown_name("dataset", source, [ALL, *known])
+    if not file.is_file() or file.suffix.lower() not in READERS:
         found = "a folder" if file.is_dir() else f"of format {file.suffix or 'unknown'!r}"
         raise UsageError(f"{source} is {found}, expected a file that ends in {_FORMATS}; convert it and try again")
     return file
-
-
-def _read(file: Path, max_prompts: int | None) -> list[Prompt]:
-    reader = _READERS[file.suffix.lower()]
-    try:
-        prompts = list(itertools.islice(reader(file), max_prompts))
-    except OSError as error:
-        raise MoetoolError(f"cannot read {file}: {error.strerror or error}; choose another --data") from error
-    if not prompts:
-        raise MismatchError(f"{file} holds no prompt, expected at least one; choose another --data")
-    return prompts
-
-
-def _read_jsonl(file: Path) -> Iterator[Prompt]:
-    with file.open("rb") as lines:
-        for number, (offset, line) in enumerate(_lines(lines), start=1):
-            text = _decode(line, file, offset)
-            if not text.strip():
-                continue
-            where = f"{file}:{number}"
-            try:
-                row = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise _refusal(where, f"is not JSON ({error})") from None
-            if not isinstance(row, dict):
-                raise _refusal(where, f"is a JSON {type(row).__name__}")
-            yield _prompt(row, file, number, where)
-
-
-def _read_parquet(file: Path) -> Iterator[Prompt]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    number = 0
-    with file.open("rb") as raw:
-        try:
-            parquet = pq.ParquetFile(raw)
-            found = parquet.schema_arrow.names
-            if "prompt" not in found:
-                raise _refusal(str(file), f"has the columns {', '.join(found) or 'none'}", "a column 'prompt'")
-            columns = [name for name in ("prompt", "answer", "task", "id") if name in found]
-            for batch in parquet.iter_batches(_PARQUET_ROWS, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield _prompt(row, file, number, f"{file}, row {number}")
-        except (pa.ArrowException, OSError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise _refusal(str(file), f"is damaged ({reason})", "Parquet") from error
-        except UnicodeDecodeError:
-            raise _refusal(str(file), f"has text that is not UTF-8 after row {number}", "UTF-8 text") from None
-
-
-def _read_text(file: Path) -> Iterator[Prompt]:
-    with file.open("rb") as lines:
-        end = DOCUMENT_END if _has_line(lines, DOCUMENT_END.encode()) else ""
-        number = 0
-        document: list[str] = []
-        for offset, line in itertools.chain(_lines(lines), [(0, end.encode())]):
-            text = _decode(line, file, offset).rstrip()
-            if text != end:
-                document.append(text)
-            elif whole := "\n".join(document).strip("\n"):
-                number += 1
-                yield _prompt({"prompt": whole}, file, number, f"{file}, document {number}")
-                document = []
-
-
-_READERS: dict[str, Callable[[Path], Iterator[Prompt]]] = {
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-    ".txt": _read_text,
-}
-_FORMATS = ", ".join(_READERS)
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(byte offset, line) of every line, without a byte order mark."""
-    offset = 0
-    for line in file:
-        mark = len(_BOM) if offset == 0 and line.startswith(_BOM) else 0
-        yield offset + mark, line[mark:]
-        offset += len(line)
-
-
-def _has_line(file: BinaryIO, wanted: bytes) -> bool:
-    """Whether such a line is near the beginning. Effects: rewinds the file."""
-    found = any(line.rstrip() == wanted for line in file.read(_SNIFF_BYTES).split(b"\n"))
-    file.seek(0)
-    return found
-
-
-def _decode(line: bytes, file: Path, offset: int) -> str:
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _refusal(f"{file}, byte {offset + error.start}", "is not UTF-8", "UTF-8 text") from None
-
-
-def _prompt(row: Mapping[str, Any], file: Path, number: int, where: str) -> Prompt:
-    if "prompt" not in row:
-        raise _refusal(where, f"has {', '.join(map(repr, row)) or 'no fields'} and no 'prompt'")
-    text = row["prompt"]
-    if not isinstance(text, str):
-        raise _refusal(where, f"has a prompt that is {'null' if text is None else type(text).__name__}")
-    if not text.strip():
-        raise _refusal(where, "has a blank prompt", "text")
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON can escape what no UTF-8 file and no tokenizer can hold
-        raise _refusal(where, "has half of a surrogate pair in its prompt", "UTF-8 text") from None
-    return Prompt(
-        dataset=file.stem,
-        task=_optional(row, "task", where) or file.stem,
-        prompt_id=_optional(row, "id", where) or str(number),
-        text=text,
-        answer=_optional(row, "answer", where),
-    )
-
-
-def _optional(row: Mapping[str, Any], name: str, where: str) -> str | None:
-    """A field that may be missing or null; numbers become text, as data sets often number their rows."""
-    value = row.get(name)
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _refusal(where, f"has a field {name!r} that is {type(value).__name__}", "a string")
-    return str(value)
-
-
-def _refusal(where: str, found: str, expected: str = 'an object like {"prompt": "…"}') -> MismatchError:
-    return MismatchError(f"{where} {found}, expected {expected}; repair the file and try again")

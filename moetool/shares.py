@@ -1,34 +1,24 @@
 """Capture by several processes: whole batches are shared out, and the trace is that of one process.
 
-The batches are fixed by the prompts' order before anything runs. Process i of n takes the batches i, i + n, …; each
-writes a trace of its own beside `out`, and the first one joins them, forward by forward, in the order of the batches.
+The batches are fixed by the prompts' order before anything runs, and their rows do not depend on who forwards them. All
+processes keep theirs in the one stage of the capture; the first one puts the trace together.
 """
 
-import itertools
 import multiprocessing
 import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from moetool import durable
-from moetool.capture import Captured, CaptureOptions, OpenModel, capture
-from moetool.errors import MismatchError, MoetoolError
+from moetool.capture import Captured, CaptureOptions, OpenModel, finish, ignore_note, open_plan, run_batches
+from moetool.capture_stage import Stage, open_stage
+from moetool.errors import MoetoolError
 from moetool.models.loading import load_full
 from moetool.prompts import Prompt
-from moetool.trace import KEEP, MANIFEST, TokenBatch, Trace
-from moetool.trace_writer import TraceWriter
-
-
-def share_path(out: Path, share: int) -> Path:
-    """Where process `share` writes its part."""
-    return out.with_name(f"{out.name}.share{share}")
 
 
 def capture_with_workers(
@@ -40,34 +30,43 @@ def capture_with_workers(
     *,
     open_model: OpenModel = load_full,
     overwrite: bool = False,
+    resume: bool = False,
     on_progress: Callable[[int], None] | None = None,
+    on_note: Callable[[str], None] = ignore_note,
 ) -> Captured:
     """Capture with several processes on this machine; arguments and errors are those of `capture`.
 
-    Effects: starts `workers` - 1 processes and captures in this one too; removes their parts at the end.
+    Each computes with one thread unless told otherwise: processes that fight over cores are slower.
+
+    Effects: starts `workers` - 1 processes and captures in this one too. They end with it, however it ends.
 
     Raises:
         MoetoolError: a worker failed; its own message is on stderr.
     """
-    durable.require_absent(out, overwrite, MANIFEST)
-    context = multiprocessing.get_context("spawn")
-    arguments = [(model, prompts, out, options, (i, workers), open_model) for i in range(1, workers)]
-    processes = [context.Process(target=_child, args=args, daemon=True) for args in arguments]
-    for process in processes:
-        process.start()
-    try:
-        first = _work(model, prompts, out, options, (0, workers), open_model, on_progress)
-        for i, process in enumerate(processes, start=1):
-            process.join()
-            if process.exitcode != 0:
-                raise MoetoolError(f"worker {i} of {workers} ended with exit code {process.exitcode}; see above")
-        return join(out, workers, overwrite, first.seconds)
-    finally:
+    began = time.perf_counter()
+    options = replace(options, threads=options.threads or 1)
+    plan = open_plan(model, prompts, out, options, open_model=open_model, overwrite=overwrite, resume=resume)
+    with open_stage(out, plan, resume=resume, overwrite=overwrite, on_note=on_note) as stage:
+        missing = [] if stage.finished() else stage.missing()
+        shares = [share for i in range(workers) if (share := missing[i::workers])]
+        context = multiprocessing.get_context("spawn")
+        processes = [
+            context.Process(target=_child, args=(i, model, prompts, out, options, share, open_model), daemon=True)
+            for i, share in enumerate(shares[1:], start=1)
+        ]
         for process in processes:
-            process.kill()
-            process.join()
-        for i in range(workers):
-            shutil.rmtree(share_path(out, i), ignore_errors=True)
+            process.start()
+        try:
+            run_batches(stage, shares[0] if shares else [], open_model, on_progress)
+            for i, process in enumerate(processes, start=1):
+                process.join()
+                if process.exitcode != 0:
+                    raise MoetoolError(f"worker {i} of {workers} ended with exit code {process.exitcode}; see above")
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return finish(stage, overwrite, began)
 
 
 def capture_under_torchrun(
@@ -78,7 +77,9 @@ def capture_under_torchrun(
     *,
     open_model: OpenModel = load_full,
     overwrite: bool = False,
+    resume: bool = False,
     on_progress: Callable[[int], None] | None = None,
+    on_note: Callable[[str], None] = ignore_note,
 ) -> Captured | None:
     """Capture this process's share under `torchrun` (RANK and WORLD_SIZE are set); `out` must be on a shared disk.
 
@@ -87,16 +88,26 @@ def capture_under_torchrun(
     """
     import torch.distributed as dist
 
+    began = time.perf_counter()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     try:
-        durable.require_absent(out, overwrite, MANIFEST)
-        first = _work(model, prompts, out, options, (rank, world), open_model, on_progress)
-        dist.barrier()
-        made = join(out, world, overwrite, first.seconds) if rank == 0 else None
-        dist.barrier()
-        shutil.rmtree(share_path(out, rank), ignore_errors=True)
-        return made
+        options = replace(options, threads=options.threads or 1)
+        plan = open_plan(model, prompts, out, options, open_model=open_model, overwrite=overwrite, resume=resume)
+
+        def share(stage: Stage) -> None:
+            dist.barrier()  # the stage is there
+            missing = [] if stage.finished() else stage.missing()
+            dist.barrier()  # all have seen the same batches
+            run_batches(stage, missing[rank::world], open_model, on_progress)
+            dist.barrier()  # all batches are there
+
+        if rank > 0:
+            share(Stage(out, plan))
+            return None
+        with open_stage(out, plan, resume=resume, overwrite=overwrite, on_note=on_note) as stage:
+            share(stage)
+            return finish(stage, overwrite, began)
     finally:
         dist.destroy_process_group()
 
@@ -106,100 +117,34 @@ def under_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def join(out: Path, shares: int, overwrite: bool = False, seconds: float = 0.0) -> Captured:
-    """Join the parts of a shared capture into one trace, the same as one process would have written.
-
-    Args:
-        seconds: how long capturing took, for the summary.
-
-    Effects: reads the parts, writes `out` whole or not at all.
-
-    Raises:
-        MismatchError: the parts are not of one capture.
-    """
-    parts = [Trace(share_path(out, i)) for i in range(shares)]
-    first = parts[0]
-    for part in parts:
-        if part.spec != first.spec or part.manifest["composition"] != first.manifest["composition"]:
-            raise MismatchError(f"{part.path} and {first.path} are parts of different captures; capture again")
-    size = int(first.manifest["composition"].get("size", 1))
-    keep = {"topk", *(first.columns & set(KEEP))}
-    columns = sorted(first.columns & {"weights", "logits", "hidden", "ahead"})
-    requests = sorted((row for part in parts for row in part.requests.to_pylist()), key=lambda row: row["request"])
-    forward = 0
-    with durable.staged_directory(out, overwrite, MANIFEST) as folder, ExitStack() as stack:
-        writer = TraceWriter(folder, first.spec, keep, first.ahead)
-        stack.callback(writer.abort)
-        forwards = [_Batches(part, columns, size) for part in parts]
-        for batch in range(-(-len(requests) // size)):
-            source = forwards[batch % shares]
-            for rows in source.forwards(batch):
-                rows.forward_T = np.full(len(rows), forward, np.int32)
-                writer.append(rows)
-                forward += 1
-            for request, iteration, embedding_D in source.embeddings(batch):
-                writer.add_embedding(request, iteration, embedding_D)
-        for row in requests:
-            writer.add_request(**{name: value for name, value in row.items() if name != "tokens"})
-        writer.finish(composition=first.manifest["composition"], provenance=first.manifest["provenance"])
-        num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return Captured(
-        out=out,
-        requests=len(requests),
-        prompt_tokens=sum(row["prompt_tokens"] for row in requests),
-        new_tokens=sum(row["new_tokens"] for row in requests),
-        skipped=int(first.manifest["provenance"]["skipped"]),
-        bytes=num_bytes,
-        seconds=seconds,
-    )
-
-
-class _Batches:
-    """One part, read batch by batch: batch b holds the requests b * size to (b + 1) * size - 1."""
-
-    def __init__(self, part: Trace, columns: list[str], size: int) -> None:
-        self._size = size
-        self._forwards = itertools.groupby(part.recorded_forwards(columns), lambda rows: rows.request_T[0] // size)
-        recorded = part.embeddings() if "embeddings" in part.columns else iter(())
-        self._embeddings = itertools.groupby(recorded, lambda row: row[0] // size)
-
-    def forwards(self, batch: int) -> Iterator[TokenBatch]:
-        """The rows of each forward of the next batch, which must be `batch`."""
-        return self._next(self._forwards, batch)
-
-    def embeddings(self, batch: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """The embeddings of the next batch."""
-        return self._next(self._embeddings, batch)
-
-    @staticmethod
-    def _next(groups: Iterator[tuple[int, Iterator]], batch: int) -> Iterator:
-        found, rows = next(groups, (batch, iter(())))
-        if found != batch:
-            raise MismatchError(f"a part holds batch {found} where {batch} was expected; capture again")
-        return rows
-
-
-def _child(*arguments: Any) -> None:
-    """A worker process: its errors are one line, as everywhere."""
-    try:
-        _work(*arguments)
-    except MoetoolError as error:
-        print(f"moetool: worker {arguments[4][0]}: {error}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
-
-
-def _work(
+def _child(
+    worker: int,
     model: str,
     prompts: list[Prompt],
     out: Path,
     options: CaptureOptions,
-    share: tuple[int, int],
+    batches: list[int],
     open_model: OpenModel,
-    on_progress: Callable[[int], None] | None = None,
-) -> Captured:
-    """Capture one share, with one thread unless told otherwise: processes that fight over cores are slower."""
-    options = replace(options, threads=options.threads or 1)
-    part = share_path(out, share[0])
-    return capture(
-        model, prompts, part, options, share=share, open_model=open_model, overwrite=True, on_progress=on_progress
-    )
+) -> None:
+    """A worker process: its errors are one line, as everywhere."""
+    _end_with_parent()
+    try:
+        plan = open_plan(model, prompts, out, options, open_model=open_model, overwrite=True, resume=True)
+        run_batches(Stage(out, plan), batches, open_model)
+    except MoetoolError as error:
+        print(f"moetool: worker {worker}: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(1)  # the first process says what there is to say
+
+
+def _end_with_parent() -> None:
+    """Let this process end when the one that started it is killed, which cannot kill its own."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()

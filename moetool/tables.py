@@ -36,64 +36,20 @@ def print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
         print(f"{name:<{names}}  {value:<{values}}  {meaning}")
 
 
-def print_evaluations(rows: Sequence[Any]) -> None:
-    """Predictors side by side (`moetool.evaluation.Evaluation`), then the share matched by distance and by layer."""
-    for unseen in sorted({row.unseen_task for row in rows}):
-        _print_evaluations([row for row in rows if row.unseen_task == unseen], unseen)
-
-
-def _print_evaluations(rows: Sequence[Any], unseen: bool) -> None:
-    first = rows[0]
-    held_out = "held-out requests" if first.requests == "test" else "requests that it has not seen"
-    of_task = " of an unseen task" if unseen else ""
-
-    def figures(score: Any, *names: str) -> list[str]:
-        return [f"{getattr(score, name):.3f}" if score else "-" for name in names]
-
-    print_table(
-        f"next layer's experts on {first.num_requests} {held_out}{of_task}, {first.num_tokens:,} tokens",
+def print_prompt_sets(rows: Sequence[dict[str, Any]]) -> None:
+    """The sets that have a name, as `moetool.prompts.describe` gives them."""
+    public = [row for row in rows if row["hub"] is not None]
+    table = [
         [
-            *("predictor", "match", "exact", "at least one", "in 2k", "calib. error", "in prefill", "in decode"),
-            *("ms / token", "size", "of the experts", "trained"),
-        ],
-        [
-            [
-                row.predictor,
-                *figures(row.scores[0], "match", "exact", "at_least_one"),
-                f"{row.scores[0].recall[-1]:.3f}" if row.scores[0].recall else "-",
-                *figures(row.scores[0], "calibration_error"),
-                *(value for phase in ("prefill", "decode") for value in figures(row.overall(phase).get(1), "match")),
-                f"{row.step_ms:.2f}",
-                count(row.size_bytes, "B"),
-                f"{row.expert_bytes_share:.1%}",
-                "counted" if row.training_s is None else f"{row.training_s:,.0f} s",
-            ]
-            for row in rows
-        ],
-    )
-    for row in rows:
-        if row.baseline is not None:
-            print(f"  {row.predictor} was counted on {row.baseline}")
-    distances = sorted({distance for row in rows for distance in row.overall()})
-    if len(distances) > 1:
-        for phase in [phase for phase in ("prefill", "decode") if any(row.overall(phase) for row in rows)]:
-            print_table(
-                f"match in {phase} by distance: layers ahead of the last one that has run",
-                ["predictor", *map(str, distances)],
-                [[row.predictor, *(figures(row.overall(phase).get(d), "match")[0] for d in distances)] for row in rows],
-            )
-    layers = [s.layer for s in first.scores if s.phase == "all" and s.layer is not None and s.distance == 1]
-    print_table(
-        "match by MoE layer, from the one before it",
-        ["predictor", *map(str, layers)],
-        [
-            [
-                row.predictor,
-                *(f"{s.match:.3f}" for s in row.scores if s.phase == "all" and s.layer is not None and s.distance == 1),
-            ]
-            for row in rows
-        ],
-    )
+            *(row["name"], row["hub"], ", ".join(row["tasks"]) or row["config"] or "-", row["split"]),
+            *("yes" if row["gated"] else "no", "-" if row["output"] is None else str(row["output"]), row["licence"]),
+        ]
+        for row in public
+    ]
+    columns = ["name", "on the hub", "tasks, or config", "split", "gated", "decodes", "licence"]
+    print_table(f"{len(public)} public sets, read from the hub, or with --data-dir from a copy", columns, table, 7)
+    print("decodes: tokens for each prompt, or as many as its answer has; where '-' stands, as --max-new-tokens says")
+    print(f"embedded: {', '.join(row['name'] for row in rows if row['hub'] is None)}; 'all' is these together")
 
 
 def print_maps(made: Any) -> None:

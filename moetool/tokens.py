@@ -1,7 +1,7 @@
 """Tokens as predictors get them: what the routers of some layers chose, and whatever else was asked for."""
 
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from torch import Tensor
 from moetool.errors import MismatchError
 from moetool.trace import TokenBatch, Trace, router_scores
 from moetool.types import ModelSpec
+
+Part = Collection[int] | Mapping[int, range]
+"""Some requests of a trace: whole ones, or of each the tokens in a range, counted in the order of its forwards."""
 
 FIELDS = {
     "weights": "weights_TPK",
@@ -124,45 +127,71 @@ def from_rows(spec: ModelSpec, rows: TokenBatch, embedding_TD: np.ndarray | None
     )
 
 
-def stream(trace: Trace, needs: Collection[str], requests: Collection[int], most: int = 1024) -> Iterator[Tokens]:
-    """The tokens of some requests with what `needs` names, at most `most` at a time, in the order of the forwards.
+class Picker:
+    """Says of the tokens of a trace, in the order of the forwards of each request, which are of a part of it."""
+
+    def __init__(self, part: Part) -> None:
+        self._wanted = np.array(sorted(part))
+        self._spans = dict(part) if isinstance(part, Mapping) else None
+        self._passed: dict[int, int] = {}
+
+    def mask(self, request_T: np.ndarray) -> np.ndarray:
+        """mask_T bool of the tokens that come next."""
+        mine_T: np.ndarray = np.isin(request_T, self._wanted)
+        for request, span in (self._spans or {}).items():
+            of_T = np.flatnonzero(request_T == request)
+            number_T = self._passed.get(request, 0) + np.arange(len(of_T))
+            mine_T[of_T] = (number_T >= span.start) & (number_T < span.stop)
+            self._passed[request] = self._passed.get(request, 0) + len(of_T)
+        return mine_T
+
+
+def stream(trace: Trace, needs: Collection[str], part: Part, most: int = 1024) -> Iterator[Tokens]:
+    """The tokens of a part with what `needs` names, at most `most` at a time, in the order of the forwards.
 
     Raises:
         MismatchError: a column is missing or damaged, or holds what is not finite; the token ids are withheld.
     """
-    wanted = np.array(sorted(requests))
+    picker = Picker(part)
     for rows, embedding_TD in trace.token_rows(set(needs) - {"experts"}):
-        mine = np.isin(rows.request_T, wanted)
+        mine = picker.mask(rows.request_T)
         rows = rows.select(mine)
         embedding_TD = None if embedding_TD is None else embedding_TD[mine]
         for start in range(0, len(rows), most):
-            part = slice(start, start + most)
-            tokens = from_rows(trace.spec, rows.select(part), None if embedding_TD is None else embedding_TD[part])
-            _require_finite(tokens, trace)
+            piece = slice(start, start + most)
+            tokens = from_rows(trace.spec, rows.select(piece), None if embedding_TD is None else embedding_TD[piece])
+            require_finite({name: getattr(tokens, field) for name, field in FIELDS.items()}, trace)
             yield _with_ids(tokens, trace) if "token_id" in needs else replace(tokens, token_id_T=None)
 
 
-def read(trace: Trace, needs: Collection[str], requests: Collection[int], scratch: Path) -> Tokens:
-    """All tokens of some requests, in the order of the forwards.
+def num_tokens(trace: Trace, part: Part) -> int:
+    """How many tokens of a trace are of a part."""
+    if isinstance(part, Mapping):
+        return sum(map(len, part.values()))
+    table = trace.requests
+    tokens = dict(zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True))
+    return sum(tokens[request] for request in set(part))
+
+
+def read(trace: Trace, needs: Collection[str], part: Part, scratch: Path) -> Tokens:
+    """All tokens of a part, in the order of the forwards.
 
     Effects: the wide fields lie in nameless files in `scratch`, which go when the tokens do.
 
     Raises:
         MismatchError: a column is missing or damaged, or holds what is not finite; the token ids are withheld.
     """
-    table = trace.requests
-    tokens = dict(zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True))
-    count = sum(tokens[request] for request in set(requests))
+    count = num_tokens(trace, part)
     held: dict[str, Tensor] = {}
     done = 0
-    for part in stream(trace, needs, requests):
-        for f in fields(part):
-            if (column := getattr(part, f.name)) is None:
+    for piece in stream(trace, needs, part):
+        for f in fields(piece):
+            if (column := getattr(piece, f.name)) is None:
                 continue
             if f.name not in held:
                 held[f.name] = _space(count, column, scratch)
-            held[f.name][done : done + len(part)] = column
-        done += len(part)
+            held[f.name][done : done + len(piece)] = column
+        done += len(piece)
     if done != count:
         raise MismatchError(f"{trace.path} holds {done:,} of the {count:,} tokens of its requests; capture again")
     if not held:
@@ -184,10 +213,10 @@ def _space(count: int, like: Tensor, scratch: Path) -> Tensor:
     return torch.empty(shape, dtype=torch.int16 if like.ndim == 3 else torch.int64)
 
 
-def _require_finite(tokens: Tokens, trace: Trace) -> None:
-    for name, field in FIELDS.items():
-        column = getattr(tokens, field)
-        if column is not None and not bool(column.isfinite().all()):
+def require_finite(columns: Mapping[str, Tensor | np.ndarray | None], trace: Trace) -> None:
+    """Raises: MismatchError: numbers that were read from these columns of a trace are not finite."""
+    for name, values in columns.items():
+        if values is not None and not bool(torch.as_tensor(values).isfinite().all()):
             raise MismatchError(
                 f"{trace.path} holds numbers in the column {name} that are not finite, as a model gives whose "
                 f"arithmetic overflows; capture again with --dtype float32"

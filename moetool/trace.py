@@ -9,7 +9,9 @@
 Per-layer columns are fixed-size lists, layer-major: `experts` and `weights` hold the K of layer 0, then those of
 layer 1 and so on; `logits` the E of each layer; `hidden` the D that each router saw; `ahead` what the routers of the
 next A MoE layers say of those D, A times E of the widest layer (0 beyond a layer's experts and beyond the last layer).
-The offsets are in the schema metadata. Readers stream and name the columns that they need.
+The offsets are in the schema metadata. Readers stream and name the columns that they need. `weights` is missing where a
+trace was made from the records of an engine that keeps only the experts. How versions of this schema follow one another
+is said in `moetool.trace_version`: traces of an older minor version are read, those of a newer version refused.
 """
 
 import itertools
@@ -25,9 +27,9 @@ import pyarrow.parquet as pq
 
 from moetool import durable
 from moetool.errors import MismatchError, UsageError, first_line
+from moetool.trace_version import SCHEMA_VERSION, upgrade
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
-SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 KEEP = ("topk", "logits", "embeddings", "hidden", "ahead")
 BATCH_TOKENS = 8192
@@ -130,8 +132,35 @@ def token_schema(spec: ModelSpec, columns: Iterable[str], ahead: int) -> pa.Sche
     }
     return pa.schema(
         [(name, types[name]) for name in COLUMNS if name in columns],
-        metadata={"moetool.schema_version": str(SCHEMA_VERSION), **{k: json.dumps(v) for k, v in offsets.items()}},
+        metadata={"moetool.schema_version": SCHEMA_VERSION, **{k: json.dumps(v) for k, v in offsets.items()}},
     )
+
+
+def to_token_batch(record: pa.RecordBatch) -> TokenBatch:
+    """Rows of tokens/ from Arrow, which they share memory with."""
+    columns: dict[str, Any] = {}
+    for name in record.schema.names:
+        values = record[name]
+        if pa.types.is_fixed_size_list(values.type):
+            flat = values.flatten().to_numpy(zero_copy_only=False)
+            columns[COLUMNS[name]] = flat.reshape(-1, values.type.list_size)
+        else:
+            columns[COLUMNS[name]] = values.to_numpy(zero_copy_only=False)
+    return TokenBatch(**columns)
+
+
+def to_record_batch(rows: TokenBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The columns of a schema from rows of tokens/."""
+    arrays = [to_array(getattr(rows, COLUMNS[field.name]), field.type) for field in schema]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def to_array(values: np.ndarray, kind: pa.DataType) -> pa.Array:
+    """A column of one type; of a matrix, fixed-size lists."""
+    if not pa.types.is_fixed_size_list(kind):
+        return pa.array(values, type=kind)
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1), type=kind.value_type)
+    return pa.FixedSizeListArray.from_arrays(flat, type=kind)
 
 
 def embedding_schema(spec: ModelSpec) -> pa.Schema:
@@ -146,16 +175,16 @@ class Trace:
         path: the folder.
 
     Attributes:
-        manifest: manifest.json.
+        manifest: manifest.json, as this version writes it.
         spec: the model that was traced.
-        columns: what was recorded: `experts`, `weights` and perhaps `logits`, `hidden`, `ahead`, `embeddings`.
+        columns: what was recorded: `experts` and perhaps `weights`, `logits`, `hidden`, `ahead`, `embeddings`.
         ahead: for how many layers the column `ahead` looks ahead; 0 without it.
         num_tokens: rows of tokens/.
         requests: requests.parquet, in the order of the requests.
 
     Raises:
         UsageError: there is no such folder.
-        MismatchError: it is not a whole trace of this schema version.
+        MismatchError: it is not a whole trace, or not of a schema version that can be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -173,19 +202,14 @@ class Trace:
             raise MismatchError(f"{path}/manifest.json is damaged ({error}); capture again") from None
         if not isinstance(self.manifest, dict):
             raise MismatchError(f"{path}/manifest.json is damaged (not an object); capture again")
-        kind, version = self.manifest.get("kind"), self.manifest.get("schema_version")
-        if kind != "trace" or version != SCHEMA_VERSION:
-            raise MismatchError(
-                f"{path} holds {kind or 'something else'} of schema version {version}, expected a trace of version "
-                f"{SCHEMA_VERSION}; capture again with this version of moetool"
-            )
+        self.manifest = upgrade(self.manifest, path)
         try:
             facts = self.manifest["files"].items()
             self._files = {str(name): (int(fact["bytes"]), str(fact["sha256"])) for name, fact in facts}
             self.spec = ModelSpec.from_json(self.manifest["spec"])
             self.columns = frozenset(self.manifest["columns"])
             self.num_tokens = int(self.manifest["tokens"])
-            self.ahead = int(self.manifest.get("ahead", 0))
+            self.ahead = int(self.manifest["ahead"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise MismatchError(f"{path}/manifest.json is damaged ({error!r}); capture again") from None
         for name, (expected, _) in self._files.items():
@@ -271,23 +295,13 @@ class Trace:
         wanted = set(columns)
         self.require(wanted, "this reader")
         names = [c for c in COLUMNS if c in ALWAYS or c in wanted]
-        widths = _widths(self.spec, self.ahead)
         for part in self._names("tokens"):
             file = self._verify(part)
             try:
                 with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
                     _require_schema(file, token_schema(self.spec, names, self.ahead), parquet.schema_arrow)
                     for record in parquet.iter_batches(BATCH_TOKENS, columns=names):
-                        yield TokenBatch(
-                            **{
-                                COLUMNS[name]: (
-                                    record[name].flatten().to_numpy(zero_copy_only=False).reshape(-1, widths[name])
-                                    if name in widths
-                                    else record[name].to_numpy(zero_copy_only=False)
-                                )
-                                for name in names
-                            }
-                        )
+                        yield to_token_batch(record)
             except (pa.ArrowException, OSError) as error:
                 raise MismatchError(f"{file} is damaged ({first_line(error)}); capture again") from error
 
@@ -355,7 +369,11 @@ class Trace:
         if held is not None and len(held):
             yield held
 
-    def _by_request(self, columns: Iterable[str]) -> Iterator[TokenBatch]:
+    def whole_requests(self, columns: Iterable[str] = ()) -> Iterator[TokenBatch]:
+        """The rows of each request that has any, in the order of `requests`; arguments and errors as of `batches`.
+
+        Requests that ran at the same time are held back until their turn.
+        """
         order = self.requests["request"].to_pylist()
         total = dict(zip(order, self.requests["tokens"].to_pylist(), strict=True))
         held: dict[int, list[TokenBatch]] = {}
@@ -368,17 +386,20 @@ class Trace:
                 seen[request] = seen.get(request, 0) + len(rows)
             while nxt < len(order) and seen.get(order[nxt], 0) == total[order[nxt]]:
                 if total[order[nxt]]:
-                    whole = TokenBatch.concatenate(held.pop(order[nxt]))
-                    cuts = np.flatnonzero(np.diff(whole.iteration_T)) + 1
-                    starts = [0, *cuts.tolist(), len(whole)]
-                    for start, end in itertools.pairwise(starts):
-                        yield whole.select(slice(start, end))
+                    yield TokenBatch.concatenate(held.pop(order[nxt]))
                 nxt += 1
         if nxt < len(order):
             raise MismatchError(
                 f"{self.path} holds {seen.get(order[nxt], 0)} of the {total[order[nxt]]} tokens of request "
                 f"{order[nxt]}; capture again"
             )
+
+    def _by_request(self, columns: Iterable[str]) -> Iterator[TokenBatch]:
+        for whole in self.whole_requests(columns):
+            cuts = np.flatnonzero(np.diff(whole.iteration_T)) + 1
+            starts = [0, *cuts.tolist(), len(whole)]
+            for start, end in itertools.pairwise(starts):
+                yield whole.select(slice(start, end))
 
     def _names(self, folder: str) -> list[str]:
         """The files of a folder that the manifest knows; whatever else lies there is not of this trace."""

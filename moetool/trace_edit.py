@@ -1,24 +1,31 @@
-"""Making one trace of a part of another."""
+"""Traces made of a part of another: its first layers or requests, a sample, or its parts by task or request."""
 
 import hashlib
-import itertools
-from collections.abc import Collection
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from moetool import durable
-from moetool.errors import UsageError
+from moetool.errors import UsageError, unknown_name
 from moetool.trace import KEEP, MANIFEST, TokenBatch, Trace
 from moetool.trace_writer import TraceWriter
 from moetool.types import ModelSpec
+
+SPLIT_BY = ("task", "request")
+SPLIT = "split.json"
+_OF_THE_WHOLE = ("decisions", "failed_forwards", "capture")  # they are about all of its requests
 
 
 def head(
     trace: Trace, out: Path, *, layers: int | None = None, requests: int | None = None, overwrite: bool = False
 ) -> Trace:
-    """The first MoE layers, or the first requests, of a trace, as a trace of its own.
+    """The first MoE layers, or the first requests, of a trace, as a trace of its own. Requests keep their numbers.
 
     A trace of fewer layers is of another model, one that ends there: what is trained on it fits nothing else. The
     column `ahead` is left out of it, since it looks at layers that are gone.
@@ -33,35 +40,184 @@ def head(
         UsageError: there are not so many, or `out` exists.
         MismatchError: the trace is damaged.
     """
-    spec, table = trace.spec, trace.requests
-    for name, asked, there in (("layers", layers, spec.num_layers), ("requests", requests, len(table))):
+    spec = trace.spec
+    for name, asked, there in (("layers", layers, spec.num_layers), ("requests", requests, len(trace.requests))):
         if asked is not None and not 1 <= asked <= there:
             raise UsageError(f"--{name} is {asked}, and {trace.path} has {there}; give 1 to {there}")
     num_layers = layers or spec.num_layers
-    cut = _cut_spec(spec, num_layers)
-    columns = trace.columns & {"weights", "logits", "hidden", *(() if num_layers < spec.num_layers else ("ahead",))}
-    keep = {"topk", *(columns & set(KEEP)), *(trace.columns & {"embeddings"})}
-    rows = table.slice(0, requests).to_pylist()
-    wanted = np.array([row["request"] for row in rows])
+    columns = trace.columns if num_layers == spec.num_layers else trace.columns - {"ahead"}
+    numbers = {request: request for request in request_numbers(trace)[:requests]}
     durable.require_absent(out, overwrite, MANIFEST)
-    with durable.staged_directory(out, overwrite, MANIFEST) as folder:
-        writer = TraceWriter(folder, cut, keep, trace.ahead or 1)
-        try:
-            for row in rows:
-                writer.add_request(**{name: value for name, value in row.items() if name != "tokens"})
-            for batch in trace.batches(columns):
-                mine = batch.select(np.isin(batch.request_T, wanted))
-                if len(mine):
-                    writer.append(_cut_rows(mine, spec, num_layers))
-            if "embeddings" in keep:
-                _copy_embeddings(trace, writer, set(wanted.tolist()))
-            kept = {k: v for k, v in trace.manifest["provenance"].items() if k not in ("decisions", "failed_forwards")}
-            provenance = {**kept, "head_of": trace.sha256}
-            writer.finish(composition=trace.manifest["composition"], provenance=provenance)
-        except BaseException:
-            writer.abort()
-            raise
+    with durable.staged_directory(out, overwrite, MANIFEST) as folder, ExitStack() as stack:
+        writer = part_writer(stack, folder, _cut_spec(spec, num_layers), columns, trace.ahead)
+        copy_requests(trace, columns, {number: (writer, number) for number in numbers}, num_layers=num_layers)
+        _finish(writer, trace, {"head_of": trace.sha256})
     return Trace(out)
+
+
+def sample(trace: Trace, out: Path, *, requests: int, seed: int = 0, overwrite: bool = False) -> Trace:
+    """Some requests of a trace, drawn by chance, in their order and numbered anew.
+
+    Args:
+        requests: how many.
+        seed: of the draw.
+
+    Effects: writes `out`, whole or not at all.
+
+    Raises:
+        UsageError: there are not so many, or `out` exists.
+        MismatchError: the trace is damaged.
+    """
+    there = request_numbers(trace)
+    if not 1 <= requests <= len(there):
+        raise UsageError(f"--requests is {requests}, and {trace.path} has {len(there)}; give 1 to {len(there)}")
+    if seed < 0:
+        raise UsageError(f"--seed is {seed}, expected a whole number from 0")
+    places = np.sort(np.random.default_rng(seed).choice(len(there), requests, replace=False)).tolist()
+    durable.require_absent(out, overwrite, MANIFEST)
+    with durable.staged_directory(out, overwrite, MANIFEST) as folder, ExitStack() as stack:
+        writer = part_writer(stack, folder, trace.spec, trace.columns, trace.ahead)
+        copy_requests(trace, trace.columns, {there[place]: (writer, number) for number, place in enumerate(places)})
+        _finish(writer, trace, {"sample_of": trace.sha256, "seed": seed})
+    return Trace(out)
+
+
+def split(
+    trace: Trace, out: Path, *, by: str, shares: Sequence[float] = (), overwrite: bool = False
+) -> dict[str, Trace]:
+    """The parts of a trace, each a trace in a folder of `out`, with its requests in their order and numbered anew.
+
+    Args:
+        by: `task`: a part for each task, by its name; `request`: parts `0`, `1`, ... of the given shares, what is left
+            of 1 being the last. Requests go to the part that is furthest behind its share, so that every part is
+            evenly spread.
+        shares: of `request` only; above 0, together at most 1.
+
+    Effects: writes `out`, whole or not at all; `split.json` in it says what the parts are.
+
+    Raises:
+        UsageError: shares that make no sense, a part that would be empty, or `out` exists.
+        MismatchError: the trace is damaged.
+    """
+    if by not in SPLIT_BY:
+        raise unknown_name("--by", by, SPLIT_BY)
+    part_of = _by_task(trace, shares) if by == "task" else _by_share(trace, shares)
+    names = list(dict.fromkeys(sorted(part_of.values()) if by == "task" else map(str, range(_count(shares)))))
+    if empty := [name for name in names if name not in part_of.values()]:
+        raise UsageError(f"part {empty[0]} of {trace.path} would have no request, of {len(part_of)} in all")
+    durable.require_absent(out, overwrite, SPLIT)
+    with durable.staged_directory(out, overwrite, SPLIT) as folder, ExitStack() as stack:
+        writers = {}
+        for name in names:
+            (folder / name).mkdir()
+            writers[name] = part_writer(stack, folder / name, trace.spec, trace.columns, trace.ahead)
+        next_number = dict.fromkeys(names, 0)
+        places = {}
+        for request in request_numbers(trace):
+            name = part_of[request]
+            places[request] = writers[name], next_number[name]
+            next_number[name] += 1
+        copy_requests(trace, trace.columns, places)
+        for name, writer in writers.items():
+            _finish(writer, trace, {"split_of": trace.sha256, "by": by, "part": name})
+        about = {"kind": "split", "of": trace.sha256, "by": by, "shares": list(shares), "parts": next_number}
+        durable.write_text(folder / SPLIT, json.dumps(about, indent=1) + "\n")
+    return {name: Trace(out / name) for name in names}
+
+
+def request_numbers(trace: Trace) -> list[int]:
+    """The requests of a trace, in their order."""
+    requests: list[int] = trace.requests["request"].to_pylist()
+    return requests
+
+
+def _by_task(trace: Trace, shares: Sequence[float]) -> dict[int, str]:
+    """The part of each request: its task, as the name of a folder; with the dataset where two have such a task."""
+    if shares:
+        raise UsageError("--share is for --by request; leave it out with --by task")
+    rows = trace.requests.to_pylist()
+    names: dict[tuple[str, str], str] = {}
+    for key in sorted({(row["dataset"], row["task"]) for row in rows}, key=lambda key: key[::-1]):
+        name = re.sub(r"[^\w.-]+", "_", key[1]).strip(".") or "task"
+        whole = re.sub(r"[^\w.-]+", "_", "-".join(key)).strip(".")
+        taken = {other.casefold() for other in (*names.values(), SPLIT)}
+        fitting = (each for each in (name, whole, *(f"{whole}-{i}" for i in range(2, len(rows) + 3))))
+        names[key] = next(each for each in fitting if each.casefold() not in taken)
+    return {row["request"]: names[row["dataset"], row["task"]] for row in rows}
+
+
+def _count(shares: Sequence[float]) -> int:
+    return len(shares) + (sum(shares) < 1 - 1e-9)
+
+
+def _by_share(trace: Trace, shares: Sequence[float]) -> dict[int, str]:
+    if not shares or not all(0 < share < 1 for share in shares) or sum(shares) > 1 + 1e-9:
+        raise UsageError(f"--share {list(shares)}: expected shares above 0 and below 1, together at most 1, as in 0.8")
+    every = [*shares, 1 - sum(shares)][: _count(shares)]
+    taken = [0] * len(every)
+    part_of = {}
+    for place, request in enumerate(request_numbers(trace), 1):
+        part = max(range(len(every)), key=lambda i: (round(every[i] * place - taken[i], 9), -i))
+        taken[part] += 1
+        part_of[request] = str(part)
+    return part_of
+
+
+def part_writer(stack: ExitStack, folder: Path, spec: ModelSpec, columns: frozenset[str], ahead: int) -> TraceWriter:
+    """A writer of some columns, abandoned when the stack unwinds before it has finished."""
+    keep = {"topk", *(columns & set(KEEP))}
+    writer = TraceWriter(folder, spec, keep, ahead or 1, weights="weights" in columns)
+    stack.callback(writer.abort)
+    return writer
+
+
+def copy_requests(
+    trace: Trace,
+    columns: frozenset[str],
+    places: Mapping[int, tuple[TraceWriter, int]],
+    *,
+    num_layers: int | None = None,
+    first_forward: int = 0,
+) -> int:
+    """Copy requests, each to its writer under its new number; gives the number after that of the last forward.
+
+    Args:
+        num_layers: of the first layers alone.
+        first_forward: what the trace's forwards are counted from.
+    """
+    for row in trace.requests.to_pylist():
+        if row["request"] in places:
+            writer, number = places[row["request"]]
+            facts = {name: value for name, value in row.items() if name not in ("tokens", "request")}
+            writer.add_request(number, **facts)
+    writers = list(dict.fromkeys(writer for writer, _ in places.values()))
+    index = {writer: i for i, writer in enumerate(writers)}
+    size = max(request_numbers(trace), default=0) + 1
+    part_R, number_R = np.full(size, -1), np.zeros(size, np.int32)
+    for request, (writer, number) in places.items():
+        part_R[request], number_R[request] = index[writer], number
+    following = first_forward
+    for batch in trace.batches(columns & {"weights", "logits", "hidden", "ahead"}):
+        following = max(following, first_forward + int(batch.forward_T.max(initial=-1)) + 1)
+        known_T = batch.request_T < size
+        part_T = np.where(known_T, part_R[np.where(known_T, batch.request_T, 0)], -1)
+        for i, writer in enumerate(writers):
+            mine = batch.select(part_T == i)
+            if len(mine):
+                mine.request_T = number_R[mine.request_T]
+                mine.forward_T = (mine.forward_T + first_forward).astype(np.int32)
+                writer.append(mine if num_layers is None else _cut_rows(mine, trace.spec, num_layers))
+    if "embeddings" in columns:
+        for request, iteration, embedding_D in trace.embeddings():
+            if request in places:
+                writer, number = places[request]
+                writer.add_embedding(number, iteration, embedding_D)
+    return following
+
+
+def _finish(writer: TraceWriter, trace: Trace, made: dict[str, Any]) -> None:
+    kept = {name: value for name, value in trace.manifest["provenance"].items() if name not in _OF_THE_WHOLE}
+    writer.finish(composition=trace.manifest["composition"], provenance={**kept, **made})
 
 
 def _cut_spec(spec: ModelSpec, layers: int) -> ModelSpec:
@@ -83,8 +239,3 @@ def _cut_rows(rows: TokenBatch, spec: ModelSpec, layers: int) -> TokenBatch:
     }
     cut = {name: column[:, :width] for name, width in widths.items() if (column := getattr(rows, name)) is not None}
     return replace(rows, **cut)
-
-
-def _copy_embeddings(trace: Trace, writer: TraceWriter, wanted: Collection[int]) -> None:
-    for request, iteration, embedding_D in itertools.filterfalse(lambda row: row[0] not in wanted, trace.embeddings()):
-        writer.add_embedding(request, iteration, embedding_D)

@@ -3,7 +3,7 @@
 import json
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from moetool.trace import (
     SCHEMA_VERSION,
     TokenBatch,
     embedding_schema,
+    to_array,
     token_schema,
 )
 from moetool.types import ModelSpec
@@ -30,6 +31,24 @@ PART_TOKENS = 1 << 20
 """Rows after which a new file is begun."""
 
 
+def token_columns(keep: Collection[str], *, weights: bool = True) -> list[str]:
+    """The columns of tokens/ for what is kept.
+
+    Args:
+        weights: whether the experts' weights are known.
+
+    Raises:
+        UsageError: something else than `KEEP`.
+    """
+    if unknown := set(keep) - set(KEEP):
+        raise UsageError(f"cannot keep {', '.join(sorted(unknown))}: known are {', '.join(KEEP)}")
+    return [
+        *ALWAYS,
+        *(["weights"] if weights else []),
+        *(column for column in ("logits", "hidden", "ahead") if column in keep),
+    ]
+
+
 class TraceWriter:
     """Writes a trace into a folder, from a thread of its own, so that the model need not wait for the disk.
 
@@ -37,21 +56,22 @@ class TraceWriter:
         folder: an empty folder; a `durable.staged_directory`, so that a killed run leaves no trace.
         keep: which of `KEEP` to record; `topk` always is.
         ahead: for how many layers the column `ahead` looks ahead, where it is kept.
+        weights: whether the weights of the experts are known.
 
     Effects: starts one thread; `finish` or `abort` ends it.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec, keep: Iterable[str], ahead: int = 3) -> None:
+    def __init__(
+        self, folder: Path, spec: ModelSpec, keep: Iterable[str], ahead: int = 3, *, weights: bool = True
+    ) -> None:
         self.keep = frozenset(keep) | {"topk"}
-        if unknown := self.keep - set(KEEP):
-            raise UsageError(f"cannot keep {', '.join(sorted(unknown))}: known are {', '.join(KEEP)}")
-        self.columns = [*ALWAYS, "weights", *(c for c in ("logits", "hidden", "ahead") if c in self.keep)]
+        self.columns = token_columns(self.keep, weights=weights)
         self.ahead = ahead if "ahead" in self.keep else 0
         self._folder = folder
         self._spec = spec
         self._tokens_parts = _Parts(folder / "tokens", token_schema(spec, self.columns, self.ahead))
         self._iterations = _Parts(folder / "iterations", embedding_schema(spec)) if "embeddings" in self.keep else None
-        self._requests: list[dict[str, Any]] = []
+        self._requests: list[tuple[int, str, str, str, int, int]] = []  # all that grows with the requests
         self._rows_of: dict[int, int] = {}
         self._tokens = 0
         self._queue: queue.Queue[tuple[_Parts, dict[str, np.ndarray]] | None] = queue.Queue(maxsize=64)
@@ -63,26 +83,21 @@ class TraceWriter:
         self, request: int, *, dataset: str, task: str, prompt_id: str, prompt_tokens: int, new_tokens: int
     ) -> None:
         """Record one request; its rows in tokens/ may have been appended before or come later."""
-        self._requests.append(
-            {
-                "request": request,
-                "dataset": dataset,
-                "task": task,
-                "prompt_id": prompt_id,
-                "prompt_tokens": prompt_tokens,
-                "new_tokens": new_tokens,
-            }
-        )
+        self._requests.append((request, dataset, task, prompt_id, prompt_tokens, new_tokens))
 
     def add_embedding(self, request: int, iteration: int, embedding_D: np.ndarray) -> None:
         """Record the mean output of the embedding layer over one iteration of a request, if embeddings are kept."""
+        self.add_embeddings(np.array([request]), np.array([iteration]), embedding_D[None])
+
+    def add_embeddings(self, request_N: np.ndarray, iteration_N: np.ndarray, embedding_ND: np.ndarray) -> None:
+        """As `add_embedding`, of several iterations."""
         self._check()
         if self._iterations is None:
             return
         columns: dict[str, np.ndarray] = {
-            "request": np.array([request], np.int32),
-            "iteration": np.array([iteration], np.int32),
-            "embedding": embedding_D.astype(np.float16)[None],
+            "request": request_N.astype(np.int32),
+            "iteration": iteration_N.astype(np.int32),
+            "embedding": embedding_ND.astype(np.float16),
         }
         self._queue.put((self._iterations, columns))
 
@@ -113,11 +128,12 @@ class TraceWriter:
         self._queue.put(None)
         self._thread.join()
         self._check()
-        rows = [{**r, "tokens": self._rows_of.get(r["request"], 0)} for r in self._requests]
-        rows.sort(key=lambda r: r["request"])
+        self._requests.sort(key=lambda row: row[0])
+        rows_of = [self._rows_of.get(row[0], 0) for row in self._requests]
+        columns = [*zip(*self._requests, strict=True), rows_of] if rows_of else [[]] * len(REQUESTS)
         try:
             pq.write_table(
-                pa.Table.from_pylist(rows, schema=REQUESTS),
+                pa.table([pa.array(c, f.type) for c, f in zip(columns, REQUESTS, strict=True)], schema=REQUESTS),
                 self._folder / "requests.parquet",
                 compression="zstd",
                 write_page_checksum=True,
@@ -135,9 +151,9 @@ class TraceWriter:
                 "moetool_version": __version__,
                 "spec": self._spec.to_json(),
                 "columns": [*self.columns, *(["embeddings"] if "embeddings" in self.keep else [])],
-                **({"ahead": self.ahead} if self.ahead else {}),
+                "ahead": self.ahead,
                 "composition": composition,
-                "requests": len(rows),
+                "requests": len(self._requests),
                 "tokens": self._tokens,
                 "provenance": provenance,
                 "files": files,
@@ -188,6 +204,9 @@ class _Parts:
     def __init__(self, folder: Path, schema: pa.Schema) -> None:
         self.schema = schema
         self._folder = folder
+        # Dictionaries and statistics of floating-point lists take two thirds of the time and save nothing.
+        self._plain = [field.name for field in schema if not pa.types.is_fixed_size_list(field.type)]
+        self._dictionary = [*self._plain, *(f"{name}.list.element" for name in schema.names if name == "experts")]
         self._writer: pq.ParquetWriter | None = None
         self._pending: list[dict[str, np.ndarray]] = []
         self._pending_rows = self._part = self._part_rows = 0
@@ -206,7 +225,14 @@ class _Parts:
             return
         if self._writer is None:
             path = self._folder / f"part-{self._part:05d}.parquet"
-            self._writer = pq.ParquetWriter(path, self.schema, compression="zstd", write_page_checksum=True)
+            self._writer = pq.ParquetWriter(
+                path,
+                self.schema,
+                compression="zstd",
+                write_page_checksum=True,
+                use_dictionary=self._dictionary,
+                write_statistics=self._plain,
+            )
         self._writer.write_table(self._table())
         self._part_rows += self._pending_rows
         self._pending, self._pending_rows = [], 0
@@ -221,12 +247,6 @@ class _Parts:
             writer.close()
 
     def _table(self) -> pa.Table:
-        arrays = []
-        for field in self.schema:
-            values = np.concatenate([columns[field.name] for columns in self._pending])
-            if pa.types.is_fixed_size_list(field.type):
-                flat = pa.array(np.ascontiguousarray(values).reshape(-1), type=field.type.value_type)
-                arrays.append(pa.FixedSizeListArray.from_arrays(flat, type=field.type))
-            else:
-                arrays.append(pa.array(values, type=field.type))
+        values = {name: np.concatenate([columns[name] for columns in self._pending]) for name in self.schema.names}
+        arrays = [to_array(values[field.name], field.type) for field in self.schema]
         return pa.Table.from_arrays(arrays, schema=self.schema)

@@ -2,12 +2,13 @@
 
 Requests, not tokens, are held out: the tokens of one request resemble each other far too much for a token to count
 as unseen. Validation requests decide when to stop; test requests are touched by nothing here, and
-`moetool.evaluation` scores on them.
+`moetool.evaluation` scores on them. Where a trace is of one or two requests, such as a single conversation, each is
+split in time instead: its last tokens are held out.
 """
 
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from safetensors import SafetensorError
 from moetool import durable
 from moetool.errors import MoetoolError, UsageError
 from moetool.predictor import build, save
-from moetool.tokens import read
+from moetool.tokens import Part, num_tokens, read
 from moetool.trace import Trace
 
 HELD_OUT = 0.15
-"""Share of the requests that goes to validation, and again to test."""
+"""Share of the requests that goes to validation, and again to test, unless another is given."""
+_FEWEST = 3  # requests; fewer are split in time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,33 +37,46 @@ class FitOptions:
     batch_size: int = 256
     learning_rate: float = 3e-3
     patience: int = 4
+    held_out: float = HELD_OUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Ids of the requests that training may see, that decide when it stops, and that it never touches."""
+    """What training may see, what decides when it stops, and what it never touches.
+
+    Attributes:
+        train, validation, test: ids of requests; split in time, the first has them all and the others are empty, so
+            that nobody takes one of them for unseen.
+        in_time: split in time, the tokens of each request in each of the three, counted in the order of its forwards.
+    """
 
     train: tuple[int, ...]
-    validation: tuple[int, ...]
-    test: tuple[int, ...]
+    validation: tuple[int, ...] = ()
+    test: tuple[int, ...] = ()
+    in_time: Mapping[str, Mapping[int, range]] | None = None
+
+    def part(self, name: str) -> Part:
+        """`train`, `validation` or `test`, as `moetool.tokens` reads it."""
+        whole: tuple[int, ...] = getattr(self, name)
+        return whole if self.in_time is None else self.in_time[name]
 
 
-def split_requests(trace: Trace, seed: int) -> Split:
-    """Deal the requests of a trace: 70 % to train, 15 % to validation, 15 % to test, each task in that proportion.
+def split_requests(trace: Trace, seed: int, share: float = HELD_OUT) -> Split:
+    """Deal the requests of a trace: a share to validation, again to test, the rest to train, and so of each task.
 
     Raises:
         UsageError: fewer than three requests have tokens.
     """
     rows = [row for row in trace.requests.to_pylist() if row["tokens"]]
-    if len(rows) < 3:
+    if len(rows) < _FEWEST:
         raise UsageError(
-            f"{trace.path} holds {len(rows)} requests with {trace.num_tokens} tokens; at least 3 requests are needed, "
-            f"to train, validate and test on different ones; capture more prompts"
+            f"{trace.path} holds {len(rows)} requests with {trace.num_tokens} tokens; at least {_FEWEST} requests are "
+            f"needed, to train, validate and test on different ones; capture more prompts"
         )
     order = np.random.default_rng(seed).permutation(len(rows))
     shuffled = sorted((rows[i] for i in order), key=lambda row: (row["dataset"], row["task"]))  # stable
     ids = np.array([row["request"] for row in shuffled])
-    held_out = max(1, round(HELD_OUT * len(ids)))
+    held_out = max(1, round(share * len(ids)))
     test = _evenly(len(ids), held_out)
     rest = np.delete(ids, test)
     validation = _evenly(len(rest), held_out)
@@ -70,6 +85,49 @@ def split_requests(trace: Trace, seed: int) -> Split:
         validation=tuple(sorted(rest[validation].tolist())),
         test=tuple(sorted(ids[test].tolist())),
     )
+
+
+def split_in_time(trace: Trace, share: float = HELD_OUT) -> Split:
+    """The first tokens of each request to train, a share to validation, and as many, the last, to test.
+
+    Raises:
+        UsageError: there is no request, or one has too few tokens.
+    """
+    tokens = {row["request"]: row["tokens"] for row in trace.requests.to_pylist() if row["tokens"]}
+    held_out = {request: int(share * count) for request, count in tokens.items()}
+    if not tokens or min(held_out.values()) < 2:
+        raise UsageError(
+            f"{trace.path} holds {len(tokens)} requests with {trace.num_tokens} tokens, too few to hold any out: at "
+            f"least {_FEWEST} requests, or {-(-2 // share):.0f} tokens each of fewer; capture more"
+        )
+    return Split(
+        train=tuple(sorted(tokens)),
+        in_time={
+            "train": {request: range(count - 2 * held_out[request]) for request, count in tokens.items()},
+            "validation": {r: range(count - 2 * held_out[r], count - held_out[r]) for r, count in tokens.items()},
+            "test": {request: range(count - held_out[request], count) for request, count in tokens.items()},
+        },
+    )
+
+
+def _split(trace: Trace, seed: int, share: float, needs: Collection[str]) -> Split:
+    """By requests where there are enough, else in time.
+
+    Raises:
+        UsageError: there is too little of either; or what is needed tells of tokens that are held out.
+    """
+    rows = [row for row in trace.requests.to_pylist() if row["tokens"]]
+    if len(rows) >= _FEWEST:
+        return split_requests(trace, seed, share)
+    split = split_in_time(trace, share)
+    assert split.in_time is not None
+    cut = [row["request"] for row in rows if split.in_time["train"][row["request"]].stop < row["prompt_tokens"]]
+    if "embeddings" in needs and cut:
+        raise UsageError(
+            f"{trace.path} is split in time within the prompt of request {cut[0]}, whose mean embedding tells of the "
+            f"tokens that are held out; capture more prompts, or more new tokens"
+        )
+    return split
 
 
 def _evenly(length: int, count: int) -> np.ndarray:
@@ -89,6 +147,7 @@ def train(
     batch_size: int = 256,
     learning_rate: float = 3e-3,
     patience: int = 4,
+    held_out: float = HELD_OUT,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Make a predictor from the training requests of a trace and save it.
@@ -105,6 +164,7 @@ def train(
             more epochs.
         max_tokens: fit on at most so many training tokens, drawn at random; all of them are counted.
         patience: epochs without a better validation loss before stopping. The best weights are kept.
+        held_out: share of the requests, or of the tokens of one or two, for validation, and again for test.
         overwrite: replace `out`.
 
     Effects: writes `out`, whole or not at all. Shows progress where stderr is a terminal.
@@ -124,6 +184,8 @@ def train(
         raise UsageError(f"max_tokens is {max_tokens}, expected at least 2")
     if not learning_rate > 0:
         raise UsageError(f"learning_rate is {learning_rate}, expected more than 0")
+    if not 0 < held_out < 0.5:
+        raise UsageError(f"held_out is {held_out}, expected more than 0 and less than 0.5")
     durable.require_absent(out, overwrite, "card.json")
     began = time.perf_counter()
     source = Trace(trace)
@@ -131,9 +193,8 @@ def train(
         torch.manual_seed(seed)
         model = build(predictor, source.spec, options)
     source.require(model.needs, predictor)
-    split = split_requests(source, seed)
-    counts = dict(zip(source.requests["request"].to_pylist(), source.requests["tokens"].to_pylist(), strict=True))
-    tokens = {part: sum(counts[r] for r in getattr(split, part)) for part in ("train", "validation")}
+    split = _split(source, seed, held_out, model.needs)
+    tokens = {part: num_tokens(source, split.part(part)) for part in ("train", "validation")}
     if min(tokens.values()) < 2:
         raise UsageError(
             f"{trace} gives {tokens['train']} training and {tokens['validation']} validation tokens, at least 2 are "
@@ -141,7 +202,7 @@ def train(
         )
     try:
         with durable.staged_directory(out, overwrite, "card.json") as staged:
-            train_tokens = read(source, model.needs, split.train, staged)
+            train_tokens = read(source, model.needs, split.part("train"), staged)
             model.count(train_tokens)
             fit: dict[str, Any] = {}
             if model.learned:
@@ -150,7 +211,7 @@ def train(
                 fit = fitting.fit(
                     model,
                     model.prepare(train_tokens),
-                    model.prepare(read(source, model.needs, split.validation, staged)),
+                    model.prepare(read(source, model.needs, split.part("validation"), staged)),
                     max_epochs=max_epochs,
                     max_tokens=max_tokens,
                     batch_size=batch_size,
@@ -163,6 +224,7 @@ def train(
                 "seed": seed,
                 "trace": {"sha256": source.sha256, "requests": source.requests.num_rows, "tokens": source.num_tokens},
                 "requests": {"train": split.train, "validation": split.validation, "test": split.test},
+                "in_time": None if split.in_time is None else _spans(split.in_time),
                 "seen_prompts": _prompts(source, {*split.train, *split.validation}),
                 "tokens": tokens,
                 "fit": fit,
@@ -178,6 +240,14 @@ def train(
     return card
 
 
+def _spans(in_time: Mapping[str, Mapping[int, range]]) -> dict[str, dict[str, list[int]]]:
+    """The ranges of a split in time, for the card."""
+    return {
+        name: {str(request): [span.start, span.stop] for request, span in spans.items()}
+        for name, spans in in_time.items()
+    }
+
+
 def _prompts(trace: Trace, requests: set[int]) -> list[str]:
     """`dataset/prompt_id` of some requests: known again in another trace, they are not held out there either."""
     rows = trace.requests.to_pylist()
@@ -187,6 +257,8 @@ def _prompts(trace: Trace, requests: set[int]) -> list[str]:
 def _readme(card: Mapping[str, Any]) -> str:
     spec, fit = card["spec"], card["fit"]
     requests = ", ".join(f"{len(ids)} {part}" for part, ids in card["requests"].items())
+    if card["in_time"]:
+        requests = f"{len(card['requests']['train'])}, split in time: the last tokens are held out"
     fitted = (
         f"Fitted on {fit['tokens']:,} tokens for {fit['epochs']} epochs; the best, epoch {fit['best_epoch']}, has a "
         f"validation loss of {fit['validation_loss'][fit['best_epoch'] - 1]:.4f}.\n"

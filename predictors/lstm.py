@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 import moetool.predictor
-from moetool.errors import UsageError
+from moetool.errors import MismatchError, UsageError
 from moetool.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec
 
@@ -53,6 +53,9 @@ class Predictor(moetool.predictor.Predictor):
     """Scores are the logits of one output for all layers.
 
     Shapes: buffers mean_D and scale_D standardise the embeddings; the output maps the state of H to L * E.
+
+    Raises:
+        MismatchError: the hidden size is not known, as of routes that were imported.
     """
 
     needs = frozenset({"experts", "embeddings"})
@@ -65,6 +68,11 @@ class Predictor(moetool.predictor.Predictor):
     def __init__(self, spec: ModelSpec, options: Options) -> None:
         super().__init__(spec, options)
         D, H, L, E = spec.hidden_size, options.hidden, self.num_layers, self.num_experts
+        if not D:
+            raise MismatchError(
+                f"lstm needs embeddings, but routes of {spec.name} do not say how wide they are; "
+                f"capture with --keep topk,embeddings"
+            )
         self.lookahead = L
         self.dropout = options.dropout
         self.register_buffer("mean_D", torch.zeros(D))

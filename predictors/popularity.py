@@ -3,6 +3,7 @@
 Source: DuoServe-MoE § 4.1, Eq. 2.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,7 @@ class Predictor(moetool.predictor.Predictor):
     Shapes: buffer popularity_LE float32.
     """
 
+    foretells = True
     popularity_LE: Tensor
 
     def __init__(self, spec: ModelSpec, options: Options) -> None:
@@ -49,3 +51,7 @@ class Predictor(moetool.predictor.Predictor):
 
     def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
         return self.popularity_LE[layer].repeat(len(tokens), 1)
+
+    def foretell(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The same of every token, whatever the prompt says."""
+        return self.popularity_LE.expand(len(token_id_S), -1, -1), self.popularity_LE

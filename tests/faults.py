@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
@@ -20,6 +21,8 @@ PLACES: tuple[tuple[Any, str], ...] = (
     (pq, "write_table"),
     (pq.ParquetWriter, "write_table"),
     (pq.ParquetWriter, "close"),
+    (pa.ipc.RecordBatchStreamWriter, "write_batch"),
+    (pa.ipc.RecordBatchStreamWriter, "close"),
     (safetensors.torch, "save_file"),
 )
 
@@ -28,16 +31,26 @@ class Fault(OSError):
     """The injected fault."""
 
 
+def disk_full() -> None:
+    raise Fault(28, "No space left on device")
+
+
 @contextmanager
-def fault_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bool]]:
-    """Make the `number`-th write operation fail, counted over all places; gives whether it came to that."""
+def fault_at(
+    number: int, monkeypatch: pytest.MonkeyPatch, strike: Callable[[], None] = disk_full
+) -> Iterator[Callable[[], bool]]:
+    """Make the `number`-th write operation fail, counted over all places; gives whether it came to that.
+
+    Args:
+        strike: what happens in its place.
+    """
     state = {"left": number}
 
     def failing(real: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             if state["left"] == 0:
                 state["left"] = -1
-                raise Fault(28, "No space left on device")
+                strike()
             if state["left"] > 0:
                 state["left"] -= 1
             return real(*args, **kwargs)

@@ -214,7 +214,7 @@ def _prompts(path: Path, data: tuple[str, ...], predictor: Any, options: BenchOp
     tokenizer = load_tokenizer(path)
     seen = set(predictor.card["seen_prompts"]) if predictor is not None else set()
     by_set: dict[str, list[str]] = defaultdict(list)
-    for prompt in prompt_sets.load(data):
+    for prompt in prompt_sets.load(data, max_prompts=options.requests + len(seen)):
         if f"{prompt.dataset}/{prompt.prompt_id}" not in seen:
             by_set[prompt.dataset].append(prompt.text)
     turns = itertools.chain.from_iterable(itertools.zip_longest(*by_set.values()))

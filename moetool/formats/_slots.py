@@ -1,4 +1,4 @@
-"""What exporters of placements share: equal slots, no expert twice on a rank, rows for layers without experts."""
+"""What exporters of placements share: equal slots, no expert twice on a rank, a sidecar."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from moetool import durable
-from moetool.errors import MismatchError, UsageError
+from moetool.errors import MismatchError
 from moetool.placement_plan import PlacementPlan
 
 
@@ -29,20 +29,6 @@ def equal_slots(plan: PlacementPlan, format: str) -> np.ndarray:
                     f"on equal GPUs whose memory holds a multiple of {plan.spec.num_layers} experts"
                 )
     return np.array(plan.experts_LG, np.int64)
-
-
-def hidden_layers(plan: PlacementPlan, num_hidden_layers: int | None) -> int:
-    """The model's layers with and without experts; by default none follows the last with experts.
-
-    Raises:
-        UsageError: fewer than the plan needs.
-    """
-    least = max(plan.spec.layer_ids_L) + 1
-    if num_hidden_layers is not None and num_hidden_layers < least:
-        raise UsageError(
-            f"num_hidden_layers is {num_hidden_layers}, but the plan has layer {least - 1}; give the model's"
-        )
-    return num_hidden_layers or least
 
 
 def write_sidecar(plan: PlacementPlan, out: Path) -> Path:

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from moetool import durable
-from moetool.demand import count_experts, planned_share
+from moetool.demand import loads, numbers, planned_share
 from moetool.errors import MismatchError
-from moetool.formats._slots import hidden_layers
+from moetool.expert_counts import open_workload
+from moetool.model_facts import hidden_layers
 from moetool.placement_plan import PlacementPlan
 
 
@@ -26,28 +27,25 @@ def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = N
             from, or its layers differ in width.
         UsageError: a trace is gone, or `num_hidden_layers` is too small.
     """
-    from moetool.trace import Trace
-
     if not plan.traces:
         raise MismatchError("KTransformers takes counts, and this plan names no trace to count; plan from a trace")
     if len(set(plan.spec.num_experts_L)) > 1:
         raise MismatchError(f"KTransformers has one width for all layers, but {plan.spec.name} has several")
-    count_LE = np.zeros((hidden_layers(plan, num_hidden_layers), plan.spec.num_experts))
+    count_LE = np.zeros((hidden_layers(plan.spec, num_hidden_layers), plan.spec.num_experts))
     for reference in plan.traces:
-        trace = Trace(Path(reference.path))
+        trace = open_workload(Path(reference.path))
         if trace.sha256 != reference.sha256:
             raise MismatchError(f"{reference.path} is not the trace that the plan was made from; plan again")
         uses = planned_share(plan.split)
-        requests = trace.requests["request"].to_pylist()
+        requests = numbers(trace)
         planned = [request for place, request in enumerate(requests) if uses(reference.server, place)]
         if len(planned) != reference.requests:
             raise MismatchError(
                 f"the plan was made from {reference.requests} of the {len(requests)} requests of {reference.path} and "
                 f"does not say which; plan again"
             )
-        for batch in trace.batches():
-            rows_TS = batch.experts_TS[np.isin(batch.request_T, planned)]
-            count_LE[list(plan.spec.layer_ids_L)] += count_experts(plan.spec, rows_TS)
+        for _, tokens_LE in loads(trace, frozenset(planned)):
+            count_LE[list(plan.spec.layer_ids_L)] += tokens_LE
     import torch
 
     buffer = io.BytesIO()

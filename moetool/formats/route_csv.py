@@ -15,15 +15,19 @@ union, and so the layer's event, as recorded.
 """
 
 import re
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moetool.errors import MismatchError
-from moetool.routes import Routes, RouteSequence, check, revision_of
+from moetool.model_facts import ModelFacts, hidden_layers, require_even, revision_of
+from moetool.routes import Routes, RouteSequence, check, prompt_rows, renormalized, sums_to_one, whole_requests
 from moetool.types import ModelSpec
+
+if TYPE_CHECKING:
+    from moetool.trace import Trace
 
 _COLUMNS = ("turn", "phase", "step", "layer", "slot", "expert", "weight", "residency", "expert_bytes")
 _USED = 6  # the columns before `weight`, all whole numbers
@@ -33,18 +37,18 @@ _LAYER = re.compile(r"# layer=(\d+) expert_bytes=(\d+)\b")
 _LONGEST = 18  # digits that surely fit 64 bits
 
 
-def read_routes(path: Path) -> Routes:
+def read_routes(path: Path, facts: ModelFacts) -> Routes:
     """Read and check the whole file; each turn of the conversation is a sequence.
 
     Raises:
-        MismatchError: it is damaged, or not such a file.
+        MismatchError: it is damaged, not such a file, or of another model than the one at hand.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise MismatchError(f"{path} is no text ({error.reason}), expected a CSV file of routes") from None
     num_header = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    spec = _spec(path, lines[:num_header])
+    spec = facts.adopt(path, _spec(path, lines[:num_header]))
     rows_R6, weight_R = _rows(path, lines[num_header:], num_header + 1)
     notes = [
         "top-k only: no scores over all experts, no embeddings, no token ids",
@@ -60,9 +64,54 @@ def read_routes(path: Path) -> Routes:
     ]
     if len(sequences) > 1:
         notes.append("each turn of the conversation is a request of its own")
-    sums = [s.weights_TS[-1:].astype(np.float32).reshape(spec.num_layers, -1).sum(axis=1) for s in sequences]
-    renormalize = bool((np.abs(np.concatenate(sums) - 1) < 0.01).all())
-    return Routes(spec=replace(spec, renormalize=renormalize), task="conversation", sequences=sequences, notes=notes)
+    last_TS = np.concatenate([s.weights_TS[-1:] for s in sequences if s.weights_TS is not None])
+    spec = renormalized(spec, facts, sums_to_one(last_TS, spec.num_layers))
+    return Routes(spec=spec, task="conversation", sequences=sequences, notes=notes)
+
+
+def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
+    """Write a trace, each request as a turn; gives what the file says that the trace does not know.
+
+    Prompt tokens whose last layer has weight 0 throughout have no rows there, as in the files of that runtime.
+
+    Raises:
+        MismatchError: the trace has no weights, or layers of different shape.
+        UsageError: `num_hidden_layers` is too small.
+    """
+    spec = trace.spec
+    require_even(spec, "route_csv")
+    trace.require(["weights"], "route_csv")
+    num_layers, top_k = hidden_layers(spec, num_hidden_layers), spec.top_k_L[0]
+    sizes = dict(zip(spec.layer_ids_L, spec.expert_bytes_L, strict=True))
+    with out.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(
+            f"{_MAGIC}\n# model={spec.name} arch=unknown n_layer={num_layers} n_expert={spec.num_experts} "
+            f"n_expert_used={top_k}\n"
+        )
+        for layer in range(num_layers):
+            file.write(f"# layer={layer} expert_bytes={sizes.get(layer, 0)} dense_bytes=0\n")
+        file.write(",".join(_COLUMNS) + "\n")
+        for turn, (_, rows) in enumerate(whole_requests(trace, ["weights"])):
+            assert rows.weights_TS is not None
+            shape = len(rows), spec.num_layers, top_k
+            experts, weights = rows.experts_TS.reshape(shape), rows.weights_TS.reshape(shape)
+            known, place = np.unique(weights, return_inverse=True)
+            texts = np.array([np.format_float_positional(weight, trim="-") for weight in known])[place.reshape(shape)]
+            prompt = prompt_rows(rows)
+            order = [(token, layer) for layer in range(spec.num_layers) for token in range(prompt)]
+            order += [(token, layer) for token in range(prompt, len(rows)) for layer in range(spec.num_layers)]
+            for token, layer in order:
+                if token < prompt - 1 and layer == spec.num_layers - 1 and not weights[token, layer].any():
+                    continue
+                layer_id = spec.layer_ids_L[layer]
+                head, tail = f"{turn},{int(token >= prompt)},{token},{layer_id}", f"0,{sizes[layer_id]}"
+                for slot, (expert, text) in enumerate(zip(experts[token, layer], texts[token, layer], strict=True)):
+                    file.write(f"{head},{slot},{expert},{text},{tail}\n")
+    return [
+        "arch and dense_bytes are not known: written as unknown and 0",
+        "residency and expert_bytes of the rows are those of a runtime without a cache",
+        "route_csv does not tell which requests ran together, nor their tasks",
+    ]
 
 
 def _spec(path: Path, header: list[str]) -> ModelSpec:

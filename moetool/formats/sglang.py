@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from moetool import durable
-from moetool.formats._slots import equal_slots, hidden_layers, write_sidecar
+from moetool.formats._slots import equal_slots, write_sidecar
+from moetool.model_facts import hidden_layers
 from moetool.placement_plan import PlacementPlan
 
 
@@ -25,7 +26,7 @@ def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = N
     """
     slots_LGS = equal_slots(plan, "SGLang")
     num_experts, num_slots = plan.spec.num_experts, slots_LGS.shape[1] * slots_LGS.shape[2]
-    rows = np.tile(np.arange(num_slots) % num_experts, (hidden_layers(plan, num_hidden_layers), 1))
+    rows = np.tile(np.arange(num_slots) % num_experts, (hidden_layers(plan.spec, num_hidden_layers), 1))
     rows[list(plan.spec.layer_ids_L)] = slots_LGS.reshape(len(slots_LGS), -1)
     durable.write_text(out, json.dumps({"physical_to_logical_map": rows.tolist()}) + "\n")
     return [

@@ -8,14 +8,15 @@ a prompt from new tokens.
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moetool.errors import MismatchError, first_line
-from moetool.routes import Routes, RouteSequence, check, revision_of
+from moetool.model_facts import ModelFacts, require_even, revision_of
+from moetool.routes import Routes, RouteSequence, check, one_task, renormalized, sums_to_one, whole_requests
+from moetool.trace import Trace
 from moetool.types import ModelSpec
 
 _KEYS = ("model", "moe_layers", "num_experts", "top_k", "layout")
@@ -29,18 +30,18 @@ _MODELS: dict[str, dict[str, int]] = {
 }
 
 
-def read_routes(path: Path) -> Routes:
+def read_routes(path: Path, facts: ModelFacts) -> Routes:
     """Read and check the whole file.
 
     Raises:
-        MismatchError: it is damaged, or not such a file.
+        MismatchError: it is damaged, not such a file, or of another model than the one at hand.
     """
     try:
         table = pq.read_table(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         raise MismatchError(f"{path} is no whole Parquet file ({first_line(error)}); get it again") from error
     header = _header(path, table.schema.metadata or {})
-    spec = _spec(path, header)
+    spec = facts.adopt(path, _spec(path, header))
     columns = _columns(path, table, sum(spec.top_k_L))
     check(path, spec, columns["expert_ids"], columns["weights"])
     sums_TL = columns["weights"].astype(np.float32).reshape(len(table), spec.num_layers, -1).sum(axis=2)
@@ -53,11 +54,66 @@ def read_routes(path: Path) -> Routes:
     if "expert_bytes" not in header:
         notes.append("bytes of an expert and hidden size are those of the model's published config, in bfloat16")
     return Routes(
-        spec=_with_renormalize(spec, bool((np.abs(sums_TL - 1) < 0.01).all())),
+        spec=renormalized(spec, facts, sums_to_one(columns["weights"], spec.num_layers)),
         task=task,
         sequences=_sequences(path, columns),
         notes=notes,
     )
+
+
+def write_routes(trace: Trace, out: Path, num_hidden_layers: int | None = None) -> list[str]:
+    """Write a trace of one task; gives what the file does not say. Its layers are absolute: no layer is added.
+
+    Raises:
+        MismatchError: the trace has several tasks, no weights, gaps between its MoE layers or in a request's positions,
+            or layers of different shape.
+    """
+    spec = trace.spec
+    require_even(spec, "topk_parquet")
+    trace.require(["weights"], "topk_parquet")
+    first, last = spec.layer_ids_L[0], spec.layer_ids_L[-1]
+    if spec.layer_ids_L != tuple(range(first, last + 1)):
+        raise MismatchError(f"topk_parquet knows a run of layers, but {spec.name} has experts in {spec.layer_ids_L}")
+    metadata = {
+        "model": spec.name,
+        "moe_layers": f"{first}..{last}",
+        "num_experts": str(spec.num_experts),
+        "top_k": str(spec.top_k_L[0]),
+        "layout": "expert_ids and weights are [layer, k] flattened row-major",
+        "task": one_task(trace, "topk_parquet"),
+        "expert_bytes": str(spec.slot_bytes),
+    }
+    schema = pa.schema(list(_types(sum(spec.top_k_L)).items()), metadata=metadata)
+    with pq.ParquetWriter(out, schema, compression="zstd", write_page_checksum=True) as writer:
+        for sequence, (row, rows) in enumerate(whole_requests(trace, ["weights"])):
+            assert rows.weights_TS is not None
+            if not np.array_equal(rows.position_T, np.arange(len(rows))):
+                raise MismatchError(
+                    f"topk_parquet counts positions from 0, but request {row['request']} begins at "
+                    f"{rows.position_T[0]} or has gaps; export to policylang or moe_cache_lab"
+                )
+            flat = {"expert_ids": rows.experts_TS.astype(np.int16), "weights": rows.weights_TS}
+            columns = {
+                "sequence": pa.array(np.full(len(rows), sequence, np.int32)),
+                "position": pa.array(rows.position_T),
+                **{
+                    name: pa.FixedSizeListArray.from_arrays(
+                        pa.array(np.ascontiguousarray(values).reshape(-1)), type=schema.field(name).type
+                    )
+                    for name, values in flat.items()
+                },
+            }
+            writer.write_table(pa.table(columns, schema=schema))
+    return ["topk_parquet does not tell the prompt from new tokens, nor which requests ran together"]
+
+
+def _types(width: int) -> dict[str, pa.DataType]:
+    return {
+        "sequence": pa.int32(),
+        "position": pa.int32(),
+        "expert_ids": pa.list_(pa.int16(), width),
+        "weights": pa.list_(pa.float16(), width),
+    }
 
 
 def _header(path: Path, metadata: dict[bytes, bytes]) -> dict[str, str]:
@@ -117,12 +173,7 @@ def _number(path: Path, header: dict[str, str], key: str) -> int:
 
 
 def _columns(path: Path, table: pa.Table, width: int) -> dict[str, np.ndarray]:
-    expected = {
-        "sequence": pa.int32(),
-        "position": pa.int32(),
-        "expert_ids": pa.list_(pa.int16(), width),
-        "weights": pa.list_(pa.float16(), width),
-    }
+    expected = _types(width)
     if sorted(table.column_names) != sorted(expected):
         raise MismatchError(
             f"{path} has the columns {', '.join(table.column_names)}, expected {', '.join(expected)}; "
@@ -173,8 +224,3 @@ def _sequences(path: Path, columns: dict[str, np.ndarray]) -> list[RouteSequence
             )
         )
     return sequences
-
-
-def _with_renormalize(spec: ModelSpec, renormalize: bool) -> ModelSpec:
-    values: dict[str, Any] = {**spec.to_json(), "renormalize": renormalize}
-    return ModelSpec.from_json(values)

@@ -1,5 +1,6 @@
 """Recording what the routers of a running model do."""
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +29,7 @@ class GateRecorder:
 
     def __init__(self, model: Any, layers: list[MoeLayer], keep: Iterable[str], ahead: int = 3) -> None:
         keep = frozenset(keep)
+        self._held: list[tuple[Batch, dict[str, list[torch.Tensor]], torch.Tensor | None]] = []
         self._experts: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
         self._logits: list[torch.Tensor] | None = [] if "logits" in keep else None
@@ -51,37 +53,60 @@ class GateRecorder:
             self._handles.pop().remove()
 
     def discard(self) -> None:
-        """Forget what the hooks have collected since the last `take`: that forward failed."""
-        for columns in (self._experts, self._weights, self._logits, self._hidden, self._ahead):
-            if columns is not None:
-                columns.clear()
+        """Forget what the hooks have collected since the last `hold` or `take`: that forward failed."""
+        for columns in self._columns().values():
+            columns.clear()
         self._embedding = None
 
     def take(self, batch: Batch) -> tuple[TokenBatch, np.ndarray | None]:
-        """The rows of the forward that has just run, and its embeddings.
+        """The rows of the forward that has just run, and its embeddings, as from `rows`."""
+        self.hold(batch)
+        return self.rows()
+
+    def hold(self, batch: Batch) -> None:
+        """Keep what the hooks have collected of the forward that has just run, as it is and where it is."""
+        self._held.append((batch, {name: list(tensors) for name, tensors in self._columns().items()}, self._embedding))
+        self.discard()
+
+    def rows(self) -> tuple[TokenBatch, np.ndarray | None]:
+        """The rows of all forwards that are held, at least one, and no longer hold them.
 
         Until here everything stays on the model's device: each column costs one copy from it, not one a layer.
 
         Returns:
             The rows, and the output of the embedding layer [T, D] float32 or None.
         """
-        info = batch.info
+        held, self._held = self._held, []
+        batches = [batch for batch, _, _ in held]
+        joined = {name: _join([columns[name] for _, columns, _ in held]) for name in held[0][1]}
+        halves = {name: to_float16(values) for name, values in joined.items() if name != "experts"}
+        sizes = [len(batch.token_id_T) for batch in batches]
         rows = TokenBatch(
-            request_T=np.asarray(info.request_T, np.int32),
-            forward_T=np.full(len(info.request_T), info.forward_id, np.int32),
-            phase_T=np.asarray(info.phase_T, np.uint8),
-            iteration_T=np.asarray(batch.iteration_T, np.int32),
-            position_T=np.asarray(info.position_T, np.int32),
-            token_id_T=np.asarray(batch.token_id_T, np.int32),
-            experts_TS=_columns(self._experts, np.uint16),
-            weights_TS=_columns(self._weights, np.float16),
-            logits_TF=None if self._logits is None else _columns(self._logits, np.float16),
-            hidden_TH=None if self._hidden is None else _columns(self._hidden, np.float16),
-            ahead_TR=None if self._ahead is None else _columns(self._ahead, np.float16),
+            request_T=_chain((batch.info.request_T for batch in batches), np.int32),
+            forward_T=np.repeat(np.array([batch.info.forward_id for batch in batches], np.int32), sizes),
+            phase_T=_chain((batch.info.phase_T for batch in batches), np.uint8),
+            iteration_T=_chain((batch.iteration_T for batch in batches), np.int32),
+            position_T=_chain((batch.info.position_T for batch in batches), np.int32),
+            token_id_T=_chain((batch.token_id_T for batch in batches), np.int32),
+            experts_TS=joined["experts"].cpu().numpy().astype(np.uint16),
+            weights_TS=halves["weights"],
+            logits_TF=halves.get("logits"),
+            hidden_TH=halves.get("hidden"),
+            ahead_TR=halves.get("ahead"),
         )
-        embedding = None if self._embedding is None else self._embedding.float().cpu().numpy()
-        self.discard()
-        return rows, embedding
+        embeddings = [embedding for _, _, embedding in held if embedding is not None]
+        return rows, torch.cat(embeddings).float().cpu().numpy() if embeddings else None
+
+    def _columns(self) -> dict[str, list[torch.Tensor]]:
+        """What the hooks have collected, a tensor a layer."""
+        columns = {
+            "experts": self._experts,
+            "weights": self._weights,
+            "logits": self._logits,
+            "hidden": self._hidden,
+            "ahead": self._ahead,
+        }
+        return {name: tensors for name, tensors in columns.items() if tensors is not None}
 
     def _on_routes(self, experts_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
         self._experts.append(experts_TK)
@@ -114,7 +139,11 @@ class GateRecorder:
         self._embedding = output.reshape(-1, output.shape[-1])
 
 
-def _columns(layers: list[torch.Tensor], dtype: Any) -> np.ndarray:
-    """[T, sum of widths] from one [T, width] tensor a layer."""
-    joined = torch.cat([t.detach() for t in layers], dim=1)
-    return to_float16(joined) if joined.is_floating_point() else joined.cpu().numpy().astype(dtype)
+def _join(forwards: list[list[torch.Tensor]]) -> torch.Tensor:
+    """[T, sum of widths] from one [T, width] tensor a layer, of each forward."""
+    layers = forwards[0] if len(forwards) == 1 else [torch.cat(parts) for parts in zip(*forwards, strict=True)]
+    return torch.cat([layer.detach() for layer in layers], dim=1)
+
+
+def _chain(parts: Iterable[tuple[int, ...]], dtype: Any) -> np.ndarray:
+    return np.fromiter(itertools.chain.from_iterable(parts), dtype)

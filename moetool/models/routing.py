@@ -74,5 +74,5 @@ def logits_ahead(
 def to_float16(values: torch.Tensor) -> np.ndarray:
     """As a trace holds them: float16, saturating where that cannot hold a value."""
     limit = torch.finfo(torch.float16).max
-    half: np.ndarray = values.detach().float().clamp(-limit, limit).cpu().numpy().astype(np.float16)
+    half: np.ndarray = values.detach().float().clamp(-limit, limit).half().cpu().numpy()
     return half

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool import durable
+from moetool.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+FILES = (".svg", ".png", ".pdf")
+"""Endings of the names of pictures."""
 WIDTH = 10.0
 """Inches of a figure over the whole column; at 72 units an inch type of 9 units reads like 12 pixels at 960."""
 STYLES: tuple[tuple[str, Any, str], ...] = (
@@ -57,23 +60,8 @@ def draw(key: str, height: float, alt: str, paint: Callable[["Figure"], None]) -
         height: in inches, of a figure `WIDTH` wide.
         paint: draws into the figure that it is given.
     """
-    written = io.BytesIO()
-    _paint(written, "svg", height, paint)
-    return _inline(key, written.getvalue().decode(), alt)
-
-
-def write(path: Path, height: float, paint: Callable[["Figure"], None]) -> None:
-    """Write a figure to a file of its own, SVG or PNG by its name, in the same style.
-
-    Effects: the file appears whole or not at all.
-    """
-    written = io.BytesIO()
-    _paint(written, path.suffix[1:], height, paint)
-    durable.write_bytes(path, written.getvalue())
-
-
-def _paint(written: io.BytesIO, form: str, height: float, paint: Callable[["Figure"], None]) -> None:
     import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     # From the defaults, not from what a person's own matplotlibrc says: the same trace gives the same page.
@@ -81,11 +69,38 @@ def _paint(written: io.BytesIO, form: str, height: float, paint: Callable[["Figu
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_NUMBERS)
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        FigureCanvasSVG(figure)
         paint(figure)
-        if form == "svg":
-            figure.savefig(written, format=form, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-        else:
-            figure.savefig(written, format=form, dpi=144, metadata={"Software": None})
+        written = io.StringIO()
+        figure.savefig(written, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return _inline(key, written.getvalue(), alt)
+
+
+def require_drawable(path: Path) -> None:
+    """Raises: UsageError unless the name ends in a format of pictures that can be drawn."""
+    if path.suffix not in FILES:
+        raise UsageError(f"{path} is no picture that can be drawn; end its name in {', '.join(FILES)}")
+
+
+def save(path: Path, height: float, paint: Callable[["Figure"], None]) -> None:
+    """A figure as a file of its own, in the format that its name ends in.
+
+    Raises:
+        UsageError: the name ends in something else than .svg, .png or .pdf.
+    """
+    require_drawable(path)
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_NUMBERS)
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        paint(figure)
+        drawn = io.BytesIO()
+        dated = {".svg": "Date", ".pdf": "CreationDate"}.get(path.suffix)
+        figure.savefig(drawn, format=path.suffix[1:], dpi=150, metadata={dated: None} if dated else None)
+    durable.write_bytes(path, drawn.getvalue())
 
 
 def _inline(key: str, svg: str, alt: str) -> str:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moetool.errors import UsageError
-from moetool.report.drawing import line, write
+from moetool.report import drawing
+from moetool.report.drawing import line
 from moetool.simulation.results import Simulated
 
 if TYPE_CHECKING:
@@ -17,22 +17,16 @@ Run = tuple[dict[str, str], Simulated]
 _LABELS = {"gpus": "GPUs", "bandwidth": "bandwidth of a link", "gap": "mean gap between a server's requests"}
 
 
-def check_format(path: Path) -> None:
-    """Raises: UsageError if a figure cannot be written so."""
-    if path.suffix not in (".svg", ".png"):
-        raise UsageError(f"--figure {path}: expected a name that ends in .svg or .png")
-
-
 def save(path: Path, runs: Sequence[Run]) -> None:
     """Draw runs into a file: mean latency and local computing, a line for each mode and each other swept value.
 
     Over several seeds points are means, with the 95 % confidence interval of a mean (normal). Where nothing but
     modes and seeds was swept, the share of local computing over time and the distribution of latencies are drawn.
 
-    Effects: writes `path`, as SVG or PNG by its name.
+    Effects: writes `path`, in the format that its name ends in.
     """
     along = next((name for name in _LABELS if len({at.get(name) for at, _ in runs}) > 1), None)
-    write(path, 3.6, lambda figure: _over_time(figure, runs) if along is None else _swept(figure, runs, along))
+    drawing.save(path, 3.6, lambda figure: _over_time(figure, runs) if along is None else _swept(figure, runs, along))
 
 
 def _swept(figure: "Figure", runs: Sequence[Run], along: str) -> None:

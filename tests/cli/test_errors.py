@@ -313,6 +313,16 @@ def test_two_writers_of_one_output(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "t").is_dir()
 
 
+def test_a_stopped_capture_is_gone_on_with_or_removed(run: Run, tmp_path: Path) -> None:
+    capture = ("capture", "reference", "--data", "chat", "--max-prompts", 1, "--out", tmp_path / "t")
+    stage = tmp_path / "t.stage"
+    stage.mkdir()
+    (stage / "batch-00000000.arrow").touch()
+    (stage / "capture.json").write_text('{"threads": 7, "dtype": "float32"}')
+    _one_line(run(*capture), 2, f"{stage} holds a capture that was stopped", "--resume", f"rm -r {stage}")
+    _one_line(run(*capture, "--resume"), 3, "is of another capture", "threads was 7, and is 1 now", f"rm -r {stage}")
+
+
 def test_importing_and_replaying_what_others_published(run: Run, tmp_path: Path) -> None:
     lines = [
         "# route_trace v1",

@@ -34,5 +34,6 @@ def test_a_capture_that_looks_ahead_judges_gate_ahead_by_distance(tmp_path: Path
         ("gate_ahead", True),
     ]
     assert {score["distance"] for score in rows[0]["scores"]} == {1, 2}
-    table = _run(*judge)
+    table = _run(*judge, "--report", tmp_path / "report.html")
     assert "match in decode by distance" in table and "of an unseen task" in table
+    assert "gate_ahead" in (tmp_path / "report.html").read_text()

@@ -78,7 +78,7 @@ def test_what_is_wrong_is_said_in_one_line(run: Run, inputs: list[str], tmp_path
         (["--mode", "prsm"], 2, "did you mean 'prism'"),
         (["--mode", "prism", "--arrivals", "often"], 2, "write poisson:10s"),
         (["--mode", "prism", "--sweep", "gpu=2"], 2, "did you mean 'gpus'"),
-        (["--mode", "prism", "--figure", tmp_path / "drawn.pdf"], 2, "ends in .svg or .png"),
+        (["--mode", "prism", "--figure", tmp_path / "drawn.txt"], 2, "no picture that can be drawn"),
         (["--mode", "prism", "--set", "seats=0"], 2, "expected 1 or more"),
         (["--mode", ","], 2, "names no mode"),
         (["--mode", "prism", "--plan", "p.json", "--sweep", "gpus=2"], 2, "leave one of them out"),

@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from moetool import fitting, plugins
+from moetool import durable, fitting, plugins
 from moetool.errors import MismatchError, MoetoolError, UsageError
 from moetool.evaluation import evaluate
-from moetool.predictor import Predictor, build, load_predictor
+from moetool.predictor import WEIGHTS, Predictor, build, load_predictor, save
 from moetool.tokens import Tokens, from_rows
 from moetool.trace import KEEP, TokenBatch, Trace, to_events
+from moetool.trace_writer import TraceWriter
 from moetool.training import train
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
-from tests.synthetic_routes import AHEAD, make_rows, make_spec, write_trace
+from tests.synthetic_routes import AHEAD, make_embedding, make_rows, make_spec, write_trace
 
 NAMES = plugins.names("predictor")
+CLASSES = {name: plugins.load("predictor", name).Predictor for name in NAMES}
 LEARNED = [name for name in NAMES if plugins.load("predictor", name).Predictor.learned]
 SHAPES = [(2, 2, 1), (3, 5, 5), (4, 8, 2), (5, 130, 6)]
 
@@ -54,6 +56,22 @@ def _counted(name: str, spec: ModelSpec) -> Predictor:
     torch.manual_seed(0)
     predictor = build(name, spec).eval().requires_grad_(False)
     predictor.count(_tokens(spec))
+    return predictor
+
+
+def _saved(name: str, spec: ModelSpec, folder: Path) -> Predictor:
+    """A counted predictor, and its folder, as if it had been made from a trace that is gone."""
+    predictor = _counted(name, spec)
+    folder.mkdir()
+    facts = {
+        "trace": {"sha256": "0" * 64, "requests": 3, "tokens": 48},
+        "requests": {"train": [0], "validation": [1], "test": [2]},
+        "seen_prompts": ["gone/0", "gone/1"],
+        "tokens": {"train": 16, "validation": 16},
+        "fit": {},
+        "seconds": 1.0,
+    }
+    save(predictor, folder, facts)
     return predictor
 
 
@@ -193,7 +211,82 @@ def test_trained_saved_and_loaded(name: str, tmp_path: Path, capfd: pytest.Captu
     forwards = _forwards(first.spec, seed=3)
     assert all(map(np.array_equal, _answers(first, forwards), _answers(second, forwards)))
     (own, *_) = evaluate([tmp_path / "a"], trace)
-    assert own.predictor == name
+    assert (own.predictor, own.epochs) == (name, 2 if name in LEARNED else None)
+    assert (own.foretold is not None) == CLASSES[name].foretells
+
+
+@every
+def test_what_was_saved_is_loaded_to_the_bit(name: str, tmp_path: Path) -> None:
+    spec = make_spec()
+    predictor = _saved(name, spec, tmp_path / "out")
+    loaded = load_predictor(tmp_path / "out")
+    assert all(map(np.array_equal, _answers(predictor, _forwards(spec)), _answers(loaded, _forwards(spec))))
+    (tmp_path / "again").mkdir()
+    save(loaded, tmp_path / "again", loaded.card)
+    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (tmp_path / "out" / WEIGHTS).read_bytes()
+
+
+@every
+def test_numbers_that_are_not_finite_are_refused(name: str, tmp_path: Path) -> None:
+    spec = make_spec()
+    predictor = _saved(name, spec, tmp_path / "out")
+    columns = sorted(predictor.needs - {"experts", "token_id"})
+    if not columns:
+        pytest.skip("it looks at no numbers")
+    for column in columns:
+        trace = _write_damaged(tmp_path / column, spec, column)
+        for work in (lambda: train(name, trace, tmp_path / "new"), lambda: evaluate([tmp_path / "out"], trace)):  # noqa: B023
+            with pytest.raises(MismatchError, match=f"numbers in the column {column} that are not finite"):
+                work()
+    assert not (tmp_path / "new").exists()
+
+
+def _write_damaged(path: Path, spec: ModelSpec, column: str) -> Path:
+    """A trace with every column, in which one number of each request is none."""
+    rng = np.random.default_rng(0)
+    field = {"weights": "weights_TS", "logits": "logits_TF", "hidden": "hidden_TH", "ahead": "ahead_TR"}.get(column)
+    with durable.staged_directory(path) as staged:
+        writer = TraceWriter(staged, spec, KEEP, AHEAD)
+        for request in range(4):
+            name = {"dataset": "d", "task": "t", "prompt_id": str(request)}
+            writer.add_request(request, **name, prompt_tokens=3, new_tokens=2)
+            rows = make_rows(spec, 3, 2, request=request, first_forward=3 * request, rng=rng)
+            if field is not None:
+                getattr(rows, field)[4, 0] = np.nan
+            writer.append(rows)
+            for iteration in range(3):
+                embedding_D = make_embedding(spec, request, rng)
+                embedding_D[0] = np.nan if column == "embeddings" and iteration == 2 else 0
+                writer.add_embedding(request, iteration, embedding_D)
+        writer.finish(composition={"kind": "sequential"}, provenance={})
+    return path
+
+
+@every
+def test_a_single_request_is_split_in_time(name: str, tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace", num_requests=1, prompt_tokens=8, new_tokens=20, keep=KEEP)
+    card = train(name, trace, tmp_path / "out", max_epochs=1)
+    assert card["tokens"] == {"train": 20, "validation": 4}
+    (own, *_) = evaluate([tmp_path / "out"], trace)
+    assert (own.requests, own.num_tokens, own.foretold) == ("end", 4, None)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if CLASSES[name].foretells])
+def test_what_is_foretold_adds_up_and_grows_with_the_prompt(name: str) -> None:
+    spec = make_spec()
+    predictor = _counted(name, spec)
+    prompt = [3, 1, 4, 1, 5]
+    scores_SLE, score_LE = predictor.foretell(prompt)
+    assert scores_SLE.shape == (5, 4, 8) and score_LE.shape == (4, 8)
+    assert bool(scores_SLE.isfinite().all()) and bool(score_LE.isfinite().all())
+    first_SLE = predictor.foretell(prompt[:2])[0]
+    torch.testing.assert_close(first_SLE, scores_SLE[:2])  # no token sees a later one
+    for more in (0, 10):
+        load_LE = predictor.workload(prompt, more)
+        assert load_LE.min() >= 0
+        np.testing.assert_allclose(load_LE.sum(axis=1), (5 + more) * 2)
+    with pytest.raises(UsageError, match="has no tokens"):
+        predictor.workload([])
 
 
 @every
@@ -212,6 +305,26 @@ def test_a_trace_without_its_columns_is_refused(name: str, tmp_path: Path) -> No
         pytest.skip("top-k is enough")
     with pytest.raises(MismatchError, match=f"{name} needs .*capture with --keep topk,"):
         train(name, trace, tmp_path / "out")
+
+
+@every
+def test_routes_that_tell_no_hidden_size_are_refused_for_what_they_lack(name: str, tmp_path: Path) -> None:
+    """As imported ones: chosen experts and weights alone."""
+    spec = dataclasses.replace(make_spec(), hidden_size=0)
+    routes = make_rows(make_spec(), 3, 3, request=0, first_forward=0, rng=np.random.default_rng(0))
+    with durable.staged_directory(tmp_path / "trace") as staged:
+        writer = TraceWriter(staged, spec, ["topk"])
+        for request in range(4):
+            told = {"dataset": "d", "task": "t", "prompt_id": str(request), "prompt_tokens": 3, "new_tokens": 3}
+            writer.add_request(request, **told)
+            number = np.full(6, request, np.int32)
+            writer.append(replace(routes, request_T=number, forward_T=routes.iteration_T + 4 * request))
+        writer.finish(composition={"kind": "sequential"}, provenance={})
+    if CLASSES[name].needs <= {"experts", "weights", "token_id"}:
+        train(name, tmp_path / "trace", tmp_path / "out", max_epochs=1)
+    else:
+        with pytest.raises(MismatchError, match=f"^{name} needs "):
+            train(name, tmp_path / "trace", tmp_path / "out")
 
 
 @every

@@ -1,11 +1,6 @@
-"""From the embedded model and prompts to a trace, and what is left when that is broken off."""
+"""From the embedded model and prompts to a trace."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +11,9 @@ import torch
 from moetool import prompts as prompt_sets
 from moetool.capture import Captured, CaptureOptions
 from moetool.capture import capture as capture_with_options
-from moetool.errors import CapacityError, MoetoolError, UsageError
+from moetool.errors import CapacityError, UsageError
 from moetool.prompts import Prompt
 from moetool.trace import Trace
-from tests.faults import every_fault
 
 
 def capture(model: str, texts: list[Prompt], out: Path, *, overwrite: bool = False, **options: Any) -> Captured:
@@ -87,7 +81,9 @@ def test_batches_of_any_size_give_the_same_experts(tmp_path: Path) -> None:
 
 def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path: Path) -> None:
     made = capture("reference", [*_prompts(2), *_prompts(1, "word " * 2000)], tmp_path / "t", max_new_tokens=2)
-    assert (made.requests, made.skipped) == (2, 1)
+    assert (made.requests, made.skipped, made.too_long, made.empty) == (2, 1, 1, 0)
+    provenance = Trace(tmp_path / "t").manifest["provenance"]
+    assert (provenance["skipped"], provenance["too_long"], provenance["empty"]) == (1, 1, 0)
     with pytest.raises(CapacityError, match="none of 1 prompts fits"):
         capture("reference", _prompts(1, "word " * 2000), tmp_path / "u", max_new_tokens=2)
     assert not (tmp_path / "u").exists()
@@ -101,52 +97,3 @@ def test_what_is_there_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert Trace(tmp_path / "t").sha256 == before
     capture("reference", _prompts(2), tmp_path / "t", max_new_tokens=2, overwrite=True)
     assert len(Trace(tmp_path / "t").requests) == 2
-
-
-def test_a_fault_at_any_write_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "t"
-
-    def check() -> None:
-        if out.exists():  # only the sync after the rename can fail with the trace in place, and then it is whole
-            Trace(out).verify()
-            (tmp_path / "done").mkdir(exist_ok=True)
-            out.rename(tmp_path / "done" / str(time.monotonic_ns()))
-
-    count = every_fault(lambda: capture("reference", _prompts(1), out, max_new_tokens=2), check, monkeypatch)
-    assert count >= 8
-    assert Trace(out).num_tokens > 0
-
-
-def test_a_fault_while_overwriting_leaves_the_old_trace_or_the_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "t"
-    capture("reference", _prompts(1), out, max_new_tokens=2)
-
-    def run() -> None:
-        capture("reference", _prompts(2), out, max_new_tokens=2, overwrite=True)
-
-    every_fault(run, lambda: Trace(out).verify(), monkeypatch)
-    assert len(Trace(out).requests) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("delay_s", [0.5, 1.5, 3.0])
-def test_a_real_kill_leaves_nothing_that_is_accepted(delay_s: float, tmp_path: Path) -> None:
-    out = tmp_path / "t"
-    command = [sys.executable, "-m", "moetool.cli", "capture", "reference", "--data", "all", "--out", str(out)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ})
-    partial = tmp_path / "t.partial"
-    while not (partial / "tokens").exists():  # past the imports
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
-        time.sleep(0.01)
-    time.sleep(delay_s)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    with pytest.raises(MoetoolError):
-        Trace(out)
-    with pytest.raises(MoetoolError):
-        Trace(partial)
-    capture("reference", _prompts(1), out, max_new_tokens=2)
-    assert not partial.exists()
-    Trace(out).verify()

@@ -20,7 +20,7 @@ from moetool.models.loading import load_full
 from moetool.models.spec import dense_bytes, read_spec
 from moetool.prompts import Prompt
 from moetool.serving.assembly import open_pooled
-from moetool.shares import capture_with_workers, join, share_path
+from moetool.shares import capture_with_workers
 from moetool.trace import TokenBatch, Trace
 
 OPTIONS = CaptureOptions(max_new_tokens=4, batch_size=3, keep=("logits", "embeddings", "hidden"), threads=1)
@@ -39,19 +39,6 @@ def one(texts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> Trace:
 
 def _files(trace: Trace) -> dict[str, str]:
     return {name: facts["sha256"] for name, facts in trace.manifest["files"].items()}
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_shares_joined_are_the_trace_of_one_process(
-    workers: int, texts: list[Prompt], one: Trace, tmp_path: Path
-) -> None:
-    out = tmp_path / "t"
-    for i in range(workers):
-        capture("reference", texts, share_path(out, i), OPTIONS, share=(i, workers))
-    made = join(out, workers)
-    assert made.requests == 13
-    assert _files(Trace(out)) == _files(one)
-    join(tmp_path / "t", workers, overwrite=True)
 
 
 def test_workers_write_the_trace_of_one_process(texts: list[Prompt], one: Trace, tmp_path: Path) -> None:

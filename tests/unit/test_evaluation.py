@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetool.errors import MismatchError, UsageError
-from moetool.evaluation import Tally, evaluate, held_out
+from moetool.errors import MismatchError, MoetoolError, UsageError
+from moetool.evaluation import evaluate, held_out
 from moetool.predictor import Predictor, load_predictor
+from moetool.tally import Tally
 from moetool.tokens import Tokens, stream
 from moetool.trace import Trace
 from moetool.training import train
+from tests.profiles import compute, line, make_profile
 from tests.synthetic_routes import make_spec, write_trace
 
 
@@ -188,3 +190,96 @@ def test_an_unseen_task_is_scored_beside_the_trained_one(tmp_path: Path) -> None
     assert (rows[0].training_tokens, rows[1].training_tokens) == (14 * 20, None)
     with pytest.raises(UsageError, match="is the trace that affinity was trained on"):
         evaluate([tmp_path / "affinity"], trace, trace)
+
+
+def test_a_trace_that_was_split_in_time_is_scored_on_its_end(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace", num_requests=1, prompt_tokens=10, new_tokens=30)
+    card = train("affinity", trace, tmp_path / "affinity")
+    rows = evaluate([tmp_path / "affinity"], trace)
+    assert [(r.predictor, r.baseline) for r in rows] == [("affinity", None), ("popularity", "the same tokens")]
+    assert [(r.requests, r.num_requests, r.num_tokens, r.foretold) for r in rows] == [("end", 1, 6, None)] * 2
+    predictor = load_predictor(tmp_path / "affinity")
+    (tokens,) = stream(Trace(trace), {"experts"}, [0])
+    right = [
+        len(set(best_K) & set(tokens.experts_TPK[token, layer].tolist()))
+        for token in range(34, 40)
+        for layer in (1, 2, 3)
+        if (best_K := predictor.layer_scores(tokens.before(layer).take([token]), layer)[0].topk(2).indices.tolist())
+    ]
+    assert rows[0].overall()[1].match == pytest.approx(np.mean(right) / 2)
+    with pytest.raises(UsageError, match="was trained on the first tokens of every request"):
+        held_out(card, Trace(trace))
+    again = write_trace(tmp_path / "again", num_requests=1, seed=2)
+    with pytest.raises(UsageError, match="trained on all 1 prompts"):
+        evaluate([tmp_path / "affinity"], again)
+
+
+def test_of_a_request_split_in_time_the_earlier_tokens_are_watched(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace", num_requests=1, prompt_tokens=10, new_tokens=30)
+    train("activation_matrix", trace, tmp_path / "matrix")
+    evaluation, *_ = evaluate([tmp_path / "matrix"], trace)
+    predictor = load_predictor(tmp_path / "matrix")
+    right, seen = [], 0
+    for info, events in Trace(trace).forwards(sequential=True):
+        for event in events:
+            predictor.observe(event)
+            if seen >= 34 and event.layer < 3:
+                best_K = torch.from_numpy(predictor.scores(event.layer + 1))[0].topk(2).indices.tolist()
+                right.append(len(set(best_K) & set(events[event.layer + 1].experts_TK[0])))
+        seen += len(info.request_T)
+    assert len(right) == 18
+    assert evaluation.overall()[1].match == pytest.approx(np.mean(right) / 2)
+
+
+def test_times_are_weighed_by_a_profile_and_training_by_its_trace(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace")
+    card = train("affinity", trace, tmp_path / "affinity")
+    spec = Trace(trace).spec
+    profile = make_profile(spec, compute(attention=line(1000)), num_hidden_layers=5)
+    (row, counted) = evaluate([tmp_path / "affinity"], trace, profile=profile)
+    assert row.decode_step_ms == pytest.approx(1e-6 * (5 * 1000 * 20 + 4 * 2 * 3))  # a context of 20, 3 ns an expert
+    assert (row.training_share, row.training_s) == (14 / 20, card["seconds"])
+    assert (counted.epochs, counted.training_share, counted.training_s) == (None, None, None)
+    assert row.prompt_tokens == 12 and row.prompt_ms > 0
+    other = make_profile(make_spec(num_experts=16))
+    with pytest.raises(MismatchError, match="make a profile of this model"):
+        evaluate([tmp_path / "affinity"], trace, profile=other)
+
+
+def test_what_is_foretold_agrees_with_plain_loops(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace")
+    card = train("popularity", trace, tmp_path / "popularity")
+    (row, _) = evaluate([tmp_path / "popularity"], trace)
+    told = row.foretold
+    assert told is not None
+    assert (told.num_requests, told.prompt_tokens, told.new_tokens) == (3, 3 * 12, 3 * 8)
+    share_LE = load_predictor(tmp_path / "popularity").get_buffer("popularity_LE").double().numpy()
+    right: dict[int, list[int]] = {0: [], 1: []}
+    errors, whole, busiest = [], [], []
+    for request in card["requests"]["test"]:
+        (tokens,) = stream(Trace(trace), {"experts"}, [request])
+        assert tokens.phase_T is not None
+        for layer in range(4):
+            best = set(np.argsort(-share_LE[layer], kind="stable")[:2].tolist())
+            counts = np.zeros((2, 8))
+            for phase, used in zip(tokens.phase_T.tolist(), tokens.experts_TPK[:, layer].tolist(), strict=True):
+                right[phase].append(len(best & set(used)))
+                counts[phase, used] += 1
+            errors.append(np.abs(counts[0] - 24 * share_LE[layer]).sum() / 48)
+            whole.append(np.abs(counts.sum(axis=0) - 40 * share_LE[layer]).sum() / 80)
+            busiest.append(counts[0, share_LE[layer].argmax()] == counts[0].max())
+    for phase, name in enumerate(("prefill", "decode")):
+        score = told.overall(name)
+        assert score is not None and score.distance == 0
+        assert score.match == pytest.approx(np.mean(right[phase]) / 2)
+        last = [s.match for s in told.scores if s.phase == name and s.layer == 3]
+        assert [told.deepest(name)] == last
+    assert told.load_error == pytest.approx(np.mean(errors), abs=1e-6)
+    assert told.request_load_error == pytest.approx(np.mean(whole), abs=1e-6)
+    assert told.busiest == pytest.approx(np.mean(busiest))
+
+
+def test_scores_that_are_not_finite_are_refused() -> None:
+    tally = Tally(_Oracle(torch.zeros(1, 4, 2, dtype=torch.int64), 0), [1])
+    with pytest.raises(MoetoolError, match="of MoE layer 1 that are not finite"):
+        tally.count(1, 1, torch.full((1, 8), float("nan")), torch.tensor([[0, 1]]), torch.ones(1))

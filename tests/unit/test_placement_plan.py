@@ -358,7 +358,7 @@ def test_sglang_gets_every_hidden_layer_and_no_other_key(equal_plan: PlacementPl
         assert (tuple(row[:3]), tuple(row[3:])) == gpus
     assert "--ep-num-redundant-experts 2" in lines[0]
     assert json.loads((tmp_path / "s.json.about.json").read_text())["planner"] == "made_up"
-    with pytest.raises(UsageError, match="num_hidden_layers is 3, but the plan has layer 3"):
+    with pytest.raises(UsageError, match="num_hidden_layers is 3, but the model has layer 3"):
         sglang.write_plan(equal_plan, tmp_path / "s.json", 3)
 
 

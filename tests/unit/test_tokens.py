@@ -8,7 +8,7 @@ import torch
 
 from moetool import durable, tokens
 from moetool.errors import MismatchError
-from moetool.tokens import FIELDS, read, stream
+from moetool.tokens import FIELDS, Picker, Tokens, num_tokens, read, stream
 from moetool.trace import KEEP, Trace
 from moetool.trace_writer import TraceWriter
 from tests.synthetic_routes import make_rows, make_spec, write_trace
@@ -64,3 +64,26 @@ def test_what_is_not_finite_is_refused(tmp_path: Path, column: str, name: str) -
         writer.finish(composition={"kind": "sequential"}, provenance={})
     with pytest.raises(MismatchError, match=f"in the column {name} that are not finite"):
         read(Trace(tmp_path / "trace"), [name], [0], tmp_path)
+
+
+def test_a_part_of_a_request_is_a_range_of_its_tokens(tmp_path: Path) -> None:
+    trace = Trace(write_trace(tmp_path / "trace", num_requests=3, prompt_tokens=4, new_tokens=4))
+    part = {0: range(2, 5), 2: range(6, 8)}
+    assert num_tokens(trace, part) == 5 and num_tokens(trace, [1, 2]) == 16
+    for most in (1, 3, 1024):
+        found = [(r, i) for p in stream(trace, {"experts"}, part, most) for r, i in zip(*_places(p), strict=True)]
+        assert found == [(0, 0), (0, 0), (0, 1), (2, 3), (2, 4)]
+    assert len(read(trace, {"experts"}, part, tmp_path)) == 5
+    picker = Picker(part)  # in pieces, requests mixed
+    pieces = [[0, 2, 0], [2, 2, 1, 2, 0], [2, 2, 0, 2], [2, 0]]
+    assert [picker.mask(np.array(piece)).tolist() for piece in pieces] == [
+        [False, False, False],
+        [False, False, False, False, True],
+        [False, False, True, True],
+        [True, True],
+    ]
+
+
+def _places(part: Tokens) -> tuple[list[int], list[int]]:
+    assert part.request_T is not None and part.iteration_T is not None
+    return part.request_T.tolist(), part.iteration_T.tolist()

@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moetool.errors import UsageError
-from moetool.trace import TokenBatch
-from moetool.trace_edit import head
+from moetool.errors import MismatchError, UsageError
+from moetool.trace import TokenBatch, Trace
+from moetool.trace_edit import head, sample, split
+from moetool.trace_merge import merge
 from tests import traces
 
 LENGTHS = [(4, 3), (2, 2), (5, 1)]
@@ -43,3 +44,127 @@ def test_more_than_there_is_is_refused(asked: dict[str, int], tmp_path: Path) ->
     whole = traces.write(tmp_path / "whole", traces.alone(LENGTHS), LENGTHS)
     with pytest.raises(UsageError, match=r"--\w+ is \d, and .* has 3; give 1 to 3"):
         head(whole, tmp_path / "head", **asked)
+
+
+EVERY = ("weights", "logits", "hidden", "ahead")
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """Six requests of six tasks that ran together, with every column."""
+    lengths = [(4, 3), (2, 2), (5, 1), (1, 4), (3, 2), (2, 3)]
+    return traces.write(tmp_path_factory.mktemp("many") / "trace", traces.together(lengths), lengths)
+
+
+def requests_of(trace: Trace) -> dict[str, TokenBatch]:
+    """Each request's rows by its prompt."""
+    prompts = dict(zip(trace.requests["request"].to_pylist(), trace.requests["prompt_id"].to_pylist(), strict=True))
+    columns = [name for name in EVERY if name in trace.columns]
+    return {prompts[int(rows.request_T[0])]: rows for rows in trace.whole_requests(columns)}
+
+
+def require_same_rows(part: Trace, whole: Trace) -> None:
+    """Every request of the part has the rows that it has in the whole; they are numbered from 0."""
+    assert part.requests["request"].to_pylist() == list(range(len(part.requests)))
+    before, after = requests_of(whole), requests_of(part)
+    for prompt, rows in after.items():
+        for name in ("experts_TS", "weights_TS", "logits_TF", "hidden_TH", "ahead_TR", "token_id_T", "iteration_T"):
+            if (column := getattr(rows, name)) is not None:
+                assert np.array_equal(column, getattr(before[prompt], name)), name
+    if "embeddings" in part.columns:
+        numbers = dict(zip(part.requests["request"].to_pylist(), part.requests["prompt_id"].to_pylist(), strict=True))
+        found = {(numbers[r], i): e.tolist() for r, i, e in part.embeddings()}
+        expected = {(str(r), i): e.tolist() for r, i, e in whole.embeddings()}  # prompts are named by their number
+        assert found.items() <= expected.items() and len(found) == sum(part.requests["new_tokens"].to_pylist())
+        assert len(list(part.forwards(sequential=True, columns=["embeddings"])))
+
+
+def test_a_sample_is_drawn_by_its_seed(many: Trace, tmp_path: Path) -> None:
+    made = [sample(many, tmp_path / f"s{i}", requests=3, seed=seed) for i, seed in enumerate((1, 1, 2))]
+    drawn = [one.requests["prompt_id"].to_pylist() for one in made]
+    assert drawn[0] == drawn[1] == sorted(drawn[0]) and len(set(drawn[0])) == 3 and drawn[0] != drawn[2]
+    require_same_rows(made[0], many)
+    assert made[0].manifest["provenance"]["sample_of"] == many.sha256
+    for asked in (0, 7):
+        with pytest.raises(UsageError, match=f"--requests is {asked}, .* give 1 to 6"):
+            sample(many, tmp_path / "x", requests=asked)
+    with pytest.raises(UsageError, match="--seed is -1"):
+        sample(many, tmp_path / "x", requests=1, seed=-1)
+
+
+def test_parts_by_task_are_the_tasks(many: Trace, tmp_path: Path) -> None:
+    parts = split(many, tmp_path / "parts", by="task")
+    assert list(parts) == [f"t{i}" for i in range(6)]
+    for i, part in enumerate(parts.values()):
+        assert part.requests["prompt_id"].to_pylist() == [str(i)]
+        require_same_rows(part, many)
+        assert part.manifest["provenance"]["part"] == f"t{i}"
+    with pytest.raises(UsageError, match="exists already"):
+        split(many, tmp_path / "parts", by="task")
+    split(many, tmp_path / "parts", by="request", shares=[0.5], overwrite=True)
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["0", "1", "split.json"]
+
+
+def test_shares_are_evenly_spread_and_together_the_whole(many: Trace, tmp_path: Path) -> None:
+    half, rest = split(many, tmp_path / "a", by="request", shares=[0.5]).values()
+    assert half.requests["prompt_id"].to_pylist() == ["0", "2", "4"]
+    assert rest.requests["prompt_id"].to_pylist() == ["1", "3", "5"]
+    parts = split(many, tmp_path / "b", by="request", shares=[0.5, 1 / 3, 1 / 6])
+    assert [len(part.requests) for part in parts.values()] == [3, 2, 1]
+    for part in parts.values():
+        require_same_rows(part, many)
+    assert sorted(p for part in parts.values() for p in requests_of(part)) == list("012345")
+    for shares in ([], [0.0], [1.0], [0.7, 0.7], [-0.5], [float("nan")]):
+        with pytest.raises(UsageError, match="expected shares above 0"):
+            split(many, tmp_path / "x", by="request", shares=shares)
+    with pytest.raises(UsageError, match=r"part 1 .* would have no request"):
+        split(many, tmp_path / "x", by="request", shares=[0.99])
+    with pytest.raises(UsageError, match="--share is for --by request"):
+        split(many, tmp_path / "x", by="task", shares=[0.5])
+    with pytest.raises(UsageError, match="did you mean 'task'"):
+        split(many, tmp_path / "x", by="tasks")
+
+
+def test_merged_parts_are_the_whole_again(many: Trace, tmp_path: Path) -> None:
+    parts = list(split(many, tmp_path / "parts", by="request", shares=[0.5]).values())
+    made, notes = merge(parts, tmp_path / "merged")
+    assert notes == [] and made.columns == many.columns and made.ahead == many.ahead
+    require_same_rows(made, many)
+    assert made.requests["prompt_id"].to_pylist() == ["0", "2", "4", "1", "3", "5"]
+    forwards = [set(rows.request_T.tolist()) for rows in made.recorded_forwards([])]
+    assert all(requests <= {0, 1, 2} or requests <= {3, 4, 5} for requests in forwards)
+    merged = made.manifest["provenance"]["merged"]
+    assert [each["sha256"] for each in merged] == [part.sha256 for part in parts]
+    assert [each["first_request"] for each in merged] == [0, 3]
+    assert merged[1]["provenance"] == parts[1].manifest["provenance"]
+
+
+def test_a_merge_says_what_it_leaves_out(tmp_path: Path) -> None:
+    lengths = [(2, 2)]
+    one = traces.write(tmp_path / "a", traces.alone(lengths), lengths)
+    two = traces.write(tmp_path / "b", traces.alone([(3, 2)]), [(3, 2)], keep=("topk", "ahead"))
+    log = traces.write(tmp_path / "c", traces.alone([(1, 2)]), [(1, 2)], composition={"kind": "log"})
+    made, notes = merge([one, two], tmp_path / "m")
+    assert made.columns == {"weights", "ahead", *made.columns} - {"logits", "hidden", "embeddings"}
+    assert "left out logits: not in all of them" in notes
+    assert "1 prompts are in more than one of them; a split by request may part them" in notes
+    made, notes = merge([one, log], tmp_path / "n")
+    assert made.manifest["composition"] == {"kind": "log"} and "embeddings" not in made.columns
+    assert any("by forward" in note for note in notes)
+    batch = traces.write(tmp_path / "d", traces.alone([(1, 1)]), [(1, 1)], composition={"kind": "batch", "size": "4"})
+    made, _ = merge([one, batch], tmp_path / "o")
+    assert made.describe()["composition"] == "mixed sequential, batch 4"
+    assert len(list(made.forwards(sequential=False))) == 3
+
+
+def test_what_cannot_be_merged_is_refused(many: Trace, tmp_path: Path) -> None:
+    other = head(many, tmp_path / "other", layers=2)
+    with pytest.raises(MismatchError, match="was made for tiny, 2 MoE layers"):
+        merge([many, other], tmp_path / "x")
+    with pytest.raises(UsageError, match="is the same trace as"):
+        merge([many, Trace(many.path)], tmp_path / "x")
+    with pytest.raises(UsageError, match="1 trace to merge, expected at least two"):
+        merge([many], tmp_path / "x")
+    with pytest.raises(UsageError, match="exists already"):
+        merge([many, sample(many, tmp_path / "s", requests=1)], tmp_path / "other")
+    assert not (tmp_path / "x").exists() and not list(tmp_path.glob("*.partial"))

@@ -15,7 +15,7 @@ import pytest
 from moetool import durable
 from moetool.errors import MismatchError, MoetoolError, UsageError
 from moetool.predictor import CARD, WEIGHTS, load_predictor
-from moetool.trace import Trace
+from moetool.trace import KEEP, Trace
 from moetool.training import split_requests, train
 from predictors.popularity import popularity
 from tests.synthetic_routes import make_spec, write_trace
@@ -59,10 +59,37 @@ def test_card_and_readme_describe_the_predictor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_requests", [0, 1, 2])
 def test_too_few_requests_to_hold_any_out(tmp_path: Path, num_requests: int) -> None:
-    trace = write_trace(tmp_path / "trace", num_requests=num_requests)
-    with pytest.raises(UsageError, match=f"holds {num_requests} requests with {20 * num_requests} tokens"):
+    trace = write_trace(tmp_path / "trace", num_requests=num_requests, prompt_tokens=4, new_tokens=9)
+    with pytest.raises(UsageError, match=f"holds {num_requests} requests with {13 * num_requests} tokens, too few"):
         train("popularity", trace, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("num_requests", [1, 2])
+def test_one_or_two_requests_are_split_in_time(tmp_path: Path, num_requests: int) -> None:
+    trace = write_trace(tmp_path / "trace", num_requests=num_requests, prompt_tokens=8, new_tokens=12)
+    card = train("popularity", trace, tmp_path / "out", held_out=0.2)
+    parts = {"train": [0, 12], "validation": [12, 16], "test": [16, 20]}
+    assert card["in_time"] == {name: {str(r): span for r in range(num_requests)} for name, span in parts.items()}
+    assert card["requests"] == {"train": list(range(num_requests)), "validation": [], "test": []}
+    assert card["tokens"] == {"train": 12 * num_requests, "validation": 4 * num_requests}
+    batches = list(Trace(trace).batches())
+    routes = np.concatenate([b.experts_TS[b.position_T < 12] for b in batches])
+    expected_LE = popularity(routes.reshape(-1, 4, 2), 8)
+    np.testing.assert_array_equal(load_predictor(tmp_path / "out").get_buffer("popularity_LE"), expected_LE)
+
+
+def test_the_share_that_is_held_out(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace")
+    requests = train("popularity", trace, tmp_path / "out", held_out=0.05)["requests"]
+    assert {name: len(ids) for name, ids in requests.items()} == {"train": 18, "validation": 1, "test": 1}
+
+
+def test_a_cut_through_a_prompt_whose_mean_tells_of_the_rest_is_refused(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace", num_requests=1, prompt_tokens=30, new_tokens=2, keep=KEEP)
+    with pytest.raises(UsageError, match="split in time within the prompt of request 0"):
+        train("lstm", trace, tmp_path / "out")
+    train("affinity", trace, tmp_path / "out")  # looks at no means
 
 
 def test_too_few_tokens(tmp_path: Path) -> None:
@@ -88,6 +115,7 @@ def test_one_layer_and_unequal_layers_are_refused(tmp_path: Path) -> None:
         ({"max_tokens": 1}, "max_tokens is 1"),
         ({"batch_size": 1}, "batch_size is 1"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
+        ({"held_out": 0.5}, "held_out is 0.5"),
     ],
 )
 def test_wrong_arguments(tmp_path: Path, arguments: dict, message: str) -> None:

@@ -1,0 +1,185 @@
+"""A capture under way: a folder beside its output that survives a kill.
+
+    OUT.stage/capture.json            what the rows depend on (`CapturePlan.facts`)
+    OUT.stage/batch-00000012.arrow    a batch that has ended: Arrow streams of its tokens, its iterations' embeddings
+                                      where they are kept, and its requests
+
+The rows of a batch depend on those facts and on its number alone. So it does not matter which process forwarded it, or
+in which run: the trace is put together from the batches in their order.
+"""
+
+import contextlib
+import json
+import shlex
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from moetool import durable
+from moetool.capture_plan import CapturePlan, require_disk
+from moetool.errors import MismatchError, MoetoolError, UsageError, first_line
+from moetool.trace import MANIFEST, to_token_batch
+from moetool.trace_writer import TraceWriter
+
+STAGE = ".stage"
+
+
+def stage_path(out: Path) -> Path:
+    """Where a capture into `out` keeps what it has done so far."""
+    return out.with_name(out.name + STAGE)
+
+
+class Stage:
+    """The folder of one capture. Reading needs no lock, nor does writing other batches than another process does."""
+
+    def __init__(self, out: Path, plan: CapturePlan) -> None:
+        self.out = out
+        self.path = stage_path(out)
+        self.plan = plan
+
+    def file(self, batch: int) -> Path:
+        """Where a batch lies once it has ended."""
+        return self.path / f"batch-{batch:08d}.arrow"
+
+    def missing(self) -> list[int]:
+        """The batches that have not ended, in their order."""
+        there = {path.name for path in self.path.glob("batch-*.arrow")}
+        return [batch for batch in range(len(self.plan.batches)) if self.file(batch).name not in there]
+
+    def kept_prompts(self) -> int:
+        """Prompts whose rows are there."""
+        missing = sum(len(self.plan.batches[batch]) for batch in self.missing())
+        return self.plan.num_prompts - missing
+
+    def finished(self) -> bool:
+        """Whether `out` is the trace of this very capture already."""
+        try:
+            manifest = json.loads((self.out / MANIFEST).read_text(encoding="utf-8"))
+            facts = manifest["provenance"]["capture"], manifest["requests"]
+            return facts == (self.plan.digest, self.plan.num_prompts)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def begin(self, resume: bool) -> None:
+        """Make the folder, or take up the one that is there.
+
+        Raises:
+            UsageError: one is there and `resume` is false.
+            MismatchError: the one that is there is of another capture.
+        """
+        facts = self.path / "capture.json"
+        if self.path.exists() and any(self.path.glob("batch-*.arrow")):
+            remove = f"remove what is there: rm -r {shlex.quote(str(self.path))}"
+            if not resume:
+                raise UsageError(
+                    f"{self.path} holds a capture that was stopped; go on with it by the same command and --resume, "
+                    f"or {remove}"
+                )
+            try:
+                found = json.loads(facts.read_text(encoding="utf-8"))
+                differing = [name for name, value in self.plan.facts.items() if found.get(name) != value]
+            except (OSError, ValueError, AttributeError) as error:
+                raise MismatchError(f"{facts} is damaged ({first_line(error)}); {remove}") from None
+            if differing:
+                said = "; ".join(_difference(name, found.get(name), self.plan.facts[name]) for name in differing)
+                raise MismatchError(f"{self.path} is of another capture: {said}; give the same again, or {remove}")
+            for unfinished in self.path.glob("*" + durable.PARTIAL):
+                unfinished.unlink()
+            return
+        shutil.rmtree(self.path, ignore_errors=True)  # without a batch there is nothing to lose
+        self.path.mkdir()
+        durable.write_text(facts, json.dumps(self.plan.facts, indent=1) + "\n")
+
+    def remove(self) -> None:
+        """Forget the capture."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def copy_to(self, writer: TraceWriter) -> None:
+        """Give a writer all batches in their order.
+
+        Raises:
+            MismatchError: a batch is missing or damaged.
+        """
+        forward = 0
+        for batch in range(len(self.plan.batches)):
+            try:
+                with pa.OSFile(str(self.file(batch))) as file:
+                    last = -1
+                    for record in pa.ipc.open_stream(file):
+                        rows = to_token_batch(record)
+                        last = int(rows.forward_T[-1])
+                        rows.forward_T = rows.forward_T + np.int32(forward)
+                        writer.append(rows)
+                    forward += last + 1
+                    if "embeddings" in writer.keep:
+                        for record in pa.ipc.open_stream(file):
+                            values = record["embedding"].flatten().to_numpy(zero_copy_only=False)
+                            request_N, iteration_N = (record[name].to_numpy() for name in ("request", "iteration"))
+                            writer.add_embeddings(request_N, iteration_N, values.reshape(len(record), -1))
+                    for request in pa.ipc.open_stream(file).read_all().to_pylist():
+                        writer.add_request(**{name: value for name, value in request.items() if name != "tokens"})
+            except (pa.ArrowException, OSError) as error:
+                raise MismatchError(
+                    f"{self.file(batch)} is missing or damaged ({first_line(error)}); remove it, and repeat the "
+                    "command with --resume"
+                ) from error
+
+
+@contextlib.contextmanager
+def open_stage(
+    out: Path, plan: CapturePlan, *, resume: bool, overwrite: bool, on_note: Callable[[str], None]
+) -> Iterator[Stage]:
+    """The stage of a capture, held by this process alone; its batches outlive an exception.
+
+    Args:
+        resume: go on with what a stopped run of the same command has left, if it has left anything.
+        on_note: called with what a person wants to read meanwhile.
+
+    Raises:
+        UsageError: `out` exists, or a stage does and `resume` is false.
+        MismatchError: the stage is of another capture.
+        CapacityError: the disk is too small.
+        MoetoolError: whatever failed within the block, with what to do next.
+    """
+    with durable.alone(out):
+        stage = Stage(out, plan)
+        if resume and stage.finished():
+            yield stage
+            return
+        durable.require_absent(out, overwrite, MANIFEST)
+        try:
+            stage.begin(resume)
+            missing = stage.missing()
+            if len(missing) < len(plan.batches):
+                on_note(f"{stage.kept_prompts():,} of {plan.num_prompts:,} prompts are there from an earlier run")
+            require_disk(plan, missing, out.parent.resolve(), on_note)
+            yield stage
+        except BaseException as error:
+            kept = stage.kept_prompts()
+            if kept == 0:
+                stage.remove()
+                raise
+            if isinstance(error, UsageError | MismatchError):
+                raise
+            said = (
+                f"{kept:,} of {plan.num_prompts:,} prompts are kept in {stage.path}: to go on, repeat the command with "
+                "--resume"
+            )
+            if isinstance(error, MoetoolError):
+                raise type(error)(f"{error}; {said}") from error
+            if isinstance(error, OSError) and error.strerror:
+                raise MoetoolError(f"{error.strerror}: {error.filename or 'the disk'}; {said}") from error
+            on_note(said)
+            raise
+
+
+def _difference(name: str, found: Any, asked: Any) -> str:
+    if name == "prompts":
+        return "the prompts are others"
+    if name == "revision":
+        return "the model's weights or config are others"
+    return f"{name} was {found}, and is {asked} now"

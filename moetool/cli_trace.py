@@ -1,0 +1,193 @@
+"""The commands about traces: `moetool trace info`, `head`, `sample`, `split`, `merge`, `import` and `export`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moetool import tables
+from moetool.config import parse_settings
+from moetool.errors import UsageError
+
+if TYPE_CHECKING:
+    from moetool.trace import Trace
+
+Dir = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace.")]
+Out = Annotated[Path, typer.Option("--out", help="Where the result goes; it appears there whole or not at all.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result that is there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `moetool trace`."""
+    for command in (info, head, sample, split, merge, export):
+        app.command()(command)
+    app.command("import")(import_files)
+
+
+def info(path: Dir, as_json: Json = False) -> None:
+    """Check a trace, or counts, and say what is in it."""
+    from moetool.expert_counts import ExpertCounts, open_workload
+
+    source = open_workload(path)
+    if isinstance(source, ExpertCounts):
+        _counts_info(source.describe(), as_json)
+        return
+    source.verify()
+    found = source.describe()
+    if as_json:
+        tables.print_json(found)
+        return
+    spec = source.spec
+    print(f"{path}: {spec.name}, {spec.num_layers} MoE layers x {spec.num_experts} experts, top-{max(spec.top_k_L)}")
+    print(f"columns {', '.join(found['columns'])}; batches {found['composition']}; whole and unchanged")
+    rows = [
+        [
+            f"{row['dataset']} / {row['task']}",
+            *(tables.count(row[c]) for c in ("requests", "prompt_tokens", "new_tokens")),
+        ]
+        for row in found["tasks"]
+    ]
+    rows.append(["in all", *(tables.count(found[c]) for c in ("requests", "prompt_tokens", "new_tokens"))])
+    tables.print_table("", ["dataset / task", "prompts", "prompt tokens", "new tokens"], rows)
+    print(f"{tables.count(found['bytes'], 'B')}, {found['bytes'] / max(1, found['tokens']):,.0f} bytes a token")
+
+
+def _counts_info(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        tables.print_json(found)
+        return
+    spec = found["spec"]
+    print(
+        f"{found['path']}: counts of {spec['name']}, {len(spec['layer_ids_L'])} MoE layers x "
+        f"{max(spec['num_experts_L'])} experts, top-{max(spec['top_k_L'])}; whole and unchanged"
+    )
+    print(f"{found['passes']:,} passes, {found['tokens']:,.0f} tokens; for 'moetool plan placement', not for replay")
+
+
+def head(
+    path: Dir,
+    out: Out,
+    layers: Annotated[int | None, typer.Option(help="Its first MoE layers, as a model that ends there.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Its first requests.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Make a trace of the first layers or requests of another."""
+    from moetool.trace import Trace
+    from moetool.trace_edit import head as run
+
+    _print(out, run(Trace(path), out, layers=layers, requests=requests, overwrite=overwrite))
+
+
+def sample(
+    path: Dir,
+    out: Out,
+    requests: Annotated[int, typer.Option(help="How many.")],
+    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Make a trace of some requests of another, drawn by chance."""
+    from moetool.trace import Trace
+    from moetool.trace_edit import sample as run
+
+    _print(out, run(Trace(path), out, requests=requests, seed=seed, overwrite=overwrite))
+
+
+def split(
+    path: Dir,
+    out: Out,
+    by: Annotated[str, typer.Option(help="task or request.")],
+    share: Annotated[
+        list[str] | None, typer.Option(help="Shares of the requests, such as 0.8 or 0.6,0.2; the rest is a part too.")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Make a trace of each task of another, or of shares of its requests."""
+    from moetool.trace import Trace
+    from moetool.trace_edit import split as run
+
+    try:
+        shares = [float(part) for text in share or [] for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--share {share}: expected numbers, such as 0.8 or 0.6,0.2") from None
+    for name, part in run(Trace(path), out, by=by, shares=shares, overwrite=overwrite).items():
+        _print(out / name, part)
+
+
+def merge(
+    paths: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of traces of one model.")],
+    out: Out,
+    overwrite: Overwrite = False,
+) -> None:
+    """Make one trace of several."""
+    from moetool.trace import Trace
+    from moetool.trace_merge import merge as run
+
+    made, notes = run([Trace(path) for path in paths], out, overwrite=overwrite)
+    _print(out, made)
+    for note in notes:
+        print(f"  {note}")
+
+
+def import_files(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of one model, a task each.")],
+    format: Annotated[
+        str, typer.Option(help="What the files are, such as route_csv, vllm_routed_experts or policylang.")
+    ],
+    out: Out,
+    tokens_as: Annotated[
+        str | None,
+        typer.Option(
+            "--as",
+            help="Where the files don't tell: decode (each token after the first is a forward; default) or prefill.",
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str],
+        typer.Option(
+            "--set",
+            help="What the files don't tell: model=PATH, or num_experts, top_k, expert_bytes, first_k_dense or "
+            "moe_layers=1..26, num_hidden_layers; task; drop_tokens=true. Repeatable.",
+        ),
+    ] = [],  # noqa: B006 - Typer copies defaults
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Make a trace of the routes that others recorded; of files that only count, counts to plan placements from."""
+    from moetool.trace_import import import_trace
+
+    made = import_trace(files, format, out, tokens_as=tokens_as, settings=parse_settings(settings), overwrite=overwrite)
+    if as_json:
+        tables.print_json(made.to_json())
+        return
+    tasks = ", ".join(made.tasks) if len(made.tasks) < 6 else f"{len(made.tasks)} tasks"
+    what = f"{tasks}: {made.requests:,} requests" if made.kind == "trace" else f"{made.requests:,} passes"
+    print(f"{out}: {made.model}, {what}, {made.tokens:,} tokens, {tables.count(made.bytes, 'B')}")
+    for note in made.notes:
+        print(f"  {note}")
+
+
+def export(
+    path: Dir,
+    format: Annotated[str, typer.Option(help="What to write, such as vllm_routed_experts or sglang_stat.")],
+    out: Annotated[Path, typer.Option("--out", help="The file to write; with some formats a folder.")],
+    num_hidden_layers: Annotated[
+        int | None, typer.Option(help="The model's layers with and without experts, if the last has none.")
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Write a trace, or counts, for other programs."""
+    from moetool.trace_export import export_trace
+
+    made = export_trace(path, format, out, num_hidden_layers=num_hidden_layers, overwrite=overwrite)
+    if as_json:
+        tables.print_json(made.to_json())
+        return
+    print(f"{out}: {tables.count(made.bytes, 'B')}")
+    for note in made.notes:
+        print(f"  {note}")
+
+
+def _print(out: Path, made: "Trace") -> None:
+    print(f"{out}: {len(made.requests):,} requests, {made.num_tokens:,} tokens, {made.spec.num_layers} MoE layers")

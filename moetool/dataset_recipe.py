@@ -1,0 +1,213 @@
+"""What is known of a public data set: where it is, how its rows become prompts, how long their answers may be.
+
+    recipes/datasets/NAME.toml    one data set a file; the file's name is its name
+
+Templates are text with fields in braces, `{{` and `}}` for the braces themselves. A field is a path into the row:
+`{question}`, `{answers.text.0}` (a key, then the first of a list), `{conversation.role=user.content}` (of a list, the
+first element whose `role` is `user`). After a colon stands how it is written: `{options:letters}` gives a line
+`A. …` for each, `{answer:commas}` one line of all, `{label:yes_no}` yes or no.
+"""
+
+import string
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from moetool import assets
+from moetool.config import parse
+from moetool.errors import MismatchError, UsageError
+
+ANSWER = "answer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetRecipe:
+    """A data set by name.
+
+    Attributes:
+        hub: its id on the Hugging Face hub.
+        split: of the hub, to read.
+        config: of the hub; None where there is but one.
+        tasks: configs that are tasks of their own, instead of `config`; those that are read if none is named.
+        files: of the hub's repository, a pattern, perhaps with {split}, where they are read themselves and not through
+            a config.
+        prompt: template of what the model reads.
+        answer: template of the reference answer; None where there is none.
+        task: template of the task; the config's name where there are `tasks`, else the data set's.
+        id: template of the row's id; None takes a checksum of the prompt.
+        output: how many tokens to decode: `answer` (those of the reference answer), a number, or None, where no paper
+            says and the caller decides. Deviation: an end of text ends it earlier, where FineMoE forces the length.
+        input_tokens: prompts are cut after so many tokens; None leaves them whole. Deviation: shorter ones stay as they
+            are, where FineMoE has all of one length, without saying how.
+        min_chars: shorter prompts are left out, such as headings.
+        licence: of the data, as its publisher names it.
+        gated: whether the hub wants its terms accepted first.
+        source: which paper uses it, and where in it the lengths are.
+    """
+
+    hub: str
+    split: str
+    prompt: str
+    licence: str
+    source: str
+    config: str | None = None
+    tasks: tuple[str, ...] = ()
+    files: str | None = None
+    answer: str | None = None
+    task: str | None = None
+    id: str | None = None
+    output: Literal["answer"] | int | None = None
+    input_tokens: int | None = None
+    min_chars: int = 1
+    gated: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "answer", "task", "id"):
+            if (template := getattr(self, name)) is not None:
+                _fields(template)
+        if not any(part.path for part in _fields(self.prompt)):
+            raise UsageError(f"the template {self.prompt!r} names no field, expected one such as {{question}}")
+        if self.output == ANSWER and self.answer is None:
+            raise UsageError("output is 'answer', but there is no template of an answer; give one, or a number")
+        for name in ("output", "input_tokens"):
+            if isinstance(value := getattr(self, name), int) and value < 1:
+                raise UsageError(f"{name} is {value}, expected at least 1")
+
+    @property
+    def configs(self) -> tuple[str | None, ...]:
+        """What is read if no task is named."""
+        return self.tasks or (self.config,)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The columns that the prompt is made of."""
+        return tuple(dict.fromkeys(part.path[0] for part in _fields(self.prompt) if part.path))
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, for --json."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def names() -> list[str]:
+    """The data sets, sorted."""
+    return sorted(file.stem for file in assets.path("recipes", "datasets").glob("*.toml"))
+
+
+def load(name: str) -> DatasetRecipe:
+    """The recipe `name` of ours, or the one in the file `name` that ends in `.toml`.
+
+    Raises:
+        UsageError: the file is not there, or is no recipe.
+    """
+    file = Path(name).expanduser() if name.endswith(".toml") else assets.path("recipes", "datasets", f"{name}.toml")
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the data set's recipe {file}: {error}") from None
+    return parse(DatasetRecipe, values, str(file))
+
+
+class Incomplete(Exception):
+    """A row lacks what the template wants: a list is too short, or the value is null or blank."""
+
+
+def fill(template: str, row: Mapping[str, Any], where: str) -> tuple[str, str]:
+    """The template with the row's values, and those values alone, a line each.
+
+    Raises:
+        Incomplete: this row has nothing to fill in.
+        MismatchError: rows have no such field.
+    """
+    parts: list[str] = []
+    values: list[str] = []
+    for part in _fields(template):
+        parts.append(part.literal)
+        if part.path:
+            values.append(_write(_find(row, part.path, where), part, where))
+            parts.append(values[-1])
+    return "".join(parts), "\n".join(values)
+
+
+class _Part(NamedTuple):
+    """Some text, and the field after it; the path is empty at the template's end."""
+
+    literal: str
+    path: tuple[str, ...]
+    style: str
+
+
+_STYLES = ("", "letters", "commas", "yes_no")
+
+
+@lru_cache(maxsize=256)
+def _fields(template: str) -> tuple[_Part, ...]:
+    try:
+        parsed = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise UsageError(f"the template {template!r} is damaged ({error}); write {{{{ for a brace itself") from None
+    parts = []
+    for literal, field, style, conversion in parsed:
+        if field is not None and (not all(field.split(".")) or conversion or style not in _STYLES):
+            styles = ", ".join(filter(None, _STYLES))
+            raise UsageError(
+                f"the template {template!r} has a field {field!r} that cannot be read, expected a path such as "
+                f"{{answers.text.0}}, and after a colon one of {styles}"
+            )
+        parts.append(_Part(literal, tuple(field.split(".")) if field is not None else (), style or ""))
+    return tuple(parts)
+
+
+def _find(row: Mapping[str, Any], path: tuple[str, ...], where: str) -> Any:
+    value: Any = row
+    for depth, step in enumerate(path):
+        if value is None:
+            raise Incomplete
+        if isinstance(value, Mapping) and step in value:
+            value = value[step]
+        elif isinstance(value, list | tuple) and step.isdecimal():
+            if int(step) >= len(value):
+                raise Incomplete
+            value = value[int(step)]
+        elif isinstance(value, list | tuple) and "=" in step:
+            name, _, wanted = step.partition("=")
+            found = next((item for item in value if isinstance(item, Mapping) and item.get(name) == wanted), None)
+            if found is None and value and not any(isinstance(item, Mapping) and name in item for item in value):
+                raise _no_field(value[0], name, path, depth, where)
+            value = found
+        else:
+            raise _no_field(value, step, path, depth, where)
+    if value is None or (isinstance(value, str | list | tuple) and not value):
+        raise Incomplete
+    return value
+
+
+def _no_field(value: Any, step: str, path: tuple[str, ...], depth: int, where: str) -> MismatchError:
+    above = f"{'.'.join(path[:depth])} of {where}" if depth else where
+    found = f"has the fields {', '.join(map(str, value)) or 'none'}" if isinstance(value, Mapping) else "has none"
+    return MismatchError(f"{above} {found}, expected a field {step!r}; take the copy of the hub as it is, or rename it")
+
+
+def _write(value: Any, part: _Part, where: str) -> str:
+    name = ".".join(part.path)
+    if part.style in ("letters", "commas"):
+        if not isinstance(value, list | tuple) or len(value) > 26:
+            raise MismatchError(f"{where} has a field {name!r} that is no list of up to 26 values, expected one")
+        if part.style == "commas":
+            return ", ".join(map(str, value))
+        return "\n".join(f"{letter}. {option}" for letter, option in zip(string.ascii_uppercase, value, strict=False))
+    if part.style == "yes_no":
+        known = {"true": "yes", "t": "yes", "1": "yes", "yes": "yes", "false": "no", "f": "no", "0": "no", "no": "no"}
+        if (found := known.get(str(value).lower())) is None:
+            raise Incomplete  # -1 stands for a label that is kept secret
+        return found
+    if isinstance(value, Mapping | list | tuple):
+        raise MismatchError(
+            f"{where} has a field {name!r} that is a {type(value).__name__}, expected text; name a part, as in {name}.0"
+        )
+    text = str(value)
+    if not text.strip():
+        raise Incomplete
+    return text

@@ -1,0 +1,181 @@
+"""Counts of experts, as a folder: what engines record that count tokens and keep no routes.
+
+    manifest.json     kind `counts`, schema version, ModelSpec, provenance, sha256 of the other file
+    counts.parquet    one row a pass (a forward, or however many the engine counted together): `pass`, and `tokens`,
+                      how many tokens used each expert, as a list of L * E, layer-major
+
+A placement can be planned and scored from them, as from a trace: a pass then counts as a request. What needs to know
+which experts one token used, in which order (replay, caches, predictors), cannot be done with them.
+"""
+
+import io
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moetool import __version__, durable
+from moetool.errors import MismatchError, UsageError, first_line
+from moetool.types import ModelSpec
+
+if TYPE_CHECKING:
+    from moetool.trace import Trace
+
+KIND, SCHEMA_VERSION = "counts", 1
+MANIFEST, FILE = "manifest.json", "counts.parquet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """What foreign files of counts come to.
+
+    Attributes:
+        counts_WLE: tokens of pass w that used expert e of layer l (int64); 0 beyond a layer's experts.
+        notes: a sentence for each thing that the files lack or that is not as in the files.
+
+    Raises:
+        MismatchError: a count is below 0, there are none, or a layer has none.
+    """
+
+    spec: ModelSpec
+    counts_WLE: np.ndarray
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        counts_WLE = self.counts_WLE
+        assert counts_WLE.shape[1:] == (self.spec.num_layers, self.spec.num_experts)
+        if (counts_WLE < 0).any():
+            raise MismatchError(f"a count of tokens is {counts_WLE.min()}, expected 0 or more; get the files again")
+        if not len(counts_WLE):
+            raise MismatchError("no pass has any tokens: the recorder was off; record again")
+        if len(idle := np.flatnonzero(~counts_WLE.any(axis=(0, 2)))):
+            raise MismatchError(
+                f"layer {self.spec.layer_ids_L[idle[0]]} is all zero, expected tokens: a layer without experts is "
+                f"recorded so, and any layer where the recorder was off; name the layers with experts with --set "
+                f"model=PATH, first_k_dense=N or moe_layers=1..26, or record again"
+            )
+
+
+class ExpertCounts:
+    """Counts on disk.
+
+    Args:
+        path: the folder.
+
+    Attributes:
+        manifest: manifest.json.
+        spec: the model that was counted.
+        counts_WLE: as of `Counted`.
+        num_tokens: tokens that were counted; a fraction where an engine lost some.
+
+    Raises:
+        UsageError: there is no such folder.
+        MismatchError: it is not whole, or not such a folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.path = path
+        self.manifest = _manifest(path)
+        kind, version = self.manifest.get("kind"), self.manifest.get("schema_version")
+        if (kind, version) != (KIND, SCHEMA_VERSION):
+            raise MismatchError(
+                f"{path} holds {kind or 'something else'} of schema version {version}, expected {KIND} of version "
+                f"{SCHEMA_VERSION}; import them again with: moetool trace import"
+            )
+        file = path / FILE
+        try:
+            self.spec = ModelSpec.from_json(self.manifest["spec"])
+            if durable.sha256_file(file) != self.manifest["files"][FILE]["sha256"]:
+                raise ValueError("its sha256 is not the manifest's")
+            column = pq.read_table(file)["tokens"].combine_chunks()
+            shape = self.spec.num_layers, self.spec.num_experts
+            if column.type.list_size != shape[0] * shape[1]:
+                raise ValueError(f"{column.type.list_size} counts a pass, expected {shape[0]} layers x {shape[1]}")
+            self.counts_WLE: np.ndarray = column.flatten().to_numpy(zero_copy_only=False).reshape(-1, *shape)
+        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise MismatchError(f"{file} is damaged ({first_line(error)}); import it again") from None
+
+    @property
+    def sha256(self) -> str:
+        """Identifies the content: sha256 of the manifest, which holds that of the counts."""
+        return durable.sha256_file(self.path / MANIFEST)
+
+    @property
+    def requests(self) -> range:
+        """The numbers of the passes, which stand for requests where a trace has those."""
+        return range(len(self.counts_WLE))
+
+    @property
+    def num_tokens(self) -> float:
+        return float(self.counts_WLE.sum() / sum(self.spec.top_k_L))
+
+    def describe(self) -> dict[str, Any]:
+        """What is in the folder, as a JSON object."""
+        return {
+            "path": str(self.path),
+            "sha256": self.sha256,
+            "spec": self.spec.to_json(),
+            "passes": len(self.counts_WLE),
+            "tokens": self.num_tokens,
+            "bytes": (self.path / FILE).stat().st_size,
+            "provenance": self.manifest["provenance"],
+        }
+
+
+def write_counts(folder: Path, counted: Counted, provenance: dict[str, Any]) -> None:
+    """Write counts into an empty folder, a `durable.staged_directory`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    counts_WLE = np.ascontiguousarray(counted.counts_WLE, np.int64)
+    width = counted.spec.num_layers * counted.spec.num_experts
+    table = pa.table(
+        {
+            "pass": pa.array(np.arange(len(counts_WLE)), pa.int32()),
+            "tokens": pa.FixedSizeListArray.from_arrays(pa.array(counts_WLE.reshape(-1)), width),
+        }
+    )
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer, compression="zstd")
+    (folder / FILE).write_bytes(buffer.getvalue())
+    manifest = {
+        "kind": KIND,
+        "schema_version": SCHEMA_VERSION,
+        "moetool_version": __version__,
+        "spec": counted.spec.to_json(),
+        "provenance": provenance,
+        "files": {FILE: {"bytes": buffer.tell(), "sha256": durable.sha256_file(folder / FILE)}},
+    }
+    durable.write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+
+
+def holds_counts(path: Path) -> bool:
+    """Whether a folder holds counts and not a trace, by its manifest."""
+    return path.is_dir() and (path / MANIFEST).is_file() and _manifest(path).get("kind") == KIND
+
+
+def open_workload(path: Path) -> "Trace | ExpertCounts":
+    """A trace or counts, whichever the folder holds.
+
+    Raises:
+        UsageError: there is no such folder.
+        MismatchError: it is neither, or damaged.
+    """
+    from moetool.trace import Trace
+
+    return ExpertCounts(path) if holds_counts(path) else Trace(path)
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise UsageError(f"no counts at {path}; make them with: moetool trace import FILE --format NAME --out {path}")
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MismatchError(f"{path}/{MANIFEST} is damaged ({first_line(error)}); import or capture again") from None
+    return manifest if isinstance(manifest, dict) else {}

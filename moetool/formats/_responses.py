@@ -1,0 +1,184 @@
+"""What the routed experts of SGLang and vLLM share: files of responses, and rows for every layer of the model.
+
+A file is one response, a JSON list of them, or one a line.
+"""
+
+import base64
+import binascii
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moetool.errors import MismatchError
+from moetool.model_facts import ModelFacts, hidden_layers, require_even, with_dense, without_dense
+from moetool.routes import Routes, RouteSequence, check, prompt_rows, whole_requests
+from moetool.types import ModelSpec
+
+if TYPE_CHECKING:
+    from moetool.trace import Trace
+
+NOTES = [
+    "top-k only: no weights, no scores over all experts, no embeddings",
+    "which requests ran together is not in the file: they follow one another",
+]
+
+
+def read_responses(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Every response of a file, with where it is.
+
+    Raises:
+        MismatchError: it is no text, or not JSON; the line is named.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise MismatchError(f"{path} is no text ({error.reason}), expected JSON responses") from None
+    try:
+        whole = json.loads(text)
+        every = whole if isinstance(whole, list) else [whole]
+        responses = [(f"{path}, response {i}", response) for i, response in enumerate(every)]
+    except (ValueError, RecursionError):
+        responses = []
+        for i, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                try:
+                    responses.append((f"{path}, line {i}", json.loads(line)))
+                except (ValueError, RecursionError) as error:
+                    raise MismatchError(f"{path}, line {i} is no JSON ({error}); the file is cut off") from None
+    for where, response in responses:
+        if not isinstance(response, dict):
+            raise MismatchError(f"{where} is {str(response)[:40]!r}, expected a JSON object")
+    if not responses:
+        raise MismatchError(f"{path} has no response, expected some; get it again")
+    return responses
+
+
+def field(where: str, holder: Any, name: str, kind: type) -> Any:
+    """A field that may be missing (None), of the right kind where it is there; a number is one of tokens.
+
+    Raises:
+        MismatchError: it is of another kind.
+    """
+    value = holder.get(name) if isinstance(holder, dict) else None
+    if value is None:
+        return None
+    if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and not 0 <= value < 2**31):
+        raise MismatchError(f"{where} has {name} {str(value)[:40]!r}, expected {kind.__name__}")
+    return value
+
+
+def decoded(where: str, text: str) -> bytes:
+    """The bytes of a base64 text.
+
+    Raises:
+        MismatchError: it is none.
+    """
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise MismatchError(f"{where} has routed_experts that are no base64 ({error}); it is cut off") from None
+
+
+def sequence(
+    where: str,
+    name: str,
+    experts_THK: np.ndarray,
+    facts: ModelFacts,
+    *,
+    prompt_tokens: int | None,
+    new_tokens: int | None,
+    token_ids: list[int] | None = None,
+) -> tuple[RouteSequence, ModelSpec, int]:
+    """The routes of one answer, of which model, and at which position they begin.
+
+    There is one row less than tokens, since the last one is never forwarded; what is missing besides was not asked
+    for, at the beginning.
+
+    Args:
+        prompt_tokens: of the request, as the engine says.
+        new_tokens: of this answer; None: not told, and the rows begin with the prompt's first.
+        token_ids: of prompt and answer.
+
+    Raises:
+        MismatchError: the numbers of rows and tokens do not go together, or no row is of the prompt.
+    """
+    num_rows, num_hidden, top_k = experts_THK.shape
+    layers = facts.layers_of(where, num_hidden)
+    spec = facts.spec_of(where, name="unnamed model", layers=layers, top_k_L=[top_k] * len(layers))
+    start = 0
+    if prompt_tokens is not None:
+        start = prompt_tokens + new_tokens - 1 - num_rows if new_tokens is not None else 0
+        if start < 0 or num_rows < prompt_tokens - start:
+            tokens = f"{prompt_tokens} tokens of prompt" + (f" and {new_tokens} new ones" if new_tokens else "")
+            raise MismatchError(f"{where} has {num_rows} rows for {tokens}, expected one less than tokens; ask again")
+        if start >= prompt_tokens:
+            raise MismatchError(
+                f"{where} has no row of its prompt of {prompt_tokens} tokens; ask for the routes from its beginning"
+            )
+    experts_TS = without_dense(where, experts_THK, layers)
+    check(where, spec, experts_TS, None)
+    ids = None
+    if token_ids is not None and len(token_ids) > start + num_rows:
+        ids = np.array(token_ids[start : start + num_rows], np.int32)
+    return (
+        RouteSequence(
+            name=name,
+            prompt_tokens=None if prompt_tokens is None else prompt_tokens - start,
+            experts_TS=experts_TS.astype(np.uint16),
+            token_id_T=ids,
+            position_T=np.arange(start, start + num_rows, dtype=np.int32),
+            new_tokens=None if prompt_tokens is None else num_rows + 1 - (prompt_tokens - start),
+        ),
+        spec,
+        start,
+    )
+
+
+def routes(path: Path, found: list[tuple[RouteSequence, ModelSpec, int]]) -> Routes:
+    """All answers of a file; token ids are kept where all have them."""
+    sequences, spec = [one for one, _, _ in found], found[0][1]
+    notes = list(NOTES)
+    if any(start for _, _, start in found):
+        notes.append("some prompts were recorded from a later position on: their tokens before it are missing")
+    if any(one.prompt_tokens is None for one in sequences):
+        notes.append("responses without a usage do not tell the prompt from new tokens")
+    return Routes(spec=spec, task=path.stem, sequences=sequences, notes=notes)
+
+
+def write_responses(
+    trace: "Trace",
+    out: Path,
+    format: str,
+    num_hidden_layers: int | None,
+    response_of: Callable[[str, np.ndarray, int, int], dict[str, Any]],
+) -> list[str]:
+    """Write one response a line.
+
+    Args:
+        response_of: makes one of its id, experts_THK int32, tokens of the prompt, and new tokens.
+    """
+    require_even(trace.spec, format)
+    num_layers = hidden_layers(trace.spec, num_hidden_layers)
+    with out.open("w", encoding="utf-8", newline="\n") as file:
+        for response in _responses(trace, num_layers, response_of):
+            file.write(json.dumps(response, ensure_ascii=False) + "\n")
+    return [
+        f"{format} has no weights, logits, embeddings or tasks, and does not tell which requests ran together",
+        f"{num_layers} layers, zeros in those without experts; every answer has one token more than rows after the "
+        f"prompt, as an engine counts",
+    ]
+
+
+def _responses(
+    trace: "Trace", num_layers: int, response_of: Callable[[str, np.ndarray, int, int], dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    for row, rows in whole_requests(trace):
+        start, num_rows = int(rows.position_T[0]), len(rows)
+        if not np.array_equal(rows.position_T, np.arange(start, start + num_rows)):
+            raise MismatchError(f"request {row['request']} has gaps in its positions, expected none; capture again")
+        prompt = start + prompt_rows(rows)
+        experts_THK = with_dense(trace.spec, rows.experts_TS, num_layers)
+        yield response_of(row["prompt_id"], experts_THK, prompt, start + num_rows + 1 - prompt)

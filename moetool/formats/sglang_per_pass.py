@@ -1,0 +1,87 @@
+"""SGLang's expert distribution recorder, mode per_pass: a `.pt` file a rank, counting slots by forward pass.
+
+    {"records": [{"forward_pass_id", "rank", "gatherer_key", "global_physical_count": int [H, P]}, ...],
+     "last_physical_to_logical_map": int [H, P]}
+
+The files of all ranks belong together: the counts of a pass are added up, as SGLang's own reader does. (Ranks that
+share the attention of the same tokens count each of them, so there the sum is a multiple of what was routed, the same
+one for all experts.) Slots become experts by the mapping.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moetool.errors import MismatchError
+from moetool.expert_counts import Counted
+from moetool.formats import _recorder
+from moetool.model_facts import ModelFacts, hidden_layers
+
+
+def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
+    """The passes of all ranks' files, in the order of their numbers.
+
+    Raises:
+        MismatchError: a file is damaged or of another mode, the ranks had different mappings, a pass comes twice from a
+            rank, or a layer with experts is zero.
+        UsageError: the model's top-k or expert bytes are not said.
+    """
+    logical_HP: np.ndarray | None = None
+    counts_of: dict[int, np.ndarray] = {}
+    seen: dict[tuple[int, int, str], Path] = {}
+    for path in paths:
+        pack = _recorder.load(path)
+        mapping_HP = _recorder.logical_map(path, pack)
+        if logical_HP is not None and not np.array_equal(logical_HP, mapping_HP):
+            raise MismatchError(
+                f"{path} has another last_physical_to_logical_map than {paths[0]}; are they of one run?"
+            )
+        logical_HP = mapping_HP
+        for i, record in enumerate(_recorder.records(path, pack)):
+            where = f"{path}, record {i}"
+            count_HP = _recorder.array(where, record, "global_physical_count", 2)
+            if count_HP.shape != logical_HP.shape:
+                raise MismatchError(f"{where} counts {count_HP.shape}, expected {logical_HP.shape} (layers, slots)")
+            number, rank = record.get("forward_pass_id"), record.get("rank")
+            if type(number) is not int or type(rank) is not int:
+                raise MismatchError(f"{where} has no forward_pass_id or rank, expected whole numbers")
+            key = number, rank, str(record.get("gatherer_key"))
+            if key in seen:
+                raise MismatchError(f"{where} is pass {number} of rank {rank} again, after {seen[key]}; give it once")
+            seen[key] = path
+            counts_of[number] = counts_of.get(number, 0) + count_HP
+    assert logical_HP is not None
+    num_hidden, num_experts = len(logical_HP), int(logical_HP.max()) + 1
+    counts_WHE = np.zeros((len(counts_of), num_hidden, num_experts), np.int64)
+    for w, number in enumerate(sorted(counts_of)):
+        for layer in range(num_hidden):
+            np.add.at(counts_WHE[w, layer], logical_HP[layer], counts_of[number][layer])
+    layers = facts.layers_of(paths[0], num_hidden)
+    spec = facts.spec_of(paths[0], name="unnamed model", layers=layers, num_experts=num_experts)
+    counts_WLE = _recorder.counts_without_dense(paths[0], counts_WHE, layers)
+    return Counted(spec=spec, counts_WLE=counts_WLE, notes=_recorder.map_notes(logical_HP))
+
+
+def write_counts(counted: Counted, out: Path, num_hidden_layers: int | None = None) -> list[str]:
+    """Write counts as those of one rank without copies of experts; gives what was added.
+
+    Raises:
+        UsageError: `num_hidden_layers` is too small.
+    """
+    import torch
+
+    spec, num_hidden = counted.spec, hidden_layers(counted.spec, num_hidden_layers)
+    counts_WHE = _recorder.counts_with_dense(counted.counts_WLE, spec.layer_ids_L, num_hidden)
+    records = [
+        {
+            "forward_pass_id": w,
+            "rank": 0,
+            "gatherer_key": "primary",
+            "global_physical_count": torch.from_numpy(count_HE.copy()),
+        }
+        for w, count_HE in enumerate(counts_WHE)
+    ]
+    mapping = _recorder.trivial_map(num_hidden, spec.num_experts)
+    torch.save({"records": records, "last_physical_to_logical_map": mapping}, out)
+    return [f"{num_hidden} layers, zeros in those without experts; one rank, slot e holds expert e"]

@@ -1,0 +1,64 @@
+"""SGLang's expert distribution recorder, mode stat or stat_approx: a `.pt` file of `logical_count` [T, H, E].
+
+One entry a forward pass, experts logical, added up over all ranks; the buffer of T (1,000 by default) is filled up
+with zeros and begins again when it is full, so passes are in no certain order. H is every layer of the model; those
+without experts are zero. It is also what SGLang's `--init-expert-location` and KTransformers read. The file holds
+`rank` and `average_utilization_rate_over_window` too, which are not read.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moetool.errors import MismatchError
+from moetool.expert_counts import Counted
+from moetool.formats import _recorder
+from moetool.model_facts import ModelFacts, hidden_layers
+
+
+def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
+    """The passes of all files, those without tokens left out.
+
+    Raises:
+        MismatchError: a file is damaged or of another mode, the files differ in shape, or a layer with experts is zero.
+        UsageError: the model's top-k or expert bytes are not said.
+    """
+    found = [_recorder.array(path, _recorder.load(path), "logical_count", 3) for path in paths]
+    for path, counts_WHE in zip(paths, found, strict=True):
+        if counts_WHE.shape[1:] != found[0].shape[1:]:
+            raise MismatchError(f"{path} has {counts_WHE.shape[1:]} (layers, experts), {paths[0]} {found[0].shape[1:]}")
+    counts_WHE = np.concatenate(found)
+    _, num_hidden, num_experts = counts_WHE.shape
+    if not num_experts:
+        raise MismatchError(f"{paths[0]} has no experts, expected logical_count (passes, layers, experts)")
+    layers = facts.layers_of(paths[0], num_hidden)
+    spec = facts.spec_of(paths[0], name="unnamed model", layers=layers, num_experts=num_experts)
+    counts_WLE = _recorder.counts_without_dense(paths[0], counts_WHE, layers)
+    dropped = len(counts_WHE) - len(counts_WLE)
+    notes = [f"{dropped} passes without tokens left out"] if dropped else []
+    sums_WL = counts_WLE.sum(axis=2)
+    if (sums_WL != sums_WL[:, :1]).any():
+        notes.append("the layers of a pass have different numbers of tokens, as approximate statistics do")
+    return Counted(spec=spec, counts_WLE=counts_WLE, notes=notes)
+
+
+def write_counts(counted: Counted, out: Path, num_hidden_layers: int | None = None) -> list[str]:
+    """Write counts; gives what was added.
+
+    Raises:
+        UsageError: `num_hidden_layers` is too small.
+    """
+    import torch
+
+    spec, num_hidden = counted.spec, hidden_layers(counted.spec, num_hidden_layers)
+    counts_WHE = _recorder.counts_with_dense(counted.counts_WLE, spec.layer_ids_L, num_hidden)
+    torch.save(
+        {
+            "rank": 0,
+            "logical_count": torch.from_numpy(counts_WHE),
+            "average_utilization_rate_over_window": None,
+        },
+        out,
+    )
+    return [f"{num_hidden} layers, zeros in those without experts"]

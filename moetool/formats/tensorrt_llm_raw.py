@@ -1,0 +1,96 @@
+"""TensorRT-LLM's raw expert statistics: the experts of each token, by iteration and layer.
+
+The file to name is the folder (`moetool.formats._statistics` has what is in it). Nothing tells requests, positions or
+prompts apart, so each iteration of each rank is imported as one request whose tokens are all forwarded at once: the
+events are those of the engine, and what asks for the next token of a request finds none.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moetool.demand import count_experts
+from moetool.errors import MismatchError
+from moetool.formats import _statistics
+from moetool.model_facts import ModelFacts, require_even
+from moetool.routes import Routes, RouteSequence, check
+
+if TYPE_CHECKING:
+    from moetool.trace import Trace
+
+READS_FOLDERS = True
+FOLDER_MARK = _statistics.META
+
+
+def read_routes(path: Path, facts: ModelFacts) -> Routes:
+    """Read and check a folder.
+
+    Raises:
+        MismatchError: it is damaged, or the layers of an iteration have different numbers of tokens.
+        UsageError: it is no folder, or the model's expert bytes are not said.
+    """
+    num_experts, top_k = _statistics.read_meta(path)
+    ranks = _statistics.read_ranks(path, raw=True)
+    layers = tuple(sorted({layer for arrays in ranks.values() for _, layer in arrays}))
+    spec = facts.spec_of(
+        path, name="unnamed model", layers=layers, num_experts=num_experts, top_k_L=[top_k] * len(layers)
+    )
+    forwards = sorted({(iteration, rank) for rank, arrays in ranks.items() for iteration, _ in arrays})
+    sequences: list[RouteSequence] = []
+    for iteration, rank in forwards:
+        where = f"{path}, iteration {iteration} of rank {rank}"
+        found = [ranks[rank].get((iteration, layer)) for layer in layers]
+        parts = [part for part in found if part is not None]
+        if len(parts) < len(layers) or len({part.shape for part in parts}) > 1 or parts[0].shape[1:] != (top_k,):
+            raise MismatchError(
+                f"{where} has experts of the shapes {sorted({part.shape for part in parts})} in {len(parts)} layers, "
+                f"expected (tokens, {top_k}) in {len(layers)}"
+            )
+        if not len(parts[0]):
+            continue
+        experts_TS = np.concatenate(parts, axis=1)
+        check(where, spec, experts_TS, None)
+        sequences.append(
+            RouteSequence(
+                name=f"{iteration}.{rank}",
+                prompt_tokens=len(experts_TS),
+                experts_TS=experts_TS.astype(np.uint16),
+                forward_T=np.full(len(experts_TS), len(sequences), np.int32),
+                new_tokens=0,
+            )
+        )
+    return Routes(
+        spec=spec,
+        task=path.name,
+        sequences=sequences,
+        notes=[
+            "top-k only: no weights, no scores over all experts, no embeddings, no token ids",
+            "requests, positions and prompts are not in the files: each iteration of a rank is one request",
+        ],
+    )
+
+
+def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
+    """Write a trace into a folder, each forward as an iteration of one rank, and the counts as the engine does.
+
+    Layers are absolute: `num_hidden_layers` is not needed.
+
+    Raises:
+        MismatchError: the layers differ in shape.
+    """
+    from safetensors.numpy import save_file
+
+    spec = trace.spec
+    require_even(spec, "tensorrt_llm_raw")
+    arrays: dict[str, np.ndarray] = {}
+    counts = []
+    for iteration, rows in enumerate(trace.recorded_forwards([])):
+        experts_TLK = rows.experts_TS.reshape(len(rows), spec.num_layers, -1).astype(np.int32)
+        for i, layer in enumerate(spec.layer_ids_L):
+            arrays[f"{iteration}_{layer}"] = np.ascontiguousarray(experts_TLK[:, i])
+        counts.append(count_experts(spec, rows.experts_TS))
+    _statistics.write_meta(out, spec.num_experts, spec.top_k_L[0])
+    save_file(arrays, out / "rank0_raw.safetensors")
+    _statistics.write_counts(out, np.array(counts), spec.layer_ids_L)
+    return ["tensorrt_llm_raw has no weights, requests, positions or phases"]

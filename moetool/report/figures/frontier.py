@@ -1,0 +1,53 @@
+"""The frontier of memory and latency of a cache plan, drawn into a file of its own."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moetool import durable
+from moetool.plan import CachePlan
+from moetool.report.drawing import GREY, line, save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def draw_frontier(path: Path, plan: CachePlan) -> None:
+    """What a token takes with the best policy for each memory, on the requests that chose it and on the others.
+
+    Milliseconds where the plan was made with a profile, megabytes otherwise. A policy's name stands at its points.
+
+    Effects: writes the picture as a whole or not at all.
+
+    Raises:
+        UsageError: the plan has no frontier, or the name ends in nothing that can be drawn.
+    """
+    durable.require_writable(path)
+    points = sorted(plan.frontier, key=lambda point: point["device_memory_bytes"])
+    timed = all(point["tpot_used_s"] is not None for point in points)
+    chosen_by, held_out = ("tpot_used_s", "tpot_held_out_s") if timed else ("bytes_used", "bytes_held_out")
+    scale = 1e3 if timed else 1e-6
+    memory_mb = [point["device_memory_bytes"] / 1e6 for point in points]
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.add_subplot()
+        for series, (name, label) in enumerate(((chosen_by, "requests it was chosen on"), (held_out, "held out"))):
+            values = [float("nan") if point[name] is None else scale * point[name] for point in points]
+            line(axes, memory_mb, values, series, label)
+        for point, x in zip(points, memory_mb, strict=True):
+            if point["chosen"]:
+                axes.axvline(x, color=GREY, linestyle=":", label="the plan")
+            axes.annotate(
+                point["policy"], (x, scale * point[chosen_by]), xytext=(3, 5), textcoords="offset points", fontsize=8
+            )
+        if plan.target_tpot_s is not None and timed:
+            axes.axhline(scale * plan.target_tpot_s, color=GREY, linestyle="--", label="time to reach")
+        axes.set(
+            title=f"{plan.spec.name}: the best policy by memory",
+            xlabel="device memory, MB",
+            ylabel="ms a token" if timed else "MB moved a decoded token",
+            ylim=(0, None),
+        )
+        axes.margins(x=0.08)
+        axes.legend(loc="upper right")
+
+    save(path, 4.0, paint)

@@ -1,0 +1,96 @@
+"""One trace of several."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from moetool import durable
+from moetool.errors import UsageError
+from moetool.trace import MANIFEST, Trace
+from moetool.trace_edit import copy_requests, part_writer, request_numbers
+
+
+def merge(traces: Sequence[Trace], out: Path, *, overwrite: bool = False) -> tuple[Trace, list[str]]:
+    """Several traces of one model as one: their requests one trace after the other, numbered anew.
+
+    Columns that not all of them have are left out. How each was made stays in the provenance.
+
+    Returns:
+        The trace, and a sentence for each thing that was left out or is to be known.
+
+    Effects: writes `out`, whole or not at all.
+
+    Raises:
+        UsageError: fewer than two, one of them twice, or `out` exists.
+        MismatchError: they are of different models, or one is damaged.
+    """
+    if len(traces) < 2:
+        raise UsageError(f"{len(traces)} trace to merge, expected at least two; give their folders")
+    first = traces[0]
+    seen: dict[str, Path] = {}
+    for trace in traces:
+        first.spec.require_same(trace.spec, str(first.path), str(trace.path))
+        if trace.sha256 in seen:
+            raise UsageError(f"{trace.path} is the same trace as {seen[trace.sha256]}; give each once")
+        seen[trace.sha256] = trace.path
+    columns, notes = _common_columns(traces)
+    if again := _prompts_again(traces):
+        notes.append(f"{again} prompts are in more than one of them; a split by request may part them")
+    durable.require_absent(out, overwrite, MANIFEST)
+    with durable.staged_directory(out, overwrite, MANIFEST) as folder, ExitStack() as stack:
+        writer = part_writer(stack, folder, first.spec, columns, first.ahead)
+        forward = number = 0
+        merged = []
+        for trace in traces:
+            there = request_numbers(trace)
+            numbers = {request: (writer, number + i) for i, request in enumerate(there)}
+            forward = copy_requests(trace, columns, numbers, first_forward=forward)
+            merged.append(
+                {
+                    "sha256": trace.sha256,
+                    "first_request": number,
+                    "requests": len(there),
+                    "composition": trace.manifest["composition"],
+                    "provenance": trace.manifest["provenance"],
+                }
+            )
+            number += len(there)
+        models = {trace.manifest["provenance"].get("model") for trace in traces} - {None}
+        writer.finish(
+            composition=_composition(traces),
+            provenance={**({"model": min(models)} if len(models) == 1 else {}), "merged": merged, "notes": notes},
+        )
+    return Trace(out), notes
+
+
+def _common_columns(traces: Sequence[Trace]) -> tuple[frozenset[str], list[str]]:
+    columns = frozenset.intersection(*(trace.columns for trace in traces))
+    notes = [f"{name}: not in all of them" for name in sorted(frozenset.union(*(t.columns for t in traces)) - columns)]
+    if "ahead" in columns and len({trace.ahead for trace in traces}) > 1:
+        columns -= {"ahead"}
+        notes.append("ahead: they look ahead differently far")
+    logs = {trace.manifest["composition"]["kind"] == "log" for trace in traces}
+    if "embeddings" in columns and len(logs) > 1:
+        columns -= {"embeddings"}
+        notes.append("embeddings: the log of a server has them by forward, the others by iteration")
+    return columns, [f"left out {note}" for note in notes]
+
+
+def _prompts_again(traces: Sequence[Trace]) -> int:
+    """How many prompts are in more than one of the traces."""
+    found: dict[tuple[str, str, str], int] = {}
+    for trace in traces:
+        for key in {(row["dataset"], row["task"], row["prompt_id"]) for row in trace.requests.to_pylist()}:
+            found[key] = found.get(key, 0) + 1
+    return sum(count > 1 for count in found.values())
+
+
+def _composition(traces: Sequence[Trace]) -> dict[str, Any]:
+    """That of all; forwards as they ran if one is a log; otherwise what they are."""
+    every: list[dict[str, Any]] = [trace.manifest["composition"] for trace in traces]
+    if all(each == every[0] for each in every):
+        return every[0]
+    if any(each["kind"] == "log" for each in every):
+        return {"kind": "log"}
+    return {"kind": "mixed", "of": ", ".join(" ".join(map(str, each.values())) for each in every)}

@@ -1,0 +1,55 @@
+"""The version of a trace's schema, and how older traces are read.
+
+A version is `major.minor`. A manifest of before minor versions has the major number alone: it is minor version 0.
+
+- The minor version rises when something is added that an older trace can be given on reading: its manifest is brought
+  up step by step in memory, one function of `_STEPS` for each minor version; the files on disk stay as they are, and so
+  does the trace's sha256.
+- The major version rises when the rows themselves change their meaning or layout. Such a trace is not read.
+- A newer version than this program's, minor or major, is refused: what it added may matter.
+
+    1.0  the first
+    1.1  `ahead` is always in the manifest; `weights` may be missing from `columns` (routes of engines that record only
+         the experts)
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from moetool.errors import MismatchError
+
+MAJOR, MINOR = 1, 1
+SCHEMA_VERSION = f"{MAJOR}.{MINOR}"
+
+
+def upgrade(manifest: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The manifest of a trace as this version writes it.
+
+    Raises:
+        MismatchError: it is of another kind, of an older major version or of a newer version.
+    """
+    kind, found = manifest.get("kind"), manifest.get("schema_version")
+    parts = re.fullmatch(r"(\d{1,6})(?:\.(\d{1,6}))?", str(found)) if not isinstance(found, bool) else None
+    says = f"{path} holds {kind or 'something else'} of schema version {found}, expected a trace of version"
+    if kind != "trace" or parts is None:
+        raise MismatchError(f"{says} {SCHEMA_VERSION}; give the folder of a trace, or capture again")
+    major, minor = int(parts[1]), int(parts[2] or 0)
+    if (major, minor) > (MAJOR, MINOR):
+        writer = manifest.get("moetool_version", "a newer version")
+        raise MismatchError(
+            f"{says} {SCHEMA_VERSION} or older; moetool {writer} wrote it: update with: pip install --upgrade moetool"
+        )
+    if major < MAJOR:
+        raise MismatchError(f"{says} {MAJOR}.0 or newer; capture again with this version of moetool")
+    for step in _STEPS[minor:]:
+        manifest = step(manifest)
+    return {**manifest, "schema_version": SCHEMA_VERSION}
+
+
+def _to_1_1(manifest: dict[str, Any]) -> dict[str, Any]:
+    return {"ahead": 0, **manifest}
+
+
+_STEPS: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (_to_1_1,)

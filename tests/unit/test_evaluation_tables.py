@@ -1,0 +1,123 @@
+"""The tables of an evaluation, and the page that shows them."""
+
+import dataclasses
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from moetool.evaluation import Evaluation, evaluate
+from moetool.evaluation_page import page, write_page
+from moetool.evaluation_tables import by_task, print_evaluations, tables_of
+from moetool.training import train
+from tests.synthetic_routes import make_spec, write_trace
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Evaluation]:
+    folder = tmp_path_factory.mktemp("evaluation")
+    spec = make_spec(num_layers=30)
+    trace = write_trace(folder / "trace", spec, num_requests=8)
+    unseen = write_trace(folder / "unseen", spec, num_requests=3, seed=1, first_prompt=100)
+    train("affinity", trace, folder / "affinity")
+    return evaluate([folder / "affinity"], trace, unseen)
+
+
+def test_every_row_is_as_wide_as_its_headings_and_shows_the_measures(rows: list[Evaluation]) -> None:
+    known, unseen = by_task(rows)
+    tables = tables_of(known)
+    assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
+    assert all(table.shares <= set(table.columns) for table in tables)
+    right = tables[0]
+    assert [row[0] for row in right.rows] == ["affinity", "popularity"]
+    score = known[0].overall()[1]
+    assert right.rows[0][1:5] == [f"{x:.3f}" for x in (score.match, score.exact, score.at_least_one, score.recall[-1])]
+    assert right.notes == ("popularity was counted on the same 6 training requests",)
+    assert any("of an unseen task" in table.title for table in tables_of(unseen))
+    told = next(table for table in tables if table.title.startswith("what was foretold of the prompts of 1 pending"))
+    assert [row[0] for row in told.rows] == ["popularity"]
+    costs = tables[-1]
+    assert costs.columns.count("of a step") == 0
+    assert costs.rows[0][-2:] == ["120", "75 %"] and costs.rows[1][-3:] == ["-", "-", "-"]
+
+
+def test_many_layers_are_taken_together(rows: list[Evaluation]) -> None:
+    table = next(table for table in tables_of(rows[:2]) if table.title.startswith("match by MoE layer"))
+    assert table.columns == (
+        "predictor",
+        "1-3",
+        "4-6",
+        "7-9",
+        "10-12",
+        "13-15",
+        "16-18",
+        "19-21",
+        "22-24",
+        "25-27",
+        "28-29",
+    )
+    match = [s.match for s in rows[0].scores if s.phase == "all" and s.layer in (28, 29) and s.distance == 1]
+    assert table.rows[0][-1] == f"{sum(match) / 2:.3f}"
+
+
+def test_a_profile_adds_its_shares(rows: list[Evaluation]) -> None:
+    weighed = [dataclasses.replace(row, decode_step_ms=20.0, step_ms=0.5, prompt_ms=41.0) for row in rows[:2]]
+    costs = tables_of(weighed)[-1]
+    assert costs.columns.count("of a step") == 2
+    assert [costs.rows[0][i] for i in (4, 5, 6, 7)] == ["0.5", "2.5 %", "41", "205 %"]
+    assert costs.notes == ("a decode step takes 20 ms with every expert in memory, by the profile",)
+
+
+def test_predictors_that_were_scored_on_other_requests_say_so(rows: list[Evaluation]) -> None:
+    other = dataclasses.replace(rows[0], predictor="other", num_requests=2, num_tokens=7)
+    assert tables_of([rows[0], other])[0].notes == ("other was scored on 2 requests held out, 7 tokens",)
+
+
+class _Page(HTMLParser):
+    """Collects what a page holds, and that its elements are closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("href", "src", "srcset", "action")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_is_whole_and_needs_nothing_else(rows: list[Evaluation], tmp_path: Path) -> None:
+    strange = dataclasses.replace(rows[0], predictor='<b>&"mine"</b>')
+    write_page(tmp_path / "report.html", [strange, *rows[1:]])
+    text = (tmp_path / "report.html").read_text()
+    found = _Page(text)
+    assert found.open == [] and found.links == [] and "script" not in found.tags and "://" not in text
+    assert "<b>" not in text and '<b>&"mine"</b>' in found.text
+    for table in (table for group in by_task(rows) for table in tables_of(group)):
+        assert table.title in found.text
+    for distance in (1, 8):
+        assert f"{rows[0].overall('decode')[distance].exact:.3f}" in found.text
+    assert found.tags.count("polyline") == 2 * 4  # two predictors in two phases on two traces
+    assert page(rows) == page(rows)
+
+
+def test_they_are_printed(rows: list[Evaluation], capsys: pytest.CaptureFixture[str]) -> None:
+    print_evaluations(rows)
+    printed = capsys.readouterr().out
+    assert "next layer's experts on 1 request held out, 20 tokens\n" in printed
+    assert "  popularity was counted on the same 6 training requests" in printed
+    assert "next layer's experts on 3 requests that it has not seen of an unseen task, 60 tokens" in printed
