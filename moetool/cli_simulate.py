@@ -51,9 +51,8 @@ def simulate(
     from moetool.cluster_file import load_cluster
     from moetool.costs import CostProfile
     from moetool.placement_plan import PlacementPlan
-    from moetool.placing import open_traces
     from moetool.simulation.control import find_mode
-    from moetool.simulation.running import read_settings
+    from moetool.simulation.running import open_sources, read_settings
     from moetool.simulation.sweeping import parse_sweeps
     from moetool.simulation.sweeping import sweep as run
 
@@ -78,7 +77,7 @@ def simulate(
         predicts = load_predictor(predictor)
     with tables.progress("simulating", None):
         runs = run(
-            open_traces(trace),
+            open_sources(trace),
             load_cluster(cluster),
             {**swept, "mode": modes},
             modes[0],

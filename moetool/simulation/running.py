@@ -123,6 +123,27 @@ class World:
     history_sources: Mapping[int, Source]
 
 
+def open_sources(given: Sequence[str]) -> dict[str, "Trace"]:
+    """Traces from `SERVER=DIR`, token by token.
+
+    Raises:
+        UsageError: one has no `=`, a server comes twice, or there is no such folder.
+        MismatchError: one is damaged, or holds nothing but counts of experts.
+    """
+    from moetool.placing import open_traces
+    from moetool.trace import Trace
+
+    traces = {}
+    for server, trace in open_traces(given).items():
+        if not isinstance(trace, Trace):
+            raise MismatchError(
+                f"{trace.path} holds counts of experts, and requests are drawn token by token; make a trace with: "
+                f"moetool capture"
+            )
+        traces[server] = trace
+    return traces
+
+
 def read_world(traces: Mapping[str, "Trace"], cluster: Cluster, options: Options) -> World:
     """Read the traces of a cluster's servers.
 
