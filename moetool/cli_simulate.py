@@ -63,13 +63,14 @@ def simulate(
         durable.require_writable(figure)
     options, costs, planner_options = read_settings(parse_settings(settings))
     swept = parse_sweeps(sweep)
-    modes = [name for given in mode for name in given.split(",") if name]
+    modes = [name for text in mode for name in text.split(",") if name]
     if not modes:
         raise UsageError("--mode names no mode, expected one such as prism_exact")
     for name in modes:
         find_mode(name)
     if plan is not None and {"gpus", "bandwidth"} & swept.keys():
         raise UsageError("--plan is for one cluster, and --sweep makes others; leave one of them out")
+    given = None if plan is None else PlacementPlan.load(plan)
     predicts = None
     if predictor is not None:
         from moetool.predictor import load_predictor
@@ -86,7 +87,7 @@ def simulate(
             options,
             costs=costs,
             planner_options=planner_options,
-            plan=None if plan is None else PlacementPlan.load(plan),
+            plan=given,
             profile=None if profile is None else CostProfile.load(profile),
             predictor=predicts,
         )
@@ -106,15 +107,23 @@ def simulate(
     _print(runs)
     if len(runs) == 1:
         _print_one(runs[0][1])
-    first = runs[0][1]
     print(
-        f"{first.costs}; arrivals {arrivals}; seed {options.seed}; {options.seats} under way on a GPU; links by "
-        f"{options.links}; drawn from requests that no placement was made from"
-        if options.split < 1
-        else f"{first.costs}; arrivals {arrivals}; seed {options.seed}; drawn from the requests that placements see"
+        f"{runs[0][1].costs}; arrivals {arrivals}; seed {options.seed}; {options.seats} under way on a GPU; links by "
+        f"{options.links}; requests drawn from {_drawn_from(options.split, None if given is None else given.split)}"
     )
     if figure is not None:
         print(f"drawn in {figure}")
+
+
+def _drawn_from(split: float, planned: float | None) -> str:
+    """Whether placements have seen the requests that are drawn.
+
+    Args:
+        planned: the share of the requests that a given plan was made from.
+    """
+    if split == 1:
+        return "all that placements see"
+    return "others than placements see" if planned in (None, split) else "some that the plan has seen, perhaps"
 
 
 def _print(runs: Any) -> None:

@@ -127,14 +127,39 @@ class Engine:
         slow_G = [1.0 / gpu.speed for gpu in self.cluster.gpus]
         server_G, num_layers = self.cluster.server_G, self.spec.num_layers
         per_token, load_of = self.bytes_per_token, free_G.__getitem__
+        work, came_back, ready, send = WORK, BACK, READY, SEND
         number = self._number
         calls = local = 0
+        request: Request
         # Where one event follows from another, its push and the next pop are one step of the heap.
         event = heappop(heap) if heap else None
         while event is not None:
             now, _, kind, what, g, cost, size = event
-            if kind == READY:
-                request: Request = what  # type: ignore[assignment]
+            if kind == work:
+                free = free_G[g]
+                free = (now if now > free else free) + cost
+                free_G[g] = free
+                busy_G[g] += cost
+                number += 1
+                event = heappushpop(heap, (free, number, came_back, what, g, 0.0, size))
+                continue
+            elif kind == came_back:
+                request = what  # type: ignore[assignment]
+                queue = queue_GG[g][request.gpu]
+                free = free_Q[queue]
+                free = (now if now > free else free) + size * byte_s[queue]
+                free_Q[queue] = free
+                sent_Q[queue] += size
+                back = free + latency_s[queue]
+                if back > request.back_s:
+                    request.back_s = back
+                request.pending -= 1
+                if not request.pending:
+                    number += 1
+                    event = heappushpop(heap, (request.back_s, number, ready, request, request.gpu, 0.0, 0))
+                    continue
+            elif kind == ready:
+                request = what  # type: ignore[assignment]
                 step = request.step
                 if step == num_layers:
                     request.first_s = now
@@ -151,9 +176,9 @@ class Engine:
                 free_G[g] = free
                 busy_G[g] += took
                 number += 1
-                event = heappushpop(heap, (free, number, SEND, request, g, 0.0, 0))
+                event = heappushpop(heap, (free, number, send, request, g, 0.0, 0))
                 continue
-            elif kind == SEND:
+            elif kind == send:
                 request = what  # type: ignore[assignment]
                 step = request.step
                 request.step = step + 1
@@ -170,7 +195,7 @@ class Engine:
                     else:
                         parts[target] = [expert_s[tokens], tokens]  # type: ignore[index]
                 request.back_s = now
-                home = server_G[g]
+                home, queue_G = server_G[g], queue_GG[g]
                 if g in parts:
                     took, tokens = parts.pop(g)  # type: ignore[assignment]
                     took *= slow_G[g]
@@ -186,7 +211,7 @@ class Engine:
                     calls += tokens
                     if server_G[target] == home:
                         local += tokens
-                    queue = queue_GG[g][target]
+                    queue = queue_G[target]
                     size = tokens * per_token
                     free = free_Q[queue]
                     free = (now if now > free else free) + size * byte_s[queue]
@@ -194,34 +219,11 @@ class Engine:
                     sent_Q[queue] += size
                     number += 1
                     heappush(
-                        heap, (free + latency_s[queue], number, WORK, request, target, took * slow_G[target], size)
+                        heap, (free + latency_s[queue], number, work, request, target, took * slow_G[target], size)
                     )
                 if not parts:
                     number += 1
-                    event = heappushpop(heap, (request.back_s, number, READY, request, g, 0.0, 0))
-                    continue
-            elif kind == WORK:
-                free = free_G[g]
-                free = (now if now > free else free) + cost
-                free_G[g] = free
-                busy_G[g] += cost
-                number += 1
-                event = heappushpop(heap, (free, number, BACK, what, g, 0.0, size))
-                continue
-            elif kind == BACK:
-                request = what  # type: ignore[assignment]
-                queue = queue_GG[g][request.gpu]
-                free = free_Q[queue]
-                free = (now if now > free else free) + size * byte_s[queue]
-                free_Q[queue] = free
-                sent_Q[queue] += size
-                back = free + latency_s[queue]
-                if back > request.back_s:
-                    request.back_s = back
-                request.pending -= 1
-                if not request.pending:
-                    number += 1
-                    event = heappushpop(heap, (request.back_s, number, READY, request, request.gpu, 0.0, 0))
+                    event = heappushpop(heap, (request.back_s, number, ready, request, g, 0.0, 0))
                     continue
             else:
                 self.now_s, self.calls, self.local_calls = now, calls, local
