@@ -134,32 +134,40 @@ def test_migration_as_in_prism_figure_7(traces: dict[str, Trace]) -> None:
 
 
 @pytest.mark.parametrize("lookahead", ["true", "predicted"])
-def test_the_order_of_modes_in_director_figure_7(traces: dict[str, Trace], lookahead: str) -> None:
-    """Rounds of one request a GPU whose tasks are mixed, eight GPUs with a fast network, no room for copies."""
-    spec = traces["law"].spec
-    gpu = Gpu(memory_bytes=8 * spec.num_layers * spec.slot_bytes, host_to_device_bytes_s=400e9)
-    cluster = Cluster(
-        servers=tuple(Server(name=f"g{g}", gpus=(gpu,)) for g in range(8)), link_bytes_s=50e9, link_latency_s=5e-6
-    )
-    # Requests that vary from round to round: each GPU's users ask for one task after the other.
-    mixed = {server.name: traces[TASKS[g % 3]] for g, server in enumerate(cluster.servers)}
+def test_the_order_of_modes_in_director_figure_7(tmp_path: Path, lookahead: str) -> None:
+    """Rounds of one request a GPU, tasks mixed, on eight GPUs of one node; no room for copies, computing dominates.
+
+    DIRECTOR prints its gain over offline placement, and that reactive is mostly worse than offline; the latter is
+    printed here and not asserted.
+    """
+    files = [ROUTES / f"{task}.parquet" for task in TASKS]
+    trace = Trace(import_trace(files, "topk_parquet", tmp_path / "mixed", tokens_as="prefill").out)
+    gpu = Gpu(memory_bytes=8 * trace.spec.num_layers * trace.spec.slot_bytes, host_to_device_bytes_s=400e9)
+    node = Cluster(servers=(Server(name="node", gpus=(gpu,) * 8, gpu_link_bytes_s=200e9),))
     costs = AssumedCosts(dense_s=60e-6, dense_token_s=0.5e-6, expert_s=15e-6, expert_token_s=8e-6)
-    modes = ("uniform", "director-offline", "director-reactive", "director-proactive")
-    means: dict[str, list[float]] = {mode: [] for mode in modes}
+    quick = {"kicks": 0, "relaxation": 0}
+    runs = [("uniform", "free"), ("director-offline", "free"), ("director-reactive", "free")]
+    runs += [("director-proactive", how) for how in ("free", "overlap")]
+    means: dict[tuple[str, str], list[float]] = {run: [] for run in runs}
     for seed in SEEDS:
         options = Options(seed=seed, admission="rounds", prompt_tokens=64, decode_tokens=8, lookahead=lookahead)
-        world = read_world(mixed, cluster, options)
-        for mode in modes:
-            quick = {} if mode == "uniform" else {"kicks": 0, "relaxation": 0}
-            found = simulate(world, mode, "every:1s", 64, options, costs=costs, planner_options=quick)
-            means[mode].append(found.mean_s)
-    for mode in modes:
-        gains = [1 - a / b for a, b in zip(means[mode], means["uniform"], strict=True)]
+        world = read_world({"node": trace}, node, options)
+        for mode, how in runs:
+            given = {} if mode == "uniform" else quick
+            chosen = replace(options, migrate=how)
+            found = simulate(world, mode, "every:100us", 64, chosen, costs=costs, planner_options=given)
+            means[mode, how].append(found.mean_s)
+    for run in runs:
+        gains = [1 - a / b for a, b in zip(means[run], means[runs[0]], strict=True)]
         print(
-            f"{lookahead}: {mode}: mean latency {_interval(means[mode])[0] * 1e3:.2f} ± "
-            f"{_interval(means[mode])[1] * 1e3:.2f} ms, {_interval(gains)[0]:.1%} ± {_interval(gains)[1]:.1%} below "
+            f"{lookahead}: {' '.join(run)}: mean latency {_interval(means[run])[0] * 1e3:.1f} ± "
+            f"{_interval(means[run])[1] * 1e3:.1f} ms, {_interval(gains)[0]:.1%} ± {_interval(gains)[1]:.1%} less than "
             f"uniform"
         )
-    for better, worse in (("director-proactive", "director-offline"), ("director-offline", "director-reactive")):
+    offline = ("director-offline", "free")
+    pairs = [(offline, runs[0])]
+    if lookahead == "true":
+        pairs += [(("director-proactive", "free"), worse) for worse in (offline, ("director-reactive", "free"))]
+    for better, worse in pairs:
         gain, half = _interval(np.subtract(means[worse], means[better]).tolist())
         assert gain > half, (better, worse)
