@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moetool import __version__, cli_placement, cli_simulate, cli_trace, durable, tables
+from moetool import __version__, assets, cli_placement, cli_simulate, cli_trace, durable, tables
 from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
 from moetool.errors import MoetoolError, UsageError
 
@@ -38,9 +38,11 @@ app = typer.Typer(
 trace_app = typer.Typer(help="Look at traces, part and join them, and exchange them with others.", no_args_is_help=True)
 plan_app = typer.Typer(help="Decide where experts live.", no_args_is_help=True)
 bench_app = typer.Typer(help="Measure what belongs together, side by side.", no_args_is_help=True)
+reference_app = typer.Typer(help="Make a small model like the embedded one.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
+app.add_typer(reference_app, name="reference")
 cli_placement.register(plan_app)
 cli_simulate.register(app)
 cli_trace.register(trace_app)
@@ -193,28 +195,56 @@ def capture(
 @app.command()
 def train(
     predictor: Annotated[str, typer.Argument(help="Name of a predictor, such as expert_mlp.")],
-    trace: TraceDir,
     out: Out,
+    model: Annotated[str | None, typer.Argument(help="For awq_replica: the model that it is a replica of.")] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="Folder of a trace, for all but awq_replica.")] = None,
+    data: Annotated[list[str], typer.Option(help="For awq_replica: text to choose scales on, as for capture.")] = [],  # noqa: B006 - Typer copies defaults
+    bits: Annotated[int | None, typer.Option(help="For awq_replica: bits of a weight: 2, 4 (default) or 8.")] = None,
+    group: Annotated[
+        int | None, typer.Option(help="For awq_replica: weights that share a scale: 32, 64 (default) or 128.")
+    ] = None,
+    symmetric: Annotated[
+        bool | None, typer.Option("--symmetric/--asymmetric", help="For awq_replica: whether zero points are all 0.")
+    ] = None,
     settings: Annotated[
         list[str],
         typer.Option("--set", help="The predictor's options, and fit.max_epochs, fit.max_tokens, fit.held_out, ..."),
-    ] = [],  # noqa: B006 - Typer copies defaults
+    ] = [],  # noqa: B006
     seed: Annotated[int, typer.Option(help="Of the split, the weights and the order of the samples.")] = 0,
     overwrite: Overwrite = False,
     as_json: Json = False,
     recipe: Recipe = None,
 ) -> None:
-    """Fit a predictor of the experts that will be used next."""
-    from moetool.training import FitOptions
-    from moetool.training import train as run
+    """Fit a predictor of the experts that will be used next, or round a replica of the model whose gates tell."""
+    from moetool import plugins
 
     options = parse_settings(settings)
-    fit = parse(FitOptions, options.pop("fit", {}), "fit")
-    card = run(predictor, trace, out, options=options, seed=seed, overwrite=overwrite, **asdict(fit))
+    module = plugins.load("predictor", predictor)
+    rounding = {"bits": bits, "group": group, "symmetric": symmetric}
+    if module.Predictor.made_of == "model":
+        if model is None or not data or trace is not None:
+            raise UsageError(
+                f"{predictor} is made from a model and text: moetool train {predictor} MODEL --data all --out {out}"
+            )
+        options = {**{name: value for name, value in rounding.items() if value is not None}, **options}
+        with tables.steps(f"rounding {model}") as on_progress:
+            card = module.make(
+                model, _split(data), out, options, seed=seed, overwrite=overwrite, on_progress=on_progress
+            )
+    else:
+        from moetool.training import FitOptions
+        from moetool.training import train as run
+
+        if trace is None or model is not None or data or set(rounding.values()) != {None}:
+            raise UsageError(f"{predictor} is trained on a trace: moetool train {predictor} --trace DIR --out {out}")
+        fit = parse(FitOptions, options.pop("fit", {}), "fit")
+        card = run(predictor, trace, out, options=options, seed=seed, overwrite=overwrite, **asdict(fit))
     if as_json:
         tables.print_json(card)
-        return
-    print(f"{out}: {summarize_card(card)}")
+    elif "quantization" in card:
+        tables.print_replica(out, card)
+    else:
+        print(f"{out}: {summarize_card(card)}")
 
 
 def summarize_card(card: dict[str, Any]) -> str:
@@ -233,6 +263,9 @@ def evaluate(
     unseen_task: Annotated[
         Path | None, typer.Option("--unseen-task", help="Folder of a trace of a task that they were not trained on.")
     ] = None,
+    settings: Annotated[
+        list[str], typer.Option("--set", help="Another option of one, as in --set awq_replica.activation_bits=8.")
+    ] = [],  # noqa: B006
     profile: Annotated[
         Path | None, typer.Option(help="By 'moetool profile': gives times as shares of a decode step.")
     ] = None,
@@ -249,7 +282,7 @@ def evaluate(
     from moetool.evaluation_page import write_page
     from moetool.evaluation_tables import print_evaluations
 
-    rows = run(predictors, trace, unseen_task, costs)
+    rows = run(predictors, trace, unseen_task, costs, parse_settings(settings))
     if report is not None:
         write_page(report, rows)
     if as_json:
@@ -775,6 +808,43 @@ def bench_serve(
         tables.print_json(made.to_json())
     else:
         print_serve_bench(made)
+
+
+@reference_app.command("train")
+def reference_train(
+    data: Annotated[Path, typer.Option(help="Folder of .txt files, one a domain, documents ended by <|endoftext|>.")],
+    out: Out,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(help="TOML file: seed, data, model, fit, sources; that of the embedded model if not given."),
+    ] = None,
+    start: Annotated[
+        str | None, typer.Option("--from", help="Continue from this model; 'reference' is the embedded one.")
+    ] = None,
+    settings: Annotated[
+        list[str], typer.Option("--set", help="A value of the recipe, as in --set fit.max_steps=500. Repeatable.")
+    ] = [],  # noqa: B006
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a run that was killed had come to.")] = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Train a small Mixture-of-Experts model on a folder of text."""
+    from moetool.reference.recipe import read_recipe
+
+    chosen = read_recipe(recipe or assets.path("recipes", "reference", "model.toml"), parse_settings(settings))
+    durable.require_absent(out, overwrite, "training.json")
+    from moetool.reference.train import train as run
+
+    try:
+        with tables.stages() as on_progress:
+            facts = run(chosen, data, out, start=start, resume=resume, overwrite=overwrite, on_progress=on_progress)
+    except KeyboardInterrupt:
+        tables.narrate("moetool: stopped; the same command with --resume goes on from the last saved step, if any")
+        raise
+    if as_json:
+        tables.print_json(facts)
+    else:
+        tables.print_reference(out, facts)
 
 
 @app.command()

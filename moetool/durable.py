@@ -119,10 +119,16 @@ def staged_directory(
         yield from _staged(out, overwrite, marker)
 
 
-def _staged(out: Path, overwrite: bool, marker: str | None) -> Iterator[Path]:
+def put_back(out: Path) -> Path:
+    """Undo half an overwrite, where a run was killed between its two renames; gives where the old result is kept."""
     old = out.with_name(out.name + OLD)
     if old.exists() and not out.exists():
-        old.rename(out)  # a run was killed between the two renames below
+        old.rename(out)
+    return old
+
+
+def _staged(out: Path, overwrite: bool, marker: str | None) -> Iterator[Path]:
+    old = put_back(out)
     require_absent(out, overwrite, marker)
     partial = out.with_name(out.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)

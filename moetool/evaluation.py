@@ -4,6 +4,7 @@ What is scored, and where: `moetool.tally` says how often a prediction is right,
 `moetool.foretelling` judges what is said of a whole request while it waits.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from moetool.costs import CostProfile
-from moetool.errors import UsageError
+from moetool.errors import UsageError, unknown_name
 from moetool.foretelling import Foretold, judge
 from moetool.prediction_time import prompt_time, step_time
 from moetool.predictor import Predictor, build, load_predictor
@@ -92,7 +93,11 @@ class Evaluation:
 
 
 def evaluate(
-    paths: Sequence[Path], trace: Path, unseen_task: Path | None = None, profile: CostProfile | None = None
+    paths: Sequence[Path],
+    trace: Path,
+    unseen_task: Path | None = None,
+    profile: CostProfile | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Evaluation]:
     """Score predictors and, beside each, the counting predictors made from the same training requests.
 
@@ -103,6 +108,7 @@ def evaluate(
     Args:
         unseen_task: a trace of a task that none of them was trained on; scored as well.
         profile: of this machine and the traces' model, to weigh times by.
+        options: by predictor's name, in place of those that it was made with.
 
     Returns:
         One evaluation a predictor, in the order of `paths`, each followed by those of its baselines that were not
@@ -114,7 +120,11 @@ def evaluate(
             damaged.
         MoetoolError: a predictor gives scores that are not finite.
     """
-    predictors = [load_predictor(path) for path in paths]
+    predictors = [load_predictor(path, options) for path in paths]
+    names = [predictor.name for predictor in predictors]
+    for name in options or {}:
+        if name not in names:
+            raise unknown_name("predictor", name, names)
     sources = [Trace(folder) for folder in (trace, unseen_task) if folder is not None]
     for source in sources:
         if profile is not None:
@@ -228,7 +238,7 @@ def _evaluate(
     distances = [d for d in DISTANCES if d < predictor.num_layers and d <= predictor.reach(trace.ahead)]
     tally = Tally(predictor, distances)
     if predictor.remembers or predictor.incremental:
-        _replay(predictor, trace, part, tally)
+        _replay(copy.deepcopy(predictor), trace, part, tally)  # what it remembers of one trace stays there
     else:
         for tokens in stream(trace, predictor.needs, part):
             tally.add(tokens)

@@ -98,13 +98,9 @@ def _percent(value: float | None) -> str:
     if value is None:
         return "-"
     percent = 100 * value
-    return (
-        f"{percent:,.0f} %"
-        if percent >= 100
-        else f"{percent:.3g} %"
-        if percent >= 0.001 or not percent
-        else "< 0.001 %"
-    )
+    if 0 < percent < 0.001:
+        return "< 0.001 %"
+    return f"{percent:,.0f} %" if percent >= 100 else f"{percent:.3g} %"
 
 
 def _ms(value: float) -> str:

@@ -1,4 +1,7 @@
-"""Fits a predictor by gradient descent: the LightningModule and the DataModule. The only importer of lightning."""
+"""Fits a predictor by gradient descent: the LightningModule and the DataModule.
+
+Beside `moetool.reference.steps` the only importer of lightning.
+"""
 
 import contextlib
 import logging
@@ -56,11 +59,12 @@ def fit(
     Raises:
         MoetoolError: a loss is not finite.
     """
-    data = _Pairs(train, validation, batch_size, max_tokens, seed, whole_requests=model.remembers)
+    whole_requests = model.remembers and train.example_T is None
+    data = _Pairs(train, validation, batch_size, max_tokens, seed, whole_requests=whole_requests)
     total_steps = max_epochs * len(data.epoch)
     best = _Best()
     console = Console(stderr=True)
-    with _quiet(), Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+    with quiet(), Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
         bar = _Bar(progress, progress.add_task(f"fitting {model.name}", total=total_steps))
         trainer = pl.Trainer(
             accelerator="cuda" if torch.cuda.is_available() else "cpu",
@@ -75,7 +79,7 @@ def fit(
             enable_model_summary=False,
             default_root_dir=folder,
         )
-        with _interruptible(), torch.random.fork_rng():
+        with interruptible(), torch.random.fork_rng():
             torch.manual_seed(seed)
             trainer.fit(_Fit(model, learning_rate, total_steps), datamodule=data)
     model.cpu().load_state_dict(best.state)
@@ -263,7 +267,7 @@ class _Bar(pl.Callback):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Lightning's advice is for people who write training loops; ours use one."""
     loggers = [logging.getLogger(f"lightning.{name}") for name in ("pytorch", "fabric")]
     levels = [logger.level for logger in loggers]
@@ -279,7 +283,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[None]:
     """Makes signals end the process as usual: Lightning answers Ctrl-C with exit, SIGTERM with a success."""
     handler = signal.getsignal(signal.SIGINT)
     try:

@@ -54,9 +54,10 @@ class Predictor(nn.Module):
             may make it others for an instance.
         learned: whether it has parameters that gradient descent fits; counting predictors only use `count`.
         remembers: whether it carries state from one forward of a request to the next. `loss` then gets whole
-            requests, and it predicts by `observe` and `scores` only.
+            requests, unless `prepare` gave their tokens numbers, and it predicts by `observe` and `scores` only.
         incremental: whether it works out its answers as layers arrive, and is judged by `observe` and `scores`, since
             `layer_scores` would begin anew for each layer.
+        made_of: `trace`, or `model`: then its module has a `make` that writes card and weights, and `open` reads them.
         foretells: whether it says from a prompt alone what the request will use, before it runs, by `foretell`.
         scores_are: `shares`, which say how the choices of a token divide among the experts, or `logits` of an expert
             being chosen; see `probabilities`.
@@ -75,6 +76,7 @@ class Predictor(nn.Module):
     learned: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
     incremental: ClassVar[bool] = False
+    made_of: ClassVar[str] = "trace"
     foretells: ClassVar[bool] = False
     scores_are: ClassVar[str] = "shares"
     lookahead: int = 1
@@ -118,6 +120,10 @@ class Predictor(nn.Module):
 
         Effects: replaces what an earlier call gathered.
         """
+
+    def open(self, folder: Path) -> None:
+        """Bring weights of a form of its own into memory; only where it is made of a model."""
+        raise TypeError(f"{type(self).__module__} has its weights in its state")
 
     def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
         """Score the experts of MoE layer `layer`.
@@ -292,8 +298,12 @@ def save(predictor: Predictor, folder: Path, facts: Mapping[str, Any]) -> dict[s
     return written
 
 
-def load_predictor(path: Path) -> Predictor:
+def load_predictor(path: Path, options: Mapping[str, Mapping[str, Any]] | None = None) -> Predictor:
     """Load a predictor that `moetool train` wrote, ready to predict on the CPU.
+
+    Args:
+        options: by a predictor's name, in place of those that it was made with; only such as leave its weights as they
+            are.
 
     Returns:
         The predictor in eval mode, with its `name`, `card` and `sha256`.
@@ -321,9 +331,10 @@ def load_predictor(path: Path) -> Predictor:
     if missing := [key for key in _REQUIRED if key not in card]:
         raise MismatchError(f"{path / CARD} is damaged: it has no {', '.join(missing)}; {again}")
     weights = path / WEIGHTS
-    if not weights.is_file():
+    own_form = isinstance(card["weights"].get("sha256"), dict)  # several files, which `open` knows
+    if not own_form and not weights.is_file():
         raise MismatchError(f"{weights} is missing; {again}")
-    if (sha256 := durable.sha256_file(weights)) != card["weights"]["sha256"]:
+    if not own_form and (sha256 := durable.sha256_file(weights)) != card["weights"]["sha256"]:
         raise MismatchError(
             f"{weights} is damaged: its sha256 is {sha256[:12]}, expected {card['weights']['sha256'][:12]}; {again}"
         )
@@ -331,8 +342,18 @@ def load_predictor(path: Path) -> Predictor:
         predictor = build(card["predictor"], ModelSpec.from_json(card["spec"]), card["options"])
     except UsageError as error:
         raise MismatchError(f"{path} asks for what is not installed here ({error}); {again}") from None
+    if own := (options or {}).get(predictor.name):
+        if not isinstance(own, Mapping):
+            raise UsageError(
+                f"{predictor.name} is {own!r}, expected options by name, as in {predictor.name}.name=value"
+            )
+        predictor = build(predictor.name, predictor.spec, {**card["options"], **own})
     try:
-        predictor.load_state_dict(safetensors.torch.load_file(weights))
+        if own_form:
+            predictor.card = card
+            predictor.open(path)
+        else:
+            predictor.load_state_dict(safetensors.torch.load_file(weights))
     except (RuntimeError, safetensors.SafetensorError) as error:
         reason = str(error).splitlines()[-1].strip()
         raise MismatchError(f"{weights} does not fit this version of {predictor.name} ({reason}); {again}") from None

@@ -1,7 +1,8 @@
 """From a model, or its config alone, and this machine to a `CostProfile`."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from moetool.errors import UsageError
 from moetool.machine import load_average, read_machine
 from moetool.models import shapes
 from moetool.models.checkpoint import sources
-from moetool.models.expert_files import ExpertFiles, Shards
+from moetool.models.expert_files import ExpertFiles
 from moetool.models.loading import DTYPES, parse_dtype, use_threads
-from moetool.models.spec import config_dtype, empty_model, locate, moe_layers, read_config, read_spec
+from moetool.models.shards import Shards
+from moetool.models.spec import bits_of, config_dtype, empty_model, locate, moe_layers, read_config, read_spec
 from moetool.predictor import load_predictor
 from moetool.probes.copies import copy_costs
 from moetool.probes.disk import disk_costs, scratch_shards
@@ -86,7 +88,8 @@ def profile(
         stages["copies",] = lambda share: copy_costs(spec.slot_bytes, share)
     for device in devices:
         for kind in dtypes:
-            stages["expert", device, _name(kind)] = _expert_stage(config, kind, device)
+            packed = path if not config_only and bits_of(path) else None
+            stages["expert", device, _name(kind)] = _expert_stage(config, kind, device, spec, packed)
             stages["layer", device, _name(kind)] = partial(layer_curves, config, kind, device)
     results = _run(stages, seconds, on_progress)
 
@@ -138,12 +141,16 @@ def _predictor_stage(path: Path, spec: ModelSpec, config_only: bool) -> Callable
     return lambda share: prediction_curve(predictor, share)
 
 
-def _expert_stage(config: Any, dtype: torch.dtype, device: str) -> Callable[[float], Curve]:
+def _expert_stage(
+    config: Any, dtype: torch.dtype, device: str, spec: ModelSpec, packed: Path | None
+) -> Callable[[float], Curve]:
+    """Args: packed: the model's folder, where its experts are packed."""
     weights = config_dtype(config)
 
     def stage(share: float) -> Curve:
         form = moe_layers(empty_model(config, dtype))[0].form
-        return expert_curve(form, int(config.hidden_size), weights, dtype, device, share)
+        with contextlib.nullcontext() if packed is None else _expert_files(packed, spec, config) as files:
+            return expert_curve(form, int(config.hidden_size), weights, dtype, device, share, files)
 
     return stage
 
@@ -155,11 +162,16 @@ def _disk(
         num_bytes = min(max(_SCRATCH_EXPERTS * spec.slot_bytes, _MIN_SCRATCH_BYTES), _MAX_SCRATCH_BYTES)
         with scratch_shards(scratch, max(num_bytes, spec.slot_bytes)) as made:
             return disk_costs(made, spec.slot_bytes, share)
-    shards = Shards(path)
+    with _expert_files(path, spec, config) as files:
+        return disk_costs(files.shards, files.slot_bytes, share, files)
+
+
+@contextlib.contextmanager
+def _expert_files(path: Path, spec: ModelSpec, config: Any) -> Iterator[ExpertFiles]:
+    shards = Shards(path, bits=bits_of(path))
     try:
         model = empty_model(config, torch.float32)
-        files = ExpertFiles(shards, moe_layers(model), spec, sources(model, shards.tensors))
-        return disk_costs(shards, files.slot_bytes, share, files)
+        yield ExpertFiles(shards, moe_layers(model), spec, sources(model, shards.tensors))
     finally:
         shards.close()
 

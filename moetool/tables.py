@@ -3,7 +3,7 @@
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -50,6 +50,48 @@ def print_prompt_sets(rows: Sequence[dict[str, Any]]) -> None:
     print_table(f"{len(public)} public sets, read from the hub, or with --data-dir from a copy", columns, table, 7)
     print("decodes: tokens for each prompt, or as many as its answer has; where '-' stands, as --max-new-tokens says")
     print(f"embedded: {', '.join(row['name'] for row in rows if row['hub'] is None)}; 'all' is these together")
+
+
+def print_replica(out: Any, card: Any) -> None:
+    """What a replica is, how near it comes, and the experts that saw too few tokens."""
+    how, judged, weights = card["quantization"], card["judged"], card["weights"]
+    print(
+        f"{out}: {how['bits']} bits in groups of {how['group']}, {count(weights['bytes'], 'B')} in place of "
+        f"{count(weights['of_bytes'], 'B')}, made on {card['tokens']['train']:,} tokens in {card['seconds']:,.1f} s; "
+        f"loaded again by {card['reloaded_by']}"
+    )
+    print(
+        f"on {judged['tokens']:,} tokens of other prompts: KL divergence {judged['kl']:.5f}, same next token "
+        f"{judged['top1']:.3f}, experts matched {judged['match']:.4f}"
+    )
+    for layer, experts in card["few_tokens"].items():
+        named = ", ".join(map(str, experts))
+        print(f"  layer {layer}: fewer than {how['min_tokens']} tokens for experts {named}; their columns kept as is")
+
+
+def print_reference(out: Any, facts: Mapping[str, Any]) -> None:
+    """A trained reference model: its held-out cross-entropy by domain, and how differently it routes them."""
+    held_out, start = facts["held_out"], facts["held_out_of_start"]
+    print(
+        f"{out}: {facts['steps']:,} steps, {count(facts['tokens'])} tokens in {facts['minutes']:,.1f} minutes "
+        f"({count(facts['tokens_per_second'])} tokens/s)"
+    )
+    rows = [
+        [
+            name,
+            f"{held_out['tokens'][name]:,}",
+            f"{value:.3f}",
+            *([f"{start['cross_entropy'][name]:.3f}"] if start else []),
+        ]
+        for name, value in held_out["cross_entropy"].items()
+    ]
+    columns = ["domain", "tokens", "nats a token", *(["before"] if start else [])]
+    print_table("cross-entropy on held-out documents", columns, rows)
+    between, within = (sum(held_out[part]) / len(held_out[part]) for part in ("between", "within"))
+    print(
+        f"routing differs by {between:.3f} bits between domains, by {within:.3f} between two halves of one "
+        "(Jensen-Shannon divergence of expert use, mean over layers)"
+    )
 
 
 def print_maps(made: Any) -> None:
@@ -200,6 +242,20 @@ def count(number: float, unit: str = "") -> str:
 
 
 @contextlib.contextmanager
+def steps(title: str) -> Iterator[Callable[[int, int], None]]:
+    """As `progress`, for work that tells itself how many steps it has."""
+    with contextlib.ExitStack() as stack:
+        shown: list[Callable[[int], None]] = []
+
+        def report(done: int, total: int) -> None:
+            if not shown:
+                shown.append(stack.enter_context(progress(title, total)))
+            shown[0](done)
+
+        yield report
+
+
+@contextlib.contextmanager
 def progress(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """A progress bar with rate and time left, on stderr, if that is a terminal.
 
@@ -216,3 +272,35 @@ def progress(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.update(task, completed=done)
+
+
+@contextlib.contextmanager
+def stages() -> Iterator[Callable[[str, int, int], None]]:
+    """Progress of work in several stages, with rate and time left, on stderr, if that is a terminal.
+
+    Gives:
+        A function that is called with what is going on ("training on tokens"), how much is done, and of how much.
+    """
+    if not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{count(task.completed)} of {count(task.total or 0)}, {count(task.speed or 0)}/s,")
+
+    columns = (TextColumn("{task.description}"), BarColumn(), Rate(), TimeRemainingColumn(), TextColumn("left"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                for earlier in tasks.values():
+                    bar.update(earlier, visible=False)
+                tasks[what] = bar.add_task(what, total=total, completed=done)
+            bar.update(tasks[what], completed=done, total=total, visible=True)
+
+        yield report

@@ -41,7 +41,7 @@ class ModelSpec:
         num_shared_experts: experts that every token uses; they are never offloaded.
         num_groups: router groups (1 where the router does not group).
         hidden_size: width D of the residual stream.
-        expert_bytes_L: bytes of one routed expert in the checkpoint's own data type.
+        expert_bytes_L: bytes of one routed expert as the checkpoint stores it.
         score_function: `softmax`, `sigmoid` or `sqrtsoftplus`: how the router turns logits into scores.
         renormalize: whether the top-k weights are divided by their sum.
     """

@@ -1,34 +1,18 @@
 """Where each expert lies in the safetensors shards, and reading one without the page cache."""
 
-import contextlib
-import mmap
-import os
 import re
-import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from moetool.errors import MismatchError
 from moetool.models.checkpoint import Source
-from moetool.models.spec import MoeLayer, read_header, weight_files
+from moetool.models.packed import Block, PackedWeight
+from moetool.models.shards import DTYPES, OTHER_DTYPES, PackedTensors, Shards, Tensor
+from moetool.models.spec import MoeLayer
 from moetool.types import ModelSpec
-
-_BLOCK = 4096
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_OTHER_DTYPES = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
-
-
-class Tensor(NamedTuple):
-    """A tensor's place in a shard: `offset` counts from the start of the file."""
-
-    file: int
-    offset: int
-    num_bytes: int
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class Piece(NamedTuple):
@@ -49,92 +33,29 @@ class Read:
     pieces: tuple[Piece, ...]
 
 
-class Shards:
-    """The safetensors files of a model: an index over their headers and aligned reads of their bytes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Field:
+    """A tensor of an expert and its place in a slot.
 
-    Args:
-        path: the model's folder.
-        direct: read with O_DIRECT, so that the page cache can neither help nor be filled. Falls back to ordinary
-            reads where the file system refuses (`direct` then becomes False).
-
-    Effects: keeps the files open until `close`. Reads may come from several threads.
-
-    Raises:
-        MismatchError: a shard is damaged or shorter than its header says.
+    Attributes:
+        part: number among the form's parts.
+        block: number among the tensors that lie one under the other in that part.
+        role: `weight`, or for packed ones `words`, `zero` or `scale`.
     """
 
-    def __init__(self, path: Path, direct: bool = True) -> None:
-        self.files = weight_files(path)
-        self.tensors: dict[str, Tensor] = {}
-        self.direct = direct and hasattr(os, "O_DIRECT")
-        self._descriptors: list[int] = []
-        self._scratch = threading.local()
-        for number, file in enumerate(self.files):
-            self._index(number, file)
-        for file in self.files:
-            self._descriptors.append(self._open(file))
+    part: int
+    block: int
+    role: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
 
-    def close(self) -> None:
-        """Close the files. Reads that come later fail."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def read(self, file: int, offset: int, num_bytes: int) -> memoryview:
-        """Read a run of bytes into this thread's scratch buffer; valid until its next read.
 
-        Raises:
-            OSError: the disk failed, or the file ended early.
-        """
-        start = offset // _BLOCK * _BLOCK
-        span = (offset + num_bytes - start + _BLOCK - 1) // _BLOCK * _BLOCK
-        buffer: mmap.mmap | None = getattr(self._scratch, "buffer", None)
-        if buffer is None or len(buffer) < span:
-            buffer = self._scratch.buffer = mmap.mmap(-1, span)  # page-aligned, as O_DIRECT asks
-        view = memoryview(buffer)
-        done = 0
-        while done < offset + num_bytes - start:
-            got = os.preadv(self._descriptors[file], [view[done:span]], start + done)
-            if got <= 0:
-                raise OSError(f"{self.files[file]} ended at byte {start + done:,}, expected {offset + num_bytes:,}")
-            done += got
-            if done % _BLOCK and done < offset + num_bytes - start:
-                done = done // _BLOCK * _BLOCK  # O_DIRECT goes on at a block
-        return view[offset - start : offset - start + num_bytes]
-
-    def load(self, name: str) -> torch.Tensor:
-        """One whole tensor, in memory of its own.
-
-        Raises:
-            MismatchError: it has a data type that moetool does not read.
-        """
-        tensor = self.tensors[name]
-        dtype = (_DTYPES | _OTHER_DTYPES).get(tensor.dtype)
-        if dtype is None:
-            raise MismatchError(f"{name} is stored as {tensor.dtype}, expected one of {', '.join(_DTYPES)}")
-        if not tensor.num_bytes:
-            return torch.empty(tensor.shape, dtype=dtype)
-        data = bytearray(self.read(tensor.file, tensor.offset, tensor.num_bytes))
-        return torch.frombuffer(data, dtype=dtype).reshape(tensor.shape)
-
-    def _open(self, file: Path) -> int:
-        if self.direct:
-            with contextlib.suppress(OSError):
-                return os.open(file, os.O_RDONLY | os.O_DIRECT)
-            self.direct = False
-        return os.open(file, os.O_RDONLY)
-
-    def _index(self, number: int, file: Path) -> None:
-        size = file.stat().st_size
-        header, base = read_header(file)
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            if base + end > size:
-                raise MismatchError(
-                    f"{file} is cut short: {size:,} bytes, expected {base + end:,} for {name}; download the model again"
-                )
-            self.tensors[name] = Tensor(number, base + begin, end - begin, tuple(entry["shape"]), entry["dtype"])
+_ROLES = ("words", "zero", "scale", "weight")  # the order in a slot; words come first so that all are aligned
 
 
 class ExpertFiles:
@@ -142,7 +63,8 @@ class ExpertFiles:
 
     A slot holds the parts of the family's `ExpertForm` one after the other, in the checkpoint's data type, whatever
     order the files have. An expert is read from tensors of its own or out of stacked ones; what makes what is
-    transformers' to say (`moetool.models.checkpoint`).
+    transformers' to say (`moetool.models.checkpoint`). Packed experts stay packed: the slot holds the words of all
+    parts, then zero points, then scales.
 
     Args:
         sources: what makes each parameter, from `moetool.models.checkpoint.sources`.
@@ -159,14 +81,14 @@ class ExpertFiles:
         self._reads: dict[int, tuple[Read, ...]] = {}
         form = layers[0].form
         self._shapes = [part.shape for part in form.parts]
-        self._dtypes = [self._dtype(f"{layers[0].path}.{part.parameters[0]}", layers[0]) for part in form.parts]
-        self._offsets = []
-        end = 0
-        for shape, dtype in zip(self._shapes, self._dtypes, strict=True):
-            end = -(-end // dtype.itemsize) * dtype.itemsize
-            self._offsets.append(end)
-            end += torch.Size(shape).numel() * dtype.itemsize
-        self.slot_bytes = end
+        self._fields: list[_Field] = []
+        self.slot_bytes = 0
+        for part, block, role, tensor in self._tensors(layers[0], 0):
+            dtype = _dtype(tensor, f"{layers[0].path}.{form.parts[part].parameters[0]}")
+            offset = -(-self.slot_bytes // dtype.itemsize) * dtype.itemsize
+            field = _Field(part=part, block=block, role=role, shape=tensor.shape, dtype=dtype, offset=offset)
+            self._fields.append(field)
+            self.slot_bytes = offset + field.num_bytes
         for layer in layers:
             if [part.shape for part in layer.form.parts] != self._shapes:
                 raise MismatchError(
@@ -193,36 +115,66 @@ class ExpertFiles:
             total += read.num_bytes
         return total
 
-    def views(self, slot: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def views(self, slot: torch.Tensor) -> tuple[torch.Tensor | PackedWeight, ...]:
         """The parts of the expert in a slot, as `ExpertForm.parts` orders them."""
-        return tuple(
-            slot[offset : offset + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-            for offset, shape, dtype in zip(self._offsets, self._shapes, self._dtypes, strict=True)
-        )
+        found: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in self._shapes]
+        for field in self._fields:
+            flat = slot[field.offset : field.offset + field.num_bytes]
+            found[field.part].setdefault(field.block, {})[field.role] = flat.view(field.dtype).view(field.shape)
+        parts: list[torch.Tensor | PackedWeight] = []
+        for shape, blocks in zip(self._shapes, found, strict=True):
+            if "weight" not in blocks[0]:
+                made = [Block(block["words"], block["scale"], block.get("zero")) for block in blocks.values()]
+                parts.append(PackedWeight(tuple(made), self.shards.bits))
+                continue
+            first = min((f for f in self._fields if f.part == len(parts)), key=lambda f: f.offset)
+            end = first.offset + torch.Size(shape).numel() * first.dtype.itemsize
+            parts.append(slot[first.offset : end].view(first.dtype).view(shape))  # its tensors lie side by side
+        return tuple(parts)
 
     def _find(self, layer: MoeLayer, expert: int) -> list[tuple[Tensor, int]]:
         """The expert's tensors (or its parts of stacked ones) with their places in the slot."""
+        tensors = self._tensors(layer, expert)
+        where = [(part, block, role) for part, block, role, _ in tensors]
+        if where != [(field.part, field.block, field.role) for field in self._fields]:
+            raise MismatchError(
+                f"expert {expert} of layer {layer.layer_id} is packed otherwise than expert 0 of the first MoE layer; "
+                "moetool serves models whose experts are all stored alike"
+            )
         found = []
-        for part, offset, dtype in zip(layer.form.parts, self._offsets, self._dtypes, strict=True):
-            target = offset
-            for parameter in part.parameters:
-                for tensor in self._share(layer, parameter, part.share, expert):
-                    if _DTYPES.get(tensor.dtype) != dtype:
-                        raise MismatchError(
-                            f"{layer.path}.{parameter} of expert {expert} is stored as {tensor.dtype}, "
-                            f"expected {dtype} as in the first MoE layer"
-                        )
-                    found.append((tensor, target))
-                    target += tensor.num_bytes
+        for (part, _, _, tensor), field in zip(tensors, self._fields, strict=True):
+            name = f"{layer.path}.{layer.form.parts[part].parameters[0]} of expert {expert}"
+            if (DTYPES | OTHER_DTYPES).get(tensor.dtype) != field.dtype:
+                raise MismatchError(
+                    f"{name} is stored as {tensor.dtype}, expected {field.dtype} as in the first MoE layer"
+                )
+            if tensor.shape != field.shape:
+                raise MismatchError(
+                    f"{name} has {field.role} of shape {list(tensor.shape)}, expected {list(field.shape)} as in the "
+                    "first MoE layer"
+                )
+            found.append((tensor, field.offset))
         return found
 
-    def _share(self, layer: MoeLayer, parameter: str, share: tuple[int, ...], expert: int) -> list[Tensor]:
+    def _tensors(self, layer: MoeLayer, expert: int) -> list[tuple[int, int, str, Tensor]]:
+        """The expert's tensors in the order of a slot, each with its part, block and role."""
+        found = []
+        for number, part in enumerate(layer.form.parts):
+            blocks = [t for name in part.parameters for t in self._share(layer, name, part.share, expert)]
+            for i, tensor in enumerate(blocks):
+                roles = {"weight": tensor} if isinstance(tensor, Tensor) else tensor._asdict()
+                found += [(number, i, role, stored) for role, stored in roles.items() if stored is not None]
+        return sorted(found, key=lambda item: _ROLES.index(item[2]))
+
+    def _share(
+        self, layer: MoeLayer, parameter: str, share: tuple[int, ...], expert: int
+    ) -> Sequence[Tensor | PackedTensors]:
         """The tensors, or parts of tensors, that make one expert's share of a parameter."""
         name = f"{layer.path}.{parameter}"
         source = self._source(name)
         if source.converter is None:
             whole = self._take(next(iter(source.names)), tuple(layer.experts.get_parameter(parameter).shape))
-            size = torch.Size(share).numel() * _DTYPES[whole.dtype].itemsize
+            size = torch.Size(share).numel() * _dtype(whole, name).itemsize
             return [Tensor(whole.file, whole.offset + expert * size, size, share, whole.dtype)]
         if not _is_stacking(source.converter):
             steps = ", ".join(type(step).__name__ for step in source.converter.operations)
@@ -232,11 +184,13 @@ class ExpertFiles:
             )
         patterns = source.converter.source_patterns  # gate and up, say: one under the other
         rows = (share[0] // len(patterns), *share[1:])
-        tensors = []
+        tensors: list[Tensor | PackedTensors] = []
         for pattern in patterns:
             if pattern not in source.names:
                 raise MismatchError(f"{name} lacks the tensors {pattern}; download the model again")
-            tensors.append(self._take(_numbered(source.names[pattern][0], expert), rows))
+            stored = _numbered(source.names[pattern][0], expert)
+            tensor = self._take(stored, rows)
+            tensors.append(self.shards.packed.get(stored, tensor))
         return tensors
 
     def _source(self, name: str) -> Source:
@@ -248,13 +202,6 @@ class ExpertFiles:
             )
         return source
 
-    def _dtype(self, name: str, layer: MoeLayer) -> torch.dtype:
-        names = next(iter(self._source(name).names.values()))
-        dtype = self.shards.tensors[names[0]].dtype
-        if dtype not in _DTYPES:
-            raise MismatchError(f"experts are stored as {dtype} ({names[0]}), expected one of {', '.join(_DTYPES)}")
-        return _DTYPES[dtype]
-
     def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self.shards.tensors.get(name)
         if tensor is None:
@@ -262,6 +209,12 @@ class ExpertFiles:
         if tensor.shape != shape:
             raise MismatchError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)} by the config")
         return tensor
+
+
+def _dtype(tensor: Tensor, name: str) -> torch.dtype:
+    if tensor.dtype not in DTYPES and tensor.dtype != "I32":  # words of packed weights
+        raise MismatchError(f"{name} is stored as {tensor.dtype}, expected one of {', '.join(DTYPES)}")
+    return (DTYPES | OTHER_DTYPES)[tensor.dtype]
 
 
 def _is_stacking(converter: Any) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from moetool.models.packed import PackedWeight
+
 
 class Call(Enum):
     """How a family calls the module that holds its experts."""
@@ -73,12 +75,12 @@ class ExpertForm:
         """Numbers in one expert."""
         return sum(torch.Size(part.shape).numel() for part in self.parts)
 
-    def compute(self, x: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, weights: tuple[torch.Tensor | PackedWeight, ...]) -> torch.Tensor:
         """The output of one expert, before its weight in the sum.
 
         Args:
             x: its tokens.
-            weights: one tensor for each part; widened to the type of `x` where they differ.
+            weights: one tensor for each part; unpacked, and widened to the type of `x`, where that is needed.
         """
         up, *rest = (weight.to(x.dtype) for weight in weights)
         up_bias, down, down_bias = rest if len(rest) == 3 else (None, rest[0], None)

@@ -1,5 +1,7 @@
 """Bringing a model into memory: whole, or without its routed experts."""
 
+import contextlib
+import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +12,18 @@ from torch import nn
 
 from moetool.errors import CapacityError, MismatchError, UsageError, first_line
 from moetool.models.checkpoint import Source, sources
-from moetool.models.expert_files import ExpertFiles, Shards
-from moetool.models.spec import MoeLayer, empty_model, moe_layers, offloaded, read_config, read_spec
+from moetool.models.expert_files import ExpertFiles
+from moetool.models.shards import Shards
+from moetool.models.spec import (
+    MoeLayer,
+    bits_of,
+    empty_model,
+    moe_layers,
+    offloaded,
+    read_config,
+    read_spec,
+    unpacks_as_stored,
+)
 from moetool.types import ForwardInfo, ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -147,7 +159,10 @@ def load_full(path: Path, dtype: torch.dtype, device: torch.device = CPU) -> Loa
 
     spec = read_spec(path)
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False).eval()
+    if bits_of(path):
+        model = load_unpacked(path, dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False).eval()
     try:
         model = model.to(device)
     except torch.OutOfMemoryError as error:
@@ -156,6 +171,35 @@ def load_full(path: Path, dtype: torch.dtype, device: torch.device = CPU) -> Loa
             "are loaded when needed"
         ) from None
     return LoadedModel(path=path, spec=spec, model=model, layers=moe_layers(model), files=None, device=device)
+
+
+def load_unpacked(path: Path, dtype: torch.dtype) -> Any:
+    """A checkpoint of packed weights as plain transformers loads it, unpacked at once instead of at its first forward.
+
+    Raises:
+        MismatchError: transformers misses a tensor, has one too many, or would initialise one anew.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # it draws bars of its own
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, trust_remote_code=False, output_loading_info=True
+            )
+    except (RuntimeError, ValueError, AssertionError, KeyError) as error:
+        raise MismatchError(f"transformers cannot load {path}: {first_line(error)}") from error
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors"):
+        if found := sorted(map(str, info.get(kind) or ())):
+            raise MismatchError(
+                f"transformers loads {path} with {len(found)} {kind.replace('_', ' ')}, such as {found[0]}, "
+                "expected none"
+            )
+    if hasattr(model, "hf_quantizer"):
+        with contextlib.redirect_stderr(io.StringIO()):
+            model.hf_quantizer.compressor.decompress_model(model)
+    return model.to(dtype).eval()  # it leaves experts in the type of their scales
 
 
 def load_lazy(path: Path, dtype: torch.dtype, device: torch.device = CPU, direct: bool = True) -> LoadedModel:
@@ -175,7 +219,7 @@ def load_lazy(path: Path, dtype: torch.dtype, device: torch.device = CPU, direct
     spec = read_spec(path)
     model = empty_model(read_config(path), dtype)
     layers = moe_layers(model)
-    shards = Shards(path, direct=direct)
+    shards = Shards(path, direct=direct, bits=bits_of(path), as_stored=unpacks_as_stored(path))
     made_of = sources(model, shards.tensors)
     files = ExpertFiles(shards, layers, spec, made_of)
     _fill(model, made_of, offloaded(layers), shards, dtype, device)

@@ -14,6 +14,7 @@ from moetool import assets
 from moetool.errors import MismatchError, UsageError, first_line
 from moetool.models import families
 from moetool.models.expert_form import ExpertForm, form_of, holds_experts
+from moetool.models.packed import PACKED, SHAPE, packed_bits
 from moetool.types import ModelSpec
 
 REFERENCE = "reference"
@@ -98,15 +99,25 @@ def read_config(path: Path) -> Any:
                 f"{file} asks for code of its own (auto_map) for the family {model_type!r}, which transformers does "
                 "not know; moetool never runs the code of a checkpoint; 'moetool models' lists what it reads"
             )
-        if method := (raw.get("quantization_config") or {}).get("quant_method"):
-            raise UsageError(
-                f"{path} is quantized ({method}); moetool reads float32, float16 and bfloat16 checkpoints: "
-                "give the one that it was made from"
-            )
+        packed_bits(raw, path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (ValueError, OSError, KeyError, AttributeError) as error:
         raise UsageError(f"cannot read {file}: {first_line(error)}") from None
-    return config.get_text_config()
+    config = config.get_text_config()
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the model is built unpacked, whatever its files hold
+    return config
+
+
+def bits_of(path: Path) -> int | None:
+    """How many bits the packed weights of a checkpoint have; None where it has none."""
+    return packed_bits(json.loads((path / "config.json").read_text(encoding="utf-8")), path)
+
+
+def unpacks_as_stored(path: Path) -> bool:
+    """Whether packed weights become dense in the type of their scales, by the config, and not in the model's own."""
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return bool((config.get("quantization_config") or {}).get("dequantize"))
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> Any:
@@ -243,16 +254,26 @@ def read_spec(path: Path, weights: bool = True) -> ModelSpec:
     layers = moe_layers(model)
     dtype = checkpoint_dtype(path) if weights else declared
     found = revision(path) if weights else hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
-    return spec_of(model, layers, dtype, name=path.name, revision=found)
+    packed = packed_expert_bytes(path, layers) if weights and bits_of(path) else None
+    return spec_of(model, layers, dtype, name=path.name, revision=found, expert_bytes_L=packed)
 
 
-def spec_of(model: Any, layers: list[MoeLayer], dtype: torch.dtype, *, name: str, revision: str) -> ModelSpec:
+def spec_of(
+    model: Any,
+    layers: list[MoeLayer],
+    dtype: torch.dtype,
+    *,
+    name: str,
+    revision: str,
+    expert_bytes_L: tuple[int, ...] | None = None,
+) -> ModelSpec:
     """The ModelSpec of a model, empty or not.
 
     Args:
         layers: its MoE layers.
         dtype: data type of the experts in the checkpoint.
         name: of the checkpoint, for people.
+        expert_bytes_L: of an expert in the checkpoint, where it has another form than `dtype`.
 
     Raises: UsageError where moetool does not know its family.
     """
@@ -269,10 +290,23 @@ def spec_of(model: Any, layers: list[MoeLayer], dtype: torch.dtype, *, name: str
         num_shared_experts=_num_shared_experts(model, config),
         num_groups=int(getattr(config, "n_group", 1) or 1),
         hidden_size=int(config.hidden_size),
-        expert_bytes_L=tuple(layer.form.num_elements * dtype.itemsize for layer in layers),
+        expert_bytes_L=expert_bytes_L or tuple(layer.form.num_elements * dtype.itemsize for layer in layers),
         score_function=rule.score,
         renormalize=rule.renormalize,
     )
+
+
+def packed_expert_bytes(path: Path, layers: list[MoeLayer]) -> tuple[int, ...] | None:
+    """Bytes of an expert of each layer in files that pack their weights; None where the experts are not packed."""
+    sizes: Counter[int] = Counter()
+    packed = False
+    for header in (read_header(file)[0] for file in weight_files(path)):
+        for name, entry in header.items():
+            match = re.search(r"\.(\d+)\..*\.experts\.\d+\.", name)
+            if match and not name.endswith(SHAPE):
+                packed = packed or name.endswith(PACKED)
+                sizes[int(match[1])] += entry["data_offsets"][1] - entry["data_offsets"][0]
+    return tuple(sizes[layer.layer_id] // layer.form.num_experts for layer in layers) if packed else None
 
 
 def offloaded(layers: list[MoeLayer]) -> set[str]:
@@ -281,10 +315,15 @@ def offloaded(layers: list[MoeLayer]) -> set[str]:
 
 
 def dense_bytes(path: Path, dtype: torch.dtype) -> int:
-    """Bytes of everything but the routed experts, in memory as `dtype`."""
+    """Bytes of everything but the routed experts, in memory as `dtype`.
+
+    Where experts are packed, this includes what one takes while it is computed: unpacked, and once more on the way.
+    """
     model = empty_model(read_config(path), dtype)
-    experts = offloaded(moe_layers(model))
-    return sum(p.numel() for name, p in model.named_parameters() if name not in experts) * dtype.itemsize
+    layers = moe_layers(model)
+    experts = offloaded(layers)
+    scratch = layers[0].form.num_elements * (dtype.itemsize + 4) if bits_of(path) else 0
+    return sum(p.numel() for name, p in model.named_parameters() if name not in experts) * dtype.itemsize + scratch
 
 
 def config_dtype(config: Any) -> torch.dtype:
@@ -294,11 +333,14 @@ def config_dtype(config: Any) -> torch.dtype:
 
 
 def checkpoint_dtype(path: Path) -> torch.dtype:
-    """The data type of the experts in the weight files: the one that most of their bytes have."""
+    """The data type of the experts in the weight files: the one that most of their bytes have.
+
+    Of packed experts it is that of their scales and of the weights that are not packed.
+    """
     sizes: Counter[str] = Counter()
     for header in (read_header(file)[0] for file in weight_files(path)):
-        for entry in header.values():
-            if "data_offsets" in entry:  # not the metadata
+        for name, entry in header.items():
+            if "data_offsets" in entry and not name.endswith(PACKED):  # nor the metadata; packed are not numbers
                 sizes[entry["dtype"]] += entry["data_offsets"][1] - entry["data_offsets"][0]
     found = max(sizes, key=sizes.__getitem__, default="nothing")
     if found not in _DTYPES:

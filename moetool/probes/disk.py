@@ -16,7 +16,8 @@ import torch
 
 from moetool.costs import LoadCosts
 from moetool.errors import CapacityError
-from moetool.models.expert_files import ExpertFiles, Shards
+from moetool.models.expert_files import ExpertFiles
+from moetool.models.shards import Shards
 from moetool.probes.timing import Timings, repeat
 
 THREADS = (1, 2, 4, 8)

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from moetool.costs import Curve
+from moetool.models.expert_files import ExpertFiles
 from moetool.models.expert_form import ExpertForm
+from moetool.models.packed import PackedWeight
 from moetool.probes.timing import Timings, repeat
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -15,7 +17,13 @@ _COLD_BYTES = 256 * 10**6  # more than the caches of most processors hold
 
 
 def expert_curve(
-    form: ExpertForm, hidden: int, weights_dtype: torch.dtype, dtype: torch.dtype, device: str, seconds: float
+    form: ExpertForm,
+    hidden: int,
+    weights_dtype: torch.dtype,
+    dtype: torch.dtype,
+    device: str,
+    seconds: float,
+    files: ExpertFiles | None = None,
 ) -> Curve:
     """Seconds of one expert against its tokens, with gathering them and putting the products in their places.
 
@@ -26,10 +34,18 @@ def expert_curve(
         form: what an expert of the layer is made of and how it computes.
         hidden: width of its input and output.
         weights_dtype: of the checkpoint; the products widen the weights to `dtype` where that is another.
+        files: of packed experts, which are taken as they are and unpacked for each product.
     """
-    expert_bytes = form.num_elements * weights_dtype.itemsize
+    expert_bytes = form.num_elements * weights_dtype.itemsize if files is None else files.slot_bytes
     copies = min(form.num_experts, max(2, _COLD_BYTES // expert_bytes))
-    weights = [tuple(random(weights_dtype, device, *part.shape) for part in form.parts) for _ in range(copies)]
+    weights: list[tuple[torch.Tensor | PackedWeight, ...]]
+    if files is None:
+        weights = [tuple(random(weights_dtype, device, *part.shape) for part in form.parts) for _ in range(copies)]
+    else:
+        slots = [torch.empty(files.slot_bytes, dtype=torch.uint8) for _ in range(copies)]
+        for expert, slot in enumerate(slots):
+            files.read_into(expert, slot)
+        weights = [files.views(slot.to(device)) for slot in slots]
     timings = Timings()
     turn = 0
 

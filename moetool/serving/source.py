@@ -10,6 +10,7 @@ import torch
 
 from moetool.errors import CapacityError, MoetoolError
 from moetool.models.expert_files import ExpertFiles
+from moetool.models.packed import PackedWeight
 from moetool.serving.copies import Copies, cut, stride_of
 from moetool.serving.host_tier import Buffer, HostTier
 
@@ -115,7 +116,7 @@ class ExpertSource:
             self._host.touch(key)
 
     @contextlib.contextmanager
-    def host(self, key: int) -> Iterator[tuple[tuple[torch.Tensor, ...], str]]:
+    def host(self, key: int) -> Iterator[tuple[tuple[torch.Tensor | PackedWeight, ...], str]]:
         """The weights of an expert in host memory, and the tier that they came from; for one thread at a time.
 
         Raises:

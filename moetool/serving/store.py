@@ -17,6 +17,7 @@ import torch
 
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.loading import LoadedModel
+from moetool.models.packed import PackedWeight
 from moetool.residency import Residency
 from moetool.serving.copies import Copies, CpuCopies, cut, open_copies, stride_of
 from moetool.serving.source import ExpertSource, StoreStats
@@ -120,7 +121,7 @@ class ExpertStore:
             heapq.heappush(self._queue, (prefetch, next(self._order), job))
             self._queued.notify()
 
-    def ready(self, key: int, slot: int) -> tuple[torch.Tensor, ...]:
+    def ready(self, key: int, slot: int) -> tuple[torch.Tensor | PackedWeight, ...]:
         """The weights of expert `key`, which `slot` was to be loaded with (`ExpertFiles.views`).
 
         Waits until its bytes have been read; where they are still being copied, what the device is asked to compute
@@ -160,7 +161,7 @@ class ExpertStore:
         self._freed[slot] = self.copies.mark()
 
     @contextlib.contextmanager
-    def host(self, key: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    def host(self, key: int) -> Iterator[tuple[torch.Tensor | PackedWeight, ...]]:
         """The weights of an expert in host memory, for as long as the context lasts; read if they are not there.
 
         For one thread at a time, which need not be the model's. Only where `hosts` was announced.

@@ -9,6 +9,7 @@ import torch
 
 from moetool.fleet import Fleet, Pool
 from moetool.models.loading import LoadedModel, parse_devices
+from moetool.models.packed import PackedWeight
 from moetool.serving.copies import Copies
 from moetool.serving.source import StoreStats
 from moetool.serving.store import ExpertStore, open_store
@@ -64,7 +65,7 @@ class Stores:
         store, own_slot = self._at(slot)
         store.load(key, own_slot, prefetch)
 
-    def ready(self, key: int, slot: int) -> tuple[torch.Tensor, ...]:
+    def ready(self, key: int, slot: int) -> tuple[torch.Tensor | PackedWeight, ...]:
         """As `ExpertStore.ready`."""
         store, own_slot = self._at(slot)
         return store.ready(key, own_slot)
@@ -74,7 +75,7 @@ class Stores:
         store, own_slot = self._at(slot)
         store.computed(own_slot)
 
-    def host(self, key: int) -> AbstractContextManager[tuple[torch.Tensor, ...]]:
+    def host(self, key: int) -> AbstractContextManager[tuple[torch.Tensor | PackedWeight, ...]]:
         """As `ExpertStore.host`, in the tier of the expert's own device."""
         return self._stores[key % len(self._stores)].host(key)
 

@@ -17,6 +17,7 @@ import torch
 
 from moetool import fitting
 from moetool.formats.topk_parquet import read_routes
+from moetool.model_facts import ModelFacts
 from moetool.policy import build_policy
 from moetool.predictor import Predictor, build
 from moetool.residency import Counts, Residency
@@ -37,7 +38,7 @@ Run = tuple[str, str, dict[str, object], Predictor | None]
 
 def sequences(task: str) -> tuple[ModelSpec, Sequences]:
     """The spec, and experts [T, L, K] of each sequence."""
-    routes = read_routes(ROUTES / f"{task}.parquet")
+    routes = read_routes(ROUTES / f"{task}.parquet", ModelFacts())
     shape = (-1, routes.spec.num_layers, routes.spec.top_k_L[0])
     return routes.spec, [sequence.experts_TS.astype(np.int64).reshape(shape) for sequence in routes.sequences]
 

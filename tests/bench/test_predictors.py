@@ -39,7 +39,6 @@ UNSEEN = "code"
 SCORED_EVERY = 4  # sequence of those that are scored: so many tokens take minutes
 EPOCHS = {"expert_mlp": 10, "cascade": 30, "single_transformer": 30, "lstm": 30}
 ROUTE_EPOCHS = {"expert_mlp": 8, "next_use": 10}
-FEW_TOKENS = 16  # in a batch of one conversation, of which an epoch would be a single batch otherwise
 OTHERS = 20
 ROUTE_OPTIONS: dict[str, dict[str, Any]] = {"expert_map": {"source": "topk", "prompts": "tokens"}}
 """The routes hold no scores over all experts; each of their tokens is one of a prompt, and makes a map."""
@@ -150,7 +149,7 @@ def test_qwen_conversation(work: Path) -> None:
     """One conversation, split in time."""
     here = work / "qwen"
     trace = _once(here / "trace", lambda out: import_trace([QWEN], "route_csv", out))
-    predictors = _trained(trace, here / "predictors", {}, ROUTE_OPTIONS, batch_size=FEW_TOKENS)
+    predictors = _trained(trace, here / "predictors", {}, ROUTE_OPTIONS)
     found = _judged("Qwen3-30B-A3B, one conversation split in time", here, predictors, trace, None, None)
     assert all(row.requests == "end" for row in found.values())
     assert Trace(trace).requests.num_rows == 1

@@ -73,6 +73,7 @@ def test_every_command_explains_itself(run: Run) -> None:
         "trace info",
         "trace import",
         "plan cache",
+        "reference train",
     ):
         code, out, _ = run(*command.split(), "--help")
         assert code == 0
@@ -261,6 +262,21 @@ def test_unknown_settings_and_recipes(run: Run, tmp_path: Path) -> None:
     recipe.write_text("batchsize = 3\n")
     _one_line(run("capture", "reference", "--recipe", recipe), 2, "sets 'batchsize'", "see --help")
     _one_line(run("capture", "reference", "--recipe", tmp_path / "none.toml"), 2, "cannot read the recipe")
+
+
+def test_replicas_that_cannot_be_made(run: Run, trace: Path, tmp_path: Path) -> None:
+    train, out = ("train", "awq_replica"), ("--out", tmp_path / "r")
+    _one_line(run(*train, "--data", "all", *out), 2, "made from a model and text", "moetool train awq_replica MODEL")
+    _one_line(run(*train, "reference", "--trace", trace, *out), 2, "made from a model and text")
+    _one_line(run("train", "affinity", *out), 2, "trained on a trace", "--trace DIR")
+    _one_line(run("train", "affinity", "--trace", trace, "--bits", 4, *out), 2, "trained on a trace")
+    made = (*train, "reference", "--data", "chat", *out)
+    _one_line(run(*made, "--group", 128), 2, "group 128 does not divide the widths 64, 192", "does: 16, 32, 64")
+    _one_line(run(*made, "--bits", 3), 2, "bits", "2, 4, 8")
+    short = (*made, "--set", "length=1024")
+    _one_line(run(*short), 2, "the calibration text has", "expected at least 8,192", "give more --data")
+    _one_line(run(*made, "--set", "activation_bits=5"), 2, "activation_bits", "expected 4, 8 or 16")
+    assert not any(tmp_path.iterdir())
 
 
 def test_outputs_that_cannot_be_written(run: Run, trace: Path, tmp_path: Path) -> None:

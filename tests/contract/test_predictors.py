@@ -20,7 +20,8 @@ from moetool.training import train
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests.synthetic_routes import AHEAD, make_embedding, make_rows, make_spec, write_trace
 
-NAMES = plugins.names("predictor")
+ALL = plugins.names("predictor")
+NAMES = [name for name in ALL if plugins.load("predictor", name).Predictor.made_of == "trace"]
 CLASSES = {name: plugins.load("predictor", name).Predictor for name in NAMES}
 LEARNED = [name for name in NAMES if plugins.load("predictor", name).Predictor.learned]
 SHAPES = [(2, 2, 1), (3, 5, 5), (4, 8, 2), (5, 130, 6)]
@@ -86,7 +87,7 @@ def _answers(predictor: Predictor, forwards: list[tuple[ForwardInfo, list[GateEv
     return said
 
 
-@every
+@pytest.mark.parametrize("name", ALL)
 def test_module_exports_options_and_predictor(name: str) -> None:
     module = plugins.load("predictor", name)
     assert issubclass(module.Predictor, Predictor)

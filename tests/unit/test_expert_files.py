@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from moetool.errors import MismatchError, UsageError
 from moetool.models.checkpoint import sources
-from moetool.models.expert_files import ExpertFiles, Shards
+from moetool.models.expert_files import ExpertFiles
 from moetool.models.loading import load_lazy
+from moetool.models.shards import Shards
 from moetool.models.spec import empty_model, moe_layers, read_config, read_spec
 
 

@@ -1,0 +1,235 @@
+"""Weights of a few bits: groups with a scale each, packed into int32 words as compressed-tensors' `pack-quantized`.
+
+A linear weight [O, I] that would be `X.weight` is stored as
+
+    X.weight_packed      int32 [O, ceil(I * bits / 32)]: each value plus 2^(bits - 1), the first in the lowest bits
+    X.weight_scale       [O, I / group]: a value times this, less its zero point, is the weight
+    X.weight_zero_point  int32 [ceil(O * bits / 32), I / group], packed down the columns; absent where symmetric
+    X.weight_shape       int64 [2]
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from moetool.errors import UsageError
+
+FORMAT = "pack-quantized"
+METHOD = "compressed-tensors"
+PACKED, SCALE, ZERO, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
+BITS = (2, 4, 8)  # those of which none lies across two words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """How weights are rounded.
+
+    Attributes:
+        bits: of each value: 2, 4 or 8.
+        group: consecutive inputs of a row that share a scale.
+        symmetric: whether all zero points are 0.
+    """
+
+    bits: int = 4
+    group: int = 64
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise UsageError(f"bits is {self.bits}, expected one of {', '.join(map(str, BITS))}")
+        if self.group < 1:
+            raise UsageError(f"group is {self.group}, expected at least 1")
+
+    @property
+    def lowest(self) -> int:
+        """The smallest value; the largest is -lowest - 1."""
+        return -(1 << (self.bits - 1))
+
+    def weight_bytes(self, rows: int, columns: int, scale_bytes: int) -> int:
+        """Bytes of a weight [rows, columns] with its scales and zero points, without the record of its shape."""
+        words = rows * -(-columns * self.bits // 32)
+        zeros = 0 if self.symmetric else -(-rows * self.bits // 32) * (columns // self.group)
+        return 4 * (words + zeros) + rows * (columns // self.group) * scale_bytes
+
+
+class Rounded(NamedTuple):
+    """A rounded weight, not yet packed: values int8 [..., O, I], scale and zero point (int8) [..., O, I / group]."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+
+    def dense(self) -> torch.Tensor:
+        """The weight that they stand for, in the type of the scale."""
+        return _dense(self.values, self.scale, self.zero)
+
+
+def round_weight(
+    weight: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype, shrink: torch.Tensor | None = None
+) -> Rounded:
+    """Round to nearest, with scales that just hold each group.
+
+    Args:
+        weight: [..., O, I].
+        scale_dtype: that scales are stored in; values are chosen for the stored scale.
+        shrink: factor [..., O, I / group] on each group's range; what lies outside is cut off. None for 1.
+    """
+    group = weight.float().unflatten(-1, (-1, scheme.group))
+    steps = 2**scheme.bits - 1
+    if scheme.symmetric:
+        width, low = 2 * group.abs().amax(-1), None
+    else:
+        low, high = group.amin(-1).clamp(max=0), group.amax(-1).clamp(min=0)
+        width = high - low
+    if shrink is not None:
+        width, low = width * shrink, None if low is None else low * shrink
+    scale = (width / steps).to(scale_dtype)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    wide = scale.float()
+    zero = None
+    values = group / wide[..., None]
+    if low is not None:
+        zero_point = (scheme.lowest - low / wide).round().clamp(scheme.lowest, -scheme.lowest - 1)
+        values = values + zero_point[..., None]
+        zero = zero_point.to(torch.int8)
+    values = values.round_().clamp_(scheme.lowest, -scheme.lowest - 1).to(torch.int8)
+    return Rounded(values.flatten(-2), scale, zero)
+
+
+def _dense(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    grouped = values.unflatten(-1, (scale.shape[-1], -1)).to(scale.dtype)
+    if zero is not None:
+        grouped = grouped - zero[..., None].to(scale.dtype)
+    return (grouped * scale[..., None]).flatten(-2)
+
+
+def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Words int32 [..., O, ceil(I * bits / 32)] of values int8 [..., O, I]."""
+    per_word = 32 // bits
+    padding = -values.shape[-1] % per_word
+    shifted = torch.nn.functional.pad(values.to(torch.int32) + (1 << (bits - 1)), (0, padding))
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=values.device)
+    return (shifted.unflatten(-1, (-1, per_word)) << shifts).sum(-1, dtype=torch.int32)
+
+
+def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """The values int8 [..., O, I] of words, I = `columns`."""
+    if bits == 4:  # half a byte each: fewer passes over memory than by shifts of words
+        pairs = words.contiguous().view(torch.uint8)
+        values = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).view(torch.int8)
+    else:
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+        values = ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2).to(torch.int16)
+    return (values[..., :columns] - (1 << (bits - 1))).to(torch.int8)
+
+
+def to_tensors(name: str, weight: Rounded, bits: int) -> dict[str, torch.Tensor]:
+    """What a file holds of the weight [O, I] that would be `name`, which ends in `.weight`."""
+    stem = name.removesuffix("weight")
+    made = {
+        stem + PACKED: pack(weight.values, bits),
+        stem + SCALE: weight.scale.contiguous(),
+        stem + SHAPE: torch.tensor(weight.values.shape),
+    }
+    if weight.zero is not None:
+        made[stem + ZERO] = pack(weight.zero.T, bits).T.contiguous()
+    return made
+
+
+class Block(NamedTuple):
+    """The packed tensors of one weight [O, I]: words, scales and zero points as files and slots hold them."""
+
+    words: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+
+    def dense(self, bits: int) -> torch.Tensor:
+        """The weight, in the type of its scales."""
+        rows, words = self.words.shape
+        zero = None if self.zero is None else unpack(self.zero.T, bits, rows).T
+        return _dense(unpack(self.words, bits, words * 32 // bits), self.scale, zero)
+
+
+class PackedWeight(NamedTuple):
+    """A weight that stays packed until something is computed with it: blocks one under the other."""
+
+    blocks: tuple[Block, ...]
+    bits: int
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """The dense weight. It is made in the type of the scales, as transformers makes experts, then widened."""
+        made = [block.dense(self.bits).to(dtype) for block in self.blocks]
+        return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def quantization_config(scheme: Scheme, ignore: list[str], experts: Scheme | None = None) -> dict[str, Any]:
+    """What config.json says of a model whose linear weights are packed.
+
+    Args:
+        ignore: names of linear modules that are not; `re:` begins a pattern.
+        experts: the scheme of the routed experts where it is another.
+    """
+    groups = {"group_0": _group(scheme, ["Linear"])}
+    if experts is not None and experts != scheme:
+        # The first group that names experts is theirs, for transformers; a pattern wins over a class.
+        groups = {"group_0": _group(experts, [r"re:.*\.experts\.\d+\..*"]), "group_1": _group(scheme, ["Linear"])}
+    return {
+        # Transformers gives a module that stays packed no room for packed zero points; it unpacks them as it loads.
+        **({} if scheme.symmetric else {"dequantize": True}),
+        "quant_method": METHOD,
+        "format": FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+    }
+
+
+def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    weights = {
+        "num_bits": scheme.bits,
+        "type": "int",
+        "strategy": "group",
+        "group_size": scheme.group,
+        "symmetric": scheme.symmetric,
+        "dynamic": False,
+    }
+    return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
+
+
+def packed_bits(config: Mapping[str, Any], path: Path) -> int | None:
+    """How many bits the packed weights of a checkpoint have, by its config.json; None where it has none.
+
+    Raises:
+        UsageError: it is quantized in another way.
+    """
+    found = config.get("quantization_config") or config.get("compression_config")
+    if not found:
+        return None
+    method, form = found.get("quant_method"), found.get("format")
+    if (method, form) != (METHOD, FORMAT):
+        raise UsageError(
+            f"{path} is quantized ({method}{f', {form}' if form else ''}); moetool reads float32, float16, bfloat16 "
+            f"and {METHOD}' {FORMAT}: give the one that it was made from"
+        )
+    groups = list((found.get("config_groups") or {}).values())
+    widths = set()
+    for group in groups:
+        weights = group.get("weights") or {}
+        kind = (weights.get("type", "int"), weights.get("strategy"), weights.get("num_bits"))
+        if kind[0] != "int" or kind[1] not in ("group", "channel") or kind[2] not in BITS:
+            raise UsageError(
+                f"{path} is quantized to {kind[2]} bits ({kind[0]}, by {kind[1]}), expected integers of "
+                f"{', '.join(map(str, BITS))} bits by group or channel: give the one that it was made from"
+            )
+        if group.get("input_activations") or group.get("output_activations"):
+            raise UsageError(f"{path} also rounds activations, which moetool does not: give the one it was made from")
+        if weights.get("actorder") in ("group", "dynamic"):
+            raise UsageError(f"{path} orders its groups by activation, which moetool does not read: give the original")
+        widths.add(kind[2])
+    if len(widths) != 1:
+        raise UsageError(f"{path} mixes weights of {sorted(widths)} bits, expected one width: give the original")
+    return int(widths.pop())

@@ -1,0 +1,219 @@
+"""What is cheap to know of a token's coming experts while a model runs, as one number a signal for each expert.
+
+    constant    1
+    path        the logit of a path network (`predictors/path_mlp.py`)
+    popularity  how often the layer chose it in training
+    affinity    how often it followed the experts just chosen, from layer to layer
+    habit       how often the request used it, of late and of very late
+    last        whether the request's last token used it
+    memory      the vote of the paths most like the token's (`moetool.route_memory`)
+    own         the vote of those among them that are the request's own
+    ahead       the score that the layer's router gives on this layer's hidden states, where that is known
+
+Shares come with their logarithm, a vote also as it is. `predictors/fused.py` learns how far to trust each.
+
+Shapes:
+    S  signals     G  how sure the memory is, by which some trust goes     C, N  as in `moetool.route_memory`
+    T, L, K, E as everywhere; H  hidden width of the network
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from moetool.route_memory import EVERYONE, Neighbours, RouteMemory, Search, roots
+from moetool.types import GateEvent
+
+SIGNALS = (
+    "constant",
+    "path",
+    "popularity",
+    "affinity",
+    "habit",
+    "late habit",
+    "last",
+    "memory",
+    "log memory",
+    "own",
+    "log own",
+    "ahead",
+)
+GIVEN = 2
+"""How many of the first signals do not come from tables and memories."""
+CONTEXT = 3
+"""G: how alike the best path is, the best of the request's own, and how many tokens the request had."""
+_DECAYS = (0.97, 0.8)
+_FLOOR = 0.01
+
+
+class Running:
+    """What a running request did.
+
+    Attributes:
+        last_LK: what its last token used; None for its first forward.
+        use_RLE: its decayed use of each expert, one for each rate.
+        last_C, last_row: how alike each path was to that of its last token, and where the memory holds it.
+        num_tokens: in the forwards before this one.
+    """
+
+    __slots__ = ("last_C", "last_LK", "last_row", "num_tokens", "use_RLE")
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        self.last_LK: np.ndarray | None = None
+        self.last_C: np.ndarray | None = None
+        self.last_row = -1
+        self.use_RLE = np.zeros((len(_DECAYS), num_layers, num_experts), np.float32)
+        self.num_tokens = 0
+
+    def take_in(self, experts_TLK: np.ndarray) -> None:
+        """Its tokens of a forward, in their order."""
+        num_tokens, num_layers, _ = experts_TLK.shape
+        layers_L1 = np.arange(num_layers)[:, None]
+        for use_LE, decay in zip(self.use_RLE, _DECAYS, strict=True):
+            use_LE *= decay**num_tokens
+            for back, experts_LK in enumerate(experts_TLK[::-1][:128]):
+                use_LE[layers_L1, experts_LK] += (1 - decay) * decay**back
+        self.last_LK = experts_TLK[-1]
+        self.num_tokens += num_tokens
+
+
+class PathSignals:
+    """Follows forwards and gives the signals of any coming layer.
+
+    Args:
+        popularity_LE, affinity_MEE: of `predictors.popularity` and `predictors.affinity`.
+        net: weights of `predictors.path_mlp.PathNet` by name, or None: the signal `path` is then 0.
+
+    Attributes:
+        running: the requests, by number.
+        memory: with their paths, and those of requests before them.
+
+    Effects: `observe` of the last layer of a forward takes its tokens into memory, as their request's. A request that
+        a forward lacks counts as over, and what it used becomes known to all.
+    """
+
+    def __init__(
+        self,
+        popularity_LE: np.ndarray,
+        affinity_MEE: np.ndarray,
+        memory: RouteMemory,
+        net: Mapping[str, np.ndarray] | None,
+    ) -> None:
+        self.num_layers, self.num_experts = popularity_LE.shape
+        self._popularity_LE = np.log(popularity_LE + _FLOOR / self.num_experts)
+        self._affinity_MEE = affinity_MEE
+        self._floor = np.float32(_FLOOR)
+        self.memory = memory
+        self.running: dict[int, Running] = {}
+        self.over: list[int] = []  # since the current forward began
+        self._net = net
+        if net is not None:
+            self._fade_H = 1 / (1 + np.exp(-net["fade_H"]))
+
+    def observe(self, event: GateEvent) -> None:
+        """Take in the event of the next layer; layer 0 begins a new forward."""
+        if event.layer == 0:
+            self._begin(event)
+        layer = self.layer = event.layer
+        experts_TK = np.asarray(event.experts_TK, np.int64)
+        assert event.weights_TK is not None, "weights were asked for and not given"
+        root_TK = roots(event.weights_TK)
+        self.experts_TLK[:, layer], self._root_TLK[:, layer] = experts_TK, root_TK
+        for request, mine in self.tokens_of.items():
+            self._searches[request].observe(experts_TK[mine].tolist(), root_TK[mine])
+        self._near: list[tuple[Neighbours, Neighbours]] = []
+        self._chain = [self._affinity_MEE[layer][experts_TK].mean(axis=1)] if layer + 1 < self.num_layers else []
+        self._ahead_ATE = event.ahead_ATE
+        if self._net is not None:
+            now_FH = self._net["now_LFH"][layer]
+            scale = np.float32(math.sqrt(experts_TK.shape[1]))
+            self._z_TH *= self._fade_H
+            self._z_TH += now_FH[experts_TK].sum(axis=1)
+            self._z_TH += np.einsum("tkh,tk->th", now_FH[self.num_experts + experts_TK], root_TK * scale)
+            self._hidden_TH = np.maximum(self._z_TH + self._before_TH + self._net["phase_LH"][layer], 0)
+        if layer + 1 == self.num_layers:
+            for request, mine in self.tokens_of.items():
+                running = self.running[request]
+                running.take_in(self.experts_TLK[mine])
+                running.last_C = self._searches[request].alike(len(mine) - 1, alone=True)
+                added = self.experts_TLK[mine], self._root_TLK[mine], request
+                running.last_row = self.memory.add(*added, running.last_row)
+
+    def signals(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Each signal for the experts of a layer after the one observed last, and how sure the memory is.
+
+        Shapes: float32 [T, E, S] and [T, G].
+        """
+        num_tokens = len(self.experts_TLK)
+        f_TES = np.zeros((num_tokens, self.num_experts, len(SIGNALS)), np.float32)
+        context_TG = np.zeros((num_tokens, CONTEXT), np.float32)
+        f_TES[..., 0] = 1
+        if self._net is not None:
+            f_TES[..., 1] = self._hidden_TH @ self._net["out_LHE"][layer] + self._net["bias_LE"][layer]
+        f_TES[..., 2] = self._popularity_LE[layer]
+        while len(self._chain) < layer - self.layer:
+            self._chain.append(self._chain[-1] @ self._affinity_MEE[self.layer + len(self._chain)])
+        f_TES[..., 3] = np.log(self._chain[layer - self.layer - 1] + self._floor)
+        if not self._near:
+            self._find()
+        for request, mine in self.tokens_of.items():
+            running = self.running[request]
+            f_TES[mine, :, 4:6] = np.log(running.use_RLE[:, layer].T + self._floor)
+            context_TG[mine, 2] = math.log1p(running.num_tokens) / 4
+            if running.last_LK is not None:
+                f_TES[np.array(mine)[:, None], running.last_LK[layer], 6] = 1
+        for token, (near, own) in enumerate(self._near):
+            f_TES[token, :, 7] = near.vote(self.memory, layer, self.num_experts)
+            f_TES[token, :, 9] = own.vote(self.memory, layer, self.num_experts)
+            context_TG[token, :2] = near.best, own.best
+        f_TES[..., 8:11:2] = np.log(f_TES[..., 7:10:2] + self._floor)
+        if self._ahead_ATE is not None and layer - self.layer <= len(self._ahead_ATE):
+            f_TES[..., 11] = np.log(
+                np.maximum(self._ahead_ATE[layer - self.layer - 1], 0) + np.float32(0.1 / self.num_experts)
+            )
+        return f_TES, context_TG
+
+    def _begin(self, event: GateEvent) -> None:
+        info = event.forward
+        request_T, position_T = np.array(info.request_T), np.array(info.position_T)
+        self.tokens_of = {r: np.flatnonzero(request_T == r).tolist() for r in dict.fromkeys(info.request_T)}
+        self.over = [r for r in self.running if r not in self.tokens_of]
+        self.over += [r for r, mine in self.tokens_of.items() if r in self.running and (position_T[mine] == 0).any()]
+        for request in self.over:
+            del self.running[request]
+            self.memory.release(request)
+        num_tokens, top_k = len(request_T), len(event.experts_TK[0])
+        self.experts_TLK = np.zeros((num_tokens, self.num_layers, top_k), np.int64)
+        self._root_TLK = np.zeros(self.experts_TLK.shape, np.float32)
+        self._searches: dict[int, Search] = {}
+        width = 0 if self._net is None else len(self._fade_H)
+        self._z_TH = np.zeros((num_tokens, width), np.float32)
+        self._before_TH = np.zeros_like(self._z_TH)
+        owner_C = self.memory.owner_C[: self.memory.size]
+        private = owner_C != EVERYONE
+        for request, mine in self.tokens_of.items():
+            if request not in self.running:
+                self.running[request] = Running(self.num_layers, self.num_experts)
+            yours = owner_C == request
+            self._searches[request] = Search(
+                self.memory,
+                len(mine),
+                np.flatnonzero(yours),
+                np.flatnonzero(private & ~yours),
+                self.running[request].last_C,
+            )
+            last_LK = self.running[request].last_LK
+            if self._net is not None and last_LK is not None:
+                before_H = self._net["before_LEH"][np.arange(self.num_layers)[:, None], last_LK].sum(axis=(0, 1))
+                self._before_TH[mine] = before_H
+
+    def _find(self) -> None:
+        """The paths most like each token's, of all and of its request's own."""
+        found: dict[int, tuple[Neighbours, Neighbours]] = {}
+        for request, mine in self.tokens_of.items():
+            search = self._searches[request]
+            for place, token in enumerate(mine):
+                alike_C = search.alike(place)
+                found[token] = Neighbours(None, alike_C), Neighbours(search.own, alike_C[search.own])
+        self._near = [found[token] for token in range(len(self.experts_TLK))]

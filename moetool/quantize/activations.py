@@ -1,0 +1,55 @@
+"""Rounding what goes into the rounded weights of a model in memory, while a context lasts."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from moetool.models.spec import MoeLayer
+from moetool.quantize.folding import is_rounded
+
+
+def round_tokens(x_TI: torch.Tensor, bits: int) -> torch.Tensor:
+    """Each token's values to the nearest of 2^bits - 1 that are evenly spaced up to its largest."""
+    steps = 2 ** (bits - 1) - 1
+    step_T1 = (x_TI.abs().amax(-1, keepdim=True) / steps).clamp(min=torch.finfo(x_TI.dtype).tiny)
+    return (x_TI / step_T1).round() * step_T1
+
+
+@contextmanager
+def rounded_activations(model: Any, layers: list[MoeLayer], bits: int) -> Iterator[None]:
+    """Round the inputs of all linear modules but gates and the output head, and of both products of every expert.
+
+    Effects: hooks on those modules and other forwards of the experts, until the context ends.
+    """
+
+    def linear(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (round_tokens(args[0], bits), *args[1:])
+
+    with ExitStack() as stack:
+        moe = {layer.layer_id: layer for layer in layers}
+        for number, decoder_layer in enumerate(model.get_decoder().layers):
+            for path, module in decoder_layer.named_modules():
+                if is_rounded(path, module, moe.get(number)):
+                    stack.callback(module.register_forward_pre_hook(linear).remove)
+        for layer in layers:
+            layer.experts.forward = _experts_forward(layer, bits)
+            stack.callback(layer.experts.__dict__.pop, "forward", None)
+        yield
+
+
+def _experts_forward(layer: MoeLayer, bits: int) -> Any:
+    """The experts of a layer, one after the other, on rounded inputs."""
+
+    def forward(hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        output_TD = torch.zeros_like(hidden_TD)
+        x_TD = round_tokens(hidden_TD, bits)
+        for expert in index_TK.unique().tolist():
+            rows, place = torch.where(index_TK == expert)
+            middle = layer.form.gate(torch.nn.functional.linear(x_TD[rows], layer.experts.gate_up_proj[expert]))
+            made = torch.nn.functional.linear(round_tokens(middle, bits), layer.experts.down_proj[expert])
+            output_TD.index_add_(0, rows, made * weights_TK[rows, place, None].to(made.dtype))
+        return output_TD
+
+    return forward

@@ -1,0 +1,80 @@
+"""The tokens that a replica is made from, and those that it is judged on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from moetool.errors import UsageError
+from moetool.prompts import Prompt
+
+LEAST_BLOCKS = 8
+_JUDGED = 5  # one prompt in so many is kept for judging
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """Blocks of tokens, all of one length.
+
+    Attributes:
+        ids_NS: sequences that scales are chosen on.
+        judged_NS: sequences of other prompts.
+        seen_prompts: `dataset/prompt_id` of the prompts in `ids_NS`.
+        datasets: names of the sources.
+    """
+
+    ids_NS: torch.Tensor
+    judged_NS: torch.Tensor
+    seen_prompts: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ()
+
+
+def from_prompts(prompts: Sequence[Prompt], tokenizer: Any, *, length: int, max_tokens: int, seed: int) -> Calibration:
+    """Join prompts into blocks of `length` tokens; every fifth prompt, in an order drawn at random, is for judging.
+
+    Args:
+        max_tokens: of the blocks that scales are chosen on; a quarter of it for those that judge.
+
+    Raises:
+        UsageError: the text is too short.
+    """
+    order = np.random.default_rng(seed).permutation(len(prompts)).tolist()
+    judged = [prompts[i] for i in order[::_JUDGED]]
+    mine = [prompts[i] for place, i in enumerate(order) if place % _JUDGED]
+    ids_NS, used = _blocks(mine, tokenizer, length, max_tokens)
+    judged_NS, _ = _blocks(judged, tokenizer, length, max_tokens // 4)
+    if len(ids_NS) < LEAST_BLOCKS or not len(judged_NS):
+        raise UsageError(
+            f"the calibration text has {sum(_count(mine, tokenizer)):,} tokens in {len(mine)} prompts and "
+            f"{sum(_count(judged, tokenizer)):,} in {len(judged)} to judge by, expected at least "
+            f"{LEAST_BLOCKS * length:,} and {length:,}; give more --data, or --set length=64"
+        )
+    return Calibration(
+        ids_NS=ids_NS,
+        judged_NS=judged_NS,
+        seen_prompts=tuple(sorted({f"{prompt.dataset}/{prompt.prompt_id}" for prompt in used})),
+        datasets=tuple(sorted({prompt.dataset for prompt in used})),
+    )
+
+
+def _blocks(
+    prompts: Sequence[Prompt], tokenizer: Any, length: int, max_tokens: int
+) -> tuple[torch.Tensor, list[Prompt]]:
+    """As many whole blocks as the prompts make, and the prompts that are in them."""
+    end = tokenizer.eos_token_id
+    wanted = max(1, max_tokens // length) * length
+    ids: list[int] = []
+    used: list[Prompt] = []
+    for prompt in prompts:
+        if len(ids) >= wanted:
+            break
+        ids += tokenizer(prompt.text)["input_ids"] + ([] if end is None else [end])
+        used.append(prompt)
+    whole = min(len(ids), wanted) // length * length
+    return torch.tensor(ids[:whole], dtype=torch.int64).view(-1, length), used
+
+
+def _count(prompts: Sequence[Prompt], tokenizer: Any) -> list[int]:
+    return [len(tokenizer(prompt.text)["input_ids"]) for prompt in prompts]

@@ -1,0 +1,192 @@
+"""Which operation's outputs a weight reads, and moving a scale from the one into the other.
+
+The columns of a weight are multiplied by a scale and what produces its inputs is divided by it, so that the model
+computes what it did while the columns that matter are rounded more finely. Whatever else reads the same inputs is
+multiplied too: the router and the gate of a shared expert, which are not rounded, give the logits that they gave.
+
+Shapes:
+    C  channels of what is scaled        I  inputs of a weight        O  its outputs
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moetool.errors import UsageError
+from moetool.models.spec import MoeLayer
+
+FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold:
+    """One scale, what it divides and what it multiplies; parameters go by their names below the decoder layer.
+
+    Attributes:
+        name: for people and cards.
+        before: parameters that produce the inputs, each with the rows (or entries) that are the C channels; None
+            where those are all it has.
+        readers: weights [..., O, I] to be rounded that read them.
+        plain: weights that read them and are not rounded.
+        channel_I: the channel that each input is; None where they are the same.
+        inspect: the module whose output says how good a scale is: one below the layer, or `experts` for each routed
+            expert by itself, whose scales are then [E, C].
+    """
+
+    name: str
+    before: tuple[tuple[str, torch.Tensor | None], ...]
+    readers: tuple[str, ...]
+    plain: tuple[str, ...] = ()
+    channel_I: torch.Tensor | None = None
+    inspect: str
+
+    def spread(self, scale_C: torch.Tensor) -> torch.Tensor:
+        """The scale of each input, [..., I]."""
+        return scale_C if self.channel_I is None else scale_C[..., self.channel_I]
+
+    def gather(self, size_I: torch.Tensor) -> torch.Tensor:
+        """For each channel the mean over the inputs that it is, [C]."""
+        if self.channel_I is None:
+            return size_I
+        count = int(self.channel_I.max()) + 1
+        sums = torch.zeros(count).index_add_(0, self.channel_I, size_I)
+        return sums / torch.bincount(self.channel_I, minlength=count)
+
+    def apply(self, parameters: Mapping[str, torch.Tensor], scale_C: torch.Tensor) -> None:
+        """Fold a scale [..., C] into the parameters of a layer. Effects: changes them in place."""
+        for name, rows in self.before:
+            tensor = parameters[name]
+            rows = torch.arange(tensor.shape[-1 if tensor.dim() == 1 else -2]) if rows is None else rows
+            if tensor.dim() == 1:
+                tensor[rows] /= scale_C
+            else:
+                tensor[..., rows, :] /= scale_C[..., None]
+        for name in self.readers + self.plain:
+            parameters[name] *= self.spread(scale_C)[..., None, :]
+
+
+def require_family(config: Any) -> None:
+    """Raises: UsageError for a family whose layers are not known here, by name."""
+    family = config.model_type
+    if family == "gpt_oss":
+        raise UsageError(
+            "no replica of gpt_oss models: their experts are stacked and transposed, gate and up interleaved, with "
+            f"biases, and pack-quantized holds single linear weights; families that work: {', '.join(FAMILIES)}"
+        )
+    if family not in FAMILIES:
+        raise UsageError(f"no replica of {family} models: families whose layers are known: {', '.join(FAMILIES)}")
+
+
+def folds_of(layer: Any, moe: MoeLayer | None, config: Any) -> list[Fold]:
+    """Every place of a decoder layer where a scale can be folded exactly.
+
+    Args:
+        moe: the layer's experts; None for a dense layer.
+    """
+    found = _attention(layer, config)
+    names = dict(layer.named_parameters())
+    norm = _norm(names, "post_attention_layernorm")
+    if moe is None:
+        dense = Fold(
+            name="dense input", before=norm, readers=("mlp.gate_proj.weight", "mlp.up_proj.weight"), inspect="mlp"
+        )
+        return [*found, dense, _down(names, "mlp")]
+    shared = next((f"mlp.{name}" for name in ("shared_expert", "shared_experts") if hasattr(layer.mlp, name)), None)
+    width = moe.form.parts[0].shape[0] // 2
+    readers = ["mlp.experts.gate_up_proj"]
+    if shared is not None:
+        readers += [f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"]
+    routers = [name for name in names if names[name] is moe.router.weight]
+    found.append(
+        Fold(
+            name="experts' input",
+            before=norm,
+            readers=tuple(readers),
+            plain=(*routers, *(name for name in names if name == "mlp.shared_expert_gate.weight")),
+            inspect="mlp",
+        )
+    )
+    if shared is not None:
+        found.append(_down(names, shared))
+    found.append(
+        Fold(
+            name="experts' down",
+            before=(("mlp.experts.gate_up_proj", torch.arange(width, 2 * width)),),  # the rows of up
+            readers=("mlp.experts.down_proj",),
+            inspect="experts",
+        )
+    )
+    return found
+
+
+def _attention(layer: Any, config: Any) -> list[Fold]:
+    attention, names = layer.self_attn, dict(layer.named_parameters())
+    latent = hasattr(attention, "kv_a_proj_with_mqa")
+    inputs = ("q_a_proj", "q_proj", "kv_a_proj_with_mqa") if latent else ("q_proj", "k_proj", "v_proj")
+    readers = tuple(full for name in inputs if (full := f"self_attn.{name}.weight") in names)
+    found = [
+        Fold(name="attention's input", before=_norm(names, "input_layernorm"), readers=readers, inspect="self_attn")
+    ]
+    for norm, reader in (("q_a_layernorm", "q_b_proj"), ("kv_a_layernorm", "kv_b_proj")):
+        if f"self_attn.{norm}.weight" in names:
+            found.append(
+                Fold(
+                    name=f"{reader}'s input",
+                    before=_norm(names, f"self_attn.{norm}"),
+                    readers=(f"self_attn.{reader}.weight",),
+                    inspect=f"self_attn.{reader}",
+                )
+            )
+    heads = int(config.num_attention_heads)
+    if latent:
+        keys, values = int(attention.qk_nope_head_dim), int(attention.v_head_dim)
+        rows = torch.arange(heads * (keys + values)).view(heads, -1)[:, keys:].flatten()
+        before: tuple[tuple[str, torch.Tensor | None], ...] = (("self_attn.kv_b_proj.weight", rows),)
+        channel_I = None
+    else:
+        size = int(attention.head_dim)
+        channels = torch.arange(attention.v_proj.weight.shape[0]).view(-1, size)
+        # Query heads that share a key also share its value, and so a scale.
+        channel_I = channels.repeat_interleave(heads // len(channels), dim=0).flatten()
+        before = tuple((name, None) for name in ("self_attn.v_proj.weight", "self_attn.v_proj.bias") if name in names)
+    if getattr(config, "clip_qkv", None) is None:  # a clipped value is no multiple of what it was
+        found.append(
+            Fold(
+                name="attention's output",
+                before=before,
+                readers=("self_attn.o_proj.weight",),
+                channel_I=channel_I,
+                inspect="self_attn.o_proj",
+            )
+        )
+    return found
+
+
+def _norm(names: Mapping[str, Any], module: str) -> tuple[tuple[str, None], ...]:
+    return tuple((name, None) for name in (f"{module}.weight", f"{module}.bias") if name in names)
+
+
+def _down(names: Mapping[str, Any], module: str) -> Fold:
+    before = tuple((name, None) for name in (f"{module}.up_proj.weight", f"{module}.up_proj.bias") if name in names)
+    return Fold(
+        name=f"{module.removeprefix('mlp.')} down" if module != "mlp" else "dense down",
+        before=before,
+        readers=(f"{module}.down_proj.weight",),
+        inspect=f"{module}.down_proj",
+    )
+
+
+def is_rounded(path: str, module: Any, moe: MoeLayer | None) -> bool:
+    """Whether a module's weight is rounded: it is linear and no gate. Some families' routers are linear modules."""
+    gate = path.endswith("shared_expert_gate") or (moe is not None and module is moe.router)
+    return isinstance(module, torch.nn.Linear) and not gate
+
+
+def rounded_names(layer: Any, moe: MoeLayer | None) -> list[str]:
+    """The weights of a layer that are rounded: those of linear modules but gates, and the routed experts'."""
+    found = [f"{path}.weight" for path, module in layer.named_modules() if is_rounded(path, module, moe)]
+    if moe is not None:
+        found += [f"mlp.experts.{name}" for name in moe.form.parameters]
+    return found

@@ -1,0 +1,106 @@
+"""How near a replica comes to its model: both run layer by layer over the same tokens, off the files as saved."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool.models.loading import load_lazy
+from moetool.models.routing import Routes, watch
+from moetool.quantize.layerwise import Layerwise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """A replica against its model.
+
+    Attributes:
+        tokens: that were compared.
+        kl: mean over tokens of the Kullback-Leibler divergence of the replica's next token from the model's, in nats.
+        top1: share of the tokens with the same likeliest next token.
+        match: mean share of a token's experts that the replica's gates choose too.
+        match_L: the same for each MoE layer.
+        logits: those of the replica on the first block, [S, V].
+    """
+
+    tokens: int
+    kl: float
+    top1: float
+    match: float
+    match_L: tuple[float, ...]
+    logits: torch.Tensor
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures, for a card."""
+        return {name: getattr(self, name) for name in ("tokens", "kl", "top1", "match", "match_L")}
+
+
+@torch.no_grad()
+def judge(
+    model: Path,
+    replica: Path,
+    ids_NS: torch.Tensor,
+    dtype: torch.dtype,
+    on_layer: Callable[[int], None] | None = None,
+) -> Judgement:
+    """Compare two checkpoints of one shape on blocks of tokens.
+
+    The dense weights of both are in memory, and the experts of one layer of one of them.
+
+    Args:
+        on_layer: called with the number of layers that are done.
+
+    Raises:
+        MismatchError: the files of one do not make that model.
+    """
+    pair = [load_lazy(model, dtype), load_lazy(replica, dtype)]
+    try:
+        return _judge([Layerwise(loaded) for loaded in pair], ids_NS, on_layer)
+    finally:
+        for loaded in pair:
+            loaded.close()
+
+
+def _judge(pair: list[Layerwise], ids_NS: torch.Tensor, on_layer: Callable[[int], None] | None) -> Judgement:
+    states = [layerwise.begin(ids_NS) for layerwise in pair]
+    matches: list[float] = []
+    for number in range(len(pair[0].layers)):
+        chosen = []
+        for which, layerwise in enumerate(pair):
+            routes: list[torch.Tensor] = []
+            with layerwise.experts(number), contextlib.ExitStack() as stack:
+                if (moe := layerwise.moe.get(number)) is not None:
+                    stack.callback(watch(moe, _keeping(routes)).remove)
+                states[which] = [layerwise.run(number, hidden) for hidden in states[which]]
+            chosen.append(routes)
+        if chosen[0]:
+            true_TK, found_TK = (torch.cat(routes) for routes in chosen)
+            matches.append((true_TK[:, :, None] == found_TK[:, None, :]).any(-1).double().mean().item())
+        if on_layer is not None:
+            on_layer(number + 1)
+    kl, same, first = 0.0, 0, None
+    for true_1SD, found_1SD in zip(*states, strict=True):
+        true_SV, found_SV = (
+            layerwise.logits(state).double().log_softmax(-1)
+            for layerwise, state in zip(pair, (true_1SD, found_1SD), strict=True)
+        )
+        kl += (true_SV.exp() * (true_SV - found_SV)).sum().item()
+        same += int((true_SV.argmax(-1) == found_SV.argmax(-1)).sum())
+        if first is None:
+            first = pair[1].logits(found_1SD)
+    assert first is not None
+    return Judgement(
+        tokens=ids_NS.numel(),
+        kl=kl / ids_NS.numel(),
+        top1=same / ids_NS.numel(),
+        match=sum(matches) / len(matches),
+        match_L=tuple(matches),
+        logits=first,
+    )
+
+
+def _keeping(into: list[torch.Tensor]) -> Routes:
+    return lambda index_TK, weights_TK: into.append(index_TK)

@@ -1,0 +1,184 @@
+"""Makes a replica of a model in few bits, layer by layer, loads it again and says how near it comes.
+
+While it works, finished layers lie in `OUT.resume` beside the result (`moetool.quantize.making`).
+"""
+
+import json
+import platform
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from moetool import __version__, durable
+from moetool.errors import MismatchError, UsageError
+from moetool.models.loading import load_unpacked, parse_dtype
+from moetool.models.spec import bits_of, empty_model, moe_layers, read_config, revision, weight_files
+from moetool.quantize.calibration import Calibration
+from moetool.quantize.folding import require_family, rounded_names
+from moetool.quantize.judging import judge
+from moetool.quantize.making import Maker, ReplicaOptions
+
+CARD = "card.json"
+GROUPS = (16, 32, 64, 128)
+_AGREE = 1e-3  # how far a logit of plain transformers may be from ours, as a share of the largest
+
+
+def make_replica(
+    path: Path,
+    out: Path,
+    calibration: Calibration,
+    options: ReplicaOptions,
+    *,
+    facts: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Round a model's attention and experts, save it, load it again and compare it with the model.
+
+    At most one layer is in memory twice; dense weights are in memory as a whole. A run that was killed goes on with
+    the layer that it was at when the same call is made again.
+
+    Args:
+        path: the model's folder.
+        facts: what else the card says.
+        on_progress: called with the steps that are done, and how many there are: two for each layer, and the reload.
+
+    Effects: writes `out`, whole or not at all; keeps `out.resume` until then.
+
+    Returns:
+        The card.
+
+    Raises:
+        UsageError: the family, the layout or the group is none that works, or `out` exists.
+        MismatchError: the saved files do not make the model, by transformers or by moetool.
+        MoetoolError: an activation is not finite.
+    """
+    durable.require_absent(out, overwrite, CARD)
+    require_replicable(path, options)
+    began = time.perf_counter()
+    dtype = parse_dtype(options.dtype)
+    with durable.staged_directory(out, overwrite, CARD) as staged:
+        maker = Maker(path, out.with_name(out.name + ".resume"), calibration, options)
+        steps = 2 * maker.num_layers + 1
+        report = (lambda done: on_progress(done, steps)) if on_progress is not None else (lambda done: None)
+        try:
+            notes = maker.layers(report)
+            maker.finish(staged)
+        finally:
+            maker.close()
+        judged = judge(path, staged, calibration.judged_NS, dtype, lambda done: report(maker.num_layers + done))
+        reloaded = _check(staged, calibration.judged_NS[:1], judged.logits, dtype)
+        report(steps)
+        files = sorted(weight_files(staged))
+        card = {
+            "kind": "predictor",
+            "schema_version": 1,
+            "moetool_version": __version__,
+            "predictor": "awq_replica",
+            "options": {},
+            "spec": maker.spec.to_json(),
+            "parameters": 0,
+            "quantization": asdict(options),
+            "judged": judged.to_json(),
+            "few_tokens": {note["layer"]: note["few_tokens"] for note in notes if note["few_tokens"]},
+            "layers": notes,
+            "reloaded_by": reloaded,
+            "weights": {
+                "bytes": sum(file.stat().st_size for file in files),
+                "of_bytes": sum(file.stat().st_size for file in weight_files(path)),
+                "revision": revision(staged),
+                "sha256": {file.name: durable.sha256_file(file) for file in files},
+            },
+            "trace": {"sha256": "", "tokens": calibration.ids_NS.numel() + calibration.judged_NS.numel()},
+            "fit": {},
+            "requests": {"train": [], "validation": [], "test": []},
+            "seen_prompts": calibration.seen_prompts,
+            "datasets": calibration.datasets,
+            "tokens": {"train": calibration.ids_NS.numel(), "judged": calibration.judged_NS.numel()},
+            "seconds": round(time.perf_counter() - began, 2),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+            **(facts or {}),
+        }
+        text = json.dumps(card, indent=1) + "\n"
+        (staged / "README.md").write_text(_readme(card, path), encoding="utf-8")
+        durable.write_text(staged / CARD, text)
+    shutil.rmtree(maker.folder, ignore_errors=True)
+    written: dict[str, Any] = json.loads(text)
+    return written
+
+
+def require_replicable(path: Path, options: ReplicaOptions) -> None:
+    """Refuse what cannot be made, before any work.
+
+    Raises:
+        UsageError: a family that is not known, packed weights, or a group that does not divide the weights' widths.
+    """
+    config = read_config(path)
+    require_family(config)
+    if bits_of(path):
+        raise UsageError(f"{path} is packed already; give the model that it was made from")
+    model = empty_model(config, torch.float32)
+    moe = {layer.layer_id: layer for layer in moe_layers(model)}
+    widths: set[int] = set()
+    for number, layer in enumerate(model.get_decoder().layers):
+        parameters = dict(layer.named_parameters())
+        widths |= {parameters[name].shape[-1] for name in rounded_names(layer, moe.get(number))}
+    if any(width % options.group for width in widths):
+        right = [str(group) for group in GROUPS if not any(width % group for width in widths)]
+        raise UsageError(
+            f"--group {options.group} does not divide the widths {', '.join(map(str, sorted(widths)))} of the weights, "
+            f"expected one that does: {', '.join(right) or 'none of 16, 32, 64 and 128 does'}"
+        )
+
+
+def _check(staged: Path, ids_1S: torch.Tensor, logits_SV: torch.Tensor, dtype: torch.dtype) -> str:
+    """Load the result as anybody would, where it fits into memory unpacked; says who has loaded it.
+
+    Raises:
+        MismatchError: transformers misses a tensor, or computes something else than moetool.
+    """
+    import psutil
+
+    config = read_config(staged)
+
+    size = sum(parameter.numel() for parameter in empty_model(config, dtype).parameters()) * dtype.itemsize
+    if 2 * size > psutil.virtual_memory().available:
+        return "moetool"  # `judge` has read every tensor by its name and shape
+    model = load_unpacked(staged, dtype)
+    with torch.no_grad():
+        found_SV = model(input_ids=ids_1S, use_cache=False).logits[0]
+    error = (found_SV - logits_SV).abs().max().item()
+    if error > _AGREE * logits_SV.abs().max().item():
+        raise MismatchError(
+            f"transformers computes logits from {staged} that differ by {error:.3g} from moetool's, expected at most "
+            f"{_AGREE * logits_SV.abs().max().item():.3g}; the saved replica is wrong"
+        )
+    return "transformers"
+
+
+def _readme(card: Mapping[str, Any], path: Path) -> str:
+    how, judged, weights = card["quantization"], card["judged"], card["weights"]
+    few = sum(len(experts) for experts in card["few_tokens"].values())
+    return f"""# {card["spec"]["name"]} in {how["bits"]} bits
+
+Attention and experts of {path.name} rounded to {how["bits"]} bits in groups of {how["group"]}
+({"symmetric" if how["symmetric"] else "asymmetric but for the routed experts"}), with activation-aware scales (AWQ);
+embeddings, norms and gates are kept. Stored as compressed-tensors `pack-quantized`.
+
+- Made by moetool {card["moetool_version"]} on {card["tokens"]["train"]:,} tokens of {", ".join(card["datasets"])}.
+- On {judged["tokens"]:,} tokens of other prompts: KL divergence {judged["kl"]:.5f} nats, the same next token for
+  {judged["top1"]:.1%}, {judged["match"]:.1%} of the experts that the gates choose.
+- {weights["bytes"]:,} bytes; the model has {weights["of_bytes"]:,}.
+- {few} experts saw fewer than {how["min_tokens"]} tokens, and their columns were not scaled.
+- Loaded again by {card["reloaded_by"]}, with no tensor missing.
+"""

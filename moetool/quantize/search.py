@@ -1,0 +1,287 @@
+"""Scales that let rounding hurt least where activations are large, chosen on calibration tokens.
+
+Source: AWQ (Lin et al., 2024) § 3.2, Eqs. 4 and 5: the columns of a weight are multiplied by s = mean|x|^alpha before
+it is rounded and its inputs divided by s, with alpha from a grid over [0, 1] that gives the smallest error of the
+block's output; and the cutting off of outliers that its published code adds. Deviations:
+
+- The routed experts of a layer read one hidden state, so that one scale serves all of them and the shared expert; each
+  expert's down projection has a scale of its own. The routers read that hidden state too: see
+  `moetool.quantize.folding`.
+- Where query heads share a value head they share a scale, from the mean over them; AWQ leaves those out.
+- Ranges are cut off by the error of the weights, each weighted by the mean square of its input, in place of products.
+- An expert that few calibration tokens reach keeps its columns, and counts them towards its ranges only as far as they
+  go.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.func import functional_call
+
+from moetool.models.packed import Rounded, Scheme, round_weight
+from moetool.models.spec import MoeLayer
+from moetool.quantize.folding import Fold
+
+_PRIOR_TOKENS = 32  # how many average tokens an expert's statistics begin with
+_SHRINKS = tuple(1 - 0.04 * i for i in range(9))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """How far the search goes.
+
+    Attributes:
+        grid: exponents that are tried besides 0; 0 rounds to nearest.
+        clip: whether ranges are cut off where that lessens the error.
+        min_tokens: calibration tokens below which an expert's down projection gets no scale.
+        max_tokens: tokens that errors are measured on, the first of the calibration; means are over all.
+    """
+
+    grid: int = 20
+    clip: bool = True
+    min_tokens: int = 32
+    max_tokens: int = 4096
+
+
+@dataclass(slots=True)
+class Inputs:
+    """What went into the modules of one layer on the calibration tokens.
+
+    Attributes:
+        calls: the arguments of each inspected module, a call for each block.
+        mean: mean |x| of the inputs of a module, [I]; of the experts' down projections [E, I].
+        square: mean x² of the inputs of a module, [I], or of the experts' two products [E, I], by `up` and `down`.
+        tokens_E: tokens that each expert had.
+        middle: for each expert, what its down projection got: [T', I], of the first tokens.
+    """
+
+    calls: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = field(default_factory=dict)
+    mean: dict[str, torch.Tensor] = field(default_factory=dict)
+    square: dict[str, torch.Tensor] = field(default_factory=dict)
+    tokens_E: torch.Tensor | None = None
+    middle: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class _Mean:
+    """Running means of |x| and x²."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sums: torch.Tensor | None = None
+
+    def add(self, x: torch.Tensor) -> None:
+        x = x.reshape(-1, x.shape[-1]).float()
+        sums = torch.stack([x.abs().sum(0), x.square().sum(0)])
+        self.sums = sums if self.sums is None else self.sums + sums
+        self.count += len(x)
+
+
+@torch.no_grad()
+def watch_inputs(
+    layer: Any, moe: MoeLayer | None, folds: Iterable[Fold], run: Callable[[], None], options: SearchOptions
+) -> Inputs:
+    """Run a layer over the calibration blocks and keep what went into its modules.
+
+    Args:
+        run: calls the layer once for each block.
+    """
+    found = Inputs()
+    modules = dict(layer.named_modules())
+    means: dict[str, _Mean] = {}
+    seen: dict[str, int] = {}
+    handles = []
+
+    def watch(path: str) -> None:
+        def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else kwargs["hidden_states"]
+            means.setdefault(path, _Mean()).add(x)
+            tokens = x.shape[:-1].numel()
+            if seen.get(path, 0) < options.max_tokens:
+                found.calls.setdefault(path, []).append((args, kwargs))
+            seen[path] = seen.get(path, 0) + tokens
+
+        handles.append(modules[path].register_forward_pre_hook(before, with_kwargs=True))
+
+    for path in dict.fromkeys(fold.inspect for fold in folds if fold.inspect != "experts"):
+        watch(path)
+    if moe is not None:
+        experts = _Experts(moe, found, options)
+        handles.append(moe.experts.register_forward_pre_hook(experts.before))
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    for path, mean in means.items():
+        assert mean.sums is not None
+        found.mean[path], found.square[path] = mean.sums / mean.count
+    if moe is not None:
+        experts.finish()
+    return found
+
+
+class _Experts:
+    """Gathers what each routed expert gets, and its down projection."""
+
+    def __init__(self, moe: MoeLayer, found: Inputs, options: SearchOptions) -> None:
+        self._moe = moe
+        self._found = found
+        self._options = options
+        self._up = [_Mean() for _ in range(moe.form.num_experts)]
+        self._down = [_Mean() for _ in range(moe.form.num_experts)]
+
+    def before(self, module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        hidden_TD, index_TK = args[0].reshape(-1, args[0].shape[-1]), args[1]
+        gate_up_EOD = module.gate_up_proj
+        for expert in index_TK.unique().tolist():
+            if expert >= len(self._up):
+                continue
+            x = hidden_TD[(index_TK == expert).any(dim=-1)]
+            middle = self._moe.form.gate(torch.nn.functional.linear(x, gate_up_EOD[expert]))
+            self._up[expert].add(x)
+            self._down[expert].add(middle)
+            kept = self._found.middle.get(expert)
+            if kept is None or len(kept) < self._options.max_tokens:
+                self._found.middle[expert] = middle if kept is None else torch.cat([kept, middle])
+
+    def finish(self) -> None:
+        """Means from what was counted. An expert's begin with some tokens of the average expert."""
+        self._found.tokens_E = torch.tensor([mean.count for mean in self._up])
+        for name, means in (("up", self._up), ("down", self._down)):
+            width = next(len(mean.sums[1]) for mean in means if mean.sums is not None)
+            sums_EI = torch.stack([torch.zeros(width) if mean.sums is None else mean.sums[1] for mean in means])
+            count_E1 = torch.tensor([[float(mean.count)] for mean in means])
+            prior_I = sums_EI.sum(0) / count_E1.sum()
+            if name == "down":  # the channels of two experts have nothing in common
+                prior_I = prior_I.mean().expand_as(prior_I)
+            self._found.square[name] = (sums_EI + _PRIOR_TOKENS * prior_I) / (count_E1 + _PRIOR_TOKENS)
+        down = [mean.sums for mean in self._down]
+        width = next(len(sums[0]) for sums in down if sums is not None)
+        self._found.mean["down"] = torch.stack(
+            [torch.ones(width) if s is None else s[0] / m.count for s, m in zip(down, self._down, strict=True)]
+        )
+
+
+def scale_of(mean_C: torch.Tensor, alpha: float) -> torch.Tensor:
+    """The scale [..., C] that channels of such a mean |x| get; its largest and smallest are each other's inverse."""
+    scale_C = mean_C.clamp(min=1e-4) ** alpha
+    highest, lowest = scale_C.amax(-1, keepdim=True), scale_C.amin(-1, keepdim=True)
+    return scale_C / (highest * lowest).sqrt()
+
+
+@torch.no_grad()
+def search(
+    layer: Any,
+    fold: Fold,
+    inputs: Inputs,
+    schemes: Mapping[str, Scheme],
+    scale_dtype: torch.dtype,
+    options: SearchOptions,
+) -> tuple[torch.Tensor, list[float]]:
+    """The scale of a fold that gives the smallest error, and its exponent, or one for each expert.
+
+    Args:
+        schemes: of each rounded weight, by its name below the layer.
+
+    Returns:
+        scale [C] and [alpha], or for `experts` [E, C] and E of them. The smallest alpha wins a tie.
+    """
+    parameters = dict(layer.named_parameters())
+    alphas = [i / options.grid for i in range(1, options.grid)] + [1.0] * (options.grid > 0)
+    if fold.inspect == "experts":
+        return _search_experts(
+            parameters[fold.readers[0]], inputs, schemes[fold.readers[0]], scale_dtype, alphas, options
+        )
+    module = layer.get_submodule(fold.inspect)
+    mean_C = fold.gather(inputs.mean[fold.inspect])
+    calls = inputs.calls[fold.inspect]
+    prefix = f"{fold.inspect}."
+    outputs = [_output(module(*args, **kwargs)) for args, kwargs in calls] if alphas else []
+
+    def error(alpha: float) -> float:
+        scale_I = fold.spread(scale_of(mean_C, alpha))
+        rounded = {}
+        for name in fold.readers:
+            weight = parameters[name]
+            rounded[name.removeprefix(prefix)] = _nearest(weight, scale_I, schemes[name], scale_dtype)
+        total = 0.0
+        for (args, kwargs), output in zip(calls, outputs, strict=True):
+            found = _output(functional_call(module, rounded, args, kwargs))
+            total += (found - output).float().square().sum().item()
+        return total
+
+    best = 0.0
+    if alphas:
+        errors = {alpha: error(alpha) for alpha in (0.0, *alphas)}
+        best = min(errors, key=errors.__getitem__)
+    return (scale_of(mean_C, best) if best else torch.ones_like(mean_C)), [best]
+
+
+def _nearest(weight: torch.Tensor, scale_I: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> torch.Tensor:
+    """What a weight [..., O, I] becomes when it is scaled, rounded and scaled back; experts one by one."""
+    near = torch.empty_like(weight)
+    for into, own in zip(near, weight, strict=True) if weight.dim() == 3 else [(near, weight)]:
+        into.copy_(round_weight(own * scale_I, scheme, scale_dtype).dense().float() / scale_I)
+    return near
+
+
+def _search_experts(
+    down_EDI: torch.Tensor,
+    inputs: Inputs,
+    scheme: Scheme,
+    scale_dtype: torch.dtype,
+    alphas: list[float],
+    options: SearchOptions,
+) -> tuple[torch.Tensor, list[float]]:
+    """Each routed expert's down projection by itself."""
+    assert inputs.tokens_E is not None
+    mean_EI = inputs.mean["down"]
+    scale_EI = torch.ones_like(mean_EI)
+    chosen = [0.0] * len(down_EDI)
+    for expert, weight_DI in enumerate(down_EDI):
+        if inputs.tokens_E[expert] < options.min_tokens or not alphas:
+            continue
+        x = inputs.middle[expert].float()
+        weight_DI = weight_DI.float()
+        least = float("inf")
+        for alpha in (0.0, *alphas):
+            scale_I = scale_of(mean_EI[expert], alpha) if alpha else torch.ones_like(mean_EI[expert])
+            near_DI = round_weight(weight_DI * scale_I, scheme, scale_dtype).dense().float() / scale_I
+            error = (x @ (near_DI - weight_DI).T).square().sum().item()
+            if error < least:
+                least, chosen[expert], scale_EI[expert] = error, alpha, scale_I
+    return scale_EI, chosen
+
+
+@torch.no_grad()
+def round_clipped(
+    weight: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype, square_I: torch.Tensor | None
+) -> Rounded:
+    """Round a weight [O, I] with the ranges of its groups cut off where that lessens the error.
+
+    Args:
+        square_I: mean square of each input; None rounds to nearest.
+    """
+    if square_I is None:
+        return round_weight(weight, scheme, scale_dtype)
+    groups = (-1, scheme.group)
+    weight = weight.float()
+    best: torch.Tensor | None = None
+    least: torch.Tensor | None = None
+    for factor in _SHRINKS:
+        shrink = torch.full((weight.shape[0], weight.shape[1] // scheme.group), factor)
+        near = round_weight(weight, scheme, scale_dtype, shrink).dense().float()
+        error = ((near - weight).square() * square_I).unflatten(-1, groups).sum(-1)
+        if best is None or least is None:
+            best, least = shrink, error
+        else:
+            best = torch.where(error < least, shrink, best)
+            least = torch.minimum(error, least)
+    return round_weight(weight, scheme, scale_dtype, best)
+
+
+def _output(output: Any) -> torch.Tensor:
+    made: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return made

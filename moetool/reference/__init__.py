@@ -1,0 +1,1 @@
+"""Trains the small Mixture-of-Experts model that `reference` names, and models like it."""

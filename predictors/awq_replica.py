@@ -1,0 +1,242 @@
+"""A replica of the model in a few bits runs each request, and its gates say which experts the model will use.
+
+Source: DIRECTOR § V-A, "Quantized Predictor": a low-bit replica of the model, whose gates rank experts nearly as those
+of the model do; § VIII makes it with AWQ. Readings and deviations:
+
+- The paper says that weights and activations are both rounded, and that AWQ does it; AWQ rounds weights only. So do we;
+  `activation_bits` rounds the inputs of every rounded weight as well, each token by its largest value.
+- Gates, embeddings and norms are those of the model (`moetool.quantize`).
+- Of a pending request only the prompt is known. It is run whole, and each token that the request goes on to make is
+  given the mean over its prompt (`foretell`). While a request runs, the replica is ahead of it by whole forwards: it
+  sees a forward's tokens before the first MoE layer has run, and nothing later.
+- The experts that its own router chose come first, then the others by their scores.
+- It is made from a model and text, not from a trace (`make`). It is scored on every request of a trace whose prompt it
+  was not made from.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import moetool.predictor
+from moetool import config
+from moetool.errors import MismatchError, UsageError
+from moetool.tokens import Tokens
+from moetool.types import GateEvent, ModelSpec
+
+_RUNNING = 64  # requests whose keys and values are kept at a time; the one that began first goes first
+
+_ORDER = 1e-4  # what the best of the replica's scores adds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of the replica when it predicts.
+
+    Attributes:
+        activation_bits: 16 leaves activations as they are; 8 or 4 rounds what goes into each rounded weight.
+    """
+
+    activation_bits: int = 16
+
+    def __post_init__(self) -> None:
+        if self.activation_bits not in (4, 8, 16):
+            raise UsageError(f"awq_replica: activation_bits is {self.activation_bits}, expected 4, 8 or 16")
+
+
+class Predictor(moetool.predictor.Predictor):
+    """Runs the replica in memory, unpacked in float32, and keeps the keys and values of the requests that are running.
+
+    Scores are 1 for the experts that the replica's router chose; its scores over all experts, added far smaller, only
+    order the others.
+    A request whose first tokens it was not told of is run without them.
+    """
+
+    needs = frozenset({"experts", "token_id"})
+    remembers = True
+    made_of = "model"
+    foretells = True
+
+    def __init__(self, spec: ModelSpec, options: Options) -> None:
+        super().__init__(spec, options)
+        self.lookahead = self.num_layers
+        self._bits = options.activation_bits
+        self._replica: Any = None  # a LoadedModel, which is no part of the state
+        self._caches: dict[int, Any] = {}
+        self._scores_LTE: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the replica as it runs, unpacked in float32; its card says what its files have."""
+        return 0 if self._replica is None else sum(tensor.nbytes for tensor in self._replica.model.parameters())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Predictor":
+        """A twin with requests of its own; both run one replica."""
+        twin = Predictor(self.spec, self.options)
+        twin.name, twin.card, twin.sha256 = self.name, copy.copy(self.card), self.sha256
+        twin._replica = self._replica
+        return twin.eval()
+
+    def count(self, tokens: Tokens) -> None:
+        """Raises: UsageError: it is made from a model."""
+        raise UsageError("awq_replica is made from a model: moetool train awq_replica MODEL --data … --out DIR")
+
+    def open(self, folder: Path) -> None:
+        """Bring the replica into memory.
+
+        Raises:
+            MismatchError: the files are not those that its card names.
+        """
+        from moetool.models.loading import load_full, use_threads
+        from moetool.models.spec import revision
+
+        if (found := revision(folder)) != self.card["weights"]["revision"]:
+            raise MismatchError(
+                f"{folder} holds another replica than its card says ({found[:12]}, expected "
+                f"{self.card['weights']['revision'][:12]}); make it again with --overwrite"
+            )
+        self._replica = load_full(folder, torch.float32)
+        use_threads(self._replica.model.config)
+        self._replica.model.set_experts_implementation("eager")
+
+    def probabilities(self, scores_TE: Tensor) -> Tensor:
+        """An expert that the replica chose is used as often as its card says; the others share the rest evenly."""
+        match = float(self.card["judged"]["match"]) if self.card else 1.0
+        rest = min(1.0, self.top_k * (1 - match) / max(1, self.num_experts - self.top_k))
+        return rest + (match - rest) * scores_TE.clamp(0, 1)
+
+    @torch.inference_mode()
+    def foretell(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Of new tokens the mean over the prompt.
+
+        Raises:
+            MismatchError: a token id is withheld.
+        """
+        ids_S = _known(token_id_S)
+        scores_LSE = torch.zeros(self.num_layers, len(ids_S), self.num_experts)
+        with self._recorded(scores_LSE, torch.arange(len(ids_S))):
+            self._replica.model(input_ids=ids_S[None], use_cache=False)
+        scores_SLE = scores_LSE.transpose(0, 1)
+        return scores_SLE, scores_SLE.mean(dim=0)
+
+    @torch.inference_mode()
+    def observe(self, event: GateEvent) -> None:
+        """Runs the tokens of a forward when it begins; a request is new at position 0."""
+        from transformers import DynamicCache
+
+        if event.layer:
+            return
+        info = event.forward
+        assert info.token_id_T is not None, "token ids were asked for and not given"
+        ids_T = _known(info.token_id_T)
+        request_T, position_T = np.array(info.request_T), np.array(info.position_T)
+        self._scores_LTE = torch.zeros(self.num_layers, len(ids_T), self.num_experts)
+        for request in dict.fromkeys(info.request_T):
+            mine = np.flatnonzero(request_T == request)
+            cache = self._caches.pop(request, None)
+            if cache is None or position_T[mine[0]] == 0:
+                cache = DynamicCache(config=self._replica.model.config)
+            self._caches[request] = cache
+            positions_1S = torch.from_numpy(position_T[mine])[None]
+            with self._recorded(self._scores_LTE, torch.from_numpy(mine)):
+                self._replica.model(
+                    input_ids=ids_T[mine][None], position_ids=positions_1S, past_key_values=cache, use_cache=True
+                )
+        for request in [r for r in self._caches if r not in info.request_T][: max(0, len(self._caches) - _RUNNING)]:
+            del self._caches[request]
+
+    def scores(self, layer: int) -> np.ndarray:
+        assert self._scores_LTE is not None, "nothing was observed"
+        return self._scores_LTE[layer].numpy()
+
+    @contextmanager
+    def _recorded(self, scores_LTE: Tensor, where: Tensor) -> Iterator[None]:
+        """What the gates say while the replica runs goes into these tokens of the scores."""
+        from moetool.models.families import find
+        from moetool.models.routing import read_logits, watch
+
+        model = self._replica.model
+        text = model.config.get_text_config()
+        family = find(text.model_type)
+        with ExitStack() as stack:
+            for layer in self._replica.layers:
+                rule = family.rule(text, layer.router)
+
+                def routed(module: Any, args: Any, output: Any, layer: Any = layer, rule: Any = rule) -> None:
+                    scores_TE = rule.scores(read_logits(layer, output, family))
+                    scores_LTE[layer.index, where] += _ORDER * scores_TE / scores_TE.amax(-1, keepdim=True)
+
+                def chose(index_TK: Tensor, weights_TK: Tensor, layer: Any = layer) -> None:
+                    chosen_TE = torch.zeros(len(where), self.num_experts).scatter_(1, index_TK, 1.0)
+                    scores_LTE[layer.index, where] += chosen_TE
+
+                stack.callback(layer.router.register_forward_hook(routed).remove)
+                stack.callback(watch(layer, chose).remove)
+            if self._bits < 16:
+                from moetool.quantize.activations import rounded_activations
+
+                stack.enter_context(rounded_activations(model, self._replica.layers, self._bits))
+            yield
+
+
+def _known(token_id_S: Sequence[int]) -> Tensor:
+    """Raises: MismatchError where a token id is withheld."""
+    ids_S = torch.tensor(list(token_id_S))
+    if bool((ids_S < 0).any()):
+        raise MismatchError(
+            "awq_replica predicts from token ids, and found withheld ones (-1), expected all of a request; take a "
+            "trace that moetool capture made"
+        )
+    return ids_S
+
+
+def make(
+    model: str,
+    data: Sequence[str],
+    out: Path,
+    options: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    overwrite: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Make a replica of a model and save it.
+
+    Args:
+        model: `reference`, a folder or a hub name.
+        data: embedded prompt sets and files, as for `moetool.prompts.load`.
+        options: of `moetool.quantize.making.ReplicaOptions` and of `Options`.
+        seed: of which prompts are kept for judging, and of their order.
+
+    Raises: as `moetool.quantize.replica.make_replica`; UsageError where the text is too short.
+
+    Returns:
+        The card.
+    """
+    from moetool import durable, prompts
+    from moetool.models.loading import load_tokenizer, use_threads
+    from moetool.models.spec import locate, read_config
+    from moetool.quantize.calibration import from_prompts
+    from moetool.quantize.making import ReplicaOptions
+    from moetool.quantize.replica import CARD, make_replica, require_replicable
+
+    own = [field.name for field in fields(Options)]
+    predicting = config.parse(Options, {name: options[name] for name in own if name in options}, "awq_replica")
+    making = config.parse(ReplicaOptions, {k: v for k, v in options.items() if k not in own}, "awq_replica")
+    durable.require_absent(out, overwrite, CARD)
+    path = locate(model)
+    require_replicable(path, making)
+    texts = prompts.load(list(data))
+    calibration = from_prompts(
+        texts, load_tokenizer(path), length=making.length, max_tokens=making.max_tokens, seed=seed
+    )
+    use_threads(read_config(path))
+    facts = {"options": asdict(predicting), "model": model, "seed": seed}
+    return make_replica(path, out, calibration, making, facts=facts, overwrite=overwrite, on_progress=on_progress)

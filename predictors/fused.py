@@ -1,0 +1,300 @@
+"""Fused: how far to trust each cheap signal of a coming expert, by layer and distance, and by how it has fared lately.
+
+    logit = sum over signals s of (trust[d, s] + trust[l, s] + sum over g of sure[g] gate[g, s] + offset[s]) signal[s]
+
+for layer l predicted from d layers before. `moetool.path_signals` has the signals: popularity, affinity, the request's
+habits and last token, the path network of `path_mlp`, votes of a memory of paths, and, with `ahead`, the router's own
+scores on earlier hidden states. `sure` says how alike the best paths of the memory are. A forward through the resident
+experts alone (SMoE, section IV-C) is not among them: no column of a trace holds what the next layer would make of it.
+
+It goes on learning while it is asked: the memory takes in each forward, at once for its own request and for the others
+when that is over; `offset` follows, in the same way, the gradient of the loss of what was said of the next layer.
+
+Source: ours. Fitted in one go: the network learns from most of the training requests; the trust, by binary
+cross-entropy, from every eighth, which the network never learns from and whose paths the memory hides while it is
+judged, so that both are trusted as far as they deserve on what is new to them.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import moetool.predictor
+from moetool.errors import UsageError
+from moetool.path_signals import CONTEXT, GIVEN, SIGNALS, PathSignals
+from moetool.path_trust import DISTANCES, FusedPath
+from moetool.route_memory import EVERYONE, NOBODY, RouteMemory
+from moetool.tokens import Tokens
+from moetool.types import ForwardInfo, GateEvent, ModelSpec
+from predictors.affinity import affinity
+from predictors.path_mlp import PathNet
+from predictors.popularity import popularity
+
+_JUDGED_OF = 8  # of so many training requests one fits the trust
+_JUDGED_BYTES = 96 << 20  # of signals that are kept to fit it
+_FIRST_TRUST = {"path": 0.6, "log memory": 0.3, "log own": 0.1}
+_STEEP = 4.0  # trust is so many times what is fitted: it has few steps, and far to go
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of Fused.
+
+    Attributes:
+        hidden, dropout, forget: of the path network.
+        paths: of training tokens that the memory keeps, evenly spaced where there are more.
+        recent: paths that it keeps of what it is asked about; 0 learns nothing of that.
+        haste: how fast `offset` moves; 0 leaves the trust as it was fitted.
+        ahead: whether to look at the router's scores on earlier hidden states, which the trace must then hold.
+    """
+
+    hidden: int = 512
+    dropout: float = 0.2
+    forget: float = 0.2
+    paths: int = 10240
+    recent: int = 4096
+    haste: float = 0.1
+    ahead: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hidden < 1 or self.paths < 1 or self.recent < 0:
+            raise UsageError(
+                f"fused: hidden is {self.hidden}, paths {self.paths} and recent {self.recent}, "
+                f"expected at least 1, 1 and 0"
+            )
+        if not (0 <= self.dropout < 1 and 0 <= self.forget < 1 and self.haste >= 0):
+            raise UsageError(
+                f"fused: dropout is {self.dropout}, forget {self.forget} and haste {self.haste}, expected 0 "
+                f"to below 1 twice and 0 or more"
+            )
+
+
+class Predictor(moetool.predictor.Predictor):
+    """Scores are the fused logits.
+
+    Attributes:
+        net: the path network.
+
+    Shapes: parameters trust_DS (D distances of `DISTANCES`), trust_LS, gate_GS, all divided by `_STEEP`; buffers
+        popularity_LE, affinity_MEE (M = L-1), experts_CLK int16, weights_CLK float16 and before_C int32, the memory,
+        of which the first `num_paths` are in use.
+    """
+
+    needs = frozenset({"experts", "weights"})
+    learned = True
+    remembers = True
+    scores_are = "logits"
+    popularity_LE: Tensor
+    affinity_MEE: Tensor
+    experts_CLK: Tensor
+    weights_CLK: Tensor
+    before_C: Tensor
+    num_paths: Tensor
+
+    def __init__(self, spec: ModelSpec, options: Options) -> None:
+        super().__init__(spec, options)
+        if options.ahead:
+            self.needs = self.needs | {"ahead"}
+        L, E, K, S = self.num_layers, self.num_experts, self.top_k, len(SIGNALS)
+        self.lookahead = L
+        self.net = PathNet(L, E, K, options.hidden, options.dropout)
+        first_S = torch.tensor([_FIRST_TRUST.get(name, 0.0) for name in SIGNALS])
+        if options.ahead:
+            first_S[SIGNALS.index("ahead")] = 0.5
+        self.trust_DS = nn.Parameter(first_S.repeat(len(DISTANCES), 1) / _STEEP)
+        self.trust_LS = nn.Parameter(torch.zeros(L, S))
+        self.gate_GS = nn.Parameter(torch.zeros(CONTEXT, S))
+        self.register_buffer("popularity_LE", torch.zeros(L, E))
+        self.register_buffer("affinity_MEE", torch.zeros(L - 1, E, E))
+        self.register_buffer("experts_CLK", torch.zeros(options.paths, L, K, dtype=torch.int16))
+        self.register_buffer("weights_CLK", torch.zeros(options.paths, L, K, dtype=torch.float16))
+        self.register_buffer("before_C", torch.full((options.paths,), -1, dtype=torch.int32))
+        self.register_buffer("num_paths", torch.zeros((), dtype=torch.int64))
+        self._source_C = np.zeros(0, np.int64)  # the request of each path, while it is made
+        self._parts: list[_Part] = []
+        self._watch: FusedPath | None = None
+
+    def reach(self, ahead: int) -> int:
+        """It sees as far without the gates, which say nothing beyond what is known of them."""
+        return self.lookahead
+
+    def count(self, tokens: Tokens) -> None:
+        assert tokens.request_T is not None and tokens.weights_TPK is not None
+        experts_NLK = tokens.experts_TPK.numpy()
+        self.popularity_LE.copy_(torch.from_numpy(popularity(experts_NLK, self.num_experts)))
+        self.affinity_MEE.copy_(torch.from_numpy(affinity(experts_NLK, self.num_experts)))
+        self.net.begin_at(experts_NLK)
+        kept = min(len(tokens), len(self.experts_CLK))
+        rows = torch.from_numpy(((np.arange(kept) + 0.5) * len(tokens) / kept).astype(np.int64))
+        self.experts_CLK[:kept] = tokens.experts_TPK[rows].to(torch.int16)
+        self.weights_CLK[:kept] = tokens.weights_TPK[rows].to(torch.float16)
+        self.num_paths.fill_(kept)
+        self._source_C = tokens.request_T[rows].numpy()
+        follows_C = np.zeros(kept, bool)
+        follows_C[1:] = (np.diff(rows.numpy()) == 1) & (np.diff(self._source_C) == 0)
+        self.before_C[:kept] = torch.from_numpy(np.where(follows_C, np.arange(kept) - 1, -1))
+        self._parts, self._watch = [], None
+
+    def prepare(self, tokens: Tokens) -> Tokens:
+        """One request after the other, and numbers of tokens, counted over all calls.
+
+        Effects: watches the requests that fit the trust and keeps what the signals said.
+        """
+        assert tokens.request_T is not None
+        ordered = tokens.take(tokens.request_T.argsort(stable=True))
+        assert ordered.request_T is not None
+        requests = ordered.request_T.unique().tolist()
+        counted = set(self._source_C.tolist())
+        judged = [r for r in requests if r not in counted] or requests[_JUDGED_OF // 2 :: _JUDGED_OF] or requests[-1:]
+        start = sum(len(part) for part in self._parts)
+        self._parts.append(_Part(self, ordered, judged, learns=len(requests) > len(judged)))
+        return replace(ordered, example_T=torch.arange(start, start + len(ordered)))
+
+    def signals(self, *, with_net: bool) -> PathSignals:
+        """New signals that know what was counted, and the network if that is wanted."""
+        num = int(self.num_paths)
+        paths = self.experts_CLK[:num].numpy(), self.weights_CLK[:num].numpy(), self.before_C[:num].numpy()
+        net = {name: value.detach().numpy() for name, value in self.net.named_parameters()}
+        return PathSignals(
+            self.popularity_LE.numpy(),
+            self.affinity_MEE.numpy(),
+            RouteMemory(paths, self.num_experts, self.options.recent),
+            net if with_net else None,
+        )
+
+    def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
+        """Of the network over what it may learn from; plus of the fused logits over what was judged."""
+        assert tokens.example_T is not None and tokens.weights_TPK is not None, "made by `prepare`"
+        device, example_N = layer_N.device, tokens.example_T.cpu()
+        for part in self._parts:
+            if not len(example_N) or int(example_N.min()) < len(part):
+                break
+            example_N = example_N - len(part)
+        before_NLE = part.before(example_N).to(device)
+        row_N = part.judged_N[example_N]
+        mine_N = (row_N < 0).to(device) if self.training and part.learns else torch.ones_like(layer_N).bool()
+        loss = self.trust_LS.new_zeros(())
+        if bool(mine_N.any()):
+            experts_NLK, weights_NLK = tokens.experts_TPK[mine_N], tokens.weights_TPK[mine_N]
+            loss = loss + self.net.loss(experts_NLK, weights_NLK, before_NLE[mine_N], self.options.forget)
+        judged_N = (row_N >= 0).to(device)
+        if bool(judged_N.any()):
+            loss = loss + self._judge(tokens.take(judged_N), layer_N[judged_N], before_NLE[judged_N], part, row_N)
+        return loss
+
+    def _judge(self, tokens: Tokens, layer_N: Tensor, before_NLE: Tensor, part: "_Part", row_N: Tensor) -> Tensor:
+        """Binary cross-entropy of the fused logits, mean over tokens, distances and experts."""
+        assert tokens.weights_TPK is not None
+        rows_N = row_N[row_N >= 0]
+        given = part.said_JLDES[rows_N, layer_N.cpu()].to(layer_N.device).float()  # [N, D, E, S - GIVEN]
+        sure = part.sure_JLDG[rows_N, layer_N.cpu()].to(layer_N.device).float()
+        training = self.net.training
+        self.net.eval()
+        with torch.no_grad():
+            x_NLF = self.net.marks(tokens.experts_TPK, tokens.weights_TPK)
+            hidden_LNH = self.net.hidden(x_NLF, before_NLE)
+            distance_D = torch.tensor(DISTANCES, device=layer_N.device)
+            from_ND = layer_N[:, None] - distance_D
+            hidden_NDH = hidden_LNH[from_ND.clamp(min=0), torch.arange(len(layer_N), device=layer_N.device)[:, None]]
+            path_NDE = torch.bmm(hidden_NDH, self.net.out_LHE[layer_N]) + self.net.bias_LE[layer_N][:, None]
+        self.net.train(training)
+        signal = torch.cat([torch.stack([torch.ones_like(path_NDE), path_NDE], dim=-1), given], dim=-1)
+        trust_NDS = _STEEP * (self.trust_DS + self.trust_LS[layer_N][:, None] + sure @ self.gate_GS)
+        logit_NDE = (signal * trust_NDS[:, :, None]).sum(-1)
+        chosen_NK = tokens.experts_TPK[torch.arange(len(layer_N), device=layer_N.device), layer_N]
+        chosen_NE = torch.zeros_like(logit_NDE[:, 0]).scatter_(1, chosen_NK, 1.0)
+        each_ND = F.binary_cross_entropy_with_logits(
+            logit_NDE, chosen_NE[:, None].expand_as(logit_NDE), reduction="none"
+        ).mean(-1)
+        there_ND = from_ND >= 0
+        return (each_ND * there_ND).sum() / there_ND.sum()
+
+    def observe(self, event: GateEvent) -> None:
+        if self._watch is None:
+            fitted = (self.trust_DS, self.trust_LS, self.gate_GS)
+            trust_DS, trust_LS, gate_GS = (_STEEP * tensor.detach().numpy() for tensor in fitted)
+            self._watch = FusedPath(self.signals(with_net=True), trust_DS, trust_LS, gate_GS, self.options.haste)
+        self._watch.observe(event)
+
+    def scores(self, layer: int) -> np.ndarray:
+        assert self._watch is not None, "nothing was observed"
+        return self._watch.logits(layer)
+
+
+class _Part:
+    """Tokens of whole requests in order, and what the signals said of those that are judged.
+
+    Shapes: before_N int64, the token whose path is known as the request's last, or -1; judged_N int64, the row J of a
+        judged token, or -1; said_JLDES and sure_JLDG float16, for the layer L that was asked about from D before.
+    """
+
+    def __init__(self, model: Predictor, ordered: Tokens, judged: list[int], *, learns: bool) -> None:
+        assert ordered.request_T is not None and ordered.iteration_T is not None
+        self.learns = learns
+        self._experts_NLK, self._num_experts = ordered.experts_TPK, model.num_experts
+        request_N, iteration_N = ordered.request_T.numpy(), ordered.iteration_T.numpy()
+        index_N = np.arange(len(request_N))
+        begins_N = np.ones(len(request_N), bool)
+        begins_N[1:] = (request_N[1:] != request_N[:-1]) | (iteration_N[1:] != iteration_N[:-1])
+        last_N = np.maximum.accumulate(np.where(begins_N, index_N, 0)) - 1
+        same_N = (last_N >= 0) & (request_N[last_N] == request_N)
+        self.before_N = torch.from_numpy(np.where(same_N, last_N, -1))
+        L, E, S = model.num_layers, model.num_experts, len(SIGNALS) - GIVEN
+        of_judged = np.flatnonzero(np.isin(request_N, judged))
+        room = max(64, _JUDGED_BYTES // (2 * L * len(DISTANCES) * E * S))
+        chosen = of_judged[:: -(-len(of_judged) // room)]
+        self.judged_N = torch.full((len(request_N),), -1)
+        self.judged_N[chosen] = torch.arange(len(chosen))
+        self.said_JLDES = torch.zeros(len(chosen), L, len(DISTANCES), E, S, dtype=torch.float16)
+        self.sure_JLDG = torch.zeros(len(chosen), L, len(DISTANCES), CONTEXT, dtype=torch.float16)
+        signals = model.signals(with_net=False)
+        ends = np.append(np.flatnonzero(begins_N)[1:], len(request_N))
+        for request in judged:
+            learned_C = signals.memory.owner_C[: signals.memory.num_learned]
+            learned_C[:] = np.where(model._source_C == request, NOBODY, EVERYONE)
+            signals.memory.forget()
+            signals.running.clear()
+            for start, end in zip(np.flatnonzero(begins_N).tolist(), ends.tolist(), strict=True):
+                if request_N[start] == request:
+                    self._watch(signals, ordered.take(slice(start, end)), start)
+
+    def __len__(self) -> int:
+        return len(self.before_N)
+
+    def before(self, token_N: Tensor) -> Tensor:
+        """before_NLE: what the request's last token used; 0 where there is none."""
+        last_N = self.before_N[token_N]
+        num_layers = self._experts_NLK.shape[1]
+        used_NLE = torch.zeros(len(token_N), num_layers, self._num_experts)
+        used_NLE.scatter_(2, self._experts_NLK[last_N.clamp(min=0)], 1.0)
+        return used_NLE * (last_N >= 0)[:, None, None]
+
+    def _watch(self, signals: PathSignals, tokens: Tokens, start: int) -> None:
+        """Show the signals one forward, and keep what they say of the tokens that are judged."""
+        assert tokens.request_T is not None and tokens.weights_TPK is not None
+        num_tokens, num_layers, _ = tokens.experts_TPK.shape
+        request = int(tokens.request_T[0])
+        info = ForwardInfo(
+            forward_id=0, request_T=(request,) * num_tokens, phase_T=(0,) * num_tokens, position_T=(1,) * num_tokens
+        )
+        row_T = self.judged_N[start : start + num_tokens]
+        mine_T = row_T >= 0
+        for layer in range(num_layers):
+            experts_TK = tuple(map(tuple, tokens.experts_TPK[:, layer].tolist()))
+            ahead_ATE = None
+            if tokens.ahead_TPAE is not None:
+                ahead_ATE = tokens.ahead_TPAE[:, layer, : num_layers - 1 - layer].transpose(0, 1).numpy()
+            weights_TK = tokens.weights_TPK[:, layer].numpy()
+            signals.observe(
+                GateEvent(forward=info, layer=layer, experts_TK=experts_TK, weights_TK=weights_TK, ahead_ATE=ahead_ATE)
+            )
+            if not bool(mine_T.any()):
+                continue
+            for place, distance in enumerate(DISTANCES):
+                if (coming := layer + distance) < num_layers:
+                    f_TES, sure_TG = signals.signals(coming)
+                    self.said_JLDES[row_T[mine_T], coming, place] = torch.from_numpy(f_TES)[mine_T, :, GIVEN:].half()
+                    self.sure_JLDG[row_T[mine_T], coming, place] = torch.from_numpy(sure_TG)[mine_T].half()

@@ -1,0 +1,157 @@
+"""PathMLP: one hidden layer over what a token used so far, fading from layer to layer at each unit's own rate.
+
+    z_l      = fade * z_{l-1} + sum over the experts i of layer l of (now[l, i] + root(weight_i) by_weight[l, i])
+    logit_m  = relu(z_l + before + phase_l) out_m + bias_m                     for any layer m after l
+
+so that one pass answers for every layer after every layer: a training token is looked at after each of its layers, and
+a decode step adds K rows a layer. Units that fade fast hold what was chosen last, those that hardly do the whole path.
+
+Source: ours; the plain MLP over all earlier layers' experts and weights that it stands beside sees one layer a token
+and step. `before` is what the request's last token used, which only `fused` knows; alone it is zero.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import moetool.predictor
+from moetool.errors import UsageError
+from moetool.path_trust import DISTANCES
+from moetool.tokens import Tokens
+from moetool.types import ModelSpec
+from predictors.popularity import popularity
+
+_DRAWN = 3  # of the distances: each step of training takes the first and two others
+_FORGOTTEN = 0.25  # of the training tokens forget what came before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of PathMLP.
+
+    Attributes:
+        hidden: width of the hidden layer.
+        dropout: share of the hidden layer that is dropped in training.
+        forget: share of the path's experts that are dropped in training.
+    """
+
+    hidden: int = 512
+    dropout: float = 0.2
+    forget: float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.hidden < 1:
+            raise UsageError(f"path_mlp: hidden is {self.hidden}, expected 1 or more")
+        if not (0 <= self.dropout < 1 and 0 <= self.forget < 1):
+            raise UsageError(f"path_mlp: dropout is {self.dropout} and forget {self.forget}, expected 0 to below 1")
+
+
+class PathNet(nn.Module):
+    """The network.
+
+    Shapes: now_LFH, F = 2E: experts, then the same by the root of their weight; before_LEH; phase_LH; fade_H before
+        the sigmoid; out_LHE; bias_LE.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, top_k: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        L, E, H = num_layers, num_experts, hidden
+        self.num_experts, self.dropout, self.root_scale = E, dropout, math.sqrt(top_k)
+        self.now_LFH = nn.Parameter(torch.randn(L, 2 * E, H) * 0.1)
+        self.before_LEH = nn.Parameter(torch.randn(L, E, H) * 0.03)
+        self.phase_LH = nn.Parameter(torch.zeros(L, H))
+        self.fade_H = nn.Parameter(torch.linspace(-1, 5, H))
+        self.out_LHE = nn.Parameter(torch.randn(L, H, E) * 0.02)
+        self.bias_LE = nn.Parameter(torch.full((L, E), -2.0))
+
+    def begin_at(self, experts_NLK: np.ndarray) -> None:
+        """The biases begin at how often each expert was used."""
+        top_k = experts_NLK.shape[2]
+        rate_LE = np.clip(popularity(experts_NLK, self.num_experts) * top_k, 1e-3, 1 - 1e-3)
+        self.bias_LE.data.copy_(torch.from_numpy(np.log(rate_LE / (1 - rate_LE))))
+
+    def marks(self, experts_TPK: Tensor, weights_TPK: Tensor) -> Tensor:
+        """x_TPF: 1 for what was used, and beside it the root of its weight, times that of K."""
+        x_TPF = weights_TPK.new_zeros(*experts_TPK.shape[:2], 2 * self.num_experts)
+        x_TPF.scatter_(2, experts_TPK, 1.0)
+        root_TPK = weights_TPK.abs().sqrt() * self.root_scale
+        return x_TPF.scatter_(2, experts_TPK + self.num_experts, root_TPK)
+
+    def hidden(self, x_TPF: Tensor, before_TLE: Tensor | None = None) -> Tensor:
+        """hidden_PTH: the hidden layer after each of the first P layers."""
+        num_seen = x_TPF.shape[1]
+        x_PTH = torch.bmm(x_TPF.transpose(0, 1), self.now_LFH[:num_seen])
+        fade_H = self.fade_H.sigmoid()
+        z_TH = x_PTH[0]
+        z_PTH = [z_TH]
+        for p in range(1, num_seen):
+            z_TH = z_TH * fade_H + x_PTH[p]
+            z_PTH.append(z_TH)
+        sum_PTH = torch.stack(z_PTH) + self.phase_LH[:num_seen, None]
+        if before_TLE is not None:
+            sum_PTH = sum_PTH + before_TLE.flatten(1) @ self.before_LEH.flatten(0, 1)
+        return F.dropout(sum_PTH.relu(), self.dropout, self.training)
+
+    def logits(self, hidden_PTH: Tensor, distance: int) -> Tensor:
+        """logit_MTE of the layers `distance`, `distance` + 1, … from as far before each."""
+        num_layers = len(self.bias_LE)
+        return torch.baddbmm(
+            self.bias_LE[distance:, None], hidden_PTH[: num_layers - distance], self.out_LHE[distance:]
+        )
+
+    def loss(self, experts_TLK: Tensor, weights_TLK: Tensor, before_TLE: Tensor | None, forget: float) -> Tensor:
+        """Mean binary cross-entropy over tokens, layers and experts at some distances, the first of them twice.
+
+        While it trains, `forget` of the experts and some of what came before are left out, and three distances drawn.
+        """
+        num_layers = len(self.bias_LE)
+        x_TLF = self.marks(experts_TLK, weights_TLK)
+        chosen_LTE = x_TLF[..., : self.num_experts].transpose(0, 1)
+        distances = [d for d in DISTANCES if d < num_layers]
+        if self.training:
+            keep_TLE = (torch.rand(*x_TLF.shape[:2], self.num_experts, device=x_TLF.device) >= forget).float()
+            x_TLF = x_TLF * keep_TLE.repeat(1, 1, 2)
+            if before_TLE is not None:
+                known_T = (torch.rand(len(x_TLF), 1, 1, device=x_TLF.device) >= _FORGOTTEN).float()
+                before_TLE = before_TLE * known_T * (torch.rand_like(before_TLE) >= forget).float()
+            others = [distances[1 + i] for i in torch.randperm(len(distances) - 1).tolist()]
+            distances = [1, *others[: _DRAWN - 1]]
+        hidden_PTH = self.hidden(x_TLF[:, :-1], before_TLE)
+        losses = [
+            F.binary_cross_entropy_with_logits(self.logits(hidden_PTH, d), chosen_LTE[d:]) for d in (1, *distances)
+        ]
+        return torch.stack(losses).mean()
+
+
+class Predictor(moetool.predictor.Predictor):
+    """Scores are the logits of the network.
+
+    Attributes:
+        net: the network.
+    """
+
+    needs = frozenset({"experts", "weights"})
+    learned = True
+    scores_are = "logits"
+
+    def __init__(self, spec: ModelSpec, options: Options) -> None:
+        super().__init__(spec, options)
+        self.lookahead = self.num_layers
+        self.net = PathNet(self.num_layers, self.num_experts, self.top_k, options.hidden, options.dropout)
+
+    def count(self, tokens: Tokens) -> None:
+        self.net.begin_at(tokens.experts_TPK.numpy())
+
+    def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
+        assert tokens.weights_TPK is not None
+        last_TH = self.net.hidden(self.net.marks(tokens.experts_TPK, tokens.weights_TPK))[-1]
+        return last_TH @ self.net.out_LHE[layer] + self.net.bias_LE[layer]
+
+    def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
+        """Of all layers of the tokens, whatever layers were drawn."""
+        assert tokens.weights_TPK is not None
+        return self.net.loss(tokens.experts_TPK, tokens.weights_TPK, None, self.options.forget)

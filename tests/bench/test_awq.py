@@ -1,0 +1,88 @@
+"""Replicas of the reference model: activation-aware scales beside rounding to nearest, and what packed experts save.
+
+    python -m pytest tests/bench/test_awq.py -s
+
+Scales are chosen on 8,192 tokens of four of five embedded prompts; replicas are judged on 2,048 tokens of the others.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moetool import prompts
+from moetool.capture import CaptureOptions, capture
+from moetool.models.loading import LoadedModel, load_tokenizer
+from moetool.quantize.calibration import Calibration, from_prompts
+from moetool.quantize.making import ReplicaOptions
+from moetool.quantize.replica import make_replica
+from moetool.serving.assembly import open_pooled
+
+pytestmark = pytest.mark.slow
+
+NEAREST = {"grid": 0, "clip": False}
+WAYS = {"nearest": NEAREST, "awq": {"grid": 10}}
+MEMORY_BYTES = 10_000_000  # 6.5 MB of it for dense weights in float32
+
+
+@pytest.fixture(scope="module")
+def calibration(reference: Path) -> Calibration:
+    return from_prompts(prompts.load(["all"]), load_tokenizer(reference), length=128, max_tokens=8192, seed=0)
+
+
+@pytest.fixture(scope="module")
+def made(
+    reference: Path, calibration: Calibration, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[tuple[int, str], tuple[Path, dict[str, Any]]]]:
+    folder = tmp_path_factory.mktemp("awq")
+    found = {}
+    for group in (32, 64):
+        for name, way in WAYS.items():
+            out = folder / f"{name}-{group}"
+            card = make_replica(reference, out, calibration, ReplicaOptions(group=group, **way))  # type: ignore[arg-type]
+            found[group, name] = (out, card)
+            judged = card["judged"]
+            print(
+                f"\ngroup {group}, {name}: KL {judged['kl']:.5f}, match {judged['match']:.4f}, same next token "
+                f"{judged['top1']:.4f}, {card['weights']['bytes']:,} of {card['weights']['of_bytes']:,} bytes, "
+                f"{card['seconds']:.0f} s",
+                flush=True,
+            )
+    yield found
+
+
+def test_scales_beat_rounding_to_nearest(made: dict[tuple[int, str], tuple[Path, dict[str, Any]]]) -> None:
+    for group in (32, 64):
+        ours, nearest = (made[group, name][1] for name in ("awq", "nearest"))
+        assert ours["judged"]["kl"] < nearest["judged"]["kl"]
+        assert ours["judged"]["match"] > nearest["judged"]["match"] > 0.91
+        assert ours["reloaded_by"] == "transformers"
+
+
+def test_packed_experts_are_read_less_at_equal_memory(
+    reference: Path, made: dict[tuple[int, str], tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    """The same memory holds more of them, so that fewer are read, of fewer bytes each."""
+    texts = prompts.load(["chat"], max_prompts=6)
+    read = {}
+    for name, path in (("bf16", reference), ("int4", made[64, "awq"][0])):
+        opened: list[Any] = []
+
+        def keep(path: Path, dtype: torch.dtype, device: torch.device, into: list[Any] = opened) -> LoadedModel:
+            into.append(open_pooled(path, dtype, device, device_memory_bytes=MEMORY_BYTES))
+            return into[0]
+
+        began = time.perf_counter()
+        options = CaptureOptions(max_new_tokens=16, keep=("topk",))
+        done = capture(str(path), texts, tmp_path / name, options, open_model=keep)
+        store = opened[0].pool.store
+        read[name] = store.stats.bytes_read
+        print(
+            f"\n{name} experts in {MEMORY_BYTES:,} bytes: {store.num_slots} slots, {store.stats.reads:,} reads, "
+            f"{store.stats.bytes_read / done.tokens:,.0f} bytes a token, {store.stats.stall_seconds:.2f} s waiting of "
+            f"{time.perf_counter() - began:.2f} s"
+        )
+    assert 8 * read["int4"] < read["bf16"]

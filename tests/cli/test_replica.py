@@ -1,0 +1,66 @@
+"""From a model to a replica, and from the replica to what it predicts and serves, by the commands."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moetool import cli
+from tests import families
+
+
+@pytest.fixture(scope="module")
+def model(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that reads text, by the embedded model's tokenizer."""
+    from transformers import AutoModelForCausalLM
+
+    path = tmp_path_factory.mktemp("tiny") / "model"
+    config = families.config("qwen3_moe")
+    config.vocab_size, config.max_position_embeddings = 4096, 1024
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, tensor in made.named_parameters():
+        if "norm" not in name:
+            tensor.data.normal_(0, 0.2)
+    made.save_pretrained(path)
+    for file in reference.glob("tokenizer*"):
+        shutil.copy(file, path)
+    return path
+
+
+def _run(*args: object) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["moetool", *map(str, args)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    assert ended.value.code == 0
+
+
+def test_train_capture_evaluate(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replica, trace = tmp_path / "replica", tmp_path / "trace"
+    sizes = ("--set", "length=32", "--set", "max_tokens=512", "--set", "grid=1", "--set", "min_tokens=120")
+    _run("train", "awq_replica", model, "--data", "chat", "--group", 16, "--asymmetric", *sizes, "--out", replica)
+    said = capsys.readouterr().out
+    assert "4 bits in groups of 16" in said and "loaded again by transformers" in said and "experts matched" in said
+    assert "fewer than 120 tokens for experts" in said
+    card = json.loads((replica / "card.json").read_text())
+    assert card["quantization"]["symmetric"] is False and card["tokens"]["train"] == 512
+
+    _run("capture", model, "--data", "chat", "--max-prompts", 20, "--max-new-tokens", 3, "--out", trace)
+    capsys.readouterr()
+    _run("evaluate", replica, "--trace", trace, "--json")
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["predictor"] == "awq_replica" and row["requests"] == "all"
+    assert row["num_skipped"] > 0 and row["num_requests"] + row["num_skipped"] == 20
+    assert row["scores"][0]["match"] > 0.7
+    assert row["foretold"]["scores"][0]["match"] > 0.6
+    _run("evaluate", replica, "--trace", trace, "--set", "awq_replica.activation_bits=4", "--json")
+    (rounded,) = json.loads(capsys.readouterr().out)
+    assert rounded["scores"][0]["match"] < row["scores"][0]["match"]
+
+    pooled = ("--device-memory", "2MB", "--max-prompts", 2, "--max-new-tokens", 3)
+    _run("capture", replica, "--data", "chat", *pooled, "--out", tmp_path / "again", "--json")
+    assert json.loads(capsys.readouterr().out)["requests"] == 2
