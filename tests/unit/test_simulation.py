@@ -167,6 +167,7 @@ def test_many_requests_use_what_the_score_of_the_placement_says() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_half_the_bandwidth_is_not_faster(seed: int) -> None:
+    """Of networks of queues in general it is not true that slower links never pay; of these it has to be."""
     rng = np.random.default_rng(seed)
     spec = make_spec(2, 8, 2)
     placed_GLE = _random_placement(spec, 4, seed)

@@ -39,15 +39,18 @@ def world(traces: dict[str, Trace], cluster: Cluster) -> World:
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_serves_every_request_and_the_same_under_a_seed(world: World, mode: str) -> None:
     quick = {"kicks": 0, "relaxation": 0} if MODES[mode].planner == "director" else {}
-    first, again = (simulate(world, mode, "poisson:3s", 12, OPTIONS, planner_options=quick) for _ in range(2))
+    first, again = (simulate(world, mode, "poisson:3s", 8, OPTIONS, planner_options=quick) for _ in range(2))
     assert first.to_json() == again.to_json()
-    assert len(first.served) == 12
+    assert len(first.served) == 8
     assert 0 < first.local <= 1
     assert first.mean_s > 0
-    other = simulate(world, mode, "poisson:3s", 12, replace(OPTIONS, seed=2), planner_options=quick)
-    assert other.to_json() != first.to_json()
     if MODES[mode].sees == "nothing":
         assert first.migrations == ()
+
+
+def test_another_seed_draws_other_requests(world: World) -> None:
+    runs = [simulate(world, "uniform", "poisson:3s", 12, replace(OPTIONS, seed=seed)) for seed in (1, 2)]
+    assert runs[0].latencies_s != runs[1].latencies_s
 
 
 def test_a_migration_is_made_when_eq_4_says_so_and_helps(world: World) -> None:
