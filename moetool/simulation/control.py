@@ -133,7 +133,7 @@ class Control:
         always: bool = False,
         migrate: str = "overlap",
         decay: float = 0.5,
-        piece_bytes: int = 1 << 20,
+        piece_bytes: int = 1 << 16,
         predict: Callable[[Route], np.ndarray] | None = None,
     ) -> None:
         self.migrations: list[Migration] = []

@@ -66,7 +66,7 @@ class Options:
     decay: float = 0.5
     decide: str = "auto"
     migrate: str = "overlap"
-    piece_bytes: int = 1 << 20
+    piece_bytes: int = 1 << 16
     lookahead: str = "true"
     links: str = "pair"
     window_s: float = 60.0
