@@ -1,6 +1,7 @@
 """The command line: commands, and the one place where errors become messages and exit codes.
 
-The commands about placement are in `moetool.cli.placement`, those about traces in `moetool.cli.trace`.
+The commands about placement are in `moetool.cli.placement`, those about traces in `moetool.cli.trace`, and
+`moetool simulate` in `moetool.cli.simulation`.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import typer
 
 from moetool import __version__, assets, durable, tables
 from moetool.cli import placement as cli_placement
+from moetool.cli import simulation as cli_simulate
 from moetool.cli import trace as cli_trace
 from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
 from moetool.errors import MoetoolError, UsageError
@@ -45,6 +47,7 @@ app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
 app.add_typer(reference_app, name="reference")
 cli_placement.register(plan_app)
+cli_simulate.register(app)
 cli_trace.register(trace_app)
 
 

@@ -1,0 +1,204 @@
+"""The command `moetool simulate`: a cluster, its requests and a way to place experts, without owning the cluster."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moetool import durable, tables
+from moetool.config import parse_settings
+from moetool.errors import UsageError
+
+if TYPE_CHECKING:
+    from moetool.simulation.results import Simulated
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `moetool`."""
+    app.command()(simulate)
+
+
+def simulate(
+    trace: Annotated[list[str], typer.Option(help="SERVER=DIR: what a server's requests are drawn from. Repeatable.")],
+    cluster: Annotated[Path, typer.Option(help="TOML file with servers, GPUs and links.")],
+    mode: Annotated[
+        list[str],
+        typer.Option(
+            help="uniform, redundant, smartmoe, eplb, prism, prism_exact, director-offline, director-reactive, "
+            "director-proactive, or a planner. Repeatable."
+        ),
+    ],
+    arrivals: Annotated[
+        str, typer.Option(help="poisson:10s at each server, every:10s, or a file with Azure's or Mooncake's columns.")
+    ] = "poisson:10s",
+    requests: Annotated[int, typer.Option(min=1, help="How many arrive.")] = 200,
+    plan: Annotated[
+        Path | None, typer.Option(help="The placement to begin with; the mode's planner's, if none.")
+    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="A cost profile; assumed costs without one.")] = None,
+    predictor: Annotated[Path | None, typer.Option(help="For --set lookahead=predicted; else a regression.")] = None,
+    sweep: Annotated[
+        list[str], typer.Option(help="gpus=4,16, bandwidth=100Mbps,1Gbps, gap=8s,15s or seed=0,1. Repeatable.")
+    ] = [],  # noqa: B006 - Typer copies defaults
+    figure: Annotated[Path | None, typer.Option(help="Draw the runs: an .svg, .png or .pdf file.")] = None,
+    settings: Annotated[
+        list[str],
+        typer.Option("--set", help="seed, seats, replan_s, decode_tokens, ..., and the planner's options. Repeatable."),
+    ] = [],  # noqa: B006
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Simulate requests on a cluster event by event: latencies, local computing, utilisation, traffic, migrations."""
+    from moetool.costing.costs import CostProfile
+    from moetool.placement_plan import PlacementPlan
+    from moetool.planning.cluster_file import load_cluster
+    from moetool.simulation.control import find_mode
+    from moetool.simulation.running import open_sources, read_settings
+    from moetool.simulation.sweeping import parse_sweeps
+    from moetool.simulation.sweeping import sweep as run
+
+    if figure is not None:
+        from moetool.report.drawing import require_drawable
+
+        require_drawable(figure)
+        durable.require_writable(figure)
+    options, costs, planner_options = read_settings(parse_settings(settings))
+    swept = parse_sweeps(sweep)
+    modes = [name for text in mode for name in text.split(",") if name]
+    if not modes:
+        raise UsageError("--mode names no mode, expected one such as prism_exact")
+    for name in modes:
+        find_mode(name)
+    if plan is not None and {"gpus", "bandwidth"} & swept.keys():
+        raise UsageError("--plan is for one cluster, and --sweep makes others; leave one of them out")
+    given = None if plan is None else PlacementPlan.load(plan)
+    predicts = None
+    if predictor is not None:
+        from moetool.predictor import load_predictor
+
+        predicts = load_predictor(predictor)
+    with tables.progress("simulating", None):
+        runs = run(
+            open_sources(trace),
+            load_cluster(cluster),
+            {**swept, "mode": modes},
+            modes[0],
+            arrivals,
+            requests,
+            options,
+            costs=costs,
+            planner_options=planner_options,
+            plan=given,
+            profile=None if profile is None else CostProfile.load(profile),
+            predictor=predicts,
+        )
+    if figure is not None:
+        from moetool.report.simulated import save
+
+        save(figure, runs)
+    if as_json:
+        tables.print_json(
+            {
+                "arrivals": arrivals,
+                "options": {name: getattr(options, name) for name in options.__dataclass_fields__},
+                "runs": [{"at": at, **found.to_json(requests=not swept)} for at, found in runs],
+            }
+        )
+        return
+    _print(runs)
+    if len(runs) == 1:
+        _print_one(runs[0][1])
+    print(
+        f"{runs[0][1].costs}; arrivals {arrivals}; seed {options.seed}; {options.seats} under way on a GPU; links by "
+        f"{options.links}; requests drawn from {_drawn_from(options.split, None if given is None else given.split)}"
+    )
+    if figure is not None:
+        print(f"drawn in {figure}")
+
+
+def _drawn_from(split: float, planned: float | None) -> str:
+    """Whether placements have seen the requests that are drawn.
+
+    Args:
+        planned: the share of the requests that a given plan was made from.
+    """
+    if split == 1:
+        return "all that placements see"
+    return "others than placements see" if planned in (None, split) else "some that the plan has seen, perhaps"
+
+
+def _print(runs: Any) -> None:
+    """Runs side by side."""
+    names = [name for name in runs[0][0] if name != "mode"]
+    rows = []
+    for at, found in runs:
+        latencies_s = found.latencies_s
+        made = sum(one.made for one in found.migrations)
+        rows.append(
+            [
+                at["mode"],
+                *(at[name] for name in names),
+                *(_seconds(value) for value in (found.mean_s, *_percentiles(latencies_s))),
+                *(_seconds(value) for value in (found.mean_first_s, found.mean_wait_s)),
+                f"{found.local:.1%}",
+                f"{found.tokens_per_s:,.1f}",
+                f"{sum(found.utilisation_G) / len(found.utilisation_G):.1%}",
+                f"{max(found.utilisation_G):.1%}",
+                tables.count(found.sent_bytes, "B"),
+                f"{made} of {len(found.migrations)}",
+            ]
+        )
+    tables.print_table(
+        f"{len(runs[0][1].served):,} requests, seconds from arrival"
+        if len({len(found.served) for _, found in runs}) == 1
+        else "seconds from arrival",
+        [
+            *("mode", *names, "mean", "p50", "p90", "p99", "first token", "waited", "local", "tokens/s"),
+            *("GPUs busy", "busiest", "sent", "migrations"),
+        ],
+        rows,
+        num_text=1 + len(names),
+    )
+
+
+def _percentiles(latencies_s: list[float]) -> list[float]:
+    from moetool.simulation.results import percentile
+
+    return [percentile(latencies_s, p) for p in (50, 90, 99)]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def _print_one(found: "Simulated") -> None:
+    """What is seen of a single run besides its row."""
+    slowest = sorted(found.mean_by_server.items(), key=lambda one: -one[1])
+    more = f" and {len(slowest) - 12} more" if len(slowest) > 12 else ""
+    print("mean latency by server: " + ", ".join(f"{name} {_seconds(s)} s" for name, s in slowest[:12]) + more)
+    shares = [f"{one.until_s:,.0f} s: {one.local:.1%}" for one in found.windows if one.local is not None]
+    step = -(-len(shares) // 12)
+    print("computed locally until " + ", ".join(shares[::step]))
+    busiest = sorted(found.links, key=lambda link: -link[1])[:10]
+    if busiest:
+        tables.print_table(
+            f"links by bytes, {len(busiest)} of {len(found.links)}",
+            ["link", "sent", "busy"],
+            [[name, tables.count(sent, "B"), f"{busy:.1%}"] for name, sent, busy in busiest],
+        )
+    if found.migrations:
+        tables.print_table(
+            "Eq. 4: remote calls over the horizon, seconds that they save and seconds of the migration",
+            ["at s", "calls before", "calls after", "saved s", "cost s", "worth it", "made", "copies", "done at s"],
+            [
+                [
+                    f"{one.at_s:,.0f}",
+                    *(f"{calls:,.0f}" for calls in (one.calls_before, one.calls_after)),
+                    *(f"{seconds:,.2f}" for seconds in (one.saved_s, one.cost_s)),
+                    *("yes" if so else "no" for so in (one.worth_it, one.made)),
+                    f"{one.copies:,}",
+                    "-" if one.done_s is None else f"{one.done_s:,.1f}",
+                ]
+                for one in found.migrations[:30]
+            ],
+            num_text=0,
+        )

@@ -1,0 +1,197 @@
+"""What the simulated machines take: seconds of dense layers and experts, and of messages on links."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moetool.costing.costs import CostProfile, Curve
+from moetool.costing.latency import Latency
+from moetool.errors import MismatchError, UsageError
+from moetool.types import Cluster, ModelSpec
+
+LINKS = ("pair", "server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssumedCosts:
+    """Costs where no profile was measured: straight lines, on a GPU of speed 1. They are assumptions, not measured.
+
+    Attributes:
+        dense_s: a layer without its experts, for one token: attention, router, shared experts, launches.
+        dense_token_s: for each further token.
+        expert_s: one expert for one token: its weights have to be read.
+        expert_token_s: for each further token.
+
+    Raises:
+        UsageError: one is below 0.
+    """
+
+    dense_s: float = 200e-6
+    dense_token_s: float = 4e-6
+    expert_s: float = 50e-6
+    expert_token_s: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if not getattr(self, name) >= 0:
+                raise UsageError(f"--set {name}: found {getattr(self, name)}, expected seconds, 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computing:
+    """Seconds on a GPU of speed 1, by tokens.
+
+    Attributes:
+        name: where they are from.
+        dense: a layer without its experts, for one token (index 0 of no token) up to the most that a forward has.
+        expert: the same for one expert.
+    """
+
+    name: str
+    dense: list[float]
+    expert: list[float]
+
+
+def assumed(costs: AssumedCosts, most_tokens: int) -> Computing:
+    """Tables of assumed costs."""
+    return Computing(
+        name="assumed costs, no profile",
+        dense=[0.0, *(costs.dense_s + costs.dense_token_s * n for n in range(most_tokens))],
+        expert=[0.0, *(costs.expert_s + costs.expert_token_s * n for n in range(most_tokens))],
+    )
+
+
+def profiled(profile: CostProfile, spec: ModelSpec, most_tokens: int, context: int) -> Computing:
+    """Tables of a profile: attention, router and shared experts are the dense part.
+
+    Args:
+        context: tokens that a decoded token attends to; one figure for all requests.
+
+    Raises:
+        MismatchError: the profile is of another model.
+    """
+    profile.check(spec)
+    devices = {costs.device for costs in profile.compute}
+    known = profile.on("cuda" if "cuda" in devices else "cpu")
+    sizes = range(1, most_tokens + 1)
+    attention = [known.attention(context), *(known.prompt_attention(n) for n in sizes[1:])]
+    return Computing(
+        name=f"profile of {profile.spec.name}",
+        dense=[
+            0.0,
+            *(attended + known.gate(n) + known.shared(n) for attended, n in zip(attention, sizes, strict=True)),
+        ],
+        expert=[0.0, *(known.expert(n) for n in sizes)],
+    )
+
+
+def token_bytes(spec: ModelSpec, value_bytes: int, given: int = 0) -> int:
+    """Bytes of a token's hidden state. Raises: MismatchError if neither given nor known."""
+    if given > 0:
+        return given
+    if spec.hidden_size <= 0:
+        raise MismatchError(
+            f"the hidden size of {spec.name} is not known, so bytes per token are not; give --set token_bytes=4096"
+        )
+    return spec.hidden_size * value_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Links as queues, numbered.
+
+    Attributes:
+        names: of each queue, for people.
+        byte_s: seconds a byte of each queue.
+        latency_s: of each queue, after the last byte is on its way.
+        queue_GG: the queue from GPU to GPU; a row's own entry is not used.
+        distance_NN: seconds of one token between servers.
+        even: whether all links between servers are alike.
+    """
+
+    names: list[str]
+    byte_s: list[float]
+    latency_s: list[float]
+    queue_GG: list[list[int]]
+    distance_NN: np.ndarray
+    even: bool
+
+
+def make_network(cluster: Cluster, bytes_per_token: int, links: str = "pair") -> Network:
+    """The queues of a cluster.
+
+    Args:
+        links: `pair`: a link of its own for each ordered pair of servers. `server`: all that a server sends to others
+            leaves by one way out, as where its network card is the limit.
+
+    Raises:
+        UsageError: neither of these, or one way out where links differ.
+    """
+    if links not in LINKS:
+        raise UsageError(f"--set links: found {links!r}, expected {' or '.join(LINKS)}")
+    if links == "server" and cluster.links:
+        raise UsageError("--set links=server takes every link to be alike, but the cluster has [[links]]; leave it out")
+    names: list[str] = []
+    byte_s: list[float] = []
+    latency_s: list[float] = []
+    number: dict[tuple[int, ...], int] = {}
+    num_servers, server_G = len(cluster.servers), cluster.server_G
+    special = {frozenset(link.between) for link in cluster.links}
+    distance_NN = np.zeros((num_servers, num_servers))
+
+    def queue(key: tuple[int, ...], name: str, rate: float, latency: float) -> int:
+        if key not in number:
+            number[key] = len(names)
+            names.append(name)
+            byte_s.append(1.0 / rate)
+            latency_s.append(latency)
+        return number[key]
+
+    between: dict[tuple[int, int], int] = {}
+    for a in range(num_servers):
+        for b in range(num_servers):
+            if a == b:
+                continue
+            here, there = cluster.servers[a].name, cluster.servers[b].name
+            known = bool(special) and frozenset((here, there)) in special
+            rate, latency = cluster.link(a, b) if known else (cluster.link_bytes_s, cluster.link_latency_s)
+            distance_NN[a, b] = latency + bytes_per_token / rate
+            key, name = ((a, b), f"{here} -> {there}") if links == "pair" else ((a,), f"{here} -> others")
+            between[a, b] = queue(key, name, rate, latency)
+    queue_GG = []
+    for g, a in enumerate(server_G):
+        inside = queue((-1, g), f"{cluster.servers[a].name} inside, GPU {g}", cluster.servers[a].gpu_link_bytes_s, 0.0)
+        queue_GG.append([inside if a == b else between[a, b] for b in server_G])
+    return Network(
+        names=names,
+        byte_s=byte_s,
+        latency_s=latency_s,
+        queue_GG=queue_GG,
+        distance_NN=distance_NN,
+        even=not special,
+    )
+
+
+def planning_latency(cluster: Cluster, computing: Computing, bytes_per_token: int) -> Latency:
+    """The simulated machine as planners see it: straight lines through 0.
+
+    A call costs as one of a single token does, as in decoding; a link costs its bytes, without its latency.
+    """
+    num_gpus, server_G = len(cluster.gpus), cluster.server_G
+    rates: dict[float, int] = {}
+    link_GG = np.full((num_gpus, num_gpus), -1)
+    rate_NN = {(a, b): cluster.link(a, b)[0] for a in set(server_G) for b in set(server_G)}
+    for j in range(num_gpus):
+        for k in range(num_gpus):
+            if j != k:
+                link_GG[j, k] = rates.setdefault(rate_NN[server_G[j], server_G[k]], len(rates))
+    each_s = max(computing.expert[1], 1e-12)
+    return Latency(
+        name=computing.name,
+        unit="s",
+        comp=Curve(x=(0.0, 1.0), y=(0.0, each_s)),
+        speed_G=tuple(gpu.speed for gpu in cluster.gpus),
+        links=tuple(Curve(x=(0.0, 1e6), y=(0.0, 1e6 / rate)) for rate in rates) or (Curve(x=(0.0, 1.0), y=(0.0, 1.0)),),
+        link_GG=link_GG,
+        token_bytes=float(bytes_per_token),
+    )

@@ -1,0 +1,89 @@
+"""Experts on their way from one placement to another while the cluster serves: moves take link time."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from moetool.placement_plan import Move
+from moetool.simulation.engine import CALL
+
+if TYPE_CHECKING:
+    from moetool.simulation.engine import Engine
+
+
+class Moving:
+    """The moves of one migration, each begun when those that it rests on are done.
+
+    A move rests on the last one before it on the same GPU, for memory, and on the last one before it of the same
+    expert, so that the expert always has a place. Others run side by side. Between servers a copy goes through the
+    queue of its link in pieces, with the messages of requests before, between and after them; a GPU uses an expert as
+    soon as all of it is there. Copies within a server take their time at the rate of the way from host memory, and
+    no queue.
+
+    Args:
+        piece_bytes: that a copy puts into a link's queue at a time.
+        done: called with the time when the last move is done.
+    """
+
+    def __init__(
+        self, engine: "Engine", moves: Sequence[Move], piece_bytes: int, done: Callable[[float], None]
+    ) -> None:
+        self._moves, self._piece, self._done = moves, piece_bytes, done
+        self._left = len(moves)
+        self._then: list[list[int]] = [[] for _ in moves]
+        self._waits = [0] * len(moves)
+        last: dict[tuple[int, ...], int] = {}
+        for i, move in enumerate(moves):
+            before = {last.get((move.gpu,)), last.get((move.layer, move.expert))} - {None}
+            for j in before:
+                self._then[j].append(i)  # type: ignore[index]
+            self._waits[i] = len(before)
+            last[move.gpu,] = last[move.layer, move.expert] = i
+        for i, waits in enumerate(self._waits):
+            if not waits:
+                engine.at(engine.now_s, CALL, self._begin_of(i))
+        if not moves:
+            done(engine.now_s)
+
+    def _begin_of(self, i: int) -> "Callable[[Engine, float], None]":
+        def begin(engine: "Engine", now_s: float) -> None:
+            move = self._moves[i]
+            home = engine.cluster.server_G[move.gpu]
+            source = -1 if move.source < 0 else engine.cluster.server_G[move.source]
+            if move.kind == "copy" and source not in (-1, home):
+                self._send(engine, i, engine.network.queue_GG[move.source][move.gpu], move.bytes)
+            elif move.bytes:
+                engine.at(now_s + move.seconds, CALL, self._end_of(i))
+            else:
+                self._end_of(i)(engine, now_s)
+
+        return begin
+
+    def _send(self, engine: "Engine", i: int, queue: int, left: int) -> None:
+        """Queue the next piece; the one after it follows when this one is through, and loaded."""
+        size = min(self._piece, left)
+        began = max(engine.now_s, engine.free_Q[queue])
+        sent = began + size * engine.network.byte_s[queue]
+        engine.free_Q[queue] = sent
+        engine.sent_Q[queue] += size
+        loaded = max(sent, began + size / engine.cluster.gpus[self._moves[i].gpu].host_to_device_bytes_s)
+        if left > size:
+            engine.at(loaded, CALL, lambda engine, now_s: self._send(engine, i, queue, left - size))
+        else:
+            engine.at(loaded + engine.network.latency_s[queue], CALL, self._end_of(i))
+
+    def _end_of(self, i: int) -> "Callable[[Engine, float], None]":
+        def end(engine: "Engine", now_s: float) -> None:
+            move = self._moves[i]
+            if move.kind == "copy":
+                engine.routing.add(move.layer, move.expert, move.gpu)
+            elif move.kind in ("drop", "stage"):
+                engine.routing.remove(move.layer, move.expert, move.gpu)
+            self._left -= 1
+            if not self._left:
+                self._done(now_s)
+            for j in self._then[i]:
+                self._waits[j] -= 1
+                if not self._waits[j]:
+                    self._begin_of(j)(engine, now_s)
+
+        return end

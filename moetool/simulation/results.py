@@ -1,0 +1,191 @@
+"""What a simulation gives: latencies of requests, local computing, utilisation, bytes by link, migrations."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from moetool.simulation.control import Migration
+from moetool.simulation.engine import Engine
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """One request, in seconds since the simulation began.
+
+    Attributes:
+        first_s: its first token.
+    """
+
+    server: str
+    gpu: int
+    prompt_tokens: int
+    new_tokens: int
+    arrived_s: float
+    started_s: float
+    first_s: float
+    finished_s: float
+
+    @property
+    def latency_s(self) -> float:
+        """From its arrival to its last token, waiting included."""
+        return self.finished_s - self.arrived_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Expert calls until `until_s`, since the window before.
+
+    Attributes:
+        local: share that a GPU of the request's own server computed; None where there was no call.
+    """
+
+    until_s: float
+    calls: int
+    local: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """One run of the simulator.
+
+    Attributes:
+        mode: who placed.
+        costs: where seconds of computing are from.
+        served: requests, in the order of arrival.
+        local: share of the expert calls that a GPU of the request's own server computed.
+        windows: the same over time.
+        utilisation_G: share of the time until the last request was through that each GPU computed.
+        links: of each link that carried anything its name, its bytes, and the share of the time that it was busy.
+        migrations: every decision.
+        seconds: until the last request was through.
+    """
+
+    mode: str
+    seed: int
+    costs: str
+    served: tuple[Served, ...]
+    local: float
+    windows: tuple[Window, ...]
+    utilisation_G: tuple[float, ...]
+    links: tuple[tuple[str, int, float], ...]
+    migrations: tuple[Migration, ...]
+    seconds: float
+
+    @property
+    def mean_s(self) -> float:
+        """Mean latency."""
+        return sum(one.latency_s for one in self.served) / len(self.served)
+
+    @property
+    def mean_wait_s(self) -> float:
+        """Mean time between arrival and beginning."""
+        return sum(one.started_s - one.arrived_s for one in self.served) / len(self.served)
+
+    @property
+    def mean_first_s(self) -> float:
+        """Mean time to the first token, from arrival."""
+        return sum(one.first_s - one.arrived_s for one in self.served) / len(self.served)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of prompts and replies over the whole time."""
+        return sum(one.prompt_tokens + one.new_tokens for one in self.served) / self.seconds if self.seconds else 0.0
+
+    @property
+    def latencies_s(self) -> list[float]:
+        """Latencies, ascending."""
+        return sorted(one.latency_s for one in self.served)
+
+    @property
+    def mean_by_server(self) -> dict[str, float]:
+        """Mean latency of each server's requests."""
+        found: dict[str, list[float]] = {}
+        for one in self.served:
+            found.setdefault(one.server, []).append(one.latency_s)
+        return {name: sum(values) / len(values) for name, values in sorted(found.items())}
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all links."""
+        return sum(sent for _, sent, _ in self.links)
+
+    def to_json(self, requests: bool = True) -> dict[str, Any]:
+        """A JSON object.
+
+        Args:
+            requests: whether to hold every request, as lists.
+        """
+        values: dict[str, Any] = {
+            "mode": self.mode,
+            "seed": self.seed,
+            "costs": self.costs,
+            "requests": len(self.served),
+            "seconds": self.seconds,
+            "latency_s": {
+                "mean": self.mean_s,
+                **{f"p{p}": percentile(self.latencies_s, p) for p in PERCENTILES},
+                "by_server": self.mean_by_server,
+            },
+            "mean_wait_s": self.mean_wait_s,
+            "mean_first_token_s": self.mean_first_s,
+            "tokens_per_s": self.tokens_per_s,
+            "local": self.local,
+            "local_over_time": [[one.until_s, one.calls, one.local] for one in self.windows],
+            "utilisation_G": list(self.utilisation_G),
+            "links": [{"link": name, "bytes": sent, "busy": busy} for name, sent, busy in self.links],
+            "migrations": [one.to_json() for one in self.migrations],
+        }
+        if requests:
+            names = ("server", "gpu", "prompt_tokens", "new_tokens", "arrived_s", "started_s", "first_s", "finished_s")
+            values["served"] = {name: [getattr(one, name) for one in self.served] for name in names}
+        return values
+
+
+def percentile(ascending: Sequence[float], percent: float) -> float:
+    """The least value that so many per cent of the values do not exceed (nearest rank)."""
+    return ascending[max(0, math.ceil(percent / 100 * len(ascending)) - 1)]
+
+
+def collect(engine: Engine, mode: str, seed: int, migrations: Sequence[Migration]) -> Simulated:
+    """The results of an engine that has run."""
+    cluster = engine.cluster
+    names = [cluster.servers[n].name for n in cluster.server_G]
+    seconds = max(request.finished_s for request in engine.finished)
+    cuts = [(0.0, 0, 0), *engine.windows, (seconds, engine.calls, engine.local_calls)]
+    windows = []
+    for (_, calls, local), (until_s, more, more_local) in pairwise(cuts):
+        share = (more_local - local) / (more - calls) if more > calls else None
+        windows.append(Window(until_s=until_s, calls=more - calls, local=share))
+    byte_s = engine.network.byte_s
+    return Simulated(
+        mode=mode,
+        seed=seed,
+        costs=engine.computing.name,
+        served=tuple(
+            Served(
+                server=names[request.gpu],
+                gpu=request.gpu,
+                prompt_tokens=request.route.prompt_tokens,
+                new_tokens=request.route.new_tokens,
+                arrived_s=request.arrived_s,
+                started_s=request.started_s,
+                first_s=request.first_s,
+                finished_s=request.finished_s,
+            )
+            for request in sorted(engine.finished, key=lambda request: request.number)
+        ),
+        local=engine.local_calls / engine.calls,
+        windows=tuple(windows),
+        utilisation_G=tuple(busy / seconds for busy in engine.busy_G),
+        links=tuple(
+            (name, sent, sent * each / seconds)
+            for name, sent, each in zip(engine.network.names, engine.sent_Q, byte_s, strict=True)
+            if sent
+        ),
+        migrations=tuple(migrations),
+        seconds=seconds,
+    )

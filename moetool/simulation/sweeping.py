@@ -1,0 +1,126 @@
+"""The same simulation over a grid: more GPUs, other links, other arrivals, modes and seeds."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from moetool.config import parse_bytes
+from moetool.errors import UsageError, unknown_name
+from moetool.simulation.results import Simulated
+from moetool.simulation.running import Options, World, read_world, simulate
+from moetool.types import Cluster, Server
+
+if TYPE_CHECKING:
+    from moetool.trace.reader import Trace
+
+SWEEPS = ("gpus", "bandwidth", "gap", "mode", "seed")
+
+
+def parse_sweeps(given: Sequence[str]) -> dict[str, list[str]]:
+    """`gpus=4,16`, `bandwidth=100Mbps,62.5MB`, `gap=8s,15s`, `mode=uniform,prism`, `seed=0,1` as lists.
+
+    Raises:
+        UsageError: one of another name, or without values.
+    """
+    swept: dict[str, list[str]] = {}
+    for text in given:
+        name, _, values = text.partition("=")
+        if name not in SWEEPS:
+            raise unknown_name("--sweep", name, SWEEPS)
+        swept[name] = [value for value in values.split(",") if value]
+        if not swept[name]:
+            raise UsageError(f"--sweep {text!r} has no value; write {name}=A,B")
+    return swept
+
+
+def sweep(
+    traces: Mapping[str, "Trace"],
+    cluster: Cluster,
+    swept: Mapping[str, Sequence[str]],
+    mode: str,
+    arrivals: str,
+    requests: int,
+    options: Options | None = None,
+    *,
+    on_run: Callable[[int, int], None] = lambda done, of: None,
+    **more: Any,
+) -> list[tuple[dict[str, str], Simulated]]:
+    """A run for each combination of the swept values; what is not swept is as given.
+
+    `gpus` makes the cluster larger or smaller by its servers, in turn, again and again; copies of a server have
+    requests like its own, and as many: arrivals are per server. So the requests grow with the GPUs too.
+
+    Raises:
+        UsageError: a value that makes no sense; as `simulate`.
+    """
+    options = options or Options()
+    names, runs = list(swept), []
+    worlds: dict[tuple[str | None, str | None], World] = {}
+    combinations = list(product(*(swept[name] for name in names)))
+    for done, values in enumerate(combinations):
+        at = dict(zip(names, values, strict=True))
+        key = at.get("gpus"), at.get("seed")
+        chosen = replace(options, seed=_whole("seed", at["seed"])) if "seed" in at else options
+        if key not in worlds:
+            scaled = cluster if "gpus" not in at else resize(cluster, _whole("gpus", at["gpus"]))
+            named = {
+                server.name: traces[server.name.partition("#")[0]]
+                for server in scaled.servers
+                if server.name.partition("#")[0] in traces
+            }
+            worlds[key] = read_world(named, scaled, chosen)
+        world = worlds[key]
+        if "bandwidth" in at:
+            rate = _rate(at["bandwidth"])
+            machines = replace(
+                world.cluster,
+                link_bytes_s=rate,
+                links=tuple(replace(link, bytes_s=rate) for link in world.cluster.links),
+            )
+            world = replace(world, cluster=machines, history=replace(world.history, cluster=machines))
+        gap = arrivals if "gap" not in at else f"{arrivals.partition(':')[0]}:{at['gap']}"
+        count = requests * len(world.sources) // max(1, len(traces))
+        runs.append((at, simulate(world, at.get("mode", mode), gap, count, chosen, **more)))
+        on_run(done + 1, len(combinations))
+    return runs
+
+
+def resize(cluster: Cluster, num_gpus: int) -> Cluster:
+    """A cluster of so many GPUs: its servers in turn, each copy with a number; the last may have fewer GPUs.
+
+    Raises:
+        UsageError: the cluster has links of its own between servers, which copies would not have.
+    """
+    if cluster.links:
+        raise UsageError("--sweep gpus copies servers, and the cluster has [[links]] between some; leave those out")
+    servers: list[Server] = []
+    left, turn = num_gpus, 0
+    while left > 0:
+        server, copy = cluster.servers[turn % len(cluster.servers)], turn // len(cluster.servers)
+        gpus = server.gpus[:left]
+        servers.append(replace(server, name=f"{server.name}#{copy}" if copy else server.name, gpus=gpus))
+        left -= len(gpus)
+        turn += 1
+    return replace(cluster, servers=tuple(servers))
+
+
+def _whole(name: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < (name == "gpus"):
+        raise UsageError(f"--sweep {name}: found {text!r}, expected a whole number")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    """Bytes a second from `500Mbps`, `1Gbps` or an amount of bytes."""
+    for unit, bits in (("mbps", 1e6), ("gbps", 1e9), ("kbps", 1e3)):
+        number = text.lower().removesuffix(unit)
+        if number != text.lower():
+            try:
+                rate = float(number) * bits / 8
+            except ValueError:
+                rate = 0.0
+            if rate > 0:
+                return rate
+            raise UsageError(f"--sweep bandwidth: found {text!r}, expected a rate such as 500Mbps or 62.5MB")
+    return float(parse_bytes(text))

@@ -1,0 +1,178 @@
+"""What simulated requests route to: the rows of real traces, laid out step by step for the event loop."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from moetool.errors import UsageError
+from moetool.planning.demand import count_experts
+from moetool.simulation.arrivals import Arrival
+from moetool.trace.reader import Trace
+from moetool.types import Cluster, ModelSpec, Phase
+
+Step = tuple[tuple[int, int], ...]
+"""One MoE layer of one forward: (expert, tokens that use it), by expert."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """The routing of a request, as the event loop wants it.
+
+    Attributes:
+        steps: layer after layer, forward after forward: the prompt is one forward, each new token another.
+        prompt_tokens: of the first forward.
+        new_tokens: forwards after it.
+        calls_LE: expert calls of all its tokens.
+        prompt_TS: the routes of the prompt, as a trace has them.
+    """
+
+    steps: list[Step]
+    prompt_tokens: int
+    new_tokens: int
+    calls_LE: np.ndarray
+    prompt_TS: np.ndarray
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A request on its way through the simulated cluster.
+
+    Attributes:
+        number: by arrival.
+        gpu: where its dense layers run and its tokens start.
+        arrived_s: when it came.
+        started_s: when its GPU took it up; -1 before.
+        first_s: when its prompt was through; -1 before.
+        finished_s: when its last token was; -1 before.
+        step: the next of `route.steps`.
+        pending: expert calls of this step that are not back.
+        back_s: when the last of those that are back came.
+    """
+
+    number: int
+    gpu: int
+    route: Route
+    arrived_s: float
+    started_s: float = -1.0
+    first_s: float = -1.0
+    finished_s: float = -1.0
+    step: int = 0
+    pending: int = 0
+    back_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The requests of a server's trace that may be drawn.
+
+    Attributes:
+        prompts: for each request the routes [T, S] of its prompt.
+        replies: of the tokens that it decoded.
+    """
+
+    prompts: list[np.ndarray]
+    replies: list[np.ndarray]
+
+
+def read_source(trace: Trace, uses: Callable[[int], bool], prompt_tokens: int = 0, decode_tokens: int = 20) -> Source:
+    """Read a trace's requests.
+
+    A request of which only a prompt was recorded (routes of a teacher-forced run) is cut: its first `prompt_tokens`
+    tokens, or all but the last `decode_tokens`, are the prompt, and what follows counts as decoded.
+
+    Args:
+        uses: whether to take a request, from its place in the trace.
+        prompt_tokens: the most that are taken of a prompt (0: all).
+        decode_tokens: the most that are decoded.
+
+    Raises:
+        UsageError: no request with a token is left.
+    """
+    wanted = {request for place, request in enumerate(trace.requests["request"].to_pylist()) if uses(place)}
+    rows: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for batch in trace.batches():
+        for request in np.unique(batch.request_T).tolist():
+            if request in wanted:
+                mine = batch.request_T == request
+                rows.setdefault(request, []).append((batch.phase_T[mine], batch.experts_TS[mine]))
+    prompts, replies = [], []
+    for request in sorted(rows):
+        phase_T = np.concatenate([phase for phase, _ in rows[request]])
+        experts_TS = np.concatenate([experts for _, experts in rows[request]])
+        prompt_TS, reply_TS = experts_TS[phase_T == Phase.PREFILL], experts_TS[phase_T == Phase.DECODE]
+        if not len(reply_TS):
+            cut = prompt_tokens or max(len(prompt_TS) - decode_tokens, (len(prompt_TS) + 1) // 2)
+            prompt_TS, reply_TS = prompt_TS[:cut], prompt_TS[cut:]
+        elif not len(prompt_TS):
+            prompt_TS = reply_TS[:1]
+        prompts.append(prompt_TS[: prompt_tokens or None])
+        replies.append(reply_TS[:decode_tokens] if len(reply_TS) else prompt_TS[-1:])
+    if not prompts:
+        raise UsageError(f"{trace.path} has no request left to draw; give a longer trace or a smaller --split")
+    return Source(prompts=prompts, replies=replies)
+
+
+def draw_requests(
+    spec: ModelSpec,
+    cluster: Cluster,
+    sources: Mapping[int, Source],
+    arrivals: Sequence[Arrival],
+    rng: np.random.Generator,
+    *,
+    decode_tokens: int = 20,
+    most_tokens: int = 0,
+) -> list[Request]:
+    """A request for each arrival, drawn with replacement from its server's source; its GPUs take turns.
+
+    Where an arrival says how long it is, the drawn request's rows are repeated, or cut, to that length.
+
+    Args:
+        sources: by the number of the server.
+        decode_tokens: the most that are decoded, whatever the arrivals say.
+        most_tokens: the most of a prompt, whatever the arrivals say (0: no limit).
+    """
+    first = np.concatenate([[0], np.cumsum([len(server.gpus) for server in cluster.servers])]).tolist()
+    turn = [0] * len(cluster.servers)
+    known: dict[tuple[int, int, int, int], Route] = {}
+    requests = []
+    for number, arrival in enumerate(arrivals):
+        n = arrival.server
+        source = sources[n]
+        pick = int(rng.integers(len(source.prompts)))
+        prompt_TS, reply_TS = source.prompts[pick], source.replies[pick]
+        prompt = len(prompt_TS) if arrival.prompt_tokens is None else arrival.prompt_tokens
+        prompt = min(prompt, most_tokens) if most_tokens else prompt
+        new = min(len(reply_TS) if arrival.new_tokens is None else arrival.new_tokens, decode_tokens)
+        # Servers that share a source share its routes.
+        key = (id(source), pick, prompt, new)
+        if key not in known:
+            known[key] = lay_out(spec, _repeated(prompt_TS, prompt), _repeated(reply_TS, new))
+        gpu = first[n] + turn[n] % len(cluster.servers[n].gpus)
+        turn[n] += 1
+        requests.append(Request(number=number, gpu=gpu, route=known[key], arrived_s=arrival.at_s))
+    return requests
+
+
+def _repeated(rows_TS: np.ndarray, length: int) -> np.ndarray:
+    return rows_TS[np.arange(length) % len(rows_TS)]
+
+
+def lay_out(spec: ModelSpec, prompt_TS: np.ndarray, reply_TS: np.ndarray) -> Route:
+    """The steps of a prompt and of a reply."""
+    start_L = np.concatenate([[0], np.cumsum(spec.top_k_L)]).tolist()
+    spans = [slice(a, b) for a, b in pairwise(start_L)]
+    steps: list[Step] = []
+    for span in spans:
+        experts, tokens = np.unique(prompt_TS[:, span], return_counts=True)
+        steps.append(tuple(zip(experts.tolist(), tokens.tolist(), strict=True)))
+    for row in reply_TS.tolist():
+        steps += [tuple((expert, 1) for expert in sorted(row[span])) for span in spans]
+    return Route(
+        steps=steps,
+        prompt_tokens=len(prompt_TS),
+        new_tokens=len(reply_TS),
+        calls_LE=count_experts(spec, np.concatenate([prompt_TS, reply_TS])),
+        prompt_TS=prompt_TS,
+    )

@@ -1,0 +1,88 @@
+"""`moetool simulate`, as a user calls it."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetool.cli import main as cli
+from tests.synthetic_routes import make_spec, write_trace
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process; gives exit code, stdout and stderr."""
+
+    def call(*args: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["moetool", "simulate", *map(str, args)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as exit:
+            code = exit.code if isinstance(exit.code, int) else 1
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Traces of two servers, and their cluster."""
+    folder = tmp_path_factory.mktemp("simulate")
+    for seed, name in enumerate(("a", "b")):
+        write_trace(folder / name, make_spec(2), num_requests=8, seed=seed)
+    servers = "".join(f'[[servers]]\nname = "{n}"\n[[servers.gpus]]\nmemory_bytes = "9kB"\n' for n in ("a", "b"))
+    (folder / "cluster.toml").write_text('link_bytes_s = "1kB"\n' + servers)
+    return [f"--trace=a={folder / 'a'}", f"--trace=b={folder / 'b'}", f"--cluster={folder / 'cluster.toml'}"]
+
+
+def test_one_run_says_who_waited_where_bytes_went_and_what_eq_4_said(run: Run, inputs: list[str]) -> None:
+    given = (*inputs, "--mode", "prism", "--arrivals", "every:5s", "--requests", "16", "--set", "replan_s=10")
+    code, out, err = run(*given)
+    assert (code, err) == (0, "")
+    for text in ("mean latency by server: ", "computed locally until", "a -> b", "Eq. 4", "assumed costs"):
+        assert text in out
+    code, out, _ = run(*given, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["options"]["replan_s"] == 10
+    (only,) = found["runs"]
+    assert only["requests"] == len(only["served"]["finished_s"]) == 16
+    assert only["latency_s"]["mean"] >= only["mean_first_token_s"] > 0
+    assert {"saved_s", "cost_s", "worth_it"} <= only["migrations"][0].keys()
+    assert run(*given, "--json")[1] == out
+
+
+def test_modes_and_grids_side_by_side_are_drawn(run: Run, inputs: list[str], tmp_path: Path) -> None:
+    svg, png = tmp_path / "over_time.svg", tmp_path / "grid.png"
+    code, out, err = run(*inputs, "--mode", "uniform,redundant", "--requests", 8, "--figure", svg)
+    assert (code, err) == (0, "")
+    assert out.index("uniform") < out.index("redundant") and f"drawn in {svg}" in out
+    assert "redundant" in svg.read_text() and "latency of a request" in svg.read_text()
+    sweeps = ("--sweep", "gpus=2,4", "--sweep", "seed=0,1")
+    code, out, err = run(*inputs, "--mode", "redundant", "--requests", 4, *sweeps, "--figure", png, "--json")
+    assert (code, err) == (0, "")
+    runs = json.loads(out)["runs"]
+    assert [one["at"] for one in runs] == [{"gpus": g, "seed": s, "mode": "redundant"} for g in "24" for s in "01"]
+    assert [one["requests"] for one in runs] == [4, 4, 8, 8]
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_wrong_is_said_in_one_line(run: Run, inputs: list[str], tmp_path: Path) -> None:
+    for args, code, said in (
+        (["--mode", "prsm"], 2, "did you mean 'prism'"),
+        (["--mode", "prism", "--arrivals", "often"], 2, "write poisson:10s"),
+        (["--mode", "prism", "--sweep", "gpu=2"], 2, "did you mean 'gpus'"),
+        (["--mode", "prism", "--figure", tmp_path / "drawn.txt"], 2, "no picture that can be drawn"),
+        (["--mode", "prism", "--set", "seats=0"], 2, "expected 1 or more"),
+        (["--mode", ","], 2, "names no mode"),
+        (["--mode", "prism", "--plan", "p.json", "--sweep", "gpus=2"], 2, "leave one of them out"),
+    ):
+        found, out, err = run(*inputs, *args)
+        assert (found, out, err.count("\n")) == (code, "", 1)
+        assert said in err

@@ -1,0 +1,157 @@
+"""Whole simulations: modes, what they see, Eq. 4, seeds, and grids."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moetool.errors import MismatchError, UsageError
+from moetool.placement_plan import PlacementPlan, experts_of
+from moetool.simulation.control import MODES
+from moetool.simulation.running import Options, World, read_settings, read_world, simulate
+from moetool.simulation.sweeping import parse_sweeps, resize, sweep
+from moetool.trace.reader import Trace
+from moetool.types import Cluster
+from tests.clusters import make_cluster
+from tests.synthetic_routes import make_spec, write_trace
+
+SPEC = make_spec(3, 8, 2)
+OPTIONS = Options(seed=1, decode_tokens=3, replan_s=20.0, window_s=10.0)
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trace]:
+    folder = tmp_path_factory.mktemp("simulated")
+    return {f"s{n}": Trace(write_trace(folder / f"s{n}", SPEC, num_requests=12, seed=n)) for n in range(2)}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    return make_cluster([[15], [8, 8]], slot_bytes=1024, link_bytes_s=2000.0)
+
+
+@pytest.fixture(scope="module")
+def world(traces: dict[str, Trace], cluster: Cluster) -> World:
+    return read_world(traces, cluster, OPTIONS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_serves_every_request_and_the_same_under_a_seed(world: World, mode: str) -> None:
+    quick = {"kicks": 0, "relaxation": 0} if MODES[mode].planner == "director" else {}
+    first, again = (simulate(world, mode, "poisson:3s", 8, OPTIONS, planner_options=quick) for _ in range(2))
+    assert first.to_json() == again.to_json()
+    assert len(first.served) == 8
+    assert 0 < first.local <= 1
+    assert first.mean_s > 0
+    if MODES[mode].sees == "nothing":
+        assert first.migrations == ()
+
+
+def test_another_seed_draws_other_requests(world: World) -> None:
+    runs = [simulate(world, "uniform", "poisson:3s", 12, replace(OPTIONS, seed=seed)) for seed in (1, 2)]
+    assert runs[0].latencies_s != runs[1].latencies_s
+
+
+def test_a_migration_is_made_when_eq_4_says_so_and_helps(world: World) -> None:
+    """From a placement for nobody, prism_exact changes to the optimum; both sides of Eq. 4 are there."""
+    spec, cluster = world.spec, world.cluster
+    placed_GLE = np.zeros((3, 3, 8), bool)
+    placed_GLE[0, :, :4] = placed_GLE[1, :, 4:6] = placed_GLE[2, :, 6:] = True
+    plan = PlacementPlan(
+        spec=spec,
+        cluster=cluster,
+        planner="by hand",
+        options={},
+        seed=0,
+        experts_LG=experts_of(placed_GLE),
+        starts="round_robin",
+        costs="",
+        objective="",
+        value=0.0,
+        lower_bound=None,
+        traces=(),
+        profile_sha256=None,
+        planning_s=0.0,
+    )
+    moving = simulate(world, "prism_exact", "poisson:1s", 120, OPTIONS, plan=plan)
+    static = simulate(world, "prism_exact", "poisson:1s", 120, replace(OPTIONS, replan_s=0.0), plan=plan)
+    first = moving.migrations[0]
+    assert first.made and first.worth_it and first.saved_s > first.cost_s > 0
+    assert first.done_s is not None and first.done_s > first.at_s == 20.0
+    assert all(one.made == one.worth_it == (one.saved_s > one.cost_s) for one in moving.migrations)
+    assert static.migrations == ()
+    assert moving.local > static.local + 0.05
+    assert moving.windows[0].local == static.windows[0].local  # alike until the first migration
+    always = simulate(world, "prism_exact", "poisson:1s", 120, replace(OPTIONS, decide="always"), plan=plan)
+    assert all(one.made for one in always.migrations)
+    with pytest.raises(MismatchError, match="for another cluster"):
+        simulate(replace(world, cluster=replace(cluster, link_bytes_s=1.0)), "prism", "every:1s", 1, OPTIONS, plan=plan)
+
+
+def test_who_sees_the_coming_requests_has_more_of_their_experts_at_hand(world: World) -> None:
+    options = replace(OPTIONS, migrate="free", decide="always")
+    local = {
+        mode: np.mean([simulate(world, mode, "every:5s", 12, replace(options, seed=seed)).local for seed in range(2)])
+        for mode in ("uniform", "director-offline", "director-proactive")
+    }
+    assert local["director-proactive"] > local["director-offline"] > local["uniform"]
+    guessed = simulate(world, "director-proactive", "every:5s", 8, replace(options, lookahead="predicted"))
+    assert guessed.migrations and guessed.local > local["uniform"]
+
+
+def test_a_round_that_waits_for_its_experts_begins_later(world: World) -> None:
+    runs = {
+        how: simulate(world, "director-proactive", "every:50s", 6, replace(OPTIONS, migrate=how))
+        for how in ("free", "overlap", "stop")
+    }
+    assert runs["free"].mean_wait_s == runs["overlap"].mean_wait_s == 0
+    assert runs["stop"].mean_wait_s > 0
+    assert all(one.done_s == one.at_s for one in runs["free"].migrations)
+    assert runs["overlap"].sent_bytes > runs["free"].sent_bytes  # experts, too
+
+
+def test_lengths_come_from_the_file_of_arrivals(world: World, tmp_path: Path) -> None:
+    file = tmp_path / "arrivals.jsonl"
+    file.write_text('{"timestamp": 0, "input_length": 30, "output_length": 3}\n' * 3)
+    found = simulate(world, "uniform", str(file), 10, replace(OPTIONS, decode_tokens=9))
+    assert [(one.prompt_tokens, one.new_tokens) for one in found.served] == [(30, 3)] * 3
+    cut = simulate(world, "uniform", str(file), 10, replace(OPTIONS, prompt_tokens=8, decode_tokens=2))
+    assert [(one.prompt_tokens, one.new_tokens) for one in cut.served] == [(8, 2)] * 3
+
+
+def test_a_grid_of_clusters(traces: dict[str, Trace], cluster: Cluster) -> None:
+    larger = resize(cluster, 7)
+    assert [(s.name, len(s.gpus)) for s in larger.servers] == [
+        *(("s0", 1), ("s1", 2), ("s0#1", 1), ("s1#1", 2), ("s0#2", 1))
+    ]
+    swept = parse_sweeps(["gpus=3,6", "bandwidth=16kbps,1Mbps", "mode=uniform,prism_exact"])
+    runs = sweep(traces, cluster, swept, "uniform", "poisson:3s", 20, OPTIONS)
+    assert len(runs) == 8
+    found = {(at["gpus"], at["bandwidth"], at["mode"]): run for at, run in runs}
+    assert len(found["3", "1Mbps", "uniform"].served) == 20
+    assert len(found["6", "1Mbps", "uniform"].served) == 40
+    assert {one.server for one in found["6", "1Mbps", "uniform"].served} == {"s0", "s1", "s0#1", "s1#1"}
+    for gpus in ("3", "6"):
+        assert found[gpus, "1Mbps", "uniform"].mean_s < found[gpus, "16kbps", "uniform"].mean_s
+        assert found[gpus, "16kbps", "prism_exact"].local > found[gpus, "16kbps", "uniform"].local
+
+
+def test_what_makes_no_sense_is_refused(world: World) -> None:
+    for settings, message in (
+        ({"seats": 0}, "seats: found 0"),
+        ({"admission": "round"}, "did you mean 'rounds'"),
+        ({"decay": 2.0}, "decay"),
+        ({"dense_s": -1.0}, "dense_s: found -1"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            read_settings(settings)
+    assert read_settings({"fill": False})[2] == {"fill": False}
+    for swept in (["gpu=4"], ["gpus="]):
+        with pytest.raises(UsageError, match=r"did you mean 'gpus'|no value"):
+            parse_sweeps(swept)
+    with pytest.raises(UsageError, match="did you mean 'prism'"):
+        simulate(world, "prsm", "every:1s", 1)
+    with pytest.raises(MismatchError, match="hidden size"):
+        nameless = replace(world, spec=replace(SPEC, hidden_size=0))
+        simulate(nameless, "uniform", "every:1s", 1)
