@@ -712,6 +712,7 @@ def report(
             "--set", help="report.choices, report.uses, report.affinity_layers, ..., and POLICY.OPTION. Repeatable."
         ),
     ] = [],  # noqa: B006
+    overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print every number of the page as JSON.")] = False,
     recipe: Recipe = None,
 ) -> None:
@@ -720,6 +721,7 @@ def report(
     from moetool.report.sample import ReportOptions
     from moetool.trace.reader import Trace
 
+    durable.require_absent(out, overwrite)
     durable.require_writable(out)
     source, options = Trace(trace), parse_settings(settings)
     chosen = parse(ReportOptions, options.pop("report", {}), "report")

@@ -42,7 +42,7 @@ def read_responses(path: Path) -> list[tuple[str, dict[str, Any]]]:
         responses = [(f"{path}, response {i}", response) for i, response in enumerate(every)]
     except (ValueError, RecursionError):
         responses = []
-        for i, line in enumerate(text.splitlines(), 1):
+        for i, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 try:
                     responses.append((f"{path}, line {i}", json.loads(line)))

@@ -96,7 +96,7 @@ def _ones(weights_TS: np.ndarray, top_k_L: list[int]) -> list[bool]:
 def _events(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The metadata and the events, in order, each of them by itself as it should be."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise MismatchError(f"{path} is no text ({error.reason}), expected JSON lines") from None
     records = [(i, _object(f"{path}, line {i}", line)) for i, line in enumerate(lines, 1) if line.strip()]

@@ -145,10 +145,10 @@ def _files(root: Path, recipe: DatasetRecipe, config: str | None, split: str) ->
     ):
         found = listed
     if config is not None:
-        named = [file for file in found if config.lower() in _words(file.relative_to(root))]
+        named = [file for file in found if config.lower() in _labels(file.relative_to(root))]
         # Where nothing is named so, files that are in no folder of another name are taken for a copy of this alone.
         alone = [file for file in found if {*file.relative_to(root).parts[:-1]} <= {"data", *_SPLITS}]
-        if not named and root.name != config and (recipe.tasks or not alone):
+        if not named and root.name != config and (config != recipe.config or recipe.tasks or not alone):
             known = {file.stem for file in alone} or {file.relative_to(root).parts[0] for file in found}
             raise unknown_name(f"task or config of {root}:", config, known)
         found = named or alone or found
@@ -159,6 +159,14 @@ def _files(root: Path, recipe: DatasetRecipe, config: str | None, split: str) ->
     if empty := next((file for file in wanted if not file.stat().st_size), None):
         raise MismatchError(f"{empty} is empty, expected rows of {recipe.hub}; copy it again")
     return wanted
+
+
+def _labels(path: Path) -> set[str]:
+    """The configs that a file may be of: its folders' names, and its own without its split and number."""
+    *folders, _ = path.parts
+    stem = path.name[: -len(path.suffix)].lower()
+    plain = re.sub(r"([-_.](\d[\d-]*(of[-_]\d+)?|of|" + "|".join(_SPLITS) + "))+$", "", stem)
+    return {*(folder.lower() for folder in folders), stem, plain}
 
 
 def _words(path: Path) -> set[str]:

@@ -1,8 +1,9 @@
 """Text for training: a folder with one file a domain, its documents separated by `<|endoftext|>`.
 
 Documents, not lines, are held out, and by their own hash: the same document is on the same side in every run, and a
-copy of it too. Which tokens a step sees depends on the seed and the step alone, so a run that was killed goes on as if
-it had not been.
+copy of it too, in this file or another; but a file of so few documents that no hash falls below the share gives one all
+the same, and a copy of that one elsewhere is learned from. Which tokens a step sees depends on the seed and the step
+alone, so a run that was killed goes on as if it had not been.
 """
 
 import hashlib

@@ -95,6 +95,8 @@ def import_trace(
     folders = getattr(reader, "READS_FOLDERS", False)
     for file in files:
         if not (file.is_dir() if folders else file.is_file()):
+            if file.is_dir():
+                raise UsageError(f"{file} is a folder, and {format} has files: give them, as in {file}/*")
             raise UsageError(f"no {'folder' if folders else 'file'} at {file}; give the path of a {format} file")
     if not files:
         raise UsageError(f"nothing to import; give the path of a {format} file")
@@ -169,6 +171,8 @@ def _write_routes(
     weights = all(sequence.weights_TS is not None for sequence in every)
     logits = all(sequence.logits_TF is not None for sequence in every)
     notes = list(dict.fromkeys(note for _, _, routes in sources for note in routes.notes)) + _twins(sources)
+    if any(sequence.new_tokens is None for sequence in every):
+        notes.append("new tokens are counted by their rows: the last one of an answer, never forwarded, has none")
     tasks: list[str] = []
     with durable.staged_directory(out, overwrite, MANIFEST) as folder:
         writer = TraceWriter(folder, spec, ["topk", *(["logits"] if logits else [])], weights=weights)
