@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 from moetool.errors import MoetoolError, UsageError
 
 _TIMEOUT_S = 600.0
+_MAX_TOKENS = 128
+"""Of an answer without a chat template, where nothing tells a model to end, unless the settings say otherwise."""
 
 
 @dataclass
@@ -48,19 +50,21 @@ class Conversation:
         """Say something; gives the answer as it comes. Only a whole answer is remembered.
 
         Raises:
-            MoetoolError: the server cannot be reached, refuses, or breaks off.
+            Refused: the server did not take this turn.
+            MoetoolError: the server cannot be reached, or breaks off.
         """
         turn = {"role": "user", "content": text}
         if not self._by_prompt:
             said = [*self.messages, turn]
             try:
                 answer = yield from self._stream("/chat/completions", {"messages": said}, _of_chat)
-            except _Refused as refused:
+            except Refused as refused:
                 if self.messages or "chat template" not in str(refused):
                     raise
                 self._by_prompt = True
         if self._by_prompt:
-            answer = yield from self._stream("/completions", {"prompt": text, "max_tokens": 128}, _of_completion)
+            body = {"prompt": text, "max_tokens": self.settings.get("max_tokens", _MAX_TOKENS)}
+            answer = yield from self._stream("/completions", body, _of_completion)
         self.messages += [turn, {"role": "assistant", "content": answer}]
 
     def _stream(self, path: str, body: dict[str, Any], text_of: Callable[[Any], str]) -> Generator[str, None, str]:
@@ -102,7 +106,7 @@ class Conversation:
             connection.request(method, self._base + path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise _Refused(_reason(response))
+                raise Refused(response.status, _reason(response))
             yield response
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             raise MoetoolError(f"no answer from {self.url}: {error or type(error).__name__}") from None
@@ -110,8 +114,21 @@ class Conversation:
             connection.close()
 
 
-class _Refused(MoetoolError):
-    """The server answered, and not with what was asked for."""
+class Refused(MoetoolError):
+    """The server answered, and not with what was asked for.
+
+    Attributes:
+        status: of the answer.
+    """
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(f"the server refused ({status}): {reason}")
+        self.status = status
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether another turn, or the same one later, may be taken."""
+        return self.status in (400, 408, 413, 429, 503)
 
 
 def _reason(response: http.client.HTTPResponse) -> str:
@@ -120,7 +137,7 @@ def _reason(response: http.client.HTTPResponse) -> str:
         text = json.loads(text)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         text = text.strip().partition("\n")[0]
-    return f"the server refused ({response.status}): {text}"
+    return str(text)
 
 
 def _of_chat(choice: Any) -> str:

@@ -19,20 +19,20 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(_printable(title)), title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    table = Table(title=Text(printable(title)), title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < num_text else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(_printable(cell)) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
     console.print(table)
 
 
-def _printable(text: str) -> str:
-    """Text from files of others, with what a terminal would take for a command made visible."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+def printable(text: str, keep: str = "\n") -> str:
+    """Text of others, with what a terminal would take for a command made visible; characters of `keep` are not."""
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_lines(rows: Sequence[tuple[str, str, str]]) -> None:

@@ -618,17 +618,25 @@ def chat(
     """Talk to a server: a line is a turn; Ctrl-C stops an answer, Ctrl-D or an empty line ends. --set temperature=0
     and the like go along with every request.
     """
-    from moetool.chat import Conversation
+    from moetool.chat import Conversation, Refused
 
     conversation = Conversation(url, api_key, parse_settings(settings))
-    tables.narrate(f"moetool: {conversation.model}")
+    tables.narrate(tables.printable(f"moetool: {conversation.model}"))
     while text := _next_line():
         try:
             for piece in conversation.ask(text):
-                print(piece, end="", flush=True)
+                print(tables.printable(piece, keep=_SPOKEN), end="", flush=True)
             print()
+        except Refused as refused:
+            if not refused.may_go_on:
+                raise
+            tables.narrate(tables.printable(f"moetool: {refused}"))
         except KeyboardInterrupt:
             tables.narrate("\nmoetool: stopped; the answer is forgotten")
+
+
+_SPOKEN = "\n\t\xa0\u3000\u200c\u200d"
+"""Not printable to Python, and harmless parts of written language: blanks, and the joiners of scripts and emoji."""
 
 
 def _next_line() -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
@@ -57,12 +57,13 @@ def create_app(
     # the request's Host header says.
     app = FastAPI(title="moetool", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.frontend = frontend
-    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, timeout_s=options.body_timeout_s)
     app.add_middleware(Access, api_key=api_key, report=report)  # the last one added is the outermost
     refusal.install(app)
     openapi.install(app, api_key=api_key is not None)
 
-    names = {engine.model_name, engine.model_name.rstrip("/").rpartition("/")[2], *aliases}
+    short_name = engine.model_name.rstrip("/").rpartition("/")[2]
+    names = {engine.model_name, short_name, *aliases}
     card = {"id": engine.model_name, "object": "model", "created": int(time.time()), "owned_by": "moetool"}
 
     def require_model(name: str) -> None:
@@ -95,12 +96,13 @@ def create_app(
 
     @app.get("/health")
     async def health() -> JSONResponse:
+        # Asks for no key, so it does not tell in which folder the model lies.
         if frontend.status == "ready":
-            return JSONResponse({"status": "ok", "model": engine.model_name})
-        body = {"status": frontend.status, "model": engine.model_name}
+            return JSONResponse({"status": "ok", "model": short_name})
+        body = {"status": frontend.status, "model": short_name}
         return JSONResponse(body, 503, {"Retry-After": "2"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:
         return Response(frontend.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 

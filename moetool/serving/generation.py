@@ -15,7 +15,7 @@ from moetool.request import EngineLike, Finish, Output, SamplingParams, TokenLog
 from moetool.serving.access import Record
 from moetool.serving.fair_queue import FairQueue
 from moetool.serving.metrics import Metrics
-from moetool.serving.refusal import Overloaded
+from moetool.serving.refusal import Overloaded, Refusal
 from moetool.serving.server_options import ServerOptions
 from moetool.serving.text import StopStrings, Vocabulary
 
@@ -269,7 +269,7 @@ class Frontend:
         """Queue jobs for the engine, all or none; the caller closes the exchange.
 
         Raises:
-            UsageError, CapacityError: the engine could never serve one of them.
+            UsageError, CapacityError: the engine could never serve one of them, or so many of them.
             Overloaded: too many wait already.
             Unavailable: not now.
         """
@@ -334,6 +334,9 @@ class Frontend:
             work.exception()  # looked at, lest asyncio complain of it where nobody waits any more
 
     def _require_room(self, num: int) -> None:
+        most = self.options.max_queue + 2 * self.engine.max_requests
+        if num > most:
+            raise Refusal(f"{num} choices in one request; this server holds at most {most} at once")
         free = 2 * self.engine.max_requests - self._in_engine
         waiting = self.num_waiting
         if waiting + num > self.options.max_queue + max(0, free):

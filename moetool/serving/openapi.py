@@ -23,9 +23,24 @@ _ERROR = {
 _REFUSALS = {
     "400": "The request makes no sense, or asks for something that this server does not have",
     "404": "No such model",
+    "408": "The body did not come in time",
     "413": "The body is too large",
     "429": "Too many requests wait already; Retry-After says when to come back",
     "503": "Not now, or not within the time that the request was given; the message says why",
+}
+_REQUEST_ID = {
+    "name": "X-Request-Id",
+    "in": "header",
+    "required": False,
+    "description": "Comes back with the answer; made up if it is missing or not 1 to 128 visible ASCII characters",
+    "schema": {"type": "string"},
+}
+_REQUEST_TIMEOUT = {
+    "name": "X-Request-Timeout",
+    "in": "header",
+    "required": False,
+    "description": "Seconds that the answer may take, if less than the server allows",
+    "schema": {"type": "number", "exclusiveMinimum": 0},
 }
 
 
@@ -57,6 +72,8 @@ def install(app: FastAPI, *, api_key: bool) -> None:
 def _describe(operation: dict[str, Any], path: str, *, asks: bool) -> None:
     answers = operation["responses"]
     answers.pop("422", None)
+    parameters = operation.setdefault("parameters", [])
+    parameters.append(_REQUEST_ID)
     if path == "/health":
         answers["503"] = {"description": "Requests are not taken; `status` says why"}
     if path.startswith("/v1/models/"):
@@ -64,6 +81,10 @@ def _describe(operation: dict[str, Any], path: str, *, asks: bool) -> None:
     if "requestBody" in operation:
         for status, why in _REFUSALS.items():
             answers[status] = _answer(why)
+        parameters.append(_REQUEST_TIMEOUT)
+        answers["200"]["content"]["text/event-stream"] = {
+            "schema": {"type": "string", "description": "With stream: one chunk an event, and [DONE] at the end"}
+        }
     if asks:
         answers["401"] = _answer("The key is missing or wrong")
         operation["security"] = [{"key": []}]

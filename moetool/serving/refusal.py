@@ -1,5 +1,6 @@
 """Every error as an OpenAI client expects it: a status, and `{"error": {message, type, param, code}}`."""
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -92,23 +93,42 @@ def _explain(error: Any) -> tuple[str, str | None]:
 
 
 class BodyLimit:
-    """Middleware: a body over the limit is answered with 413, whether or not its length was announced."""
+    """Middleware: a body over the limit is answered with 413, whether or not its length was announced.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    One that has not come in time is answered with 408, however steadily it trickles.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         num_bytes = 0
+        until: float | None = asyncio.get_running_loop().time() + self._timeout_s
+
+        async def timed() -> Message:
+            nonlocal until
+            try:
+                async with asyncio.timeout_at(until):
+                    message = await receive()
+            except TimeoutError:
+                # The rest of the body would be taken for the next request.
+                raise HTTPException(
+                    408, f"the body did not come within {self._timeout_s:g} s", {"Connection": "close"}
+                ) from None
+            if not message.get("more_body"):
+                until = None  # what comes now is that the client goes, at any time
+            return message
 
         async def counted() -> Message:
             nonlocal num_bytes
-            message = await receive()
+            message = await timed()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
                 # Read on without keeping it: a client that is still sending would not see the answer.
                 while message["type"] == "http.request" and message.get("more_body") and num_bytes < _MAX_SKIPPED_BYTES:
-                    message = await receive()
+                    message = await timed()
                     num_bytes += len(message.get("body", b""))
                 raise HTTPException(413, f"the body is larger than {self._max_bytes} bytes")
             return message

@@ -13,10 +13,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
+from pydantic_core import CoreSchema, core_schema
 
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 1024
@@ -34,17 +38,26 @@ def _unicode(value: str) -> str:
 
 
 _Text = Annotated[str, AfterValidator(_unicode)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+_Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 
 
-def _only(*neutral: Any) -> AfterValidator:
+class _Only:
     """For a field that is accepted only with a value that changes nothing."""
 
-    def check(value: Any) -> Any:
-        if value not in neutral:
+    def __init__(self, *neutral: Any) -> None:
+        self._neutral = neutral
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [*self._neutral, None]}
+
+    def _check(self, value: Any) -> Any:
+        if value not in self._neutral:
             raise ValueError("not supported by this server; leave it out")
         return value
-
-    return AfterValidator(check)
 
 
 def _as_prompts(value: Any) -> list[str] | list[list[int]]:
@@ -85,6 +98,14 @@ def _as_text(value: Any) -> str:
     return "".join(texts)
 
 
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -106,21 +127,17 @@ class GenerationRequest(_Body):
     top_p: float = Field(default=1.0, gt=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
-        Field(max_length=MAX_STOPS),
-        BeforeValidator(_as_stops),
-    ] = []
+    stop: Annotated[_Stops, BeforeValidator(_as_stops, json_schema_input_type=_Stop | _Stops)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
 
-    logit_bias: Annotated[Any, _only({})] = None
-    presence_penalty: Annotated[Any, _only(0)] = None
-    frequency_penalty: Annotated[Any, _only(0)] = None
-    repetition_penalty: Annotated[Any, _only(1)] = None
-    top_k: Annotated[Any, _only(0, -1)] = None
-    min_p: Annotated[Any, _only(0)] = None
-    response_format: Annotated[Any, _only({"type": "text"})] = None
+    logit_bias: Annotated[Any, _Only({})] = None
+    presence_penalty: Annotated[Any, _Only(0)] = None
+    frequency_penalty: Annotated[Any, _Only(0)] = None
+    repetition_penalty: Annotated[Any, _Only(1)] = None
+    top_k: Annotated[Any, _Only(0, -1)] = None
+    min_p: Annotated[Any, _Only(0)] = None
+    response_format: Annotated[Any, _Only({"type": "text"})] = None
 
     @field_validator("stream_options")
     @classmethod
@@ -137,13 +154,16 @@ class GenerationRequest(_Body):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
-    prompt: Annotated[list[_Text] | list[list[int]], BeforeValidator(_as_prompts)]
+    prompt: Annotated[
+        list[_Text] | list[list[int]],
+        BeforeValidator(_as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
     max_tokens: int | None = Field(default=None, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=5)
     echo: bool = False
-    best_of: int | None = None
+    best_of: int | None = Field(default=None, description="Only the same as n")
 
-    suffix: Annotated[Any, _only("")] = None
+    suffix: Annotated[Any, _Only("")] = None
 
     @field_validator("prompt")
     @classmethod
@@ -164,10 +184,10 @@ class Message(_Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[_Text, BeforeValidator(_as_text)]
+    content: Annotated[_Text, BeforeValidator(_as_text), WithJsonSchema(_CONTENT)]
 
-    tool_calls: Annotated[Any, _only([])] = None
-    function_call: Annotated[Any, _only()] = None
+    tool_calls: Annotated[Any, _Only([])] = None
+    function_call: Annotated[Any, _Only()] = None
 
 
 class ChatRequest(GenerationRequest):
@@ -179,13 +199,13 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
-    tools: Annotated[Any, _only([])] = None
-    tool_choice: Annotated[Any, _only("none", "auto")] = None
-    functions: Annotated[Any, _only([])] = None
-    function_call: Annotated[Any, _only("none", "auto")] = None
-    modalities: Annotated[Any, _only(["text"])] = None
-    audio: Annotated[Any, _only()] = None
-    web_search_options: Annotated[Any, _only()] = None
+    tools: Annotated[Any, _Only([])] = None
+    tool_choice: Annotated[Any, _Only("none", "auto")] = None
+    functions: Annotated[Any, _Only([])] = None
+    function_call: Annotated[Any, _Only("none", "auto")] = None
+    modalities: Annotated[Any, _Only(["text"])] = None
+    audio: Annotated[Any, _Only()] = None
+    web_search_options: Annotated[Any, _Only()] = None
 
     @field_validator("top_logprobs")
     @classmethod

@@ -16,6 +16,7 @@ class ServerOptions:
         stuck_after_s: when a single forward has run for so long, the server calls itself stuck and takes no requests
             until it is over.
         max_body_bytes: of one request; more is answered with 413.
+        body_timeout_s: a request whose body takes longer to come is answered with 408.
         drain_timeout_s: how long running requests may take to finish when the server is told to stop.
         access_log: file for one line of JSON a request (empty: none; `-`: stderr). Of prompts and answers it has only
             the lengths.
@@ -25,13 +26,14 @@ class ServerOptions:
     request_timeout_s: float = 600.0
     stuck_after_s: float = 120.0
     max_body_bytes: int = 8 * 2**20
+    body_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
     access_log: str = ""
 
     def __post_init__(self) -> None:
         if self.max_queue < 0:
             raise UsageError(f"max_queue is {self.max_queue}, expected at least 0")
-        for name in ("request_timeout_s", "stuck_after_s", "max_body_bytes"):
+        for name in ("request_timeout_s", "stuck_after_s", "max_body_bytes", "body_timeout_s"):
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name} is {getattr(self, name)}, expected more than 0")
         if not self.drain_timeout_s >= 0:

@@ -350,7 +350,7 @@ def test_large_bodies(url: str) -> None:
 
 def test_health_and_metrics(url: str, client: openai.OpenAI) -> None:
     status, _, text = get(url, "/health")
-    assert status == 200 and json.loads(text)["status"] == "ok"
+    assert status == 200 and json.loads(text) == {"status": "ok", "model": "reference"}
     client.completions.create(prompt="hello", **GREEDY)
     status, headers, text = get(url, "/metrics")
     lines = text.splitlines()

@@ -9,8 +9,10 @@ from typing import Any
 
 import openai
 import pytest
+from typer.testing import CliRunner
 
 from moetool.chat import Conversation
+from moetool.cli.main import app
 from moetool.errors import MoetoolError, UsageError
 from moetool.request import SamplingParams, Sink, TokenLogprob
 from moetool.serving.server_options import ServerOptions
@@ -80,7 +82,9 @@ def test_too_many_are_told_when_to_come_back() -> None:
         assert json.loads(response.read())["error"]["code"] == "queue_full"
         with pytest.raises(openai.RateLimitError):
             client_of(url).completions.create(**ASK)
-        assert post(url, "/v1/completions", {**ASK, "n": 5})[0] == 429  # all or none
+        assert post(url, "/v1/completions", {**ASK, "n": 4})[0] == 429  # all or none
+        status, body = post(url, "/v1/completions", {**ASK, "n": 5})
+        assert status == 400 and "5 choices in one request; this server holds at most 4" in body["error"]["message"]
         assert [job.result()[0] for job in running] == [200] * 4
         eventually(lambda: json.loads(get(url, "/stats")[2])["server"]["choices_in_engine"] == 0)
         assert post(url, "/v1/completions", ASK)[0] == 200
@@ -230,9 +234,42 @@ def test_what_is_not_served_is_said() -> None:
             assert status == 404 and f"{path}; this server has /v1/models, /v1/completions" in body["error"]["message"]
         paths = json.loads(get(url, "/openapi.json")[2])["paths"]
         answers = paths["/v1/completions"]["post"]["responses"]
-        assert set(answers) == {"200", "400", "404", "413", "429", "503"}
+        assert set(answers) == {"200", "400", "404", "408", "413", "429", "503"}
         served = {"/v1/models", "/v1/models/{name}", "/v1/completions", "/v1/chat/completions"}
         assert set(paths) == served | {"/health", "/metrics", "/stats"}
+
+
+def test_the_description_says_what_is_taken_and_given() -> None:
+    with serving(ScriptedEngine()) as (url, _):
+        description = json.loads(get(url, "/openapi.json")[2])
+    fields = description["components"]["schemas"]["CompletionRequest"]["properties"]
+    for name in ("prompt", "stop"):
+        assert {"string", "array"} == {one["type"] for one in fields[name]["anyOf"]}
+    assert fields["top_k"]["enum"] == [0, -1, None] and fields["response_format"]["enum"] == [{"type": "text"}, None]
+    paths = description["paths"]
+    assert list(paths["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        operation = paths[path]["post"]
+        assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+        assert [one["name"] for one in operation["parameters"]] == ["X-Request-Id", "X-Request-Timeout"]
+
+
+def test_a_body_that_trickles_is_given_up() -> None:
+    with serving(ScriptedEngine(step_s=0.05), options=ServerOptions(body_timeout_s=0.3)) as (url, _):
+        slow = connect(url)
+        slow.putrequest("POST", "/v1/completions")
+        slow.putheader("Content-Type", "application/json")
+        slow.putheader("Content-Length", "1000")
+        slow.endheaders(b"{")
+        for _ in range(3):
+            time.sleep(0.05)
+            slow.send(b" ")
+        response = slow.getresponse()
+        body = json.loads(response.read())
+        assert response.status == 408 and "within 0.3 s" in body["error"]["message"]
+        assert response.headers["Connection"] == "close"
+        # An answer may take longer than its question.
+        assert post(url, "/v1/completions", {**ASK, "ignored": 1})[0] == 200
 
 
 @pytest.mark.parametrize("settings", [{"max_queue": -1}, {"request_timeout_s": 0}, {"stuck_after_s": float("nan")}])
@@ -261,6 +298,22 @@ def test_a_conversation_that_breaks_off_is_not_remembered() -> None:
         with pytest.raises(MoetoolError, match="disk is on fire"):
             list(conversation.ask("hello"))
         assert conversation.messages == []
+
+
+def test_an_answer_without_a_chat_template_is_as_long_as_asked() -> None:
+    engine = ScriptedEngine()
+    engine.tokenizer.chat_template = None
+    with serving(engine) as (url, _):
+        for settings, expected in (({}, 128), ({"max_tokens": 200}, 200)):
+            list(Conversation(url, settings={"temperature": 0, **settings}).ask("hello"))
+            assert engine.submitted[-1].max_tokens == expected
+
+
+def test_a_refused_turn_is_told_and_the_next_one_taken() -> None:
+    with serving(ScriptedEngine(reply="a\x1b[2J\tb", room=60)) as (url, _):
+        done = CliRunner().invoke(app, ["chat", url, "--set", "temperature=0"], input="long " * 200 + "\nhello\n")
+    assert done.exit_code == 0 and done.stdout == "a\\x1b[2J\tb\n"
+    assert "moetool: the server refused (400)" in done.stderr and "do not fit into 60" in done.stderr
 
 
 def test_the_status_line() -> None:
