@@ -41,6 +41,8 @@ from moetool.types import GateEvent, ModelSpec
 SCHEMA_VERSION = 1
 CARD = "card.json"
 WEIGHTS = "predictor.safetensors"
+_OBJECTS = ("options", "spec", "weights", "trace", "requests", "tokens", "fit")
+"""What of a card is an object of its own, where it is there."""
 _REQUIRED = ("predictor", "options", "spec", "weights", "trace", "requests", "seen_prompts")
 
 
@@ -331,6 +333,8 @@ def load_predictor(path: Path, options: Mapping[str, Mapping[str, Any]] | None =
         )
     if missing := [key for key in _REQUIRED if key not in card]:
         raise MismatchError(f"{path / CARD} is damaged: it has no {', '.join(missing)}; {again}")
+    if wrong := [key for key in _OBJECTS if not isinstance(card.get(key, {}), dict)]:
+        raise MismatchError(f"{path / CARD} is damaged: {', '.join(wrong)} should be JSON objects; {again}")
     weights = path / WEIGHTS
     own_form = isinstance(card["weights"].get("sha256"), dict)  # several files, which `open` knows
     if not own_form and not weights.is_file():

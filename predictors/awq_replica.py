@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import moetool.predictor
-from moetool import config
+from moetool import config, durable
 from moetool.errors import MismatchError, UsageError
 from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec
@@ -102,6 +102,12 @@ class Predictor(moetool.predictor.Predictor):
                 f"{folder} holds another replica than its card says ({found[:12]}, expected "
                 f"{self.card['weights']['revision'][:12]}); make it again with --overwrite"
             )
+        for name, sha256 in self.card["weights"]["sha256"].items():
+            if (found := durable.sha256_file(folder / name)) != sha256:
+                raise MismatchError(
+                    f"{folder / name} is damaged: its sha256 is {found[:12]}, expected {sha256[:12]}; make the replica "
+                    f"again with --overwrite"
+                )
         self._replica = load_full(folder, torch.float32)
         use_threads(self._replica.model.config)
         self._replica.model.set_experts_implementation("eager")

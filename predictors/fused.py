@@ -118,6 +118,12 @@ class Predictor(moetool.predictor.Predictor):
         self._parts: list[_Part] = []
         self._watch: FusedPath | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its parameters and buffers, and of the index over all paths that it may hold while it is asked."""
+        rows = int(self.num_paths) + self.options.recent
+        return super().num_bytes + 4 * self.num_layers * (self.num_experts + 1) * rows
+
     def reach(self, ahead: int) -> int:
         """It sees as far without the gates, which say nothing beyond what is known of them."""
         return self.lookahead

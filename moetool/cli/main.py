@@ -342,6 +342,8 @@ def plan_cache(
     if draw is not None:
         require_drawable(draw)
         durable.require_writable(draw)
+        if draw.resolve() == out.resolve():
+            raise UsageError(f"{draw} is the plan's own file; draw into another")
         if frontier < 1:
             raise UsageError("--draw draws the frontier; give --frontier 1 or more budgets")
     target_s = None if target_tpot is None else parse_seconds(target_tpot)
@@ -433,8 +435,8 @@ def plan_alpha(
     values = parse_settings(settings)
     serve_options = parse(ServeOptions, values.pop("serve", {}), "--set serve")
     options = parse(AlphaOptions, values, "--set")
-    texts = [f"{prompt.text} {prompt.answer or ''}" for prompt in prompt_sets.load(data)]
-    with tables.progress("passes", options.rounds * len(options.alphas)) as passed:
+    texts = [f"{prompt.text} {prompt.answer or ''}" for prompt in prompt_sets.load(_split(data))]
+    with tables.progress("passes", options.rounds * len({0.0, *options.alphas})) as passed:
         plan, points = run(
             model,
             texts,

@@ -44,7 +44,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
         MismatchError: it is damaged, not such a file, or of another model than the one at hand.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise MismatchError(f"{path} is no text ({error.reason}), expected a CSV file of routes") from None
     num_header = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))

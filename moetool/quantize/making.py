@@ -1,6 +1,6 @@
 """The layers of a replica, made one by one in a folder where a killed run goes on.
 
-made_from.json        what the replica is made from and how; another beginning starts anew
+made_from.json        what the replica is made from and how; a folder of something else is refused
 model-*.safetensors   the layers that are done, as they will be in the result
 layer-*.json          the exponents that were chosen for each of them
 hidden.safetensors    what the next layer gets on the calibration tokens, and which layer that is
@@ -161,8 +161,12 @@ class Maker:
         )
         record = self.folder / "made_from.json"
         if not record.is_file() or record.read_text(encoding="utf-8") != made_from:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
+            if self.folder.is_dir() and any(self.folder.iterdir()):
+                what = "the layers of a run with other flags, data or version" if record.is_file() else "other files"
+                raise UsageError(
+                    f"{self.folder} holds {what}; go on with the same flags, or remove it: rm -r {self.folder}"
+                )
+            self.folder.mkdir(parents=True, exist_ok=True)
             durable.write_text(record, made_from)
             return 0, None
         state = self.folder / "hidden.safetensors"

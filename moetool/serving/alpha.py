@@ -29,7 +29,7 @@ class AlphaOptions:
     """How alpha is measured.
 
     Attributes:
-        alphas: where.
+        alphas: where; 0, which changes nothing, is measured too.
         tokens: of each text; shorter texts are left out.
         known: tokens of each that are the prompt; the rest are fed one at a time, as decoding does.
         texts: at most so many, evenly drawn from those that are long enough.
@@ -104,25 +104,30 @@ def plan_alpha(
         that holds for this model.
 
     Raises:
-        UsageError: no alpha is fast enough, the texts are too short, or nothing in this model can be substituted.
+        UsageError: no alpha is fast enough, the options are not those of one CPU, the texts are too short, or nothing
+        in this model can be substituted.
         CapacityError: the memory does not hold the model.
     """
     serve, options = serve or ServeOptions(), options or AlphaOptions()
+    if serve.device != "cpu" or serve.devices != 1 or serve.host_memory_bytes:
+        raise UsageError("alpha is measured on the CPU alone, on one device, with no tier of host memory between")
     path = locate(model)
     tokenizer = load_tokenizer(path)
     ids = [tokenizer(text)["input_ids"][: options.tokens] for text in texts]
     long = [row for row in ids if len(row) == options.tokens]
-    ids_ST = long[:: max(1, len(long) // options.texts)][: options.texts]
+    count = min(options.texts, len(long))
+    ids_ST = [long[place * len(long) // count] for place in range(count)]
+    alphas = sorted({0.0, *options.alphas})
     if not ids_ST:
         raise UsageError(f"none of {len(texts)} texts has {options.tokens} tokens; give longer ones, or --set tokens=N")
     dense, kv = fixed_bytes(path, serve)
     passes: dict[float, list[_Pass]] = {}
     for number in range(options.rounds):
-        for place, alpha in enumerate(options.alphas):
+        for place, alpha in enumerate(alphas):
             made = _feed(path, ids_ST, alpha, device_memory_bytes - dense - kv, serve, options.known)
             passes.setdefault(alpha, []).append(made)
-            on_pass(number * len(options.alphas) + place + 1)
-    points = [_point(alpha, made, passes[options.alphas[0]][0].likeliest) for alpha, made in passes.items()]
+            on_pass(number * len(alphas) + place + 1)
+    points = [_point(alpha, made, passes[0.0][0].likeliest) for alpha, made in passes.items()]
     alpha = choose_alpha([p.alpha for p in points], [p.tpot_s for p in points], target_tpot_s)
     return _plan(path, ids_ST, alpha, points, device_memory_bytes, target_tpot_s, serve), points
 
