@@ -17,7 +17,7 @@ of the model do; § VIII makes it with AWQ. Readings and deviations:
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,8 @@ def make(
     durable.require_absent(out, overwrite, CARD)
     path = locate(model)
     require_replicable(path, making)
+    context = getattr(read_config(path).get_text_config(), "max_position_embeddings", None)
+    making = replace(making, length=min(making.length, context or making.length))
     texts = prompts.load(list(data))
     calibration = from_prompts(
         texts, load_tokenizer(path), length=making.length, max_tokens=making.max_tokens, seed=seed

@@ -43,7 +43,7 @@ class ReplicaOptions:
             routed experts' are 0 either way, as transformers reads no others of stacked experts.
         dtype: that the layers are run in; float32 takes twice the memory of bfloat16.
         grid, clip, min_tokens: as for `SearchOptions`; grid=0 and clip=false round to nearest.
-        length: tokens of a calibration block.
+        length: tokens of a calibration block; the model's context at most.
         max_tokens: calibration tokens at most.
     """
 

@@ -127,9 +127,6 @@ def require_replicable(path: Path, options: ReplicaOptions) -> None:
     require_family(config)
     if bits_of(path):
         raise UsageError(f"{path} is packed already; give the model that it was made from")
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and options.length > context:
-        raise UsageError(f"length is {options.length}, expected at most the model's context of {context:,} tokens")
     model = empty_model(config, torch.float32)
     moe = {layer.layer_id: layer for layer in moe_layers(model)}
     widths: set[int] = set()
