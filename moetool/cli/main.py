@@ -731,8 +731,8 @@ def report(
     from moetool.report.sample import ReportOptions
     from moetool.trace.reader import Trace
 
-    durable.require_absent(out, overwrite)
     durable.require_writable(out)
+    durable.require_absent(out, overwrite)
     source, options = Trace(trace), parse_settings(settings)
     chosen = parse(ReportOptions, options.pop("report", {}), "report")
     policies = _split(policy) if policy else list(POLICIES)

@@ -29,7 +29,9 @@ def test_the_page_is_written_and_its_sentences_printed(
     assert printed.startswith(f"{page}: synthetic, ")
     assert "  caching: With room for 25 % of the experts (4 slots), the hit rates are lru " in printed
     small = ("--policy", "lru", "--budget", "25%", "--set", "report.uses=2000", "--set", "report.affinity_layers=[3]")
-    assert _run(monkeypatch, trace, "--out", page, *small, "--json") == 0
+    assert _run(monkeypatch, trace, "--out", page, *small) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert _run(monkeypatch, trace, "--out", page, *small, "--json", "--overwrite") == 0
     numbers = json.loads(capsys.readouterr().out)
     assert list(numbers["affinity"]["lift_EE"]) == ["3"]
     assert [row["policy"] for row in numbers["replay"]] == ["lru", "belady"]
