@@ -1,6 +1,7 @@
 """Public data sets: every recipe on a copy of some rows, what the hub answers, and what is wrong with copies."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from moetool.prompts import gather as prompts
 from moetool.prompts.gather import DataOptions, Gathered, Prompt
 from tests.public_rows import PARAGRAPH, SAMPLES, Sample
 
-SHARED = Path("/work/shared/data")
+SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared")) / "data"
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> None:
