@@ -66,7 +66,7 @@ class BatchRecord:
         hottest: rows on the fullest GPU, summed over steps and layers.
         rows: of all GPUs.
         sent_GG: bytes of rows from GPU to GPU.
-        moved_bytes: of experts that arrived while it ran.
+        moved_bytes: of experts that arrived while it ran, or since the one before it ended.
         moved_during_exchange: of these, in an all-to-all.
         version: of the placement at its end.
         tokens_GLE: uses of experts by each GPU's own tokens.
@@ -258,6 +258,13 @@ class Head:
         while not over.wait(0.1):
             if self.state == "failed":
                 raise MoetoolError(self._reason)
+
+    def settle(self) -> None:
+        """Wait until nothing runs or waits."""
+        while self._batch_began is not None or self._pending or not self._events.empty():
+            if self.state == "failed":
+                raise MoetoolError(self._reason)
+            time.sleep(0.005)
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         """Raises: UsageError, CapacityError: the request can never be served."""

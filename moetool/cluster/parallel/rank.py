@@ -162,6 +162,7 @@ class Rank:
         self._generation = self._version = 0
         self._members: list[int] = []
         self._placed_GLE = np.zeros((0, 0, 0), bool)
+        self._moved = asdict(self._migration.moved)  # when the last batch ended
         self._over = threading.Event()
         self._head = connect(head, token)
         self._head.send(
@@ -284,7 +285,7 @@ class Rank:
         """Serve one batch together with the others."""
         began = time.perf_counter()
         self.runtime.count_anew()
-        waited_s, moved = self._windows.waited_s, asdict(self._migration.moved)
+        waited_s = self._windows.waited_s
         for one in message["requests"]:
             if "top" in one:
                 self._scores.append((one["id"], one["prompt"], one["top"]))
@@ -306,6 +307,7 @@ class Rank:
             if outputs:
                 self._tell(outputs)
         self._windows.open(_FOREVER)
+        moved, self._moved = self._moved, asdict(self._migration.moved)
         self._say(
             {
                 "kind": "done",
@@ -316,7 +318,7 @@ class Rank:
                 "held": self._shelf.most,
                 "version": self._version,
                 "tally": tally_to_json(self.runtime.tally),
-                "moved": {name: value - moved[name] for name, value in asdict(self._migration.moved).items()},
+                "moved": {name: value - moved[name] for name, value in self._moved.items()},
             }
         )
 
