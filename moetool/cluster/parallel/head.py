@@ -140,7 +140,6 @@ class Head:
         launcher: of the ranks.
         rank_options: of `RankOptions`, by name.
         host: this machine's address, as the ranks reach it.
-        hosts: each rank's own (this one's, if not said).
         gather_s: how long a batch that is not full waits for more requests.
 
     Attributes:
@@ -164,7 +163,6 @@ class Head:
         vocab_size: int,
         rank_options: Mapping[str, Any],
         host: str = "127.0.0.1",
-        hosts: Sequence[str] | None = None,
         gather_s: float = 0.01,
     ) -> None:
         self.model_name, self.tokenizer, self.vocab_size = model, tokenizer, vocab_size
@@ -176,7 +174,7 @@ class Head:
         self.generations: dict[int, float] = {}
         self._launcher, self._rank_options = launcher, dict(rank_options)
         self._gather_s = gather_s
-        self._host, self._hosts = host, list(hosts or [host] * len(cluster.gpus))
+        self._host = host
         self._exists_LE = np.arange(spec.num_experts) < np.array(spec.num_experts_L)[:, None]
         self._planned_GLE = self._placed_GLE = placed_GLE
         self._slots_G = cluster.slots_G(spec.slot_bytes)
@@ -233,7 +231,6 @@ class Head:
                 "head": tuple(self._listener.address),
                 "store": (self._host, self._store.port),
                 "token": token.hex(),
-                "host": self._hosts[gpu],
                 "options": self._rank_options,
             }
             for gpu in range(len(self.cluster.gpus))

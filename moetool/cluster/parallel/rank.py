@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from moetool.cluster.parallel.channel import Closed, connect
+from moetool.cluster.parallel.channel import Closed, connect, near_address
 from moetool.cluster.parallel.dispatch import ParallelRuntime, tally_to_json
 from moetool.cluster.parallel.group import Group, GroupBroken
 from moetool.cluster.parallel.migration import MIGRATIONS, Migration
@@ -79,20 +79,11 @@ def build_rank(
     head: tuple[str, int],
     store: tuple[str, int],
     token: str,
-    host: str,
     options: dict[str, Any],
 ) -> "Rank":
     """What a worker of `moetool.cluster.launch.Workers` is; all arguments as plain values."""
-    return Rank(
-        gpu,
-        model,
-        server_G,
-        head=head,
-        store=store,
-        token=bytes.fromhex(token),
-        host=host,
-        options=RankOptions(**options),
-    )
+    known = bytes.fromhex(token)
+    return Rank(gpu, model, server_G, head=head, store=store, token=known, options=RankOptions(**options))
 
 
 class Rank:
@@ -108,7 +99,6 @@ class Rank:
         head: where the head listens.
         store: where the head's store of process groups is.
         token: of the cluster.
-        host: this machine's address, as the other ranks reach it.
 
     Raises:
         UsageError, MismatchError: as `load_lazy`.
@@ -124,10 +114,10 @@ class Rank:
         head: tuple[str, int],
         store: tuple[str, int],
         token: bytes,
-        host: str,
         options: RankOptions,
     ) -> None:
-        self.gpu, self._host, self._options = gpu, host, options
+        self.gpu, self._options = gpu, options
+        self._host = near_address(*head)  # the way to the head is taken to be the way to the other ranks
         loaded = load_lazy(locate(model), parse_dtype(options.dtype), parse_device(options.device))
         assert loaded.files is not None
         use_threads(loaded.model.config.get_text_config(), options.threads)
@@ -151,7 +141,7 @@ class Rank:
         self._batcher = open_batcher(loaded.model, max_requests=options.seats, kv_tokens=options.kv_tokens)
         self._batcher.on_forward = self._on_forward
         self._migration = Migration(
-            loaded.spec, self._shelf, gpu, host=host, token=token, windows=self._windows, link=link
+            loaded.spec, self._shelf, gpu, host=self._host, token=token, windows=self._windows, link=link
         )
         self._store = dist.TCPStore(store[0], store[1], None, False, timedelta(seconds=10))
         self._inbox: queue.Queue[dict[str, Any]] = queue.Queue()
