@@ -21,6 +21,7 @@ class ClusterCommand:
     Attributes:
         values: of `--set`, by name.
         refused: options that mean nothing here, and whether they were given.
+        predictor: of expert parallelism that places for the queue.
     """
 
     model: str
@@ -32,6 +33,7 @@ class ClusterCommand:
     api_key: str | None
     values: Mapping[str, Any]
     refused: Mapping[str, bool]
+    predictor: Path | None = None
 
 
 def serve_cluster(command: ClusterCommand) -> None:
@@ -70,6 +72,10 @@ def _edge(command: ClusterCommand) -> None:
     where = parse_where(command.cluster)
     if command.plan is None:
         raise UsageError("--cluster needs to know where the experts are; give it --plan, from: moetool plan placement")
+    if command.predictor is not None:
+        raise UsageError(
+            "--predictor means nothing with --mode edge: the plan says what each server holds; leave it out"
+        )
     if given := [name for name, is_given in command.refused.items() if is_given]:
         raise UsageError(f"{given[0]} means nothing with --cluster: the plan says what each server holds; leave it out")
     plan = PlacementPlan.load(command.plan)
@@ -123,7 +129,25 @@ def _edge(command: ClusterCommand) -> None:
             head.close()
 
 
-MODES: dict[str, Callable[[ClusterCommand], None]] = {"edge": _edge}
+def _ep(command: ClusterCommand) -> None:
+    """Expert parallelism: ranks in lockstep behind one endpoint."""
+    from moetool.cli.parallel import serve_parallel
+
+    if given := [name for name, is_given in command.refused.items() if is_given]:
+        raise UsageError(f"{given[0]} means nothing with --cluster: the plan says what each server holds; leave it out")
+    serve_parallel(
+        command.model,
+        command.plan,
+        command.cluster,
+        host=command.host,
+        port=command.port,
+        api_key=command.api_key,
+        predictor=command.predictor,
+        values=command.values,
+    )
+
+
+MODES: dict[str, Callable[[ClusterCommand], None]] = {"edge": _edge, "ep": _ep}
 """What `--mode` names."""
 
 

@@ -173,6 +173,7 @@ class Head:
         self.decisions: list[Decision] = []
         self.generations: dict[int, float] = {}
         self._launcher, self._rank_options = launcher, dict(rank_options)
+        self._migrate_how = self._rank_options.get("migrate", "overlap")
         self._gather_s = gather_s
         self._host = host
         self._exists_LE = np.arange(spec.num_experts) < np.array(spec.num_experts_L)[:, None]
@@ -248,10 +249,10 @@ class Head:
             self.close()
             raise
 
-    def use(self, control: Control, placed_GLE: np.ndarray) -> None:
-        """Begin anew with another control and placement, when nothing runs; counts and records begin anew."""
+    def use(self, control: Control, placed_GLE: np.ndarray, migrate: str | None = None) -> None:
+        """Begin anew with another control, placement and way to migrate, when nothing runs; records begin anew."""
         over = threading.Event()
-        self._events.put(("use", (control, placed_GLE, over)))
+        self._events.put(("use", (control, placed_GLE, migrate or self._migrate_how, over)))
         while not over.wait(0.1):
             if self.state == "failed":
                 raise MoetoolError(self._reason)
@@ -397,7 +398,7 @@ class Head:
                 if kind == "submit":
                     self._refuse(value, self._reason)
                 elif kind == "use":
-                    value[2].set()
+                    value[3].set()
 
     def _handle(self, kind: str, value: Any) -> None:
         match kind:
@@ -490,6 +491,7 @@ class Head:
             "version": self._version,
             "members": self._members,
             "holders": _holders(self._placed_GLE),
+            "migrate": self._migrate_how,
             "peers": [list(self._ranks[g].peer) if g in self._ranks else None for g in range(len(self.cluster.gpus))],
         }
         self._called = time.monotonic()
@@ -632,7 +634,7 @@ class Head:
         self.decisions.append(decision)
         if decision.made:
             self._waiting_plan = decision
-            if self._rank_options.get("migrate", "overlap") != "stop":
+            if self._migrate_how != "stop":
                 self._migrate()
 
     def _migrate(self) -> None:
@@ -713,7 +715,7 @@ class Head:
         left_s = 0.0
         if self.control.looks_ahead and began is not None and self._seconds:
             left_s = max(0.0, float(np.mean(self._seconds)) - (time.monotonic() - began))
-        overlapped = self._rank_options.get("migrate", "overlap") != "stop"
+        overlapped = self._migrate_how != "stop"
         return Facts(
             row_s=self._row_s or max(self._rank_options.get("expert_token_s", 0.0), 1e-6),
             link_bytes_s=link,
@@ -721,12 +723,12 @@ class Head:
             free_s=left_s if overlapped else 0.0,
         )
 
-    def _use(self, control: Control, placed_GLE: np.ndarray, over: threading.Event) -> None:
+    def _use(self, control: Control, placed_GLE: np.ndarray, migrate: str, over: threading.Event) -> None:
         if self._batch_began is not None or self._pending or self._deciding:
-            self._events.put(("use", (control, placed_GLE, over)))
+            self._events.put(("use", (control, placed_GLE, migrate, over)))
             time.sleep(0.01)
             return
-        self.control, self._planned_GLE = control, placed_GLE
+        self.control, self._planned_GLE, self._migrate_how = control, placed_GLE, migrate
         self.batches, self.decisions = [], []
         self._form()
         threading.Thread(target=self._when_formed, args=(over,), daemon=True).start()

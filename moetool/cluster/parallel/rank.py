@@ -249,6 +249,7 @@ class Rank:
         self._placed_GLE = placed_of(message["holders"], len(message["peers"]))
         wanted = {self.spec.expert_key(*map(int, place)) for place in np.argwhere(self._placed_GLE[self.gpu])}
         self._stages.clear()
+        self._windows.strict = message["migrate"] != "pipelined"
         self._migration.begin(self._version, [tuple(peer) if peer else None for peer in message["peers"]])
         for key in self._shelf.keys - wanted:
             self._shelf.drop(key)
