@@ -31,7 +31,7 @@ def paired(bench: Bench, name: str, base: str, of: Callable[[Run], float]) -> tu
 def print_parallel_bench(bench: Bench) -> None:
     """A table of all variants and one of the migrations; what was emulated and what was counted."""
     o = bench.options
-    base = next((name for name in ("offline", *bench.runs) if name in bench.runs))
+    base = next(name for name in ("offline", *bench.runs) if name in bench.runs)
     rows: list[list[Any]] = []
     for one in bench.variants:
         runs = bench.runs[one.name]
@@ -51,7 +51,7 @@ def print_parallel_bench(bench: Bench) -> None:
             ]
         )
     tables.print_table(
-        f"{o.batches - 1} batches of {o.ranks * o.seats} requests, {o.tasks} tasks in each; medians of {o.rounds} rounds",
+        f"{o.batches - 1} batches of {o.ranks * o.seats} requests of {o.tasks} tasks; medians of {o.rounds} rounds",
         [
             *("variant", "ms a batch", f"x {base}, paired", "hottest GPU's rows", "x even"),
             *("busiest link", "sent in all", "placed", "simulated"),
@@ -70,7 +70,8 @@ def print_parallel_bench(bench: Bench) -> None:
             ", ".join(f"{name} {count}" for name, count in runs[0].asked.items()) or "-",
         ]
         for one in bench.variants
-        if any(run.moved_bytes for run in (runs := bench.runs[one.name]))
+        for runs in [bench.runs[one.name]]
+        if any(run.moved_bytes for run in runs)
     ]
     if moved:
         tables.print_table(
