@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from moetool.cluster.parallel.channel import Closed, connect, near_address
@@ -118,7 +119,7 @@ class Rank:
     ) -> None:
         self.gpu, self._options = gpu, options
         self._host = near_address(*head)  # the way to the head is taken to be the way to the other ranks
-        loaded = load_lazy(locate(model), parse_dtype(options.dtype), parse_device(options.device))
+        loaded = load_lazy(locate(model), parse_dtype(options.dtype), _device(options.device, gpu, server_G))
         assert loaded.files is not None
         use_threads(loaded.model.config.get_text_config(), options.threads)
         self.spec, self._loaded = loaded.spec, loaded
@@ -404,6 +405,13 @@ class Rank:
 
     def _say(self, message: dict[str, Any]) -> None:
         self._head.send(message)
+
+
+def _device(name: str, gpu: int, server_G: Sequence[int]) -> torch.device:
+    """The GPU of this machine that is the rank's own, or the CPU. Raises: UsageError."""
+    if parse_device(name).type == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", list(server_G[:gpu]).count(server_G[gpu]) % torch.cuda.device_count())
 
 
 def _message(output: Output) -> dict[str, Any]:
