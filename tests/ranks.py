@@ -10,6 +10,7 @@ import numpy as np
 from moetool.cluster.parallel.control import Control
 from moetool.cluster.parallel.head import Head
 from moetool.cluster.parallel.rank import Rank, build_rank
+from moetool.errors import MoetoolError
 from moetool.models.spec import read_spec
 from moetool.request import Output, SamplingParams
 from moetool.types import Cluster, Gpu, ModelSpec, Server
@@ -29,8 +30,9 @@ class ThreadRanks:
             self._start(gpu)
 
     def restart(self, gpu: int) -> None:
-        if self.restarts:
-            self._start(gpu)
+        if not self.restarts:
+            raise MoetoolError("ranks are not started again")
+        self._start(gpu)
 
     def kill(self, gpu: int) -> None:
         """As far as a thread can be killed: its connections end."""

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def batch_s(run: Run) -> float:
-    """Mean seconds of a batch."""
-    return statistics.fmean(run.batch_s)
+    """Median seconds of a batch: on a busy machine a single one may take many times as long."""
+    return statistics.median(run.batch_s)
 
 
 def busiest_bytes(run: Run) -> int:
@@ -51,7 +51,7 @@ def print_parallel_bench(bench: Bench) -> None:
             ]
         )
     tables.print_table(
-        f"{o.batches - 1} batches of {o.ranks * o.seats} requests of {o.tasks} tasks; medians of {o.rounds} rounds",
+        f"{o.batches - 1} batches of {o.ranks * o.seats} requests of {o.tasks} tasks; medians over batches and {o.rounds} rounds",
         [
             *("variant", "ms a batch", f"x {base}, paired", "hottest GPU's rows", "x even"),
             *("busiest link", "sent in all", "placed", "simulated"),
@@ -114,7 +114,7 @@ def draw(bench: Bench, folder: Path) -> list[Path]:
 
 
 def _bars(figure: "Figure", bench: Bench, names: Sequence[str]) -> None:
-    """Mean batch latency against the first variant's, and the hottest GPU's rows over an even share."""
+    """Median batch latency against the first variant's, and the hottest GPU's rows over an even share."""
     from moetool.report import drawing
 
     panels: Any = figure.subplots(1, 2)

@@ -13,7 +13,7 @@ from moetool.cluster.parallel.control import Control, Decision, Facts, Waiting
 from moetool.cluster.parallel.head import Head
 from moetool.errors import CapacityError, UsageError
 from moetool.models.spec import read_spec
-from moetool.request import SamplingParams
+from moetool.request import SamplingParams, Unavailable
 from tests import engines
 from tests.ranks import Answers, ThreadRanks, open_head, striped
 
@@ -196,3 +196,17 @@ def test_a_rank_that_cannot_be_built_says_why(tokenizer: Any, reference: Path) -
     with pytest.raises(UsageError, match="dtype"):
         open_head(reference, tokenizer, gpus=1, dtype="float99", launcher=ThreadRanks())
     assert read_spec(reference).num_layers == 8
+
+
+def test_without_any_rank_nobody_is_left_waiting(reference: Path, tokenizer: Any, prompts: Any) -> None:
+    launcher = ThreadRanks(restarts=False)
+    head = open_head(reference, tokenizer, gpus=1, launcher=launcher)
+    answers = Answers(head)
+    request = answers.ask(prompts[0], 500)
+    answers.wait_for_tokens(1)
+    launcher.kill(0)
+    answers.wait([request])
+    assert answers.ends[request].finish == "error" and head.state == "failed"
+    with pytest.raises(Unavailable):
+        head.submit(prompts[0], SamplingParams(max_tokens=1), lambda output: None)
+    head.close()

@@ -181,6 +181,7 @@ class Head:
         self._slots_G = cluster.slots_G(spec.slot_bytes)
         self._ranks: dict[int, _Rank] = {}
         self._members: list[int] = []
+        self._coming_back: set[int] = set()
         self._events: queue.Queue[tuple[str, Any]] = queue.Queue()
         self._lock = threading.Lock()
         self._pending: deque[_Request] = deque()
@@ -382,6 +383,8 @@ class Head:
                 if self._deadline is not None and time.monotonic() > self._deadline:
                     self._end_silent()
                 self._advance()
+        except MoetoolError as error:
+            self._reason = first_line(error)
         except BaseException as error:
             self._reason = f"the head failed: {first_line(error)}"
             raise
@@ -413,6 +416,7 @@ class Head:
             case "died":
                 if value in self._ranks:
                     self._ranks[value].channel.close()
+                self._coming_back.discard(value)  # it could not even be built
             case "message":
                 gpu, channel, message = value
                 if gpu in self._ranks and self._ranks[gpu].channel is channel:
@@ -445,6 +449,7 @@ class Head:
             self._reason = f"GPU {gpu} has another checkpoint of {self.model_name} than the plan was made for"
             self.state = "failed"
             raise MismatchError(self._reason)
+        self._coming_back.discard(gpu)
         self._ranks[gpu] = _Rank(channel, tuple(hello["migration"]))
         self.max_context = hello["max_context"]
         self.max_requests = hello["seats"] * len(self.cluster.gpus)
@@ -453,14 +458,17 @@ class Head:
         if gpu is None or gpu not in self._ranks or self._ranks[gpu].channel is not channel:
             return
         del self._ranks[gpu]
+        self._coming_back.add(gpu)
         threading.Thread(target=self._restart, args=(gpu,), name=f"restart-{gpu}", daemon=True).start()
         if gpu in self._members:
             self._counts["failures"] += 1
             self._form()
 
     def _restart(self, gpu: int) -> None:
-        with contextlib.suppress(Exception):  # it stays away, and the others go on
+        try:
             self._launcher.restart(gpu)
+        except Exception:  # it stays away, and the others go on
+            self._events.put(("died", gpu))
 
     def _form(self) -> None:
         """Have all ranks that are there form the next generation; what ran begins again later."""
@@ -573,11 +581,15 @@ class Head:
 
     def _advance(self) -> None:
         """Begin what can begin now."""
+        if self.state == "ready" and not self._ranks and not self._coming_back:
+            raise MoetoolError("all ranks are gone, and none of them can be started again")
         if self.state == "starting" and len(self._ranks) == len(self.cluster.gpus) and not self._members:
             self._form()
         if self.state == "starting" or not self._formed or self._batch_began is not None:
-            if self._first_token and self._coming is None and self.control.looks_ahead and self._formed:
-                self._decide()
+            # A queue that fills the next batch tells all of it at once; one that does not is given time to fill.
+            if self.control.looks_ahead and self._formed and self._coming is None:
+                if self._first_token or len(self._pending) >= self.max_requests:
+                    self._decide()
             return
         if sorted(self._ranks) != self._members:  # somebody is back, and nothing runs
             self._form()
