@@ -51,7 +51,7 @@ def print_parallel_bench(bench: Bench) -> None:
             ]
         )
     tables.print_table(
-        f"{o.batches - 1} batches of {o.ranks * o.seats} requests of {o.tasks} tasks; medians over batches and {o.rounds} rounds",
+        f"{o.batches - 1} batches of {o.ranks * o.seats} requests, each of {o.tasks} tasks; medians, rounds: {o.rounds}",
         [
             *("variant", "ms a batch", f"x {base}, paired", "hottest GPU's rows", "x even"),
             *("busiest link", "sent in all", "placed", "simulated"),

@@ -587,9 +587,9 @@ class Head:
             self._form()
         if self.state == "starting" or not self._formed or self._batch_began is not None:
             # A queue that fills the next batch tells all of it at once; one that does not is given time to fill.
-            if self.control.looks_ahead and self._formed and self._coming is None:
-                if self._first_token or len(self._pending) >= self.max_requests:
-                    self._decide()
+            known = self._first_token or len(self._pending) >= self.max_requests
+            if known and self.control.looks_ahead and self._formed and self._coming is None:
+                self._decide()
             return
         if sorted(self._ranks) != self._members:  # somebody is back, and nothing runs
             self._form()
