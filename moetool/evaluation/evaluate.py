@@ -295,4 +295,5 @@ def _require_finite(info: ForwardInfo, events: Sequence[GateEvent], trace: Trace
     require_finite({"embeddings": info.embedding_TD}, trace)
     for event in events:
         scores = {"weights": event.weights_TK, "logits": event.scores_TE}
-        require_finite({**scores, "hidden": event.hidden_TD, "ahead": event.ahead_ATE}, trace)
+        seen = {"hidden": event.hidden_TD, "ahead": event.ahead_ATE, "resident": event.resident_TE}
+        require_finite({**scores, **seen}, trace)
