@@ -113,8 +113,11 @@ def capture(
         typer.Option(min=1, help="Tokens to decode for each prompt, at most; the public set's number, else 32."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are forwarded together.")] = 1,
-    keep: Annotated[str, typer.Option(help="Columns: topk,logits,embeddings,hidden,ahead.")] = "topk,logits",
+    keep: Annotated[str, typer.Option(help="Columns: topk,logits,embeddings,hidden,ahead,resident.")] = "topk,logits",
     ahead: Annotated[int, typer.Option(min=1, help="For how many layers the column 'ahead' looks ahead.")] = 3,
+    resident: Annotated[
+        float, typer.Option(help="Share of a layer's experts that column 'resident' reckons with.")
+    ] = 0.5,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     threads: Annotated[int, typer.Option(min=0, help="Of the arithmetic; 0 chooses.")] = 0,
     device_memory: Annotated[
@@ -159,6 +162,7 @@ def capture(
         batch_size=batch_size,
         keep=tuple(_split([keep])),
         ahead=ahead,
+        resident=resident,
         device=device or "cpu",
         dtype=dtype,
         threads=threads,
