@@ -224,17 +224,19 @@ def _reported(into: io.StringIO) -> Iterator[None]:
     """What transformers reports on loading goes here: its own exceptions only point to that."""
     import logging
 
-    logger = logging.getLogger("transformers.modeling_utils")
-    before, handler = (logger.level, logger.propagate), logging.StreamHandler(into)
-    logger.addHandler(handler)
+    everything, logger = logging.getLogger("transformers"), logging.getLogger("transformers.modeling_utils")
+    before, handler = (everything.level, logger.level, logger.propagate), logging.StreamHandler(into)
+    everything.setLevel(logging.ERROR)
     logger.setLevel(logging.WARNING)
+    logger.addHandler(handler)
     logger.propagate = False
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
+        everything.setLevel(before[0])
+        logger.setLevel(before[1])
+        logger.propagate = before[2]
 
 
 def load_lazy(path: Path, dtype: torch.dtype, device: torch.device = CPU, direct: bool = True) -> LoadedModel:

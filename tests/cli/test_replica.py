@@ -46,7 +46,18 @@ def _run(*args: object) -> None:
 
 def test_train_capture_evaluate(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replica, trace = tmp_path / "replica", tmp_path / "trace"
-    sizes = ("--set", "length=32", "--set", "max_tokens=512", "--set", "grid=1", "--set", "min_tokens=120", "--set", "dense_symmetric=false")
+    sizes = (
+        "--set",
+        "length=32",
+        "--set",
+        "max_tokens=512",
+        "--set",
+        "grid=1",
+        "--set",
+        "min_tokens=120",
+        "--set",
+        "dense_symmetric=false",
+    )
     _run("train", "awq_replica", model, "--data", "chat", "--group", 16, *sizes, "--out", replica)
     said = capsys.readouterr().out
     assert "4 bits in groups of 16" in said and "loaded again by transformers" in said and "experts matched" in said
