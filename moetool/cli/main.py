@@ -778,6 +778,9 @@ def bench_serve(
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="MoE layers of the shape; all, if not given.")] = None,
     routes: Annotated[Path | None, typer.Option(help="Folder of a trace whose routing the model follows.")] = None,
+    beside: Annotated[
+        str | None, typer.Option(help="Folder of a packed replica of MODEL, to be served in the same memory.")
+    ] = None,
     data: Annotated[
         list[str], typer.Option(help="Prompts of a MODEL that routes by itself: embedded sets, or files.")
     ] = [],  # noqa: B006
@@ -798,6 +801,23 @@ def bench_serve(
     names, options = _split(policy), parse_settings(settings)
     values = options.pop("bench", {})
     _require_policies(names, options)
+    if beside is not None:
+        from moetool.cli.forms import bench_beside
+
+        refused = {"--shape": shape, "--layers": layers, "--routes": routes, "--predictor": predictor}
+        bench_beside(
+            model,
+            beside,
+            data=_split(data),
+            policies=names,
+            budgets=_split(budget),
+            bench=values,
+            policy_options=options,
+            others=refused,
+            as_json=as_json,
+            out=out,
+        )
+        return
     from moetool.bench.results import print_serve_bench
     from moetool.bench.serve import bench_serve as run
     from moetool.bench.stage import BenchOptions, Subject
