@@ -206,6 +206,7 @@ def _jobs(body: GenerationRequest, prompts: Sequence[Prompt], logprobs: int | No
                 # The choices of one prompt have to differ; the first is that of the same request with n=1.
                 seed=None if body.seed is None else (body.seed + index) % 2**63,
                 logprobs=logprobs,
+                ignore_eos=body.ignore_eos,
             ),
         )
         for prompt in prompts

@@ -98,6 +98,15 @@ def test_chat(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     assert engine.submitted[-1].max_tokens == 7
 
 
+def test_generating_to_the_limit(client: openai.OpenAI) -> None:
+    for done in (
+        client.completions.create(prompt="hello", extra_body={"ignore_eos": True}, **GREEDY),
+        client.chat.completions.create(messages=HELLO, extra_body={"ignore_eos": True}, **GREEDY),
+    ):
+        assert done.choices[0].finish_reason == "length" and done.usage and done.usage.completion_tokens == 50
+    assert client.completions.create(prompt="a", extra_body={"ignore_eos": True}, **GREEDY).choices[0].text == REPLY
+
+
 def test_chat_content_parts_roles_and_ignored_fields(client: openai.OpenAI) -> None:
     messages: list[Any] = [
         {"role": "developer", "content": "be brief"},
@@ -248,6 +257,7 @@ def test_scoring_a_prompt(client: openai.OpenAI) -> None:
         ("presence_penalty", {"presence_penalty": 0.5}),
         ("frequency_penalty", {"frequency_penalty": -1}),
         ("response_format", {"response_format": {"type": "json_object"}}),
+        ("min_tokens", {"min_tokens": 5}),
         ("temperature", {"temperature": 2.5}),
         ("temperature", {"temperature": float("nan")}),
         ("top_p", {"top_p": 0}),
