@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from moetool import __version__, assets, durable, tables
+from moetool.cli import paper as cli_paper
 from moetool.cli import placement as cli_placement
 from moetool.cli import simulation as cli_simulate
 from moetool.cli import trace as cli_trace
@@ -46,6 +47,7 @@ app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
 app.add_typer(reference_app, name="reference")
+cli_paper.register(bench_app)
 cli_placement.register(plan_app)
 cli_simulate.register(app)
 cli_trace.register(trace_app)
