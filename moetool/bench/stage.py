@@ -224,7 +224,7 @@ def prompts_of(path: Path, data: tuple[str, ...], seen: Collection[str], options
     by_set: dict[str, list[str]] = defaultdict(list)
     for prompt in prompt_sets.load(data, max_prompts=options.requests + len(seen)):
         known_by = {digest_of_tokens(tokenizer(prompt.text)["input_ids"]), f"{prompt.dataset}/{prompt.prompt_id}"}
-        if not known_by & seen:
+        if known_by.isdisjoint(seen):
             by_set[prompt.dataset].append(prompt.text)
     turns = itertools.chain.from_iterable(itertools.zip_longest(*by_set.values()))
     texts = list(itertools.islice((text for text in turns if text is not None), options.requests))
