@@ -6,7 +6,8 @@ runs that forward beside the model's own; `moetool.models.resident` says which e
 it deviates. What remains here is to hand on what it found: the next layer only, as printed.
 
 A server runs no such forward: the experts are in its cache and a forward beside the real one would cost what it hides.
-So this predictor answers for traces. Nothing is counted or learned: its weights are empty.
+So this predictor answers for traces, and the time that `moetool evaluate` gives for it is that of looking up what is
+there: the forward itself takes about as long as the layer does. Nothing is counted or learned: its weights are empty.
 """
 
 from dataclasses import dataclass
