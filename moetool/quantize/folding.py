@@ -17,7 +17,7 @@ import torch
 from moetool.errors import UsageError
 from moetool.models.spec import MoeLayer
 
-_ROWS = 512  # that are scaled at a time: torch widens what it multiplies by a wider scale
+_ROWS = 128  # that are scaled at a time: torch widens what it multiplies by a wider scale
 FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
 
 
