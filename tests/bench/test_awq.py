@@ -1,4 +1,4 @@
-"""Replicas of the reference model: activation-aware scales beside rounding to nearest, and what packing saves and costs.
+"""Replicas of the reference model: activation-aware scales beside rounding to nearest; what packing costs and saves.
 
     python -m pytest tests/bench/test_awq.py -s
 
