@@ -210,7 +210,7 @@ def train(
         bool | None,
         typer.Option(
             "--symmetric/--asymmetric",
-            help="For awq_replica: whether the experts' zero points are 0; others are refused, as none would read them.",
+            help="For awq_replica: whether experts' zero points are 0; others are refused, with the reason.",
         ),
     ] = None,
     settings: Annotated[
