@@ -213,7 +213,11 @@ def train(
         int | None, typer.Option(help="For awq_replica: weights that share a scale: 32, 64 (default) or 128.")
     ] = None,
     symmetric: Annotated[
-        bool | None, typer.Option("--symmetric/--asymmetric", help="For awq_replica: whether zero points are all 0.")
+        bool | None,
+        typer.Option(
+            "--symmetric/--asymmetric",
+            help="For awq_replica: whether experts' zero points are 0; others are refused, with the reason.",
+        ),
     ] = None,
     settings: Annotated[
         list[str],
