@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from moetool.cluster.launch import WorkerDied
 from moetool.cluster.protocol import Holders, Moved, WorkerInfo, WorkerStats
 from moetool.cluster.worker import WorkerSettings
 from moetool.errors import MoetoolError, UsageError, first_line
@@ -23,6 +24,7 @@ T = TypeVar("T")
 Expert = tuple[int, int]
 """(MoE layer, expert)."""
 
+_ENDED = "its process has ended"
 _TELL_S = 10.0  # for a worker to take in who holds what
 _BACKOFF_S = (1.0, 30.0)  # after the first start that failed, and at most
 
@@ -304,11 +306,11 @@ class Head:
                     self._tell(n)
                     continue
                 except Exception as error:
-                    reason = first_line(error)
+                    reason = _ENDED if isinstance(error, WorkerDied) else first_line(error)
                     if not self._closing.is_set():
                         self._processes.kill(n)
             else:
-                reason = "its process has ended"
+                reason = _ENDED
             if self._closing.is_set():
                 return
             self._narrate(f"server {self.names[n]} is gone: {reason}")

@@ -13,6 +13,7 @@ import pytest
 
 from moetool.cluster import edge
 from moetool.cluster.edge import ClusterOptions, Head, read_token
+from moetool.cluster.launch import WorkerDied
 from moetool.cluster.placing import Endpoints, held_by, worker_settings
 from moetool.cluster.protocol import Holders, Moved, WorkerInfo
 from moetool.cluster.worker import WorkerSettings, own_address
@@ -82,7 +83,7 @@ class _Processes:
     def call(self, n: int, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> Any:
         worker = self.workers[n]
         if worker is None:
-            raise MoetoolError(f"server {n} has ended")
+            raise WorkerDied(f"server {n} has ended")
         if worker.hangs:
             time.sleep(timeout_s)
             raise MoetoolError(f"server {n} did not answer")
