@@ -535,7 +535,7 @@ def serve(
         Path | None, typer.Option(help="Of 'moetool plan cache', or with --cluster of 'moetool plan placement'.")
     ] = None,
     cluster: Annotated[str | None, typer.Option(help="local:N, or HOST:PORT of a Ray head: several servers.")] = None,
-    mode: Annotated[str, typer.Option(help="What the servers of --cluster do: edge.")] = "edge",
+    mode: Annotated[str | None, typer.Option(help="What the servers of --cluster do: edge, if not said.")] = None,
     policy: Annotated[str | None, typer.Option(help="Cache policy; the plan's (or auto), or lru.")] = None,
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor; the plan's.")] = None,
     device_memory: Annotated[
@@ -566,7 +566,7 @@ def serve(
                 model=model,
                 plan=plan,
                 cluster=cluster,
-                mode=mode,
+                mode=mode or "edge",
                 host=host,
                 port=port,
                 api_key=api_key,
@@ -575,6 +575,8 @@ def serve(
             )
         )
         return
+    if mode is not None:
+        raise UsageError("--mode says what the servers of a --cluster do; give that too, such as --cluster local:3")
     if plan is not None:
         cli_cluster.require_no_placement(plan)
     if policy == "auto":
