@@ -1,12 +1,8 @@
 """The command line: commands, and the one place where errors become messages and exit codes.
 
-<<<<<<< HEAD
-The commands about placement are in `moetool.cli.placement`, those about traces in `moetool.cli.trace`,
-`moetool simulate` in `moetool.cli.simulation`, and pages of plans in `moetool.cli.report`.
-=======
 The commands about placement are in `moetool.cli.placement`, those about traces in `moetool.cli.trace`, `moetool
-simulate` in `moetool.cli.simulation`, and `moetool serve --cluster` in `moetool.cli.cluster`.
->>>>>>> edge
+simulate` in `moetool.cli.simulation`, pages of plans in `moetool.cli.report`, and `moetool serve --cluster` in
+`moetool.cli.cluster`.
 """
 
 import contextlib
