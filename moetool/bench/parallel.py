@@ -19,7 +19,7 @@ from moetool.cluster.parallel.control import Control, Facts, Predictor, measured
 from moetool.cluster.parallel.head import Head, Launcher
 from moetool.cluster.parallel.opening import ParallelOptions, open_head, open_predictors, uniform, with_buffer
 from moetool.cluster.parallel.rank import RankOptions
-from moetool.errors import UsageError
+from moetool.errors import MoetoolError, UsageError, unknown_name
 from moetool.models.spec import locate, read_spec
 from moetool.placement_plan import PlacementPlan, experts_of
 from moetool.planner import Problem
@@ -28,6 +28,10 @@ from moetool.prompts import gather
 from moetool.request import Output, SamplingParams
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
+
+
+QUICK = {"batches": 2, "rounds": 1, "prompts": 6, "seats": 1, "prompt_tokens": 12, "new_tokens": 2, "epochs": 1}
+"""Options of a run that only shows that everything works."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +200,9 @@ def bench_parallel(
         UsageError: an unknown variant, or too few prompts.
     """
     chosen = [one for one in variants(options.replica) if not only or one.name in only]
-    if unknown := set(only) - {one.name for one in chosen}:
-        raise UsageError(f"unknown variants {', '.join(sorted(unknown))}")
+    known = [one.name for one in variants(options.replica)]
+    if unknown := next((name for name in only if name not in known), None):
+        raise unknown_name("variant", unknown, known)
     spec = read_spec(locate(model))
     cluster = _cluster(spec, options)
     subject = _Subject(model, spec, cluster, options, work)
@@ -266,10 +271,10 @@ def _run(head: Head, requests: Sequence[list[int]], options: BenchOptions) -> Ru
         head.submit(prompt, params, sink)
     while not over.wait(1.0):
         if head.state != "ready":
-            raise UsageError(f"the ranks ended: {head.state}")
+            raise MoetoolError(f"the ranks have ended: the engine is {head.state}")
     head.settle()
     if failed:
-        raise UsageError(f"{len(failed)} requests failed: {failed[0]}")
+        raise MoetoolError(f"{len(failed)} requests failed: {failed[0]}")
     counted = head.batches[1:] or head.batches
     asked: dict[str, int] = {}
     for decision in head.decisions:

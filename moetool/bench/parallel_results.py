@@ -51,7 +51,8 @@ def print_parallel_bench(bench: Bench) -> None:
             ]
         )
     tables.print_table(
-        f"{o.batches - 1} batches of {o.ranks * o.seats} requests, each of {o.tasks} tasks; medians, rounds: {o.rounds}",
+        f"{o.batches - 1} batches of {o.ranks * o.seats} requests, each of {o.tasks} tasks; medians of {o.rounds} "
+        f"rounds",
         [
             *("variant", "ms a batch", f"x {base}, paired", "hottest GPU's rows", "x even"),
             *("busiest link", "sent in all", "placed", "simulated"),

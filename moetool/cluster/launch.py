@@ -75,7 +75,7 @@ class Workers:
         threads: int = 0,
     ) -> None:
         self._build, self._arguments = build, [dict(one) for one in arguments]
-        self._ray = _import_ray()
+        self._ray = require_ray()
         self._own = not self._ray.is_initialized()
         self._connect(where)
         self._names, self._threads = tuple(names), threads
@@ -197,10 +197,14 @@ class Workers:
                 raise cause from None
             raise
         except RayActorError as error:
-            raise WorkerDied(f"server {self._names[n]} has ended ({first_line(error)})") from None
+            lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            # What ended its building is at the end of a traceback that Ray puts into the text.
+            reason = lines[-1].strip() if "creation task" in lines[0] else lines[0]
+            raise WorkerDied(f"server {self._names[n]} has ended ({reason})") from None
 
     def _connect(self, where: Where) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # a server is no background job, which Ray takes it for
         if not self._own:
             return
         common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "include_dashboard": False}
@@ -262,7 +266,10 @@ class _Host:
         self._ended.wait()
 
 
-def _import_ray() -> Any:
+def require_ray() -> Any:
+    """The module `ray`. Raises: UsageError where it is not installed."""
+    # It would print, where data goes, what `watch` tells.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     try:
         import ray
     except ImportError:
