@@ -29,7 +29,6 @@ from moetool.request import Output, SamplingParams
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
-
 QUICK = {"batches": 2, "rounds": 1, "prompts": 6, "seats": 1, "prompt_tokens": 12, "new_tokens": 2, "epochs": 1}
 """Options of a run that only shows that everything works."""
 

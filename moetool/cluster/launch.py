@@ -209,7 +209,7 @@ class Workers:
             return
         common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "include_dashboard": False}
         if where.address is None:
-            self._ray.init(num_cpus=1, object_store_memory=_STORE_BYTES, **common)
+            self._ray.init(address="local", num_cpus=1, object_store_memory=_STORE_BYTES, **common)
             return
         common.pop("include_dashboard")
         try:
