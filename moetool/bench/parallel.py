@@ -16,7 +16,8 @@ import numpy as np
 
 from moetool import planner
 from moetool.cluster.parallel.control import Control, Facts, Predictor, measured_latency
-from moetool.cluster.parallel.head import Head, Launcher
+from moetool.cluster.parallel.head import Head
+from moetool.cluster.parallel.members import Launcher
 from moetool.cluster.parallel.opening import ParallelOptions, open_head, open_predictors, uniform, with_buffer
 from moetool.cluster.parallel.rank import RankOptions
 from moetool.errors import MoetoolError, UsageError, unknown_name

@@ -147,14 +147,14 @@ def test_a_rank_that_dies_is_done_without_and_taken_back(head: Head, prompts: An
     seeded = {"temperature": 1.0, "seed": 7}
     calm = answers.wait([answers.ask(prompts[0], 24), answers.ask(prompts[1], 24, **seeded)])
     answers.tokens.clear()
-    generation, failures = head._generation, head.metrics()["failures"]
+    generation, failures = head._ranks.generation, head.metrics()["failures"]
     requests = [answers.ask(prompts[0], 24), answers.ask(prompts[1], 24, **seeded)]
     answers.wait_for_tokens(6)
     died = time.monotonic()
     head._launcher.kill(2)
     assert answers.wait(requests) == calm  # nothing is lost and nothing said twice
     assert all(answers.ends[request].finish == "length" for request in requests)
-    assert head.generations[generation + 1] - died < 10
+    assert head._ranks.joined[generation + 1] - died < 10
     assert head.metrics()["requests_retried"] > 0 and head.metrics()["failures"] == failures + 1
     while head.metrics()["ranks"] < GPUS:
         assert time.monotonic() - died < 30

@@ -6,94 +6,25 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from moetool.cluster.parallel.channel import Channel, Closed, Listener
+from moetool.cluster.parallel.channel import Channel, Listener
 from moetool.cluster.parallel.control import Control, Decision, Facts, Waiting
-from moetool.cluster.parallel.routing import without
+from moetool.cluster.parallel.members import Launcher, Members
+from moetool.cluster.parallel.records import BatchRecord, record_of
+from moetool.cluster.parallel.routing import holders_of, without
 from moetool.cluster.parallel.stages import plan_stages
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError, first_line
 from moetool.request import Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
 from moetool.types import Cluster, ModelSpec
 
-_ALIVE_S = 2.0
-"""A rank that does not answer for so long when a new generation is called is ended."""
-_FORM_S = 60.0
-"""And one that then does not join for so long: it may have experts to read."""
 _RETRIES = 3
 _TICK_S = 0.25
-
-
-class Launcher(Protocol):
-    """Who starts the ranks' processes."""
-
-    def launch(self, arguments: Sequence[Mapping[str, Any]], on_death: Callable[[int], None]) -> None:
-        """Start all ranks, each with its arguments of `build_rank`.
-
-        Args:
-            on_death: may be called when a rank has ended, from any thread; its connection mostly says so first.
-
-        Raises:
-            MoetoolError: one cannot be built.
-        """
-
-    def restart(self, gpu: int) -> None:
-        """A new process for a rank whose old one has ended."""
-
-    def kill(self, gpu: int) -> None:
-        """End a rank's process at once."""
-
-    def close(self) -> None:
-        """End all."""
-
-
-@dataclass(slots=True, kw_only=True)
-class BatchRecord:
-    """A batch that has run.
-
-    Attributes:
-        number: from 0.
-        requests: in it.
-        seconds: from its announcement to its end, as the head saw it.
-        ready_s: of these, waiting for experts to be in place.
-        waited_s: all-to-alls waited for pieces of experts, the longest of the ranks.
-        steps: forwards in lockstep.
-        hottest: rows on the fullest GPU, summed over steps and layers.
-        rows: of all GPUs.
-        sent_GG: bytes of rows from GPU to GPU.
-        moved_bytes: of experts that arrived while it ran, or since the one before it ended.
-        moved_during_exchange: of these, in an all-to-all.
-        version: of the placement at its end.
-        tokens_GLE: uses of experts by each GPU's own tokens.
-        expert_s, dense_s, exchange_s: means over the ranks.
-    """
-
-    number: int
-    requests: int
-    seconds: float
-    ready_s: float
-    waited_s: float
-    steps: int
-    hottest: int
-    rows: int
-    sent_GG: np.ndarray
-    moved_bytes: int
-    moved_during_exchange: int
-    version: int
-    tokens_GLE: np.ndarray
-    expert_s: float
-    dense_s: float
-    exchange_s: float
-
-    def to_json(self) -> dict[str, Any]:
-        """All but `tokens_GLE`."""
-        values = {name: value for name, value in asdict(self).items() if name != "tokens_GLE"}
-        return {**values, "sent_GG": self.sent_GG.tolist()}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,16 +39,6 @@ class _Request:
     gpu: int = -1
     retries: int = 0
     began: float = 0.0
-
-
-@dataclass(slots=True)
-class _Rank:
-    channel: Channel
-    peer: tuple[str, int]
-    alive: int = 0
-    """The newest generation that it was heard of in, that it holds its experts for, and that it has joined."""
-    holds: int = 0
-    formed: int = 0
 
 
 class Head:
@@ -145,7 +66,6 @@ class Head:
     Attributes:
         batches: those that have run since `use`.
         decisions: of the control since then.
-        generations: when each was complete, by number.
 
     Effects: `start` starts the ranks; `close` ends them.
     """
@@ -171,7 +91,6 @@ class Head:
         self.max_context = self.max_requests = 0
         self.batches: list[BatchRecord] = []
         self.decisions: list[Decision] = []
-        self.generations: dict[int, float] = {}
         self._launcher, self._rank_options = launcher, dict(rank_options)
         self._migrate_how = self._rank_options.get("migrate", "overlap")
         self._gather_s = gather_s
@@ -179,19 +98,13 @@ class Head:
         self._exists_LE = np.arange(spec.num_experts) < np.array(spec.num_experts_L)[:, None]
         self._planned_GLE = self._placed_GLE = placed_GLE
         self._slots_G = cluster.slots_G(spec.slot_bytes)
-        self._ranks: dict[int, _Rank] = {}
-        self._members: list[int] = []
-        self._coming_back: set[int] = set()
         self._events: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self._ranks = Members(len(cluster.gpus), launcher, lambda kind, value: self._events.put((kind, value)))
         self._lock = threading.Lock()
         self._pending: deque[_Request] = deque()
         self._running: dict[int, _Request] = {}
         self._next_id = 0
-        self._generation = 0
         self._version = 0  # of the newest stage that was made
-        self._formed = False
-        self._deadline: float | None = None
-        self._called = 0.0  # when this generation was
         self._batch = -1
         self._batch_began: float | None = None
         self._done: dict[int, dict[str, Any]] = {}
@@ -242,7 +155,9 @@ class Head:
             deadline = time.monotonic() + timeout_s
             while self.state == "starting":
                 if time.monotonic() > deadline:
-                    raise MoetoolError(f"{len(self._ranks)} of {len(arguments)} ranks came within {timeout_s:g} s")
+                    raise MoetoolError(
+                        f"{len(self._ranks.there)} of {len(arguments)} ranks came within {timeout_s:g} s"
+                    )
                 time.sleep(0.02)
             if self.state == "failed":
                 raise MoetoolError(self._reason)
@@ -309,8 +224,8 @@ class Head:
             "requests_retried": self._counts["retried"],
             "queue_running": len(self._running),
             "queue_waiting": len(self._pending),
-            "ranks": len(self._members),
-            "generation": self._generation,
+            "ranks": len(self._ranks.members),
+            "generation": self._ranks.generation,
             "batches": self._batch + 1,
             "batch_running_seconds": 0.0 if began is None else time.monotonic() - began,
             "placement_version": self._version,
@@ -322,8 +237,8 @@ class Head:
         """The same for people, the last batches and decisions."""
         return {
             "placement": self.control.placement,
-            "ranks": self._members,
-            "generation": self._generation,
+            "ranks": self._ranks.members,
+            "generation": self._ranks.generation,
             "experts_held": self._placed_GLE.sum(axis=(1, 2)).tolist(),
             "batches": [record.to_json() for record in self.batches[-8:]],
             "decisions": [decision.to_json() for decision in self.decisions[-8:]],
@@ -372,7 +287,7 @@ class Head:
         try:
             while True:
                 try:
-                    waits = self._pending and self._formed and self._batch_began is None
+                    waits = self._pending and self._ranks.whole and self._batch_began is None
                     kind, value = self._events.get(timeout=min(_TICK_S, self._gather_s) if waits else _TICK_S)
                 except queue.Empty:
                     kind, value = "tick", None
@@ -380,8 +295,7 @@ class Head:
                     self._reason = self._reason or "the engine was closed"
                     break
                 self._handle(kind, value)
-                if self._deadline is not None and time.monotonic() > self._deadline:
-                    self._end_silent()
+                self._ranks.end_silent()
                 self._advance()
         except MoetoolError as error:
             self._reason = first_line(error)
@@ -391,9 +305,7 @@ class Head:
         finally:
             if self.state != "draining":
                 self.state = "failed"
-            for rank in self._ranks.values():
-                with contextlib.suppress(Closed):
-                    rank.channel.send({"kind": "stop"})
+            self._ranks.dismiss()
             for request in [*self._running.values(), *self._pending]:
                 self._refuse(request, self._reason)
             while not self._events.empty():
@@ -414,12 +326,10 @@ class Head:
             case "gone":
                 self._lose(*value)
             case "died":
-                if value in self._ranks:
-                    self._ranks[value].channel.close()
-                self._coming_back.discard(value)  # it could not even be built
+                self._ranks.died(value)
             case "message":
                 gpu, channel, message = value
-                if gpu in self._ranks and self._ranks[gpu].channel is channel:
+                if self._ranks.knows(gpu, channel):
                     self._heard(gpu, message)
             case "decided":
                 self._decided(*value)
@@ -436,7 +346,7 @@ class Head:
     def _cancel(self, number: int) -> None:
         if number in self._running:
             gpu = self._running[number].gpu
-            self._send(gpu, {"kind": "cancel", "request": number})
+            self._ranks.send(gpu, {"kind": "cancel", "request": number})
             return
         for request in self._pending:
             if request.id == number:
@@ -449,26 +359,14 @@ class Head:
             self._reason = f"GPU {gpu} has another checkpoint of {self.model_name} than the plan was made for"
             self.state = "failed"
             raise MismatchError(self._reason)
-        self._coming_back.discard(gpu)
-        self._ranks[gpu] = _Rank(channel, tuple(hello["migration"]))
+        self._ranks.greet(gpu, channel, hello["migration"])
         self.max_context = hello["max_context"]
         self.max_requests = hello["seats"] * len(self.cluster.gpus)
 
     def _lose(self, gpu: int | None, channel: Channel) -> None:
-        if gpu is None or gpu not in self._ranks or self._ranks[gpu].channel is not channel:
-            return
-        del self._ranks[gpu]
-        self._coming_back.add(gpu)
-        threading.Thread(target=self._restart, args=(gpu,), name=f"restart-{gpu}", daemon=True).start()
-        if gpu in self._members:
+        if gpu is not None and self._ranks.knows(gpu, channel) and self._ranks.lose(gpu):
             self._counts["failures"] += 1
             self._form()
-
-    def _restart(self, gpu: int) -> None:
-        try:
-            self._launcher.restart(gpu)
-        except Exception:  # it stays away, and the others go on
-            self._events.put(("died", gpu))
 
     def _form(self) -> None:
         """Have all ranks that are there form the next generation; what ran begins again later."""
@@ -482,75 +380,30 @@ class Head:
         self._running.clear()
         self._batch_began, self._coming, self._waiting_plan = None, None, None
         self._done.clear()
-        self._members = sorted(self._ranks)
-        self._formed = False
-        if not self._members:
-            self._deadline = None
-            return
-        self._generation += 1
-        self._version += 1
-        whole = len(self._members) == len(self.cluster.gpus)
-        self._placed_GLE = (
-            self._planned_GLE if whole else without(self._planned_GLE, self._exists_LE, self._members)
-        ).copy()
-        order = {
-            "kind": "form",
-            "generation": self._generation,
-            "version": self._version,
-            "members": self._members,
-            "holders": _holders(self._placed_GLE),
-            "migrate": self._migrate_how,
-            "peers": [list(self._ranks[g].peer) if g in self._ranks else None for g in range(len(self.cluster.gpus))],
-        }
-        self._called = time.monotonic()
-        self._deadline = self._called + _ALIVE_S
-        for gpu in self._members:
-            self._send(gpu, order)
-
-    def _end_silent(self) -> None:
-        """Ranks that do not answer, or do not join in time, are ended; the others go on without them."""
-        ranks = {gpu: self._ranks[gpu] for gpu in self._members if gpu in self._ranks}
-        silent = [gpu for gpu, rank in ranks.items() if rank.alive < self._generation]
-        self._deadline = time.monotonic() + _FORM_S
-        if not silent and time.monotonic() - self._called > _FORM_S:
-            silent = [gpu for gpu, rank in ranks.items() if rank.formed < self._generation]
-        for gpu in silent:
-            with contextlib.suppress(Exception):
-                self._launcher.kill(gpu)
-            ranks[gpu].channel.close()
+        there = self._ranks.there
+        if there:
+            self._version += 1
+            whole = len(there) == len(self.cluster.gpus)
+            placed_GLE = self._planned_GLE if whole else without(self._planned_GLE, self._exists_LE, there)
+            self._placed_GLE = placed_GLE.copy()
+        order = {"version": self._version, "holders": holders_of(self._placed_GLE), "migrate": self._migrate_how}
+        self._ranks.call(order)
 
     def _heard(self, gpu: int, message: dict[str, Any]) -> None:
-        rank = self._ranks[gpu]
+        generation = message.get("generation", self._ranks.generation)
         match message["kind"]:
-            case "alive":
-                rank.alive = message["generation"]
-            case "holds":
-                rank.holds = message["generation"]
-                if rank.holds == self._generation and all(self._holds(g) for g in self._members):
-                    for member in self._members:
-                        self._send(member, {"kind": "join", "generation": self._generation})
-            case "formed":
-                rank.formed = message["generation"]
-                if all(g in self._ranks and self._ranks[g].formed == self._generation for g in self._members):
-                    self._formed, self._deadline = True, None
-                    self.generations[self._generation] = time.monotonic()
-                    if self.state == "starting":
-                        self.state = "ready"
-            case "broken":
-                if message["generation"] == self._generation:
-                    self._form()
-            case "tokens":
-                if message["generation"] == self._generation:
-                    for output in message["outputs"]:
-                        self._token(output)
-            case "done":
-                if message["batch"] == self._batch:
-                    self._done[gpu] = message
-                    if len(self._done) == len(self._members):
-                        self._finish()
-
-    def _holds(self, gpu: int) -> bool:
-        return gpu in self._ranks and self._ranks[gpu].holds == self._generation
+            case "alive" | "holds" | "formed" as kind:
+                if self._ranks.heard(gpu, kind, generation) and self.state == "starting":
+                    self.state = "ready"
+            case "broken" if generation == self._ranks.generation:
+                self._form()
+            case "tokens" if generation == self._ranks.generation:
+                for output in message["outputs"]:
+                    self._token(output)
+            case "done" if message["batch"] == self._batch:
+                self._done[gpu] = message
+                if len(self._done) == len(self._ranks.members):
+                    self._finish()
 
     def _token(self, said: dict[str, Any]) -> None:
         request = self._running.get(said["request"])
@@ -581,17 +434,17 @@ class Head:
 
     def _advance(self) -> None:
         """Begin what can begin now."""
-        if self.state == "ready" and not self._ranks and not self._coming_back:
+        if self.state == "ready" and self._ranks.gone:
             raise MoetoolError("all ranks are gone, and none of them can be started again")
-        if self.state == "starting" and len(self._ranks) == len(self.cluster.gpus) and not self._members:
+        if self.state == "starting" and len(self._ranks.there) == len(self.cluster.gpus) and not self._ranks.members:
             self._form()
-        if self.state == "starting" or not self._formed or self._batch_began is not None:
+        if self.state == "starting" or not self._ranks.whole or self._batch_began is not None:
             # A queue that fills the next batch tells all of it at once; one that does not is given time to fill.
             known = self._first_token or len(self._pending) >= self.max_requests
-            if known and self.control.looks_ahead and self._formed and self._coming is None:
+            if known and self.control.looks_ahead and self._ranks.whole and self._coming is None:
                 self._decide()
             return
-        if sorted(self._ranks) != self._members:  # somebody is back, and nothing runs
+        if self._ranks.there != self._ranks.members:  # somebody is back, and nothing runs
             self._form()
         elif self._pending and not self._deciding and self._is_due():
             if not self.control.looks_ahead and self._coming is None:
@@ -601,20 +454,20 @@ class Head:
             self._begin()
 
     def _is_due(self) -> bool:
-        full = len(self._pending) * len(self.cluster.gpus) >= self.max_requests * len(self._members)
+        full = len(self._pending) * len(self.cluster.gpus) >= self.max_requests * len(self._ranks.members)
         return full or time.monotonic() - self._pending[0].began >= self._gather_s
 
     def _choose(self) -> list[_Request]:
         """The requests of the next batch, each with its GPU."""
-        seats = self.max_requests // len(self.cluster.gpus) * len(self._members)
+        seats = self.max_requests // len(self.cluster.gpus) * len(self._ranks.members)
         chosen = list(self._pending)[:seats]
         for place, request in enumerate(chosen):
-            request.gpu = self._members[place % len(self._members)]
+            request.gpu = self._ranks.members[place % len(self._ranks.members)]
         return chosen
 
     def _decide(self) -> None:
         """Have the control look at the batch that comes, beside this one."""
-        if not self._pending or len(self._members) < len(self.cluster.gpus) or not self.control.decides:
+        if not self._pending or len(self._ranks.members) < len(self.cluster.gpus) or not self.control.decides:
             return
         self._coming = self._choose()
         waiting = [
@@ -625,7 +478,7 @@ class Head:
             )
             for request in self._coming
         ]
-        placed_GLE, facts, generation, control = self._placed_GLE, self._facts(), self._generation, self.control
+        placed_GLE, facts, generation, control = self._placed_GLE, self._facts(), self._ranks.generation, self.control
         self._deciding = True
 
         def decide() -> None:
@@ -641,7 +494,7 @@ class Head:
         self._deciding = False
         if isinstance(decision, Exception):
             raise decision
-        if decision is None or generation != self._generation:
+        if decision is None or generation != self._ranks.generation:
             return
         self.decisions.append(decision)
         if decision.made:
@@ -663,9 +516,7 @@ class Head:
         )
         self._version += len(stages)
         self._placed_GLE = decision.placed_GLE
-        order = {"kind": "migrate", "generation": self._generation, "stages": [stage.to_json() for stage in stages]}
-        for gpu in self._members:
-            self._send(gpu, order)
+        self._ranks.tell({"kind": "migrate", "stages": [stage.to_json() for stage in stages]})
 
     def _begin(self) -> None:
         """Begin the next batch."""
@@ -673,7 +524,7 @@ class Head:
         chosen = self._choose()
         self._batch += 1
         self._batch_began, self._first_token, self._coming = time.monotonic(), False, None
-        shares: dict[int, list[dict[str, Any]]] = {gpu: [] for gpu in self._members}
+        shares: dict[int, list[dict[str, Any]]] = {gpu: [] for gpu in self._ranks.members}
         for request in chosen:
             self._pending.popleft()
             self._running[request.id] = request
@@ -686,12 +537,11 @@ class Head:
                 one["drawn"] = len(request.made)
             self._counts["prompt"] += len(request.prompt)
             shares[request.gpu].append(one)
-        for gpu in self._members:
-            self._send(
+        for gpu in self._ranks.members:
+            self._ranks.send(
                 gpu,
                 {
                     "kind": "batch",
-                    "generation": self._generation,
                     "batch": self._batch,
                     "version": self._version,
                     "requests": shares[gpu],
@@ -702,7 +552,9 @@ class Head:
     def _finish(self) -> None:
         """The batch has ended on all ranks."""
         assert self._batch_began is not None
-        record = _record(self._batch, self._batch_size, time.monotonic() - self._batch_began, self._done, self.cluster)
+        record = record_of(
+            self._batch, self._batch_size, time.monotonic() - self._batch_began, self._done, self.cluster
+        )
         moved_s = sum(done["moved"]["seconds"] for done in self._done.values())
         self._batch_began = None
         self._done = {}
@@ -713,7 +565,7 @@ class Head:
         self.control.saw(record.tokens_GLE)
         self._seconds.append(record.dense_s + record.expert_s)
         if record.rows:
-            self._row_s = record.expert_s * len(self._members) / record.rows
+            self._row_s = record.expert_s * len(self._ranks.members) / record.rows
         if record.moved_bytes and moved_s:
             self._move_s = record.moved_bytes / moved_s
         if not self.control.looks_ahead:
@@ -746,7 +598,7 @@ class Head:
         threading.Thread(target=self._when_formed, args=(over,), daemon=True).start()
 
     def _when_formed(self, over: threading.Event) -> None:
-        while not self._formed and self.state == "ready":
+        while not self._ranks.whole and self.state == "ready":
             time.sleep(0.005)
         over.set()
 
@@ -764,48 +616,6 @@ class Head:
         else:
             self._give(request, Output(request.id, None, finish="error", error=reason))
 
-    def _send(self, gpu: int, message: dict[str, Any]) -> None:
-        if gpu in self._ranks:
-            with contextlib.suppress(Closed):  # its thread says so
-                self._ranks[gpu].channel.send(message)
-
 
 def _pairs(top: Sequence[Sequence[Any]]) -> list[tuple[int, float]]:
     return [(int(token), float(value)) for token, value in top]
-
-
-def _holders(placed_GLE: np.ndarray) -> list[list[list[int]]]:
-    from moetool.cluster.parallel.rank import holders_of
-
-    return holders_of(placed_GLE)
-
-
-def _record(
-    number: int, requests: int, seconds: float, done: Mapping[int, Mapping[str, Any]], cluster: Cluster
-) -> BatchRecord:
-    tallies = {gpu: message["tally"] for gpu, message in done.items()}
-    rows_GSL = np.array([tally["rows_SL"] for tally in tallies.values()], np.int64)
-    num_gpus = len(cluster.gpus)
-    shape = np.array(next(iter(tallies.values()))["tokens_LE"]).shape
-    sent_GG, tokens_GLE = np.zeros((num_gpus, num_gpus), np.int64), np.zeros((num_gpus, *shape), np.int64)
-    for gpu, tally in tallies.items():
-        sent_GG[gpu] = tally["sent"]
-        tokens_GLE[gpu] = tally["tokens_LE"]
-    return BatchRecord(
-        number=number,
-        requests=requests,
-        seconds=seconds,
-        ready_s=max(message["ready_s"] for message in done.values()),
-        waited_s=max(message["waited_s"] for message in done.values()),
-        steps=max(tally["steps"] for tally in tallies.values()),
-        hottest=int(rows_GSL.max(axis=0).sum()) if rows_GSL.size else 0,
-        rows=int(rows_GSL.sum()),
-        sent_GG=sent_GG,
-        moved_bytes=sum(message["moved"]["bytes"] for message in done.values()),
-        moved_during_exchange=sum(message["moved"]["during_exchange"] for message in done.values()),
-        version=max(message["version"] for message in done.values()),
-        tokens_GLE=tokens_GLE,
-        expert_s=float(np.mean([tally["expert_s"] for tally in tallies.values()])),
-        dense_s=float(np.mean([tally["dense_s"] for tally in tallies.values()])),
-        exchange_s=float(np.mean([tally["exchange_s"] for tally in tallies.values()])),
-    )

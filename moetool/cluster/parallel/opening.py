@@ -10,7 +10,8 @@ import numpy as np
 from moetool import config, planner
 from moetool.cluster.parallel.channel import near_address
 from moetool.cluster.parallel.control import PLACEMENTS, Control, Predictor
-from moetool.cluster.parallel.head import Head, Launcher
+from moetool.cluster.parallel.head import Head
+from moetool.cluster.parallel.members import Launcher
 from moetool.cluster.parallel.rank import RankOptions
 from moetool.costing.latency import unit_latency
 from moetool.errors import UsageError, unknown_name

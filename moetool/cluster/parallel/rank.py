@@ -18,6 +18,7 @@ from moetool.cluster.parallel.channel import Closed, connect, near_address
 from moetool.cluster.parallel.dispatch import ParallelRuntime, tally_to_json
 from moetool.cluster.parallel.group import Group, GroupBroken
 from moetool.cluster.parallel.migration import MIGRATIONS, Migration
+from moetool.cluster.parallel.routing import placed_of
 from moetool.cluster.parallel.shelf import Shelf
 from moetool.cluster.parallel.stages import Stage
 from moetool.cluster.parallel.windows import Link, Windows
@@ -421,20 +422,3 @@ def _message(output: Output) -> dict[str, Any]:
     if output.error is not None:
         said["error"] = output.error
     return said
-
-
-def holders_of(placed_GLE: np.ndarray) -> list[list[list[int]]]:
-    """A placement as lists of holders, by layer and expert."""
-    return [
-        [np.flatnonzero(placed_GLE[:, layer, expert]).tolist() for expert in range(placed_GLE.shape[2])]
-        for layer in range(placed_GLE.shape[1])
-    ]
-
-
-def placed_of(holders: Sequence[Sequence[Sequence[int]]], num_gpus: int) -> np.ndarray:
-    """What `holders_of` was made from."""
-    placed_GLE = np.zeros((num_gpus, len(holders), len(holders[0])), bool)
-    for layer, experts in enumerate(holders):
-        for expert, gpus in enumerate(experts):
-            placed_GLE[list(gpus), layer, expert] = True
-    return placed_GLE

@@ -37,3 +37,20 @@ def without(placed_GLE: np.ndarray, exists_LE: np.ndarray, members: Sequence[int
         fewest = min(members, key=lambda g: (int(left_GLE[g, layer].sum()), int(left_GLE[g].sum()), g))
         left_GLE[fewest, layer, expert] = True
     return left_GLE
+
+
+def holders_of(placed_GLE: np.ndarray) -> list[list[list[int]]]:
+    """A placement as lists of holders, by layer and expert."""
+    return [
+        [np.flatnonzero(placed_GLE[:, layer, expert]).tolist() for expert in range(placed_GLE.shape[2])]
+        for layer in range(placed_GLE.shape[1])
+    ]
+
+
+def placed_of(holders: Sequence[Sequence[Sequence[int]]], num_gpus: int) -> np.ndarray:
+    """What `holders_of` was made from."""
+    placed_GLE = np.zeros((num_gpus, len(holders), len(holders[0])), bool)
+    for layer, experts in enumerate(holders):
+        for expert, gpus in enumerate(experts):
+            placed_GLE[list(gpus), layer, expert] = True
+    return placed_GLE
