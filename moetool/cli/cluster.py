@@ -75,7 +75,7 @@ def _edge(command: ClusterCommand) -> None:
         raise UsageError("--cluster needs to know where the experts are; give it --plan, from: moetool plan placement")
     if command.predictor is not None:
         raise UsageError(
-            "--predictor means nothing with --cluster and --mode edge: the plan says what each server holds; leave it out"
+            "--predictor means nothing with --cluster in mode edge: the plan says who holds what; leave it out"
         )
     if given := [name for name, is_given in command.refused.items() if is_given]:
         raise UsageError(f"{given[0]} means nothing with --cluster: the plan says what each server holds; leave it out")
