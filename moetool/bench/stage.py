@@ -21,6 +21,7 @@ from moetool.policy import Policy
 from moetool.predictor import load_predictor
 from moetool.prompts import gather as prompt_sets
 from moetool.trace.reader import Trace
+from moetool.trace.same_prompts import digest_of_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +223,8 @@ def prompts_of(path: Path, data: tuple[str, ...], seen: Collection[str], options
     tokenizer = load_tokenizer(path)
     by_set: dict[str, list[str]] = defaultdict(list)
     for prompt in prompt_sets.load(data, max_prompts=options.requests + len(seen)):
-        if f"{prompt.dataset}/{prompt.prompt_id}" not in seen:
+        known_by = {digest_of_tokens(tokenizer(prompt.text)["input_ids"]), f"{prompt.dataset}/{prompt.prompt_id}"}
+        if known_by.isdisjoint(seen):
             by_set[prompt.dataset].append(prompt.text)
     turns = itertools.chain.from_iterable(itertools.zip_longest(*by_set.values()))
     texts = list(itertools.islice((text for text in turns if text is not None), options.requests))
