@@ -215,6 +215,11 @@ class PackedWeight(NamedTuple):
         """Bytes that it takes, packed."""
         return sum(block.nbytes for block in self.blocks)
 
+    @property
+    def numel(self) -> int:
+        """Numbers that it holds."""
+        return sum(len(block.words) * block.columns for block in self.blocks)
+
 
 def quantization_config(scheme: Scheme, ignore: list[str], experts: Scheme | None = None) -> dict[str, Any]:
     """What config.json says of a model whose linear weights are packed.
