@@ -1,9 +1,10 @@
 """Running the experts of a model from a pool that may be smaller than one event."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from moetool.serving.stores import Stores
 from moetool.types import ForwardInfo, GateEvent
 
 _IMPLEMENTATION = "moetool"
+_MANY_ROWS = 1024
+"""Choices of one layer above which computing takes so long that asking for it does not matter."""
 _MISSES = frozenset({StepKind.LOAD, StepKind.HOST})
 
 
@@ -115,7 +118,7 @@ class ExpertRuntime:
         event = self._event(layer, index_TK, weights_TK)
         if (routed := self.residency.route(event)) is not None:
             event, index_TK, weights_TK = self._reroute(event, routed, index_TK, weights_TK)
-        products = self._products(layer, event, index_TK, lambda expert, rows: hidden_TD[rows // top_k])
+        products = self._products(layer, event, index_TK, lambda experts, places: hidden_TD[places // top_k])
         weighted = products * weights_TK.reshape(-1, 1)  # in the wider type of the two
         return weighted.view(num_tokens, top_k, -1).sum(dim=1).to(hidden_TD.dtype)
 
@@ -148,18 +151,23 @@ class ExpertRuntime:
         layer: MoeLayer,
         event: GateEvent,
         index_TK: torch.Tensor,
-        inputs: Callable[[int, torch.Tensor], torch.Tensor],
+        inputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """The output [T * K, D] of each token's experts, not yet weighted.
 
         Args:
-            inputs: gives what an expert gets for the places in [T * K] that chose it.
+            inputs: gives what the experts get, by expert and place in [T * K].
         """
-        rows_of = _rows_by_expert(index_TK.cpu(), index_TK.device)
+        rows = _rows_by_expert(index_TK)
+        x_of = rows.split(inputs(rows.experts, rows.places))
         expert_of, num_experts = self.residency.policy.spec.expert_of, layer.form.num_experts
         steps = self.residency.event(event)
         self.uses_L[layer.index] += len(event.needed)
-        self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in rows_of for step in steps)
+        self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in x_of for step in steps)
+        if len(rows.places) <= _MANY_ROWS and all(step.kind is StepKind.COMPUTE for step in steps):
+            resident = self._resident(layer, steps, x_of)
+            if resident is not None:
+                return rows.restore(resident)
         sent: dict[int, torch.Tensor] | None = None  # inputs on other devices, by expert
         products: torch.Tensor | None = None
 
@@ -167,7 +175,7 @@ class ExpertRuntime:
             nonlocal products
             if products is None:
                 products = output.new_empty(index_TK.numel(), output.shape[1])
-            products[rows_of[expert]] = output
+            products[rows.span_of[expert]] = output
 
         on_host = [expert_of(step.key)[1] for step in steps if step.kind is StepKind.HOST]
         begun: list[tuple[int, Callable[[], torch.Tensor]]] = []  # elsewhere, to be put in their place at the end
@@ -181,12 +189,12 @@ class ExpertRuntime:
                 if at_once and not on_host:
                     continue  # `ready` is next and loads it on this thread, sooner than another could
                 self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
-                if step.kind is StepKind.LOAD and expert not in rows_of:
+                if step.kind is StepKind.LOAD and expert not in x_of:
                     beside.append((step.key, step.slot))
                 continue
-            begun += self._begin_on_host(layer, on_host, rows_of, inputs)  # now that loads are under way
+            begun += self._begin_on_host(layer, on_host, x_of)  # now that loads are under way
             if sent is None:
-                sent = self._send(layer, steps, rows_of, inputs)
+                sent = self._send(layer, steps, x_of)
             while beside:
                 self.store.ready(*beside.pop())
             if expert in sent:
@@ -194,23 +202,40 @@ class ExpertRuntime:
                 self.store.computed(step.slot)
                 begun.append((expert, partial(_bring, layer, x, index_TK.device)))
                 continue
-            x = inputs(expert, rows_of[expert])
+            x = x_of[expert]
             if expert < num_experts:
                 x = layer.form.compute(x, self.store.ready(step.key, step.slot))
                 self.store.computed(step.slot)
             put(expert, x)
-        begun += self._begin_on_host(layer, on_host, rows_of, inputs)
+        begun += self._begin_on_host(layer, on_host, x_of)
         for expert, finished in begun:
             put(expert, finished())
         assert products is not None
-        return products
+        return rows.restore(products)
+
+    def _resident(
+        self, layer: MoeLayer, steps: Sequence[Step], x_of: Mapping[int, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """The output of an event whose experts are all in their slots, by expert; None where other devices have some.
+
+        For few rows an expert takes longer to ask for than to compute, so they are asked for together.
+        """
+        expert_of, num_experts = self.residency.policy.spec.expert_of, layer.form.num_experts
+        slot_of = {expert_of(step.key)[1]: (step.key, step.slot) for step in steps}
+        experts = [expert for expert in x_of if expert < num_experts]
+        if isinstance(self.store, Stores) and any(self.store.device_of(slot_of[expert][1]) for expert in experts):
+            return None
+        weights = [self.store.ready(*slot_of[expert]) for expert in experts]
+        outputs = layer.form.compute_each([x_of[expert] for expert in experts], weights) if experts else []
+        for expert in experts:
+            self.store.computed(slot_of[expert][1])
+        return torch.cat([*outputs, *(x for expert, x in x_of.items() if expert >= num_experts)])
 
     def _send(
         self,
         layer: MoeLayer,
         steps: Sequence[Step],
-        rows_of: dict[int, torch.Tensor],
-        inputs: Callable[[int, torch.Tensor], torch.Tensor],
+        x_of: Mapping[int, torch.Tensor],
     ) -> dict[int, torch.Tensor]:
         """The inputs of the experts that other devices compute, by expert, on those devices.
 
@@ -223,20 +248,19 @@ class ExpertRuntime:
                 if step.kind is StepKind.COMPUTE and (device := self.store.device_of(step.slot)):
                     expert = self.residency.policy.spec.expert_of(step.key)[1]
                     if expert < layer.form.num_experts:
-                        sent[expert] = inputs(expert, rows_of[expert]).to(self.store.devices[device])
+                        sent[expert] = x_of[expert].to(self.store.devices[device])
         return sent
 
     def _begin_on_host(
         self,
         layer: MoeLayer,
         experts: list[int],
-        rows_of: dict[int, torch.Tensor],
-        inputs: Callable[[int, torch.Tensor], torch.Tensor],
+        x_of: Mapping[int, torch.Tensor],
     ) -> Iterator[tuple[int, Callable[[], torch.Tensor]]]:
         """Begin to compute `experts` in host memory and empty the list; gives what waits for each one's output."""
         while experts:
             expert = experts.pop()
-            x = inputs(expert, rows_of[expert])
+            x = x_of[expert]
             if expert < layer.form.num_experts:
                 key = self.residency.policy.spec.expert_key(layer.index, expert)
                 yield expert, self._host.start(layer.form, key, x)
@@ -272,7 +296,7 @@ class ExpertRuntime:
         top_k = layer.top_k
         index_TK, weights_TK = self._chosen.pop(layer.index)
         event = self._event(layer, index_TK, weights_TK)
-        products = self._products(layer, event, index_TK, lambda expert, rows: copies_ETD[expert, rows // top_k])
+        products = self._products(layer, event, index_TK, lambda experts, places: copies_ETD[experts, places // top_k])
         output_ETD = torch.zeros_like(copies_ETD)
         places = torch.arange(index_TK.numel(), device=index_TK.device)
         output_ETD[index_TK.reshape(-1), places // top_k] = products
@@ -300,20 +324,46 @@ def _bring(layer: MoeLayer, output: torch.Tensor, device: torch.device) -> torch
     return output if layer.form.finish is None else layer.form.finish(output)
 
 
-def _rows_by_expert(index_TK: torch.Tensor, device: torch.device) -> dict[int, torch.Tensor]:
-    """For each expert the places, in [T * K], that chose it: first choices first, then by token.
+class _Rows(NamedTuple):
+    """Who chose each expert: the choices of a layer in the order of their experts.
+
+    Attributes:
+        experts: the expert of each choice.
+        places: where the choice stands in [T * K].
+        span_of: an expert's choices.
+    """
+
+    experts: torch.Tensor
+    places: torch.Tensor
+    span_of: dict[int, slice]
+
+    def split(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Each expert's part of what has a row for each choice."""
+        return {expert: x[span] for expert, span in self.span_of.items()}
+
+    def restore(self, x: torch.Tensor) -> torch.Tensor:
+        """From a row for each choice, by expert, to where the choices stand."""
+        restored = torch.empty_like(x)
+        restored[self.places] = x
+        return restored
+
+
+def _rows_by_expert(index_TK: torch.Tensor) -> _Rows:
+    """The choices by expert; those of one expert are the first choices first, then by token.
 
     So do the families' own loops order them, and where a row lies can change its last bit.
-
-    Args:
-        index_TK: on the CPU: on a GPU every question of how many would wait for the answer.
-        device: where the places go.
     """
+    # On the CPU: on a GPU every question of how many would wait for the answer.
     num_tokens, top_k = index_TK.shape
-    ids, order = torch.sort(index_TK.T.reshape(-1), stable=True)
+    ids, order = torch.sort(index_TK.cpu().T.reshape(-1), stable=True)
     places = order % num_tokens * top_k + order // num_tokens
-    experts, counts = torch.unique_consecutive(ids, return_counts=True)
-    return dict(zip(experts.tolist(), places.to(device).split(counts.tolist()), strict=True))
+    span_of: dict[int, slice] = {}
+    start = 0
+    for expert, run in groupby(ids.tolist()):
+        stop = start + sum(1 for _ in run)
+        span_of[expert] = slice(start, stop)
+        start = stop
+    return _Rows(ids.to(index_TK.device), places.to(index_TK.device), span_of)
 
 
 def _experts_forward(
