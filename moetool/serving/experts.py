@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +16,15 @@ from moetool.models.routing import sorted_routes, to_float16, watch
 from moetool.models.signals import Signals, request_means
 from moetool.models.spec import MoeLayer
 from moetool.residency import Step, StepKind
+from moetool.serving.choices import by_expert
 from moetool.serving.on_host import HostCompute
 from moetool.serving.store import ExpertStore
 from moetool.serving.stores import Stores
 from moetool.types import ForwardInfo, GateEvent
 
 _IMPLEMENTATION = "moetool"
-_MANY_ROWS = 1024
-"""Choices of one layer above which computing takes so long that asking for it does not matter."""
+_FEW_ROWS = 1024
+"""Choices that are computed together at most: what lies between their two products is held for all of them."""
 _MISSES = frozenset({StepKind.LOAD, StepKind.HOST})
 
 
@@ -151,32 +151,49 @@ class ExpertRuntime:
         layer: MoeLayer,
         event: GateEvent,
         index_TK: torch.Tensor,
-        inputs: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        gather: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """The output [T * K, D] of each token's experts, not yet weighted.
 
         Args:
-            inputs: gives what the experts get, by expert and place in [T * K].
+            gather: what the experts get, by expert and place in [T * K].
         """
-        rows = _rows_by_expert(index_TK)
-        x_of = rows.split(inputs(rows.experts, rows.places))
-        expert_of, num_experts = self.residency.policy.spec.expert_of, layer.form.num_experts
-        steps = self.residency.event(event)
-        self.uses_L[layer.index] += len(event.needed)
-        self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in x_of for step in steps)
-        if len(rows.places) <= _MANY_ROWS and all(step.kind is StepKind.COMPUTE for step in steps):
-            resident = self._resident(layer, steps, x_of)
-            if resident is not None:
-                return rows.restore(resident)
-        sent: dict[int, torch.Tensor] | None = None  # inputs on other devices, by expert
+        choices = by_expert(index_TK)
+        x_of = choices.split(gather(choices.experts, choices.places))
         products: torch.Tensor | None = None
 
         def put(expert: int, output: torch.Tensor) -> None:
             nonlocal products
             if products is None:
                 products = output.new_empty(index_TK.numel(), output.shape[1])
-            products[rows.span_of[expert]] = output
+            products[choices.span_of[expert]] = output
 
+        self._compute(layer, event, choices.split(choices.places), lambda expert, rows: x_of[expert], put)
+        assert products is not None
+        return choices.restore(products)
+
+    def _compute(
+        self,
+        layer: MoeLayer,
+        event: GateEvent,
+        rows_of: Mapping[int, torch.Tensor],
+        inputs: Callable[[int, torch.Tensor], torch.Tensor],
+        put: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Compute every expert that the event needs, and `put` its output.
+
+        Args:
+            rows_of: by expert the places in [T * K] that chose it.
+            inputs: gives what an expert gets for its places.
+        """
+        expert_of, num_experts = self.residency.policy.spec.expert_of, layer.form.num_experts
+        steps = self.residency.event(event)
+        self.uses_L[layer.index] += len(event.needed)
+        self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in rows_of for step in steps)
+        if all(step.kind is StepKind.COMPUTE for step in steps) and not isinstance(self.store, Stores):
+            self._compute_resident(layer, steps, rows_of, inputs, put)
+            return
+        sent: dict[int, torch.Tensor] | None = None  # inputs on other devices, by expert
         on_host = [expert_of(step.key)[1] for step in steps if step.kind is StepKind.HOST]
         begun: list[tuple[int, Callable[[], torch.Tensor]]] = []  # elsewhere, to be put in their place at the end
         beside: list[tuple[int, int]] = []  # loaded on demand though nothing here needs it: a whole layer's rest
@@ -189,53 +206,71 @@ class ExpertRuntime:
                 if at_once and not on_host:
                     continue  # `ready` is next and loads it on this thread, sooner than another could
                 self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
-                if step.kind is StepKind.LOAD and expert not in x_of:
+                if step.kind is StepKind.LOAD and expert not in rows_of:
                     beside.append((step.key, step.slot))
                 continue
-            begun += self._begin_on_host(layer, on_host, x_of)  # now that loads are under way
+            begun += self._begin_on_host(layer, on_host, rows_of, inputs)  # now that loads are under way
             if sent is None:
-                sent = self._send(layer, steps, x_of)
+                sent = self._send(layer, steps, rows_of, inputs)
             while beside:
                 self.store.ready(*beside.pop())
             if expert in sent:
                 x = replace(layer.form, finish=None).compute(sent.pop(expert), self.store.ready(step.key, step.slot))
                 self.store.computed(step.slot)
-                begun.append((expert, partial(_bring, layer, x, index_TK.device)))
+                begun.append((expert, partial(bring, layer, x, rows_of[expert].device)))
                 continue
-            x = x_of[expert]
+            x = inputs(expert, rows_of[expert])
             if expert < num_experts:
                 x = layer.form.compute(x, self.store.ready(step.key, step.slot))
                 self.store.computed(step.slot)
             put(expert, x)
-        begun += self._begin_on_host(layer, on_host, x_of)
+        begun += self._begin_on_host(layer, on_host, rows_of, inputs)
         for expert, finished in begun:
             put(expert, finished())
-        assert products is not None
-        return rows.restore(products)
 
-    def _resident(
-        self, layer: MoeLayer, steps: Sequence[Step], x_of: Mapping[int, torch.Tensor]
-    ) -> torch.Tensor | None:
-        """The output of an event whose experts are all in their slots, by expert; None where other devices have some.
+    def _compute_resident(
+        self,
+        layer: MoeLayer,
+        steps: Sequence[Step],
+        rows_of: Mapping[int, torch.Tensor],
+        inputs: Callable[[int, torch.Tensor], torch.Tensor],
+        put: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Compute an event whose experts are all in their slots, as many together as have few rows in all.
 
-        For few rows an expert takes longer to ask for than to compute, so they are asked for together.
+        For few rows an expert takes longer to ask for than to compute.
         """
-        expert_of, num_experts = self.residency.policy.spec.expert_of, layer.form.num_experts
-        slot_of = {expert_of(step.key)[1]: (step.key, step.slot) for step in steps}
-        experts = [expert for expert in x_of if expert < num_experts]
-        if isinstance(self.store, Stores) and any(self.store.device_of(slot_of[expert][1]) for expert in experts):
-            return None
-        weights = [self.store.ready(*slot_of[expert]) for expert in experts]
-        outputs = layer.form.compute_each([x_of[expert] for expert in experts], weights) if experts else []
-        for expert in experts:
-            self.store.computed(slot_of[expert][1])
-        return torch.cat([*outputs, *(x for expert, x in x_of.items() if expert >= num_experts)])
+        expert_of, form = self.residency.policy.spec.expert_of, layer.form
+        together: list[tuple[int, Step, torch.Tensor]] = []
+
+        def compute() -> None:
+            weights = [self.store.ready(step.key, step.slot) for _, step, _ in together]
+            outputs = form.compute_each([x for _, _, x in together], weights)
+            for (expert, step, _), output in zip(together, outputs, strict=True):
+                self.store.computed(step.slot)
+                put(expert, output)
+
+        num_rows = 0
+        for step in steps:
+            expert = expert_of(step.key)[1]
+            x = inputs(expert, rows_of[expert])
+            if expert >= form.num_experts:
+                put(expert, x)
+                continue
+            if together and num_rows + len(x) > _FEW_ROWS:
+                compute()
+                together, num_rows = [], 0
+            together.append((expert, step, x))
+            num_rows += len(x)
+        if together:
+            compute()
 
     def _send(
         self,
         layer: MoeLayer,
         steps: Sequence[Step],
-        x_of: Mapping[int, torch.Tensor],
+        rows_of: Mapping[int, torch.Tensor],
+        inputs: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> dict[int, torch.Tensor]:
         """The inputs of the experts that other devices compute, by expert, on those devices.
 
@@ -248,19 +283,20 @@ class ExpertRuntime:
                 if step.kind is StepKind.COMPUTE and (device := self.store.device_of(step.slot)):
                     expert = self.residency.policy.spec.expert_of(step.key)[1]
                     if expert < layer.form.num_experts:
-                        sent[expert] = x_of[expert].to(self.store.devices[device])
+                        sent[expert] = inputs(expert, rows_of[expert]).to(self.store.devices[device])
         return sent
 
     def _begin_on_host(
         self,
         layer: MoeLayer,
         experts: list[int],
-        x_of: Mapping[int, torch.Tensor],
+        rows_of: Mapping[int, torch.Tensor],
+        inputs: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> Iterator[tuple[int, Callable[[], torch.Tensor]]]:
         """Begin to compute `experts` in host memory and empty the list; gives what waits for each one's output."""
         while experts:
             expert = experts.pop()
-            x = x_of[expert]
+            x = inputs(expert, rows_of[expert])
             if expert < layer.form.num_experts:
                 key = self.residency.policy.spec.expert_key(layer.index, expert)
                 yield expert, self._host.start(layer.form, key, x)
@@ -318,52 +354,10 @@ class ExpertRuntime:
             self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
 
 
-def _bring(layer: MoeLayer, output: torch.Tensor, device: torch.device) -> torch.Tensor:
+def bring(layer: MoeLayer, output: torch.Tensor, device: torch.device) -> torch.Tensor:
     """An expert's output from where it was computed, and what the family does with it, by weights that are here."""
     output = output.to(device)
     return output if layer.form.finish is None else layer.form.finish(output)
-
-
-class _Rows(NamedTuple):
-    """Who chose each expert: the choices of a layer in the order of their experts.
-
-    Attributes:
-        experts: the expert of each choice.
-        places: where the choice stands in [T * K].
-        span_of: an expert's choices.
-    """
-
-    experts: torch.Tensor
-    places: torch.Tensor
-    span_of: dict[int, slice]
-
-    def split(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Each expert's part of what has a row for each choice."""
-        return {expert: x[span] for expert, span in self.span_of.items()}
-
-    def restore(self, x: torch.Tensor) -> torch.Tensor:
-        """From a row for each choice, by expert, to where the choices stand."""
-        restored = torch.empty_like(x)
-        restored[self.places] = x
-        return restored
-
-
-def _rows_by_expert(index_TK: torch.Tensor) -> _Rows:
-    """The choices by expert; those of one expert are the first choices first, then by token.
-
-    So do the families' own loops order them, and where a row lies can change its last bit.
-    """
-    # On the CPU: on a GPU every question of how many would wait for the answer.
-    num_tokens, top_k = index_TK.shape
-    ids, order = torch.sort(index_TK.cpu().T.reshape(-1), stable=True)
-    places = order % num_tokens * top_k + order // num_tokens
-    span_of: dict[int, slice] = {}
-    start = 0
-    for expert, run in groupby(ids.tolist()):
-        stop = start + sum(1 for _ in run)
-        span_of[expert] = slice(start, stop)
-        start = stop
-    return _Rows(ids.to(index_TK.device), places.to(index_TK.device), span_of)
 
 
 def _experts_forward(
