@@ -101,7 +101,7 @@ def _edge(command: ClusterCommand) -> None:
         )
     tables.narrate(f"moetool: starting {len(names)} servers")
     threads = max(1, (os.cpu_count() or 1) // len(names)) if where.count else 0
-    workers = Workers(where, build_worker, [{"settings": one} for one in settings], names, threads=threads)
+    workers = Workers(where, build_worker, [{"settings": one} for one in settings], names, threads=threads, late=True)
     head = Head(
         workers,
         settings,

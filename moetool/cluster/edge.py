@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from moetool.cluster.launch import WorkerDied
 from moetool.cluster.protocol import Holders, Moved, WorkerInfo, WorkerStats
 from moetool.cluster.worker import WorkerSettings
-from moetool.errors import MoetoolError, UsageError, first_line
+from moetool.errors import CapacityError, MoetoolError, UsageError, first_line
 
 T = TypeVar("T")
 Expert = tuple[int, int]
@@ -26,7 +26,7 @@ Expert = tuple[int, int]
 
 _ENDED = "its process has ended"
 _TELL_S = 10.0  # for a worker to take in who holds what
-_BACKOFF_S = (1.0, 30.0)  # after the first start that failed, and at most
+_BACKOFF_S = (1.0, 10.0)  # after the first start that failed, and at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,7 @@ class Processes(Protocol):
     def call(self, n: int, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> Any: ...
     def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None: ...
     def kill(self, n: int) -> None: ...
+    def is_started(self, n: int) -> bool: ...
     def watch_again(self, n: int, on_death: Callable[[int], None]) -> None: ...
     def close(self) -> None: ...
     def __len__(self) -> int: ...
@@ -131,6 +132,7 @@ class Head:
         self._held: list[set[Expert]] = [set() for _ in settings]
         self._home: list[set[Expert]] = [set(own.held) for own in settings]  # by the placement in force
         self._lent: set[tuple[int, Expert]] = set()  # adopted for a server that is not there
+        self._was_there = [False] * len(settings)
         self._ports = [own.port for own in settings]
         self._version = 0
         self._covering = threading.Lock()
@@ -143,16 +145,21 @@ class Head:
     # -- the cluster's life --------------------------------------------------------------------------------------
 
     def start(self) -> list[WorkerInfo]:
-        """Wait until every server serves, and tell each who holds what.
+        """Wait until every server that has a machine serves, and tell each who holds what.
+
+        The others are started when their machines join; until then their experts are elsewhere.
 
         Raises: as the first worker that could not be started.
         """
         timeout_s = self._options.start_timeout_s
-        for info in _at_once(lambda n: self._call(n, "info", timeout_s=timeout_s), len(self.names)):
+        started = [n for n in range(len(self.names)) if self._processes.is_started(n)]
+        for info in _at_once(lambda i: self._call(started[i], "info", timeout_s=timeout_s), len(started)):
             self._arrived(info)
         self.publish()
-        for n in range(len(self.names)):
+        for n in started:
             self._processes.watch_again(n, self._on_death)
+        self._cover()
+        for n in range(len(self.names)):
             self._thread(f"server-{n}", self._supervise, n)
         if self._scheduler is not None:
             self._thread("scheduler", self._schedule)
@@ -262,6 +269,7 @@ class Head:
     def _arrived(self, info: WorkerInfo) -> None:
         with self._lock:
             self._told[info.server] = -1
+            self._was_there[info.server] = True
             self._ports[info.server] = int(info.url.rpartition(":")[2])
             self._infos[info.server] = info
             self._held[info.server] = set(info.held)
@@ -299,6 +307,9 @@ class Head:
 
     def _supervise(self, n: int) -> None:
         """The life of one server: ask whether it is well; when it is not, mend."""
+        if not self._processes.is_started(n):
+            self._narrate(f"server {self.names[n]} is started when a machine joins for it")
+            self._bring_back(n)
         while not self._closing.is_set():
             if not self._died[n].wait(self._options.ping_s):
                 try:
@@ -404,6 +415,8 @@ class Head:
                 self._processes.watch_again(n, self._on_death)
                 info = self._call(n, "info", timeout_s=self._options.start_timeout_s)
                 break
+            except CapacityError:
+                pass  # no machine: it may join
             except Exception as error:
                 self._narrate(f"server {self.names[n]} could not be started: {first_line(error)}; trying again")
             port = self._settings[n].port
@@ -412,9 +425,10 @@ class Head:
             wait = min(most, 2 * wait)
         else:
             return
+        came = "is back on" if self._was_there[n] else "has joined and serves on"
+        self._narrate(f"server {self.names[n]} {came} {info.url}/v1 with {len(info.held)} experts")
         self._arrived(info)
         self.publish()
-        self._narrate(f"server {self.names[n]} is back on {info.url}/v1 with {len(info.held)} experts")
         self._restore()
 
     def _restore(self) -> None:
