@@ -1,7 +1,8 @@
 """The command line: commands, and the one place where errors become messages and exit codes.
 
 The commands about placement are in `moetool.cli.placement`, those about traces in `moetool.cli.trace`, `moetool
-simulate` in `moetool.cli.simulation`, and `moetool serve --cluster` in `moetool.cli.cluster`.
+simulate` in `moetool.cli.simulation`, pages of plans in `moetool.cli.report`, and `moetool serve --cluster` in
+`moetool.cli.cluster`.
 """
 
 import contextlib
@@ -20,7 +21,9 @@ import typer
 
 from moetool import __version__, assets, durable, tables
 from moetool.cli import cluster as cli_cluster
+from moetool.cli import paper as cli_paper
 from moetool.cli import placement as cli_placement
+from moetool.cli import report as cli_report
 from moetool.cli import simulation as cli_simulate
 from moetool.cli import trace as cli_trace
 from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
@@ -47,6 +50,7 @@ app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
 app.add_typer(reference_app, name="reference")
+cli_paper.register(bench_app)
 cli_placement.register(plan_app)
 cli_simulate.register(app)
 cli_trace.register(trace_app)
@@ -114,8 +118,11 @@ def capture(
         typer.Option(min=1, help="Tokens to decode for each prompt, at most; the public set's number, else 32."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are forwarded together.")] = 1,
-    keep: Annotated[str, typer.Option(help="Columns: topk,logits,embeddings,hidden,ahead.")] = "topk,logits",
+    keep: Annotated[str, typer.Option(help="Columns: topk,logits,embeddings,hidden,ahead,resident.")] = "topk,logits",
     ahead: Annotated[int, typer.Option(min=1, help="For how many layers the column 'ahead' looks ahead.")] = 3,
+    resident: Annotated[
+        float, typer.Option(help="Share of a layer's experts that column 'resident' reckons with.")
+    ] = 0.5,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     threads: Annotated[int, typer.Option(min=0, help="Of the arithmetic; 0 chooses.")] = 0,
     device_memory: Annotated[
@@ -160,6 +167,7 @@ def capture(
         batch_size=batch_size,
         keep=tuple(_split([keep])),
         ahead=ahead,
+        resident=resident,
         device=device or "cpu",
         dtype=dtype,
         threads=threads,
@@ -208,7 +216,11 @@ def train(
         int | None, typer.Option(help="For awq_replica: weights that share a scale: 32, 64 (default) or 128.")
     ] = None,
     symmetric: Annotated[
-        bool | None, typer.Option("--symmetric/--asymmetric", help="For awq_replica: whether zero points are all 0.")
+        bool | None,
+        typer.Option(
+            "--symmetric/--asymmetric",
+            help="For awq_replica: whether experts' zero points are 0; others are refused, with the reason.",
+        ),
     ] = None,
     settings: Annotated[
         list[str],
@@ -741,7 +753,7 @@ def profile(
 
 @app.command()
 def report(
-    trace: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace.")],
+    trace: Annotated[Path, typer.Argument(metavar="PATH", help="Folder of a trace, or file of a plan.")],
     out: Annotated[Path, typer.Option("--out", help="The page, one HTML file with everything in it.")],
     policy: Annotated[
         list[str], typer.Option(help="Cache policies beside belady; repeat, or separate by commas. lru,lfu by default.")
@@ -755,17 +767,30 @@ def report(
             "--set", help="report.choices, report.uses, report.affinity_layers, ..., and POLICY.OPTION. Repeatable."
         ),
     ] = [],  # noqa: B006
+    served: Annotated[
+        list[str], typer.Option("--trace", help="For a placement: SERVER=DIR, whose work and traffic it shows.")
+    ] = [],  # noqa: B006
+    before: Annotated[Path | None, typer.Option(help="For a placement: the plan to show it beside.")] = None,
     overwrite: Overwrite = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every number of the page as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers of the page as JSON.")] = False,
     recipe: Recipe = None,
 ) -> None:
-    """Draw a trace as one page: popularity, skew, entropy, affinity, reuse, hit rates, and what they mean."""
+    """Draw a trace as one page: popularity, skew, entropy, affinity, reuse, hit rates, and what they mean. Or a
+    placement: who holds what, work and traffic. Or a cache plan: memory against latency.
+    """
     from moetool.report.making import POLICIES, measure
     from moetool.report.sample import ReportOptions
     from moetool.trace.reader import Trace
 
     durable.require_writable(out)
     durable.require_absent(out, overwrite)
+    if trace.is_file():
+        if policy or budget or settings:
+            raise UsageError(f"{trace} is no trace's folder, and --policy, --budget and --set are for one; leave them")
+        cli_report.report_plan(trace, out, served, before, as_json)
+        return
+    if served or before is not None:
+        raise UsageError(f"--trace and --before are for the page of a placement plan, expected its file, not {trace}")
     source, options = Trace(trace), parse_settings(settings)
     chosen = parse(ReportOptions, options.pop("report", {}), "report")
     policies = _split(policy) if policy else list(POLICIES)
@@ -807,6 +832,9 @@ def bench_serve(
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="MoE layers of the shape; all, if not given.")] = None,
     routes: Annotated[Path | None, typer.Option(help="Folder of a trace whose routing the model follows.")] = None,
+    beside: Annotated[
+        str | None, typer.Option(help="Folder of a packed replica of MODEL, to be served in the same memory.")
+    ] = None,
     data: Annotated[
         list[str], typer.Option(help="Prompts of a MODEL that routes by itself: embedded sets, or files.")
     ] = [],  # noqa: B006
@@ -827,6 +855,23 @@ def bench_serve(
     names, options = _split(policy), parse_settings(settings)
     values = options.pop("bench", {})
     _require_policies(names, options)
+    if beside is not None:
+        from moetool.cli.forms import bench_beside
+
+        refused = {"--shape": shape, "--layers": layers, "--routes": routes, "--predictor": predictor}
+        bench_beside(
+            model,
+            beside,
+            data=_split(data),
+            policies=names,
+            budgets=_split(budget),
+            bench=values,
+            policy_options=options,
+            others=refused,
+            as_json=as_json,
+            out=out,
+        )
+        return
     from moetool.bench.results import print_serve_bench
     from moetool.bench.serve import bench_serve as run
     from moetool.bench.stage import BenchOptions, Subject
