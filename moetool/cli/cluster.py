@@ -60,8 +60,9 @@ def require_no_placement(plan: Path) -> None:
 
 def _edge(command: ClusterCommand) -> None:
     """Edge servers that call each other's experts; each has an endpoint of its own."""
-    from moetool.cluster.edge import ClusterOptions, Head, read_token
+    from moetool.cluster.edge import Head
     from moetool.cluster.launch import Workers, parse_where, require_ray
+    from moetool.cluster.options import ClusterOptions, read_token
     from moetool.cluster.placing import Endpoints, beyond_reserved, worker_settings
     from moetool.cluster.worker import build_worker
     from moetool.placement_plan import PlacementPlan

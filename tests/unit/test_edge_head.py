@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from moetool.cluster import edge
-from moetool.cluster.edge import ClusterOptions, Head, read_token
+from moetool.cluster.edge import Head
 from moetool.cluster.launch import WorkerDied
+from moetool.cluster.options import ClusterOptions, read_token
 from moetool.cluster.placing import Endpoints, held_by, worker_settings
 from moetool.cluster.protocol import Holders, Moved, WorkerInfo
 from moetool.cluster.worker import WorkerSettings, own_address
