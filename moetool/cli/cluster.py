@@ -60,8 +60,9 @@ def require_no_placement(plan: Path) -> None:
 
 def _edge(command: ClusterCommand) -> None:
     """Edge servers that call each other's experts; each has an endpoint of its own."""
-    from moetool.cluster.edge import ClusterOptions, Head, read_token
+    from moetool.cluster.edge import Head
     from moetool.cluster.launch import Workers, parse_where, require_ray
+    from moetool.cluster.options import ClusterOptions, read_token
     from moetool.cluster.placing import Endpoints, beyond_reserved, worker_settings
     from moetool.cluster.worker import build_worker
     from moetool.placement_plan import PlacementPlan
@@ -101,7 +102,7 @@ def _edge(command: ClusterCommand) -> None:
         )
     tables.narrate(f"moetool: starting {len(names)} servers")
     threads = max(1, (os.cpu_count() or 1) // len(names)) if where.count else 0
-    workers = Workers(where, build_worker, [{"settings": one} for one in settings], names, threads=threads)
+    workers = Workers(where, build_worker, [{"settings": one} for one in settings], names, threads=threads, late=True)
     head = Head(
         workers,
         settings,
