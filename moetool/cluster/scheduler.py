@@ -180,6 +180,7 @@ class Scheduler:
                 "model": spec.name,
                 "layers": list(spec.layer_ids_L),
                 "experts": list(spec.num_experts_L),
+                "pairs": sum(spec.top_k_L),
                 "planner": self.options.planner,
                 "decide": self.options.decide,
                 "interval_s": self.options.interval_s,
