@@ -209,7 +209,7 @@ class ExpertRuntime:
             if expert in sent:
                 x = replace(layer.form, finish=None).compute(sent.pop(expert), self.store.ready(step.key, step.slot))
                 self.store.computed(step.slot)
-                begun.append((expert, partial(_bring, layer, x, rows_of[expert].device)))
+                begun.append((expert, partial(bring, layer, x, rows_of[expert].device)))
                 continue
             x = inputs(expert, rows_of[expert])
             if expert < num_experts:
@@ -309,7 +309,7 @@ class ExpertRuntime:
             self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
 
 
-def _bring(layer: MoeLayer, output: torch.Tensor, device: torch.device) -> torch.Tensor:
+def bring(layer: MoeLayer, output: torch.Tensor, device: torch.device) -> torch.Tensor:
     """An expert's output from where it was computed, and what the family does with it, by weights that are here."""
     output = output.to(device)
     return output if layer.form.finish is None else layer.form.finish(output)
