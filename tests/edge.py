@@ -45,9 +45,9 @@ class Node:
         self.server = server
         self.on_call: Callable[[Message], None] | None = None
         loaded = load_lazy(path, torch.float32)
-        links = Links()
-        self.meter = Meter(server, loaded.spec, links)
-        self.peers = Peers(server, TOKEN, distance, links=links)
+        self.links = Links()
+        self.meter = Meter(server, loaded.spec, self.links)
+        self.peers = Peers(server, TOKEN, distance, links=self.links)
 
         def open_runtime(*parts: Any) -> PlacedRuntime:
             given = {"peers": self.peers, "meter": self.meter, "options": options}
@@ -64,7 +64,12 @@ class Node:
         self.engine.state = "ready"
         assert isinstance(self.engine.runtime, PlacedRuntime)
         self.runtime: PlacedRuntime = self.engine.runtime
-        self.listener = Listener(listen("127.0.0.1"), TOKEN, self._handle, links=links)
+        self.listener = Listener(listen("127.0.0.1"), TOKEN, self._handle, links=self.links)
+
+    def listen_again(self) -> None:
+        """Another listener, at another address."""
+        self.listener.close()
+        self.listener = Listener(listen("127.0.0.1"), TOKEN, self._handle, links=self.links)
 
     def close(self) -> None:
         self.listener.close()
@@ -86,6 +91,15 @@ class Nodes:
 
     def __getitem__(self, server: int) -> Node:
         return self.nodes[server]
+
+    def arrange(self, held: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Have each server hold these experts and no others, and tell all."""
+        for node, experts in zip(self.nodes, held, strict=True):
+            for at in set(node.runtime.held) - set(experts):
+                node.runtime.drop(*at)
+            for at in sorted(set(experts) - set(node.runtime.held)):
+                node.runtime.adopt(*at, source=-1)
+        self.publish()
 
     def publish(self, gone: Sequence[int] = ()) -> Holders:
         """Tell all servers what each holds."""

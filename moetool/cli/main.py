@@ -1,7 +1,7 @@
 """The command line: commands, and the one place where errors become messages and exit codes.
 
-The commands about placement are in `moetool.cli.placement`, those about traces in `moetool.cli.trace`, and
-`moetool simulate` in `moetool.cli.simulation`.
+The commands about placement are in `moetool.cli.placement`, those about traces in `moetool.cli.trace`, `moetool
+simulate` in `moetool.cli.simulation`, and `moetool serve --cluster` in `moetool.cli.cluster`.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from moetool import __version__, assets, durable, tables
+from moetool.cli import cluster as cli_cluster
 from moetool.cli import placement as cli_placement
 from moetool.cli import simulation as cli_simulate
 from moetool.cli import trace as cli_trace
@@ -530,7 +531,11 @@ def replay(
 @app.command()
 def serve(
     model: Model,
-    plan: Annotated[Path | None, typer.Option(help="A plan made by 'moetool plan cache'.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Of 'moetool plan cache', or with --cluster of 'moetool plan placement'.")
+    ] = None,
+    cluster: Annotated[str | None, typer.Option(help="local:N, or HOST:PORT of a Ray head: several servers.")] = None,
+    mode: Annotated[str, typer.Option(help="What the servers of --cluster do: edge.")] = "edge",
     policy: Annotated[str | None, typer.Option(help="Cache policy; the plan's (or auto), or lru.")] = None,
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor; the plan's.")] = None,
     device_memory: Annotated[
@@ -550,6 +555,28 @@ def serve(
     """Serve a model through an OpenAI-compatible API, its experts in a pool smaller than the model."""
     from moetool.plan import CachePlan
 
+    if cluster is not None:
+        values = parse_settings(settings)
+        values |= {} if device is None else {"device": device}
+        values |= {} if host_memory is None else {"host_memory_bytes": parse_bytes(host_memory)}
+        _require_api_key(api_key)
+        given = {"--policy": policy, "--predictor": predictor, "--device-memory": device_memory, "--log": log}
+        cli_cluster.serve_cluster(
+            cli_cluster.ClusterCommand(
+                model=model,
+                plan=plan,
+                cluster=cluster,
+                mode=mode,
+                host=host,
+                port=port,
+                api_key=api_key,
+                values=values,
+                refused={name: value is not None for name, value in given.items()},
+            )
+        )
+        return
+    if plan is not None:
+        cli_cluster.require_no_placement(plan)
     if policy == "auto":
         if plan is None:
             raise UsageError(
@@ -565,8 +592,7 @@ def serve(
         values["device"] = device
     if host_memory is not None:
         values["host_memory_bytes"] = parse_bytes(host_memory)
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
-        raise UsageError("an API key is printable ASCII without spaces around it, at least one character")
+    _require_api_key(api_key)
     from moetool.serving import server
     from moetool.serving.assembly import ServeOptions, build_engine
     from moetool.serving.server_options import ServerOptions
@@ -609,6 +635,11 @@ def serve(
         engine.close()
     if log is not None:
         tables.narrate(f"moetool: the gate stream is in {log}")
+
+
+def _require_api_key(api_key: str | None) -> None:
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+        raise UsageError("an API key is printable ASCII without spaces around it, at least one character")
 
 
 @app.command()

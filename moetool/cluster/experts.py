@@ -352,7 +352,7 @@ class PlacedRuntime(ExpertRuntime):
             data = None if slot is None else self._slots.bytes_of(key, slot)
         if data is None:
             data = self._read(key)
-        view = memoryview(data.numpy()).cast("B")
+        view = data.numpy().data
         return Message(head={"sha256": hashlib.sha256(view).hexdigest()}, parts=[view])
 
     def _fetch(self, layer: int, expert: int, source: int) -> torch.Tensor | None:

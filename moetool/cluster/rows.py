@@ -32,7 +32,7 @@ def rows_head(layer: int, rows: Mapping[int, torch.Tensor]) -> dict[str, Any]:
 def rows_bytes(rows: Mapping[int, torch.Tensor]) -> memoryview:
     """All rows, one expert after the other, in the bytes that memory has them in."""
     every = torch.cat(list(rows.values())).to("cpu").contiguous()
-    return memoryview(every.view(-1).view(torch.uint8).numpy()).cast("B")
+    return every.view(-1).view(torch.uint8).numpy().data
 
 
 def read_rows(head: Mapping[str, Any], parts: Sequence[Any], spec: ModelSpec) -> dict[int, torch.Tensor]:
