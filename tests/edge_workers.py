@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from moetool.cluster.deciding import Place
 from moetool.cluster.launch import WorkerDied
-from moetool.cluster.membership import Membership, Place
-from moetool.cluster.protocol import Holders, Moved, WorkerInfo, WorkerStats
+from moetool.cluster.protocol import EdgeWorker, Holders, Moved, WorkerInfo, WorkerStats
 from moetool.errors import CapacityError, MoetoolError
 from moetool.types import Cluster, ModelSpec
 
@@ -149,14 +149,83 @@ def odds(spec: ModelSpec, num_servers: int, seed: int = 0) -> np.ndarray:
     return drawn_NLE / drawn_NLE.sum(axis=2, keepdims=True)
 
 
+class Table:
+    """Who is there and who holds what, for a scheduler: as the head of a cluster, but nothing is mended."""
+
+    def __init__(self, spec: ModelSpec, workers: Mapping[int, EdgeWorker], version: int = 0) -> None:
+        self.spec = spec
+        self._workers = dict(workers)
+        self._infos: list[WorkerInfo | None] = [None] * len(workers)
+        self._held: list[set[Place]] = [set() for _ in workers]
+        self.version = version
+        for n in self._workers:
+            self.join(n)
+
+    def infos(self) -> list[WorkerInfo | None]:
+        return list(self._infos)
+
+    def held(self) -> list[frozenset[Place]]:
+        return [frozenset(places) for places in self._held]
+
+    def stats(self) -> list[WorkerStats | None]:
+        made: list[WorkerStats | None] = []
+        for n, info in enumerate(self._infos):
+            try:
+                made.append(None if info is None else self._workers[n].stats())
+            except WorkerDied:
+                made.append(None)
+        return made
+
+    def adopt(self, server: int, layer: int, expert: int, source: int) -> Moved:
+        moved = self._workers[server].adopt(layer, expert, source)
+        self._held[server].add((layer, expert))
+        self._publish()
+        return moved
+
+    def drop(self, server: int, layer: int, expert: int) -> None:
+        if not any((layer, expert) in held for n, held in enumerate(self._held) if n != server):
+            raise MoetoolError("nobody else holds it")
+        self._held[server].discard((layer, expert))
+        self._publish()
+        self._workers[server].drop(layer, expert)
+
+    def join(self, server: int) -> None:
+        info = self._workers[server].info()
+        self._infos[server], self._held[server] = info, set(info.held)
+        self._publish()
+
+    def leave(self, server: int) -> None:
+        self._infos[server] = None
+        self._held[server] = set()
+        self._publish()
+
+    def uncovered(self) -> list[Place]:
+        found = set[Place]().union(*self._held)
+        return [(i, e) for i, num in enumerate(self.spec.num_experts_L) for e in range(num) if (i, e) not in found]
+
+    def _publish(self) -> None:
+        self.version += 1
+        holders = Holders(
+            version=self.version,
+            servers_LE=tuple(
+                tuple(tuple(n for n, held in enumerate(self._held) if (layer, expert) in held) for expert in range(num))
+                for layer, num in enumerate(self.spec.num_experts_L)
+            ),
+            peers=tuple(None if info is None else info.peer for info in self._infos),
+        )
+        for n, info in enumerate(self._infos):
+            if info is not None:
+                try:
+                    self._workers[n].set_holders(holders)
+                except WorkerDied:
+                    continue  # nobody has noticed yet
+
+
 def open_cluster(
     spec: ModelSpec, cluster: Cluster, held: Mapping[int, set[Place]], slots: Sequence[int], odds_NLE: np.ndarray
-) -> tuple[dict[int, DrawnWorker], Membership]:
+) -> tuple[dict[int, DrawnWorker], Table]:
     """Workers, one a server, that have joined."""
     workers: dict[int, DrawnWorker] = {}
-    membership = Membership(spec, [server.name for server in cluster.servers])
     for n in range(len(cluster.servers)):
         DrawnWorker(n, spec, held[n], slots[n], odds_NLE[n], workers)
-    for n, worker in workers.items():
-        membership.join(n, worker)
-    return workers, membership
+    return workers, Table(spec, workers)

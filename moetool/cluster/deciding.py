@@ -1,13 +1,12 @@
 """Whether to place experts anew, and by which moves: Prism's Eq. 4, in seconds and on requests not planned from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from moetool import planner
-from moetool.cluster.membership import Place
 from moetool.cluster.statistics import Statistics
 from moetool.costing.latency import unit_latency
 from moetool.errors import CapacityError
@@ -16,6 +15,9 @@ from moetool.planner import Problem
 from moetool.planning.demand import Demand
 from moetool.planning.migration import plan_migration, remote_calls
 from moetool.types import Cluster, Gpu, ModelSpec, Server
+
+Place = tuple[int, int]
+"""MoE layer and expert."""
 
 _SPARES = (0, 1)
 
@@ -140,7 +142,7 @@ def pooled(spec: ModelSpec, cluster: Cluster, slots: Mapping[int, int]) -> Clust
 def think(
     statistics: Statistics,
     cluster: Cluster,
-    held: Mapping[int, set[Place]],
+    held: Mapping[int, Set[Place]],
     slots: Mapping[int, int],
     now_s: float,
     *,
@@ -216,7 +218,7 @@ def think(
 
 
 def steps_to(
-    spec: ModelSpec, cluster: Cluster, held: Mapping[int, set[Place]], target: Mapping[int, set[Place]]
+    spec: ModelSpec, cluster: Cluster, held: Mapping[int, Set[Place]], target: Mapping[int, Set[Place]]
 ) -> list[Step]:
     """The moves that lead to a target that was decided on before; none if there is no room for them.
 
@@ -234,7 +236,7 @@ def steps_to(
     return [_step(move, servers) for move in (*early, *migration.moves)]
 
 
-def as_array(spec: ModelSpec, held: Sequence[set[Place]]) -> np.ndarray:
+def as_array(spec: ModelSpec, held: Sequence[Set[Place]]) -> np.ndarray:
     """placed_NLE from places."""
     placed_NLE = np.zeros((len(held), spec.num_layers, spec.num_experts), bool)
     for n, places in enumerate(held):

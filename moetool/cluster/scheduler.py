@@ -2,23 +2,25 @@
 
 import json
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from moetool import durable, planner
 from moetool.cluster.chronicle import Chronicle
-from moetool.cluster.deciding import Decision, Step, pooled, steps_to, think
+from moetool.cluster.deciding import Decision, Place, Step, pooled, steps_to, think
 from moetool.cluster.launch import WorkerDied
-from moetool.cluster.membership import Membership, Place
+from moetool.cluster.protocol import Moved, WorkerInfo, WorkerStats
 from moetool.cluster.statistics import Statistics
 from moetool.errors import MismatchError, MoetoolError, UsageError, first_line, unknown_name
-from moetool.types import Cluster
+from moetool.types import Cluster, ModelSpec
 
 _SCHEMA_VERSION = 1
 _SAVE_S = 30.0
 _GLANCE_S = 0.2
+_BREATH_S = 0.005
 _DECIDES = ("eq4", "always", "never")
 
 
@@ -67,18 +69,46 @@ class Options:
             raise UsageError(f"--set scheduler.share: found {self.share}, expected above 0 and at most 1")
 
 
+class Servers(Protocol):
+    """What is asked of whoever keeps the cluster alive (`moetool.cluster.edge.Head`), by the number of the server."""
+
+    def infos(self) -> Sequence[WorkerInfo | None]:
+        """What each said of itself when it came; None: it is not there just now."""
+        ...
+
+    def held(self) -> Sequence[frozenset[Place]]:
+        """What each holds now."""
+        ...
+
+    def stats(self) -> Sequence[WorkerStats | None]:
+        """What each counted since it was last asked; None: it gave no answer."""
+        ...
+
+    def adopt(self, server: int, layer: int, expert: int, source: int) -> Moved:
+        """Have a server hold an expert from now on, and tell all of it."""
+        ...
+
+    def drop(self, server: int, layer: int, expert: int) -> None:
+        """Tell all that a server holds an expert no longer, then have it drop it; refused if nobody else has it."""
+        ...
+
+
 class Scheduler:
     """Watches a cluster and keeps its placement good.
 
-    It owns no clock: `tick` is told the time, does what is due and says when it wants to be called again. `run` does
-    that on a thread. What workers hold is what they and the membership say, never what was wished for: a worker that
-    dies in the middle of a migration ends it, and the next decision starts from what is there.
+    It takes no decision by a clock of its own: `tick` is told the time, does what is due and says when it wants to be
+    called again. What servers hold is what they are known to hold, never what was wished for: a server that dies in
+    the middle of a migration ends it, and the next decision starts from what is there.
 
     Args:
+        spec: of the model that is served.
         cluster: the plan's.
-        membership: who serves and holds what; others may change it meanwhile (a worker dies, one comes back).
         state: file that everything is kept in, so that a scheduler that is started again goes on where it was.
         narrate: told what a person should know.
+        clock: for `on_tick`: seconds since 1970, since they are kept over a restart.
+
+    Attributes:
+        tick_s: how long to wait before the next `on_tick`.
 
     Raises:
         MismatchError: the state is of another model or cluster.
@@ -86,20 +116,20 @@ class Scheduler:
 
     def __init__(
         self,
+        spec: ModelSpec,
         cluster: Cluster,
-        membership: Membership,
         options: Options,
         *,
         state: Path | None = None,
-        narrate: Callable[[str], None] = lambda line: None,
+        narrate: Callable[[str], object] = lambda line: None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self.cluster, self.membership, self.options = cluster, membership, options
+        self.spec, self.cluster, self.options = spec, cluster, options
         num_servers = len(cluster.servers)
-        self.statistics = Statistics(
-            membership.spec, num_servers, half_life_s=options.half_life_s, compute_s=options.compute_s
-        )
+        self.statistics = Statistics(spec, num_servers, half_life_s=options.half_life_s, compute_s=options.compute_s)
         self.chronicle = Chronicle(num_servers, max(options.poll_s, 10.0 if options.interval_s > 60 else 0.0))
-        self._state, self._narrate = state, narrate
+        self.tick_s = 0.0
+        self._state, self._narrate, self._clock = state, narrate, clock
         self._lock = threading.Lock()
         self._polled_s = self._decided_s = self._next_move_s = self._saved_s = float("-inf")
         self._seen_s: dict[int, float] = {}
@@ -108,64 +138,59 @@ class Scheduler:
         self._moving: Decision | None = None
         self._now_s: float | None = None
         self._resume = False
+        self._servers: Servers | None = None
         self._shown: dict[str, Any] | None = None
-        if state is not None and state.exists():
-            self._restore(state)
+        if state is not None:
+            durable.require_writable(state)
+            if state.exists():
+                self._restore(state)
 
     @property
     def migrating(self) -> bool:
         """Whether experts are on the move."""
         return self._target is not None
 
-    def tick(self, now_s: float) -> float:
+    def on_tick(self, head: Servers) -> None:
+        """`tick`, now."""
+        try:
+            self.tick_s = max(_BREATH_S, self.tick(head, self._clock()))
+        except MoetoolError:
+            self.tick_s = self.options.poll_s
+            raise
+
+    def tick(self, servers: Servers, now_s: float) -> float:
         """Do what is due; gives the seconds until there is more to do.
 
         Args:
             now_s: seconds since 1970.
         """
         with self._lock:
-            self._now_s = now_s
+            self._servers, self._now_s = servers, now_s
             if self._decided_s == float("-inf"):
                 self._decided_s = now_s  # the first decision comes after an interval
             if now_s - self._polled_s >= self.options.poll_s:
                 self._polled_s = now_s
-                self._poll(now_s)
+                self._poll(servers, now_s)
                 if now_s - self._saved_s >= _SAVE_S:
                     self._save()
             if self._resume:
                 self._resume = False
-                self._go_on()
+                self._go_on(servers, now_s)
             if self.migrating:
                 if now_s >= self._next_move_s:
-                    self._move(now_s)
+                    self._move(servers, now_s)
             elif self.options.decide != "never" and now_s - self._decided_s >= self.options.interval_s:
-                self._decide(now_s)
+                self._decide(servers, now_s)
             report_s = self._polled_s + self.options.poll_s
             act_s = self._next_move_s if self.migrating else self._decided_s + self.options.interval_s
             if not self.migrating and act_s <= now_s:  # it cannot be decided just now
                 act_s = report_s
             return max(0.0, min(report_s, act_s) - now_s)
 
-    def run(self, stop: threading.Event, clock: Callable[[], float]) -> None:
-        """Tick until told to stop. An error of the machinery is told of, and does not end it."""
-        while not stop.is_set():
-            try:
-                wait_s = self.tick(clock())
-            except MoetoolError as error:
-                self._narrate(f"scheduler: {first_line(error)}")
-                wait_s = self.options.poll_s
-            stop.wait(max(wait_s, 0.001))
-        self.save()
-
     def save(self) -> None:
         """Write the state now."""
         with self._lock:
             self._save()
-
-    def decide_now(self) -> None:
-        """Let the next tick decide, whatever the interval."""
-        with self._lock:
-            self._decided_s = 0.0
 
     def snapshot(self) -> dict[str, Any]:
         """All that a page about the cluster shows, as a JSON object. While an expert moves, as it was before."""
@@ -173,8 +198,10 @@ class Scheduler:
             assert self._shown is not None
             return self._shown
         try:
-            workers, infos, held = self.membership.workers(), self.membership.infos(), self.membership.held()
-            spec = self.membership.spec
+            num_servers = len(self.cluster.servers)
+            infos = self._servers.infos() if self._servers is not None else [None] * num_servers
+            held = self._servers.held() if self._servers is not None else [frozenset()] * num_servers
+            spec = self.spec
             self._shown = {
                 "now_s": self._now_s,
                 "model": spec.name,
@@ -191,16 +218,16 @@ class Scheduler:
                 "tokens_s": self.statistics.tokens_s,
                 "since_s": self.statistics.since_s,
                 "moves_left": len(self._steps),
-                "uncovered": len(self.membership.uncovered()),
+                "uncovered": spec.total_experts - len(frozenset[Place]().union(*held)),
                 "servers": [
                     {
                         "name": server.name,
-                        "serves": n in workers,
-                        "url": infos[n].url if n in infos else None,
-                        "slots": infos[n].slots if n in infos else None,
-                        "held": sorted(held.get(n, ())),
+                        "serves": info is not None,
+                        "url": None if info is None else info.url,
+                        "slots": None if info is None else info.slots,
+                        "held": sorted(places),
                     }
-                    for n, server in enumerate(self.cluster.servers)
+                    for server, info, places in zip(self.cluster.servers, infos, held, strict=True)
                 ],
                 "wanted": [
                     [round(float(value), 1) for value in tokens_LE.ravel()] for tokens_LE in self.statistics.tokens_NLE
@@ -215,29 +242,21 @@ class Scheduler:
     def _horizon_s(self) -> float:
         return self.options.horizon_s or self.options.interval_s
 
-    def _poll(self, now_s: float) -> None:
-        for n, worker in self.membership.workers().items():
-            try:
-                stats = worker.stats()
-            except MoetoolError as error:
-                self._narrate(f"scheduler: {first_line(error)}")
-                continue
-            self._seen_s[n] = now_s
-            self.statistics.add(stats, now_s)
-            self.chronicle.add(stats, now_s)
+    def _poll(self, servers: Servers, now_s: float) -> None:
+        for stats in servers.stats():
+            if stats is not None:
+                self._seen_s[stats.server] = now_s
+                self.statistics.add(stats, now_s)
+                self.chronicle.add(stats, now_s)
 
-    def _decide(self, now_s: float) -> None:
-        for n in self.membership.workers():
-            self._ask(n)
-        workers, infos, held = self.membership.workers(), self.membership.infos(), self.membership.held()
-        away = [n for n in range(len(self.cluster.servers)) if n not in workers]
+    def _decide(self, servers: Servers, now_s: float) -> None:
+        slots, held = _there(servers)
         # One that is being restarted is waited for; one that stays away is planned without.
-        if any(now_s - self._seen_s.get(n, now_s) < self.options.interval_s for n in away if n in self._seen_s):
+        if any(now_s - seen_s < self.options.interval_s for n, seen_s in self._seen_s.items() if n not in slots):
             return
-        if not workers or self.membership.uncovered():
+        if len(frozenset[Place]().union(*held.values())) < self.spec.total_experts:
             return
         self._decided_s = now_s
-        slots = {n: max(infos[n].slots, len(held[n])) for n in workers}
         thought = think(
             self.statistics,
             self.cluster,
@@ -257,68 +276,52 @@ class Scheduler:
             self._steps, self._target, self._moving = list(thought.steps), dict(thought.target), decision
             self._next_move_s = now_s
             self._narrate(
-                f"scheduler: {decision.copies} experts move: {decision.saved_s:,.1f} s of remote calls saved over "
+                f"{decision.copies} experts move: {decision.saved_s:,.1f} s of remote calls saved over "
                 f"{self._horizon_s:g} s, against {decision.cost_s:,.1f} s"
             )
         self._save()
 
-    def _ask(self, server: int) -> None:
-        """Go by what a worker says that it holds."""
-        try:
-            self.membership.refresh(server)
-        except MoetoolError as error:
-            self._narrate(f"scheduler: {first_line(error)}")
-
-    def _move(self, now_s: float) -> None:
-        """The next step of the migration: a copy, and the drops up to the next."""
-        assert self._moving is not None
+    def _move(self, servers: Servers, now_s: float) -> None:
+        """The next step of the migration: a copy, with the drops that come before it."""
+        assert self._moving is not None and self._target is not None
         pause_s = 0.0
         while self._steps:
-            step = self._steps.pop(0)
-            workers = self.membership.workers()
-            if step.server not in workers:
-                self._end(now_s, f"broken off: server {self.membership.names[step.server]} has ended")
+            slots, held = _there(servers)
+            if gone := sorted(self._target.keys() - slots.keys()):
+                self._end(now_s, f"broken off: server {self.cluster.servers[gone[0]].name} has gone")
                 return
+            step = self._steps.pop(0)
             try:
                 if step.kind == "copy":
-                    pause_s = self._copy(step)
+                    pause_s = self._copy(servers, step, slots, held)
                     break
-                self._drop(step)
+                if step.place in held[step.server]:
+                    servers.drop(step.server, *step.place)
             except WorkerDied as error:
                 self._end(now_s, f"broken off: {first_line(error)}")
                 return
             except MoetoolError as error:
                 self._moving.skipped += 1
-                self._narrate(f"scheduler: expert {step.place} stays where it is: {first_line(error)}")
-                self._ask(step.server)  # it may have come there all the same
+                self._narrate(f"expert {step.place[1]} of MoE layer {step.place[0]} is not moved: {first_line(error)}")
         self._next_move_s = now_s + pause_s
         if not self._steps:
             left = f"; {self._moving.skipped} moves skipped" if self._moving.skipped else ""
             self._end(now_s, f"done{left}")
 
-    def _copy(self, step: Step) -> float:
+    def _copy(self, servers: Servers, step: Step, slots: dict[int, int], held: dict[int, frozenset[Place]]) -> float:
         """Bring an expert to a server and tell all; gives the seconds until the next may move."""
         assert self._moving is not None
         server, place = step.server, step.place
-        held = self.membership.held()
         if place in held[server]:
             return 0.0
-        if len(held[server]) >= self.membership.infos()[server].slots:
+        if len(held[server]) >= slots[server]:
             self._moving.skipped += 1  # an earlier drop was not to be: its expert had no other place left
             return 0.0
-        moved = self.membership.workers()[server].adopt(*place, self._nearest(server, place, held))
-        self.membership.hold(server, place)
+        moved = servers.adopt(server, *place, self._nearest(server, place, held))
         self.statistics.moved(server, moved)
         return moved.seconds / self.options.share
 
-    def _drop(self, step: Step) -> None:
-        assert self._moving is not None
-        if not self.membership.release(step.server, step.place):
-            self._moving.skipped += 1
-            return
-        self.membership.workers()[step.server].drop(*step.place)
-
-    def _nearest(self, server: int, place: Place, held: dict[int, set[Place]]) -> int:
+    def _nearest(self, server: int, place: Place, held: dict[int, frozenset[Place]]) -> int:
         """Who sends the expert: over the fastest link, as the plan has them; -1 if nobody else has it."""
         sources = [n for n, places in held.items() if n != server and place in places]
         return min(sources, key=lambda n: (-self.cluster.link(n, server)[0], n), default=-1)
@@ -326,23 +329,21 @@ class Scheduler:
     def _end(self, now_s: float, outcome: str) -> None:
         assert self._moving is not None
         self._moving.outcome, self._moving.done_s = outcome, now_s
-        self._narrate(f"scheduler: migration {outcome}")
+        self._narrate(f"the migration of experts: {outcome}")
         self._steps, self._target, self._moving = [], None, None
         self.statistics.changed(now_s)
         self._save()
 
-    def _go_on(self) -> None:
+    def _go_on(self, servers: Servers, now_s: float) -> None:
         """Order anew what is left of a migration that an earlier scheduler began."""
-        assert self._target is not None and self._now_s is not None
-        infos, held = self.membership.infos(), self.membership.held()
-        if set(self._target) <= set(held):
-            slots = {n: max(infos[n].slots, len(held[n]), len(self._target[n])) for n in self._target}
-            machines = pooled(self.membership.spec, self.cluster, slots)
-            wanted = {n: set(places) for n, places in self._target.items()}
-            self._steps = steps_to(self.membership.spec, machines, held, wanted)
-        self._next_move_s = self._now_s
+        assert self._target is not None
+        slots, held = _there(servers)
+        if self._target.keys() <= held.keys():
+            room = {n: max(slots[n], len(held[n]), len(places)) for n, places in self._target.items()}
+            self._steps = steps_to(self.spec, pooled(self.spec, self.cluster, room), held, self._target)
+        self._next_move_s = now_s
         if not self._steps:
-            self._end(self._now_s, "broken off when the scheduler was started again")
+            self._end(now_s, "broken off when the scheduler was started again")
 
     def _save(self) -> None:
         if self._state is None or self._now_s is None:
@@ -351,11 +352,11 @@ class Scheduler:
         values = {
             "kind": "scheduler_state",
             "schema_version": _SCHEMA_VERSION,
-            "revision": self.membership.spec.revision,
+            "revision": self.spec.revision,
             "servers": [server.name for server in self.cluster.servers],
             "decided_s": self._decided_s,
             "target": None if self._target is None else {str(n): sorted(places) for n, places in self._target.items()},
-            "held": {str(n): sorted(places) for n, places in self.membership.held().items()},
+            "held": None if self._servers is None else [sorted(places) for places in self._servers.held()],
             "statistics": self.statistics.to_json(),
             "chronicle": self.chronicle.to_json(),
         }
@@ -370,8 +371,8 @@ class Scheduler:
                 raise MismatchError(
                     f"{path} holds {found[0]} of version {found[1]}, expected scheduler_state; {advice}"
                 )
-            if values["revision"] != self.membership.spec.revision:
-                raise MismatchError(f"{path} is of another model than {self.membership.spec.name}; {advice}")
+            if values["revision"] != self.spec.revision:
+                raise MismatchError(f"{path} is of another model than {self.spec.name}; {advice}")
             if values["servers"] != [server.name for server in self.cluster.servers]:
                 raise MismatchError(f"{path} is of the servers {', '.join(values['servers'])}; {advice}")
             self.statistics.restore(values["statistics"])
@@ -386,3 +387,10 @@ class Scheduler:
                 self._resume = True
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise MismatchError(f"{path} is no scheduler state ({first_line(error)}); {advice}") from None
+
+
+def _there(servers: Servers) -> tuple[dict[int, int], dict[int, frozenset[Place]]]:
+    """Of the servers that are there: how many experts each has room for, and what it holds."""
+    held = dict(enumerate(servers.held()))
+    slots = {n: max(info.slots, len(held[n])) for n, info in enumerate(servers.infos()) if info is not None}
+    return slots, {n: held[n] for n in slots}

@@ -10,8 +10,7 @@ import pytest
 
 from moetool.capture.plan import CaptureOptions
 from moetool.capture.run import capture
-from moetool.cluster.deciding import places_of
-from moetool.cluster.membership import Membership, Place
+from moetool.cluster.deciding import Place, places_of
 from moetool.cluster.protocol import Holders, Moved, WorkerInfo, WorkerStats
 from moetool.cluster.scheduler import Options, Scheduler
 from moetool.placement_plan import PlacementPlan
@@ -23,6 +22,7 @@ from moetool.trace.reader import Trace
 from moetool.types import Cluster
 from tests.clusters import make_cluster
 from tests.edge import Node, Nodes, cluster
+from tests.edge_workers import Table
 from tests.engines import engine
 
 TASKS = ("arithmetic", "code", "narratives")
@@ -156,6 +156,13 @@ def arrange(nodes: Nodes, held: Sequence[Sequence[Place]]) -> None:
     nodes.publish()
 
 
+def table_of(nodes: Nodes) -> Table:
+    """The servers as a scheduler finds them; what is published later than it is newer."""
+    nodes.version += 10**6
+    workers = {n: NodeWorker(node) for n, node in enumerate(nodes.nodes)}
+    return Table(nodes[0].runtime.spec, workers, version=nodes.version - 10**6)
+
+
 def test_live_shares_are_those_of_plan_score_and_ours_is_the_largest(
     nodes: Nodes, plans: dict[str, PlacementPlan], work: Work
 ) -> None:
@@ -185,21 +192,17 @@ def test_text_is_the_same_while_experts_move(
     expected = [serve_alone(alone, prompts) for prompts in ids]
     alone.close()
     arrange(nodes, held_by(plans["uniform"]))
-    membership = Membership(nodes[0].runtime.spec, [server.name for server in machines.servers])
-    workers = [NodeWorker(node) for node in nodes.nodes]
-    for n, worker in enumerate(workers):
-        membership.join(n, worker)
-    nodes.version = 10**6  # what is published after this test is newer than the membership's
+    table = table_of(nodes)
     options = Options(interval_s=10.0, poll_s=1.0, decide="always", half_life_s=60.0)
-    scheduler = Scheduler(machines, membership, options)
+    scheduler = Scheduler(table.spec, machines, options)
     now_s, moved, unmoved = 1000.0, 0, 0
     while now_s < 1000.0 + 120.0 and not (moved and unmoved):
         for n, node in enumerate(nodes.nodes):
             for text, prompt in enumerate(ids[n]):
                 for _ in range(6):
-                    scheduler.tick(now_s)
+                    scheduler.tick(table, now_s)
                     now_s += 0.1
-                assert not membership.uncovered()
+                assert not table.uncovered()
                 moved += scheduler.migrating
                 unmoved += bool(moved) and not scheduler.migrating
                 assert serve(node, [prompt]) == [expected[n][text]]
@@ -207,7 +210,7 @@ def test_text_is_the_same_while_experts_move(
     assert moved > 5 and made and made[0].outcome == "done" and made[0].copies > 20
     assert made[0].local_after > made[0].local_before
     assert all(node.meter.total["last_resort"] == 0 for node in nodes.nodes)
-    assert {n: set(node.runtime.held) for n, node in enumerate(nodes.nodes)} == membership.held()
+    assert [set(node.runtime.held) for node in nodes.nodes] == table.held()
 
 
 def serve_alone(alone: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
@@ -221,12 +224,10 @@ def test_a_change_of_tasks_is_followed_by_migrations_that_pay(nodes: Nodes, mach
     """Eq. 4 decides, with seconds of calls as the servers measure them and links on which an expert takes 0.6 ms."""
     ids = work.ids
     arrange(nodes, held_by(plan_placement(work.served, machines, "prism_exact", {})[0]))
-    membership = Membership(nodes[0].runtime.spec, [server.name for server in machines.servers])
-    for n, node in enumerate(nodes.nodes):
+    for node in nodes.nodes:
         node.meter.take(0)
-        membership.join(n, NodeWorker(node))
-    nodes.version = 10**7
-    scheduler = Scheduler(machines, membership, Options(interval_s=6.0, poll_s=1.0, half_life_s=6.0))
+    table = table_of(nodes)
+    scheduler = Scheduler(table.spec, machines, Options(interval_s=6.0, poll_s=1.0, half_life_s=6.0))
     now_s = 1000.0
 
     def go(rounds: int, task_of: Sequence[int]) -> float:
@@ -239,7 +240,7 @@ def test_a_change_of_tasks_is_followed_by_migrations_that_pay(nodes: Nodes, mach
                 for n, node in enumerate(nodes.nodes):
                     serve(node, [ids[task_of[n]][turn]])
                 now_s += 1.0
-                while scheduler.tick(now_s) < 0.2 or scheduler.migrating:
+                while scheduler.tick(table, now_s) < 0.2 or scheduler.migrating:
                     now_s += 0.1
             local, remote = (b - a for a, b in zip(before, pairs(scheduler), strict=True))
             share = local / (local + remote)
