@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,17 +109,19 @@ def _edge(command: ClusterCommand) -> None:
         options=own,
         narrate=lambda line: tables.narrate(f"moetool: {line}"),
     )
-    with _interrupts() as interrupted:
+    with _interrupts() as interrupts:
         try:
-            for info in head.start():
+            if not interrupts.during(head.start, stop_at=1):
+                return
+            for info in filter(None, head.infos()):
                 held, slots = len(info.held), info.slots
                 tables.narrate(
                     f"moetool: {names[info.server]} is serving on {info.url}/v1 with {held} of "
                     f"{plan.spec.total_experts} experts, room for {slots}"
                 )
-            interrupted.wait()
+            interrupts.wait()
             tables.narrate("moetool: finishing the running requests; Ctrl-C again stops at once")
-            interrupted.again(lambda: head.drain(limits.drain_timeout_s + 15.0))
+            interrupts.during(lambda: head.drain(limits.drain_timeout_s + 15.0), stop_at=2)
         finally:
             head.close()
 
@@ -144,12 +147,27 @@ class _Interrupts:
             while not self._count:
                 self._changed.wait(0.5)
 
-    def again(self, work: Callable[[], object]) -> None:
-        """Have something done; returns when it is, or at the second interruption."""
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        while thread.is_alive() and self._count < 2:
-            thread.join(0.1)
+    def during(self, work: Callable[[], object], stop_at: int) -> bool:
+        """Have something done on another thread; gives whether it was before so many interruptions.
+
+        Raises: what the work raised.
+        """
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        threading.Thread(target=run, daemon=True).start()  # nobody waits for it where it is given up
+        while self._count < stop_at:
+            if wait([done], timeout=0.1).done:
+                done.result()
+                return True
+        return False
 
     def _raise(self) -> None:
         with self._changed:

@@ -5,18 +5,21 @@ workers of a driver that ends, the cluster ends with it: users see closed connec
 the plan.
 """
 
+import contextlib
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from moetool.cluster.protocol import Holders, Moved, WorkerInfo, WorkerStats
 from moetool.cluster.worker import WorkerSettings
 from moetool.errors import MoetoolError, UsageError, first_line
 
+T = TypeVar("T")
 Expert = tuple[int, int]
 """(MoE layer, expert)."""
 
@@ -133,7 +136,6 @@ class Head:
         self._died = [threading.Event() for _ in settings]
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._pool = ThreadPoolExecutor(len(settings), thread_name_prefix="tell")
 
     # -- the cluster's life --------------------------------------------------------------------------------------
 
@@ -143,7 +145,7 @@ class Head:
         Raises: as the first worker that could not be started.
         """
         timeout_s = self._options.start_timeout_s
-        for info in self._pool.map(lambda n: self._call(n, "info", timeout_s=timeout_s), range(len(self.names))):
+        for info in _at_once(lambda n: self._call(n, "info", timeout_s=timeout_s), len(self.names)):
             self._arrived(info)
         self.publish()
         for n in range(len(self.names)):
@@ -166,7 +168,6 @@ class Head:
         self._processes.close()
         for thread in self._threads:
             thread.join(5.0)
-        self._pool.shutdown(wait=False)
 
     # -- for whoever decides about placement -----------------------------------------------------------------------
 
@@ -227,7 +228,7 @@ class Head:
         """Tell all servers who holds what; returns when those that are there have heard it."""
         with self._lock:
             self._version += 1
-        list(self._pool.map(self._tell, range(len(self.names))))
+        _at_once(self._tell, len(self.names))
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -282,7 +283,7 @@ class Head:
                 return None  # whoever supervises it sees the same
 
         infos = self.infos()
-        return list(self._pool.map(ask, range(len(infos))))
+        return _at_once(ask, len(infos))
 
     def _thread(self, name: str, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, name=name, daemon=True)
@@ -322,20 +323,18 @@ class Head:
         self._cover()
 
     def _cover(self) -> None:
-        """Have experts that nobody holds adopted, from disk, by the servers with the most room."""
+        """Have experts that nobody holds adopted, from disk, by servers with room, or that give up a replica for it."""
         with self._covering:
             missing = self._uncovered()
-            count = left = 0
-            for at in missing:
-                if self._adopt_somewhere(at):
-                    count += 1
-                else:
-                    left += 1
+            count = sum(self._adopt_somewhere(at) for at in missing)
             if count:
                 self.publish()
-                self._narrate(f"{count} experts have another place until it is back")
-            if left:
-                self._narrate(f"{left} experts have no place until it is back: servers read them from their own disks")
+                self._narrate(f"{count} experts that only it held have another place until it is back")
+            if count < len(missing):
+                self._narrate(
+                    f"{len(missing) - count} experts have no place until it is back: each server reads them from its "
+                    "own disk when it needs them"
+                )
 
     def _uncovered(self) -> list[Expert]:
         with self._lock:
@@ -350,12 +349,14 @@ class Head:
                 room = {
                     n: info.slots - len(self._held[n])
                     for n, info in enumerate(self._infos)
-                    if info is not None and n not in tried and info.slots > len(self._held[n])
+                    if info is not None and n not in tried
                 }
             if not room:
                 return False
             server = max(room, key=lambda n: (room[n], -n))
             tried.add(server)
+            if room[server] <= 0 and not self._make_room(server):
+                continue
             try:
                 self._ask(server, "adopt", *at, -1)
             except MoetoolError:
@@ -366,6 +367,25 @@ class Head:
                     self._lent.add((server, at))
                     return True
         return False
+
+    def _make_room(self, server: int) -> bool:
+        """Have a server give up an expert that another has too; it gets it back by `_restore`."""
+        with self._lock:
+            holders = Counter(at for held in self._held for at in held)
+            spare = max(
+                (at for at in self._held[server] if holders[at] > 1 and (server, at) not in self._lent),
+                key=lambda at: (holders[at], at),
+                default=None,
+            )
+            if spare is None:
+                return False
+            self._held[server].discard(spare)
+        self.publish()
+        try:
+            self._ask(server, "drop", *spare)
+        except MoetoolError:
+            return False
+        return True
 
     def _bring_back(self, n: int) -> None:
         """Start a server anew until it serves, and give it its experts back."""
@@ -389,10 +409,10 @@ class Head:
         self._arrived(info)
         self.publish()
         self._narrate(f"server {self.names[n]} is back on {info.url}/v1 with {len(info.held)} experts")
-        self._give_back()
+        self._restore()
 
-    def _give_back(self) -> None:
-        """Drop what was adopted for servers that are back."""
+    def _restore(self) -> None:
+        """After a server is back: drop what was adopted for it, and bring back what was given up for that."""
         with self._covering:
             with self._lock:
                 lent = sorted(
@@ -406,10 +426,25 @@ class Head:
             if lent:
                 self.publish()
             for server, at in lent:
-                try:
+                with contextlib.suppress(MoetoolError):  # it may have gone, and the expert with it
                     self._ask(server, "drop", *at)
-                except MoetoolError:
-                    continue  # it has gone, and the expert with it
+            with self._lock:
+                missing = [
+                    (n, at)
+                    for n, info in enumerate(self._infos)
+                    for at in sorted(self._home[n] - self._held[n])
+                    if info is not None
+                ]
+            for n, at in missing:
+                with self._lock:
+                    source = next((other for other, held in enumerate(self._held) if at in held), -1)
+                with contextlib.suppress(MoetoolError):
+                    self._ask(n, "adopt", *at, source)
+                    with self._lock:
+                        if self._infos[n] is not None:
+                            self._held[n].add(at)
+            if missing:
+                self.publish()
 
     def _schedule(self) -> None:
         assert self._scheduler is not None
@@ -418,6 +453,24 @@ class Head:
                 self._scheduler.on_tick(self)
             except Exception as error:  # a server died under its hands, say: the next tick sees what is there now
                 self._narrate(f"the scheduler: {type(error).__name__}: {first_line(error)}")
+
+
+def _at_once(work: Callable[[int], T], count: int) -> list[T]:
+    """What `work` gives for each number below `count`, each on a thread of its own that nobody waits for at the end.
+
+    Raises: what the first of them raised.
+    """
+    results: list[Future[T]] = [Future() for _ in range(count)]
+
+    def run(n: int) -> None:
+        try:
+            results[n].set_result(work(n))
+        except BaseException as error:
+            results[n].set_exception(error)
+
+    for n in range(count):
+        threading.Thread(target=run, args=(n,), daemon=True).start()
+    return [result.result() for result in results]
 
 
 def read_token(options: ClusterOptions, environment: Mapping[str, str]) -> bytes:

@@ -201,6 +201,7 @@ class Workers:
 
     def _connect(self, where: Where) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # a server is no background job, which Ray takes it for
         if not self._own:
             return
         common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "include_dashboard": False}
