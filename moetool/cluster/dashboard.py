@@ -4,6 +4,7 @@ import ipaddress
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +21,23 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What `--set dashboard.NAME=VALUE` sets.
+
+    Attributes:
+        host: that the page is served on.
+        port: 0 takes any that is free; -1: no page.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        if not -1 <= self.port < 2**16:
+            raise UsageError(f"--set dashboard.port: found {self.port}, expected 0 to 65535, or -1 for no page")
 
 
 class Dashboard:

@@ -39,6 +39,7 @@ class Options:
         compute_s: how long seconds of computing are averaged.
         share: of the time that migrating may keep links busy; after each copy as much of a pause follows.
         seed: of planners that draw.
+        state: file that everything is kept in, so that the next start goes on where this one was (empty: none).
 
     Raises:
         UsageError: a value that makes no sense.
@@ -54,6 +55,7 @@ class Options:
     compute_s: float = 30.0
     share: float = 0.5
     seed: int = 0
+    state: str = ""
 
     def __post_init__(self) -> None:
         planner.find(self.planner)
@@ -103,12 +105,13 @@ class Scheduler:
     Args:
         spec: of the model that is served.
         cluster: the plan's.
-        state: file that everything is kept in, so that a scheduler that is started again goes on where it was.
         narrate: told what a person should know.
         clock: for `on_tick`: seconds since 1970, since they are kept over a restart.
 
     Attributes:
         tick_s: how long to wait before the next `on_tick`.
+        in_force: what each server held when the state was kept, for a cluster that ended meanwhile; None: not known,
+            or some expert was held by nobody.
 
     Raises:
         MismatchError: the state is of another model or cluster.
@@ -120,7 +123,6 @@ class Scheduler:
         cluster: Cluster,
         options: Options,
         *,
-        state: Path | None = None,
         narrate: Callable[[str], object] = lambda line: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -129,7 +131,7 @@ class Scheduler:
         self.statistics = Statistics(spec, num_servers, half_life_s=options.half_life_s, compute_s=options.compute_s)
         self.chronicle = Chronicle(num_servers, max(options.poll_s, 10.0 if options.interval_s > 60 else 0.0))
         self.tick_s = 0.0
-        self._state, self._narrate, self._clock = state, narrate, clock
+        self._state, self._narrate, self._clock = Path(options.state) if options.state else None, narrate, clock
         self._lock = threading.Lock()
         self._polled_s = self._decided_s = self._next_move_s = self._saved_s = float("-inf")
         self._seen_s: dict[int, float] = {}
@@ -140,10 +142,11 @@ class Scheduler:
         self._resume = False
         self._servers: Servers | None = None
         self._shown: dict[str, Any] | None = None
-        if state is not None:
-            durable.require_writable(state)
-            if state.exists():
-                self._restore(state)
+        self.in_force: list[frozenset[Place]] | None = None
+        if self._state is not None:
+            durable.require_writable(self._state)
+            if self._state.exists():
+                self._restore(self._state)
 
     @property
     def migrating(self) -> bool:
@@ -378,6 +381,9 @@ class Scheduler:
             self.statistics.restore(values["statistics"])
             self.chronicle.restore(values["chronicle"])
             self._decided_s = float(values["decided_s"])
+            held = [frozenset((layer, expert) for layer, expert in places) for places in values["held"] or ()]
+            if len(frozenset[Place]().union(*held)) == self.spec.total_experts:
+                self.in_force = held
             if values["target"] is not None:
                 self._target = {
                     int(n): frozenset((layer, expert) for layer, expert in places)

@@ -7,6 +7,7 @@ trace has not the columns for are named with the reason. `MOETOOL_BENCH_WORK=DIR
 DIR and takes those that are there, so that a run that was stopped goes on.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from moetool.evaluation.tables import print_evaluations
 from moetool.learning.training import train
 from moetool.prompts import gather as prompt_sets
 from moetool.trace.importing import import_trace
-from moetool.trace.reader import Trace
+from moetool.trace.reader import KEEP, Trace
 
 SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
 DEEPSEEK = SHARED / "data" / "routes" / "deepseek_v2_lite"
@@ -87,8 +88,7 @@ def _judged(
 def test_embedded_model(work: Path) -> None:
     """Six of the embedded prompt sets to train and to score, the seventh as a task that is not trained on."""
     here = work / "reference"
-    keep = ("topk", "logits", "embeddings", "hidden", "ahead")
-    options = CaptureOptions(max_new_tokens=NEW_TOKENS, batch_size=8, keep=keep, ahead=AHEAD, threads=1)
+    options = CaptureOptions(max_new_tokens=NEW_TOKENS, batch_size=8, keep=KEEP, ahead=AHEAD, threads=1)
 
     def captured(*names: str) -> Callable[[Path], object]:
         texts = list(prompt_sets.load(names, max_prompts=PROMPTS))
@@ -100,12 +100,22 @@ def test_embedded_model(work: Path) -> None:
         here / "profile.json", lambda out: profile("reference", dtype="float32", seconds=10, threads=1).save(out)
     )
     predictors = _trained(trace, here / "predictors", EPOCHS, {})
+    predictors.append(_once(here / "predictors" / "awq_replica", _replica))
     title = f"the embedded model; {UNSEEN} is the unseen task"
     found = _judged(title, here, predictors, trace, unseen, CostProfile.load(costs))
     assert {name for name, _ in found} >= set(plugins.names("predictor"))
     for name in ("cascade", "single_transformer"):
         told = found[name, False].foretold
         assert told is not None and told.load_error < found["popularity", False].foretold.load_error  # type: ignore[union-attr]
+
+
+def _replica(out: Path) -> None:
+    """Its scales are chosen on prompts that the traces do not hold."""
+    known = [name for name in prompt_sets.names() if name != UNSEEN]
+    others = [p for name in known for p in prompt_sets.load([name])[PROMPTS:]]
+    text = out.parent / "others.jsonl"
+    text.write_text("".join(json.dumps({"id": p.prompt_id, "prompt": p.text, "task": p.task}) + "\n" for p in others))
+    plugins.load("predictor", "awq_replica").make("reference", [str(text)], out, {})
 
 
 @pytest.mark.skipif(not DEEPSEEK.is_dir(), reason="shared/data/routes is not here")

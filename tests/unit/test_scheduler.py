@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,12 +58,12 @@ class World:
     ) -> None:
         self.workers, self.table = open_cluster(SPEC, CLUSTER, held, slots, odds_NLE)
         self.said: list[str] = []
-        self.options, self.state = options, state
+        self.options = replace(options, state=str(state or ""))
         self.now_s = 1e6
         self.start()
 
     def start(self) -> None:
-        self.scheduler = Scheduler(SPEC, CLUSTER, self.options, state=self.state, narrate=self.said.append)
+        self.scheduler = Scheduler(SPEC, CLUSTER, self.options, narrate=self.said.append)
 
     def step(self, tokens: int = 60) -> float:
         """One tick, and what the servers do until the next; coverage and room are checked."""
@@ -254,6 +255,7 @@ def test_a_scheduler_that_is_started_again_goes_on_where_it_was(tmp_path: Path) 
     tokens = world.scheduler.statistics.tokens_NLE
     world.scheduler.save()
     world.start()
+    assert world.scheduler.in_force == world.table.held()
     np.testing.assert_allclose(world.scheduler.statistics.tokens_NLE, tokens, atol=1e-2)
     assert world.scheduler.migrating and len(world.scheduler.chronicle.decisions) == 1
     while world.scheduler.migrating:
