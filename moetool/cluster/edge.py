@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from moetool.cluster.launch import WorkerDied
 from moetool.cluster.protocol import Holders, Moved, WorkerInfo, WorkerStats
 from moetool.cluster.worker import WorkerSettings
 from moetool.errors import MoetoolError, UsageError, first_line
@@ -23,6 +24,7 @@ T = TypeVar("T")
 Expert = tuple[int, int]
 """(MoE layer, expert)."""
 
+_ENDED = "its process has ended"
 _TELL_S = 10.0  # for a worker to take in who holds what
 _BACKOFF_S = (1.0, 30.0)  # after the first start that failed, and at most
 
@@ -129,6 +131,7 @@ class Head:
         self._held: list[set[Expert]] = [set() for _ in settings]
         self._home: list[set[Expert]] = [set(own.held) for own in settings]  # by the placement in force
         self._lent: set[tuple[int, Expert]] = set()  # adopted for a server that is not there
+        self._ports = [own.port for own in settings]
         self._version = 0
         self._covering = threading.Lock()
         self._telling = [threading.Lock() for _ in settings]
@@ -259,6 +262,7 @@ class Head:
     def _arrived(self, info: WorkerInfo) -> None:
         with self._lock:
             self._told[info.server] = -1
+            self._ports[info.server] = int(info.url.rpartition(":")[2])
             self._infos[info.server] = info
             self._held[info.server] = set(info.held)
 
@@ -302,11 +306,11 @@ class Head:
                     self._tell(n)
                     continue
                 except Exception as error:
-                    reason = first_line(error)
+                    reason = _ENDED if isinstance(error, WorkerDied) else first_line(error)
                     if not self._closing.is_set():
                         self._processes.kill(n)
             else:
-                reason = "its process has ended"
+                reason = _ENDED
             if self._closing.is_set():
                 return
             self._narrate(f"server {self.names[n]} is gone: {reason}")
@@ -390,9 +394,10 @@ class Head:
     def _bring_back(self, n: int) -> None:
         """Start a server anew until it serves, and give it its experts back."""
         wait, most = _BACKOFF_S
+        port = self._ports[n]  # its users find it where it was, if nobody has taken that
         while not self._closing.is_set():
             with self._lock:
-                settings = replace(self._settings[n], held=tuple(sorted(self._home[n])))
+                settings = replace(self._settings[n], held=tuple(sorted(self._home[n])), port=port)
             try:
                 self._died[n].clear()
                 self._processes.restart(n, {"settings": settings})
@@ -401,6 +406,7 @@ class Head:
                 break
             except Exception as error:
                 self._narrate(f"server {self.names[n]} could not be started: {first_line(error)}; trying again")
+            port = self._settings[n].port
             if self._closing.wait(wait):
                 return
             wait = min(most, 2 * wait)

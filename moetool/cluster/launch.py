@@ -197,7 +197,10 @@ class Workers:
                 raise cause from None
             raise
         except RayActorError as error:
-            raise WorkerDied(f"server {self._names[n]} has ended ({first_line(error)})") from None
+            lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            # What ended its building is at the end of a traceback that Ray puts into the text.
+            reason = lines[-1].strip() if "creation task" in lines[0] else lines[0]
+            raise WorkerDied(f"server {self._names[n]} has ended ({reason})") from None
 
     def _connect(self, where: Where) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -264,6 +267,8 @@ class _Host:
 
 
 def _import_ray() -> Any:
+    # It would print, where data goes, what `watch` tells.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     try:
         import ray
     except ImportError:
