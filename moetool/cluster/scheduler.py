@@ -190,6 +190,12 @@ class Scheduler:
                 act_s = report_s
             return max(0.0, min(report_s, act_s) - now_s)
 
+    def report(self, servers: Servers) -> None:
+        """Ask every server now what it counted."""
+        with self._lock:
+            self._servers, self._now_s = servers, self._clock()
+            self._poll(servers, self._now_s)
+
     def save(self) -> None:
         """Write the state now."""
         with self._lock:
