@@ -35,6 +35,7 @@ class ClusterBenchOptions:
             migration and without (Prism's Fig. 7).
         where: `ray`: each server is a process; `threads`: all of them share this one, and its interpreter.
         profile_s: how long to measure the costs.
+        expert_us: microseconds that an expert takes for one token, by which links are scaled (0: as measured).
         seed: of arrivals and of the choice of prompts.
 
     Raises:
@@ -54,6 +55,7 @@ class ClusterBenchOptions:
     shift: bool = True
     where: str = "ray"
     profile_s: float = 10.0
+    expert_us: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -66,6 +68,8 @@ class ClusterBenchOptions:
                 raise UsageError(f"bench.{name} is {list(values)}, expected numbers above 0")
         if self.where not in WHERES:
             raise unknown_name("--set bench.where", self.where, WHERES)
+        if not 0 <= self.expert_us < float("inf"):
+            raise UsageError(f"bench.expert_us is {self.expert_us}, expected microseconds, 0 or more")
         if not 0 < self.interval_s < float("inf"):
             raise UsageError(f"bench.interval_s is {self.interval_s}, expected seconds above 0")
 
@@ -80,6 +84,7 @@ QUICK = {
     "migrate": False,
     "shift": False,
     "profile_s": 0.0,
+    "expert_us": 200.0,
 }
 """For a look at whether it runs: nothing that it prints means anything."""
 

@@ -33,7 +33,7 @@ class ClusterStage:
         planned: traces that placements are made from, by the name of the server.
         served: traces of the prompts that are served.
         profile: what computing costs here.
-        expert_s: one expert for one token, of the profile.
+        expert_s: one expert for one token, of the profile unless the options say.
         even_bytes_s: the rate at which a hidden state takes as long.
     """
 
@@ -129,7 +129,7 @@ def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work
     traces = split(Trace(work / "trace"), work / "parts", by="task")
     planned, served = ({names[task]: traces[f"{part}-{n}"] for n, task in enumerate(tasks)} for part in _PARTS)
     profile = measure(model, dtype="float32", seconds=options.profile_s, threads=1, scratch=work)
-    expert_s = profile.on("cpu").expert(1)
+    expert_s = options.expert_us * 1e-6 or profile.on("cpu").expert(1)
     return ClusterStage(
         model=model,
         spec=spec,
