@@ -62,7 +62,7 @@ def require_no_placement(plan: Path) -> None:
 def _edge(command: ClusterCommand) -> None:
     """Edge servers that call each other's experts; each has an endpoint of its own."""
     from moetool.cluster.edge import ClusterOptions, Head, read_token
-    from moetool.cluster.launch import Workers, parse_where
+    from moetool.cluster.launch import Workers, parse_where, require_ray
     from moetool.cluster.placing import Endpoints, beyond_reserved, worker_settings
     from moetool.cluster.worker import build_worker
     from moetool.placement_plan import PlacementPlan
@@ -86,6 +86,7 @@ def _edge(command: ClusterCommand) -> None:
     watch = Watch(values, plan, lambda line: tables.narrate(f"moetool: {line}"))
     limits = parse(ServerOptions, values.pop("server", {}), "--set server")
     options = parse(ServeOptions, values, "--set")
+    require_ray()
     settings = worker_settings(
         command.model,
         plan,

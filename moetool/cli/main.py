@@ -1,7 +1,8 @@
 """The command line: commands, and the one place where errors become messages and exit codes.
 
 The commands about placement are in `moetool.cli.placement`, those about traces in `moetool.cli.trace`, `moetool
-simulate` in `moetool.cli.simulation`, and `moetool serve --cluster` in `moetool.cli.cluster`.
+simulate` in `moetool.cli.simulation`, pages of plans in `moetool.cli.report`, and `moetool serve --cluster` in
+`moetool.cli.cluster`.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from moetool.cli import cluster as cli_cluster
 from moetool.cli import cluster_bench as cli_cluster_bench
 from moetool.cli import paper as cli_paper
 from moetool.cli import placement as cli_placement
+from moetool.cli import report as cli_report
 from moetool.cli import simulation as cli_simulate
 from moetool.cli import trace as cli_trace
 from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
@@ -216,7 +218,11 @@ def train(
         int | None, typer.Option(help="For awq_replica: weights that share a scale: 32, 64 (default) or 128.")
     ] = None,
     symmetric: Annotated[
-        bool | None, typer.Option("--symmetric/--asymmetric", help="For awq_replica: whether zero points are all 0.")
+        bool | None,
+        typer.Option(
+            "--symmetric/--asymmetric",
+            help="For awq_replica: whether experts' zero points are 0; others are refused, with the reason.",
+        ),
     ] = None,
     settings: Annotated[
         list[str],
@@ -543,7 +549,7 @@ def serve(
         Path | None, typer.Option(help="Of 'moetool plan cache', or with --cluster of 'moetool plan placement'.")
     ] = None,
     cluster: Annotated[str | None, typer.Option(help="local:N, or HOST:PORT of a Ray head: several servers.")] = None,
-    mode: Annotated[str, typer.Option(help="What the servers of --cluster do: edge.")] = "edge",
+    mode: Annotated[str | None, typer.Option(help="What the servers of --cluster do: edge, if not said.")] = None,
     policy: Annotated[str | None, typer.Option(help="Cache policy; the plan's (or auto), or lru.")] = None,
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor; the plan's.")] = None,
     device_memory: Annotated[
@@ -574,7 +580,7 @@ def serve(
                 model=model,
                 plan=plan,
                 cluster=cluster,
-                mode=mode,
+                mode=mode or "edge",
                 host=host,
                 port=port,
                 api_key=api_key,
@@ -583,6 +589,8 @@ def serve(
             )
         )
         return
+    if mode is not None:
+        raise UsageError("--mode says what the servers of a --cluster do; give that too, such as --cluster local:3")
     if plan is not None:
         cli_cluster.require_no_placement(plan)
     if policy == "auto":
@@ -747,7 +755,7 @@ def profile(
 
 @app.command()
 def report(
-    trace: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace.")],
+    trace: Annotated[Path, typer.Argument(metavar="PATH", help="Folder of a trace, or file of a plan.")],
     out: Annotated[Path, typer.Option("--out", help="The page, one HTML file with everything in it.")],
     policy: Annotated[
         list[str], typer.Option(help="Cache policies beside belady; repeat, or separate by commas. lru,lfu by default.")
@@ -761,17 +769,30 @@ def report(
             "--set", help="report.choices, report.uses, report.affinity_layers, ..., and POLICY.OPTION. Repeatable."
         ),
     ] = [],  # noqa: B006
+    served: Annotated[
+        list[str], typer.Option("--trace", help="For a placement: SERVER=DIR, whose work and traffic it shows.")
+    ] = [],  # noqa: B006
+    before: Annotated[Path | None, typer.Option(help="For a placement: the plan to show it beside.")] = None,
     overwrite: Overwrite = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every number of the page as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers of the page as JSON.")] = False,
     recipe: Recipe = None,
 ) -> None:
-    """Draw a trace as one page: popularity, skew, entropy, affinity, reuse, hit rates, and what they mean."""
+    """Draw a trace as one page: popularity, skew, entropy, affinity, reuse, hit rates, and what they mean. Or a
+    placement: who holds what, work and traffic. Or a cache plan: memory against latency.
+    """
     from moetool.report.making import POLICIES, measure
     from moetool.report.sample import ReportOptions
     from moetool.trace.reader import Trace
 
     durable.require_writable(out)
     durable.require_absent(out, overwrite)
+    if trace.is_file():
+        if policy or budget or settings:
+            raise UsageError(f"{trace} is no trace's folder, and --policy, --budget and --set are for one; leave them")
+        cli_report.report_plan(trace, out, served, before, as_json)
+        return
+    if served or before is not None:
+        raise UsageError(f"--trace and --before are for the page of a placement plan, expected its file, not {trace}")
     source, options = Trace(trace), parse_settings(settings)
     chosen = parse(ReportOptions, options.pop("report", {}), "report")
     policies = _split(policy) if policy else list(POLICIES)

@@ -75,7 +75,7 @@ class Workers:
         threads: int = 0,
     ) -> None:
         self._build, self._arguments = build, [dict(one) for one in arguments]
-        self._ray = _import_ray()
+        self._ray = require_ray()
         self._own = not self._ray.is_initialized()
         self._connect(where)
         self._names, self._threads = tuple(names), threads
@@ -266,7 +266,8 @@ class _Host:
         self._ended.wait()
 
 
-def _import_ray() -> Any:
+def require_ray() -> Any:
+    """The module `ray`. Raises: UsageError where it is not installed."""
     # It would print, where data goes, what `watch` tells.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     try:

@@ -89,7 +89,7 @@ def overview(rows: Sequence[Any]) -> Table:
         title=f"at a glance, shares in %: match {distances} and {_GLANCED[-1]} layers ahead, else next door; {scopes}",
         columns=(
             "predictor",
-            *(f"unseen {said[phase]}" if unseen else said[phase] for unseen, phase in there),
+            *(f"unseen\n{said[phase]}" if unseen else said[phase] for unseen, phase in there),
             *("exact", "one", f"in {rows[0].top_k + widest}", "calib.", "of experts", "ms/step"),
             *(("of step",) if profiled else ()),
             *("ms/request", "train s"),

@@ -15,6 +15,8 @@ from torch import nn
 from moetool.errors import CapacityError, MismatchError, UsageError, first_line
 from moetool.models.checkpoint import Source, sources
 from moetool.models.expert_files import ExpertFiles
+from moetool.models.packed import PACKED
+from moetool.models.packing import Packing
 from moetool.models.shards import Shards
 from moetool.models.spec import (
     MoeLayer,
@@ -22,8 +24,10 @@ from moetool.models.spec import (
     moe_layers,
     offloaded,
     read_config,
+    read_header,
     read_packing,
     read_spec,
+    weight_files,
 )
 from moetool.types import ForwardInfo, ModelSpec
 
@@ -159,7 +163,7 @@ def load_full(path: Path, dtype: torch.dtype, device: torch.device = CPU) -> Loa
     from transformers.utils import logging
 
     packing = read_packing(path)
-    if packing is not None and False in packing.symmetric:
+    if packing is not None and not _transformers_unpacks(path, packing):
         return _load_stacked(path, dtype, device)
     spec = read_spec(path)
     logging.disable_progress_bar()
@@ -177,8 +181,17 @@ def load_full(path: Path, dtype: torch.dtype, device: torch.device = CPU) -> Loa
     return LoadedModel(path=path, spec=spec, model=model, layers=moe_layers(model), files=None, device=device)
 
 
+def _transformers_unpacks(path: Path, packing: Packing) -> bool:
+    """Whether transformers loads the packed weights of a checkpoint.
+
+    It unpacks stacked experts without zero points, and stacks none that were left as they are beside packed weights.
+    """
+    names = [name for file in weight_files(path) for name in read_header(file)[0]]
+    return False not in packing.symmetric and any(".experts." in n and n.endswith(PACKED) for n in names)
+
+
 def _load_stacked(path: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """The plain model of packed weights with zero points, which transformers does not unpack for stacked experts."""
+    """The plain model of a packed checkpoint that transformers does not load."""
     loaded = load_lazy(path, dtype, device)
     assert loaded.files is not None
     for layer in loaded.layers:

@@ -78,25 +78,45 @@ def round_weight(
         shrink: factor [..., O, I / group] on each group's range; what lies outside is cut off. None for 1.
     """
     group = weight.float().unflatten(-1, (-1, scheme.group))
-    steps = 2**scheme.bits - 1
+    values, scale, zero = nearest_values(group, ranges(group, scheme), scheme, scale_dtype, shrink)
+    return Rounded(values.to(torch.int8).flatten(-2), scale, None if zero is None else zero.to(torch.int8))
+
+
+Ranges = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def ranges(group: torch.Tensor, scheme: Scheme) -> Ranges:
+    """The width [..., G] of the range that just holds each group [..., G, s], and its lower end where it has one."""
     if scheme.symmetric:
-        width, low = 2 * group.abs().amax(-1), None
-    else:
-        low, high = group.amin(-1).clamp(max=0), group.amax(-1).clamp(min=0)
-        width = high - low
+        return 2 * group.abs().amax(-1), None
+    low, high = group.amin(-1).clamp(max=0), group.amax(-1).clamp(min=0)
+    return high - low, low
+
+
+def nearest_values(
+    group: torch.Tensor,
+    within: Ranges,
+    scheme: Scheme,
+    scale_dtype: torch.dtype,
+    shrink: torch.Tensor | float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The nearest values of groups [..., G, s], as numbers of float32; their scales and zero points [..., G].
+
+    Args:
+        shrink: as for `round_weight`, or one for all.
+    """
+    width, low = within
     if shrink is not None:
         width, low = width * shrink, None if low is None else low * shrink
-    scale = (width / steps).to(scale_dtype)
+    scale = (width / (2**scheme.bits - 1)).to(scale_dtype)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     wide = scale.float()
-    zero = None
     values = group / wide[..., None]
+    zero = None
     if low is not None:
-        zero_point = (scheme.lowest - low / wide).round().clamp(scheme.lowest, -scheme.lowest - 1)
-        values = values + zero_point[..., None]
-        zero = zero_point.to(torch.int8)
-    values = values.round_().clamp_(scheme.lowest, -scheme.lowest - 1).to(torch.int8)
-    return Rounded(values.flatten(-2), scale, zero)
+        zero = (scheme.lowest - low / wide).round_().clamp_(scheme.lowest, -scheme.lowest - 1)
+        values += zero[..., None]
+    return values.round_().clamp_(scheme.lowest, -scheme.lowest - 1), scale, zero
 
 
 def _dense(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:

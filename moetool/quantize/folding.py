@@ -8,7 +8,7 @@ Shapes:
     C  channels of what is scaled        I  inputs of a weight        O  its outputs
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from moetool.errors import UsageError
 from moetool.models.spec import MoeLayer
 
+_ROWS = 128  # that are scaled at a time: torch widens what it multiplies by a wider scale
 FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
 
 
@@ -58,13 +59,29 @@ class Fold:
         """Fold a scale [..., C] into the parameters of a layer. Effects: changes them in place."""
         for name, rows in self.before:
             tensor = parameters[name]
-            rows = slice(None) if rows is None else rows
             if tensor.dim() == 1:
-                tensor[rows] /= scale_C
-            else:
-                tensor[..., rows, :] /= scale_C[..., None]
+                tensor[slice(None) if rows is None else rows] /= scale_C
+                continue
+            for matrix, scale in _matrices(tensor, scale_C):
+                if isinstance(rows, torch.Tensor):
+                    matrix[rows] /= scale[:, None]
+                    continue
+                pieces = matrix[slice(None) if rows is None else rows].split(_ROWS)
+                for piece, part in zip(pieces, scale.split(_ROWS), strict=True):
+                    piece /= part[:, None]
         for name in self.readers + self.plain:
-            parameters[name] *= self.spread(scale_C)[..., None, :]
+            for matrix, scale in _matrices(parameters[name], self.spread(scale_C)):
+                for piece in matrix.split(_ROWS):
+                    piece *= scale
+
+
+def _matrices(tensor: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each matrix of a parameter, stacked or not, with the scale that is its own or that of all."""
+    if tensor.dim() == 2:
+        yield tensor, scale
+        return
+    for number, matrix in enumerate(tensor):
+        yield matrix, scale if scale.dim() == 1 else scale[number]
 
 
 def require_family(config: Any) -> None:

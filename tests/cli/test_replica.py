@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from moetool.bench import forms
+from moetool.bench import serve as bench_serve
 from moetool.cli import main as cli
 from moetool.models.shards import Shards
 from tests import families
@@ -44,7 +46,9 @@ def _run(*args: object) -> None:
     assert _main(*args) == 0
 
 
-def test_train_capture_evaluate(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_capture_evaluate_bench(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     replica, trace = tmp_path / "replica", tmp_path / "trace"
     sizes = (
         "--set",
@@ -81,6 +85,39 @@ def test_train_capture_evaluate(model: Path, tmp_path: Path, capsys: pytest.Capt
     pooled = ("--device-memory", "2MB", "--max-prompts", 2, "--max-new-tokens", 3)
     _run("capture", replica, "--data", "chat", *pooled, "--out", tmp_path / "again", "--json")
     assert json.loads(capsys.readouterr().out)["requests"] == 2
+
+    monkeypatch.setattr(forms, "THREADS", (1,))
+    monkeypatch.setattr(bench_serve, "_READINGS", 2)
+    out = tmp_path / "forms.json"
+    few = [f"--set=bench.{setting}" for setting in ("rounds=1", "requests=2", "new_tokens=3")]
+    args = ["--beside", replica, "--data", "all", "--policy", "lru", "--budget", "40%,1%", *few, "--out", out]
+    _run("bench", "serve", model, *args)
+    printed = capsys.readouterr().out
+    made = json.loads(out.read_text())
+    bf16, int4 = made["lines"]
+    assert (bf16["form"], int4["form"]) == ("float32", "int4")
+    assert bf16["memory_bytes"] == int4["memory_bytes"]
+    assert int4["line"]["slots"] > 2 * bf16["line"]["slots"]
+    assert int4["line"]["prompt_bytes"] < bf16["line"]["prompt_bytes"]
+    assert int4["line"]["hit_rate"] >= bf16["line"]["hit_rate"]
+    assert made["judged_tokens"] > 0 and made["kl"] > 0 and 0.5 < made["match"] <= 1
+    assert "KL divergence" in printed and "float32 left out with" in printed
+    assert _main("bench", "serve", replica, *args[:1], model, *args[2:]) == 3
+    assert "expected packed and smaller ones after --beside" in capsys.readouterr().err
+    for wrong, says in (
+        (["--routes", trace], "found --routes too"),
+        (["--policy", "belady"], "belady needs the future"),
+        (["--policy", "duoserve"], "duoserve needs a predictor"),
+        (["--budget", "1%"], "there is nothing to serve: lru needs 2 slots"),
+    ):
+        assert _main("bench", "serve", model, "--beside", replica, "--data", "all", *_with(wrong)) in (2, 4)
+        assert says in capsys.readouterr().err
+
+
+def _with(wrong: list[object]) -> list[object]:
+    """Flags of a bench, with a wrong one among them."""
+    given = {"--policy": "lru", "--budget": "40%", str(wrong[0]): wrong[1]}
+    return [part for pair in given.items() for part in pair]
 
 
 def _unreadable(*args: object) -> memoryview:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -185,6 +185,84 @@ def test_experts_that_others_packed_are_read(scheme: Scheme, tmp_path: Path) -> 
     assert torch.equal(experts.down_proj[3], dense[f"{root}.down_proj.weight"])
     assert torch.equal(experts.gate_up_proj[3], torch.cat([dense[f"{root}.{n}_proj.weight"] for n in ("gate", "up")]))
     assert full.model(CALIBRATION.judged_NS).logits.isfinite().all()
+
+
+def _pack(
+    path: Path, picked: Callable[[str], bool], ignore: list[str], bits: int = 4, whole_rows: bool = False
+) -> None:
+    """Pack some weights of a saved model as somebody else would."""
+    tensors = load_file(path / "model.safetensors")
+    packed = {name: tensor for name, tensor in tensors.items() if not picked(name)}
+    for name in tensors.keys() - packed.keys():
+        scheme = Scheme(bits=bits, group=tensors[name].shape[1] if whole_rows else 16)
+        packed |= to_tensors(name, round_weight(tensors[name], scheme, torch.float32), bits)
+    save_file(packed, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    made = quantization_config(Scheme(bits=bits, group=16), ignore)
+    if whole_rows:
+        made["config_groups"]["group_0"]["weights"] |= {"strategy": "channel", "group_size": None}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": made}))
+
+
+@pytest.mark.parametrize(
+    ("ignored", "whole_rows", "bits"),
+    [("gate", False, 8), ("gate", True, 4), ("experts", True, 8), ("self_attn", False, 4)],
+)
+def test_what_others_packed_is_what_transformers_unpacks(
+    ignored: str, whole_rows: bool, bits: int, tmp_path: Path
+) -> None:
+    """By groups or whole rows, in 4 bits and 8, with attention, experts or nothing but gates and head left alone."""
+    families.save("qwen3_moe", tmp_path)
+    ignore = ["lm_head", r"re:.*mlp\.gate$", f"re:.*{ignored}.*"]
+    _pack(
+        tmp_path,
+        lambda name: name.endswith("_proj.weight") and f"{ignored}." not in name,
+        ignore[: 2 if ignored == "gate" else 3],
+        bits,
+        whole_rows,
+    )
+    if ignored == "experts":  # transformers expects them packed where anything is
+        with pytest.raises(MismatchError, match="transformers cannot load"):
+            load_unpacked(tmp_path, torch.float32)
+    theirs = load_full(tmp_path, torch.float32).model.state_dict()
+    loaded = load_lazy(tmp_path, torch.float32)
+    assert loaded.files is not None
+    ours = loaded.model.state_dict()
+    for layer in loaded.layers:
+        ours |= {f"{layer.path}.{name}": one for name, one in loaded.files.stacked(layer, torch.float32).items()}
+    assert ours.keys() <= theirs.keys()  # scales and shapes lie beside what was unpacked
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    loaded.close()
+
+
+def test_experts_that_are_packed_otherwise_in_one_layer_are_refused(tmp_path: Path) -> None:
+    families.save("qwen3_moe", tmp_path)
+    _pack(
+        tmp_path,
+        lambda name: name.endswith("_proj.weight") and "layers.1.mlp" not in name,
+        ["lm_head", r"re:.*mlp\.gate$", r"re:.*layers\.1\.mlp.*"],
+    )
+    with pytest.raises(MismatchError, match="expert 0 of layer 1 is packed otherwise than expert 0 of the first MoE"):
+        load_lazy(tmp_path, torch.float32)
+
+
+def test_gpt_oss_is_read_with_packed_attention_and_refused_with_packed_experts(tmp_path: Path) -> None:
+    families.save("gpt_oss", tmp_path)
+    dense = load_file(tmp_path / "model.safetensors")
+    _pack(tmp_path, lambda name: name.endswith("_proj.weight"), ["re:.*experts.*", "re:.*router.*", "lm_head"])
+    loaded = load_lazy(tmp_path, torch.float32)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    expected = round_weight(dense[name], Scheme(group=16), torch.float32).dense()
+    assert torch.equal(loaded.model.get_parameter(name), expected)
+    loaded.close()
+    tensors = load_file(tmp_path / "model.safetensors")
+    for stacked in [name for name in tensors if name.endswith("experts.down_proj")]:
+        for expert, weight_ID in enumerate(tensors.pop(stacked)):
+            single = stacked.replace("down_proj", f"{expert}.down_proj.weight")
+            tensors |= to_tensors(single, round_weight(weight_ID.T, Scheme(group=16), torch.float32), 4)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MismatchError, match=r"makes model.layers.0.mlp.experts.down_proj: .* does not read"):
+        load_lazy(tmp_path, torch.float32)
 
 
 def test_a_killed_run_goes_on_and_makes_the_same(case: Case, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_one_table_has_both_tasks_beside_each_other(rows: list[Evaluation]) -> N
     table = overview([dataclasses.replace(row, decode_step_ms=20.0, step_ms=0.5) for row in rows])
     assert [row[0] for row in table.rows] == ["affinity", "popularity"]
     assert all(len(row) == len(table.columns) for row in table.rows)
-    assert table.columns[1:5] == ("prompts", "new tokens", "unseen prompts", "unseen new tokens")
+    assert table.columns[1:5] == ("prompts", "new tokens", "unseen\nprompts", "unseen\nnew tokens")
     known, unseen = by_task(rows)
     by_hand = [
         " ".join(f"{100 * group[0].overall(phase)[d].match:2.0f}" for d in (1, 3, 6))
@@ -83,7 +83,7 @@ def test_one_table_has_both_tasks_beside_each_other(rows: list[Evaluation]) -> N
     assert table.rows[0][table.columns.index("of step")] == "2.5 %"
     assert "1 request held out, 20 tokens; 3 requests that none has seen of an unseen task, 60" in table.title
     alone = overview([row for row in rows if row.unseen_task])
-    assert alone.columns[1:3] == ("unseen prompts", "unseen new tokens") and "of step" not in alone.columns
+    assert alone.columns[1:3] == ("unseen\nprompts", "unseen\nnew tokens") and "of step" not in alone.columns
     near = dataclasses.replace(rows[0], scores=tuple(s for s in rows[0].scores if s.distance < 3))
     assert overview([near]).rows[0][1].endswith(" -  -")
 
