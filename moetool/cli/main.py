@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from moetool import __version__, assets, durable, tables
+from moetool.cli import paper as cli_paper
 from moetool.cli import placement as cli_placement
 from moetool.cli import simulation as cli_simulate
 from moetool.cli import trace as cli_trace
@@ -46,6 +47,7 @@ app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
 app.add_typer(reference_app, name="reference")
+cli_paper.register(bench_app)
 cli_placement.register(plan_app)
 cli_simulate.register(app)
 cli_trace.register(trace_app)
@@ -778,6 +780,9 @@ def bench_serve(
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="MoE layers of the shape; all, if not given.")] = None,
     routes: Annotated[Path | None, typer.Option(help="Folder of a trace whose routing the model follows.")] = None,
+    beside: Annotated[
+        str | None, typer.Option(help="Folder of a packed replica of MODEL, to be served in the same memory.")
+    ] = None,
     data: Annotated[
         list[str], typer.Option(help="Prompts of a MODEL that routes by itself: embedded sets, or files.")
     ] = [],  # noqa: B006
@@ -798,6 +803,23 @@ def bench_serve(
     names, options = _split(policy), parse_settings(settings)
     values = options.pop("bench", {})
     _require_policies(names, options)
+    if beside is not None:
+        from moetool.cli.forms import bench_beside
+
+        refused = {"--shape": shape, "--layers": layers, "--routes": routes, "--predictor": predictor}
+        bench_beside(
+            model,
+            beside,
+            data=_split(data),
+            policies=names,
+            budgets=_split(budget),
+            bench=values,
+            policy_options=options,
+            others=refused,
+            as_json=as_json,
+            out=out,
+        )
+        return
     from moetool.bench.results import print_serve_bench
     from moetool.bench.serve import bench_serve as run
     from moetool.bench.stage import BenchOptions, Subject

@@ -50,7 +50,7 @@ def from_prompts(prompts: Sequence[Prompt], tokenizer: Any, *, length: int, max_
         raise UsageError(
             f"the calibration text has {sum(_count(mine, tokenizer)):,} tokens in {len(mine)} prompts and "
             f"{sum(_count(judged, tokenizer)):,} in {len(judged)} to judge by, expected at least "
-            f"{LEAST_BLOCKS * length:,} and {length:,}; give more --data, or --set length=64"
+            f"{LEAST_BLOCKS * length:,} and {length:,}; give more --data, or set a shorter length"
         )
     return Calibration(
         ids_NS=ids_NS,

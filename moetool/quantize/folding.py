@@ -27,7 +27,7 @@ class Fold:
     Attributes:
         name: for people and cards.
         before: parameters that produce the inputs, each with the rows (or entries) that are the C channels; None
-            where those are all it has.
+            where those are all it has. A slice is changed in place, without a copy of the rows.
         readers: weights [..., O, I] to be rounded that read them.
         plain: weights that read them and are not rounded.
         channel_I: the channel that each input is; None where they are the same.
@@ -36,7 +36,7 @@ class Fold:
     """
 
     name: str
-    before: tuple[tuple[str, torch.Tensor | None], ...]
+    before: tuple[tuple[str, torch.Tensor | slice | None], ...]
     readers: tuple[str, ...]
     plain: tuple[str, ...] = ()
     channel_I: torch.Tensor | None = None
@@ -58,7 +58,7 @@ class Fold:
         """Fold a scale [..., C] into the parameters of a layer. Effects: changes them in place."""
         for name, rows in self.before:
             tensor = parameters[name]
-            rows = torch.arange(tensor.shape[-1 if tensor.dim() == 1 else -2]) if rows is None else rows
+            rows = slice(None) if rows is None else rows
             if tensor.dim() == 1:
                 tensor[rows] /= scale_C
             else:
@@ -113,7 +113,7 @@ def folds_of(layer: Any, moe: MoeLayer | None, config: Any) -> list[Fold]:
     found.append(
         Fold(
             name="experts' down",
-            before=(("mlp.experts.gate_up_proj", torch.arange(width, 2 * width)),),  # the rows of up
+            before=(("mlp.experts.gate_up_proj", slice(width, 2 * width)),),  # the rows of up
             readers=("mlp.experts.down_proj",),
             inspect="experts",
         )
@@ -143,7 +143,7 @@ def _attention(layer: Any, config: Any) -> list[Fold]:
     if latent:
         keys, values = int(attention.qk_nope_head_dim), int(attention.v_head_dim)
         rows = torch.arange(heads * (keys + values)).view(heads, -1)[:, keys:].flatten()
-        before: tuple[tuple[str, torch.Tensor | None], ...] = (("self_attn.kv_b_proj.weight", rows),)
+        before: tuple[tuple[str, torch.Tensor | slice | None], ...] = (("self_attn.kv_b_proj.weight", rows),)
         channel_I = None
     else:
         size = int(attention.head_dim)

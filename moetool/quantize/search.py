@@ -24,6 +24,7 @@ from moetool.models.packed import Rounded, Scheme, round_weight
 from moetool.models.spec import MoeLayer
 from moetool.quantize.folding import Fold
 
+_ROWS = 512  # of a weight that are rounded together: what comes between is then small beside the weight
 _PRIOR_TOKENS = 32  # how many average tokens an expert's statistics begin with
 _SHRINKS = tuple(1 - 0.04 * i for i in range(9))
 
@@ -220,9 +221,9 @@ def search(
 
 
 def _nearest(weight: torch.Tensor, scale_I: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> torch.Tensor:
-    """What a weight [..., O, I] becomes when it is scaled, rounded and scaled back; experts one by one."""
+    """What a weight [..., O, I] becomes when it is scaled, rounded and scaled back; some rows at a time."""
     near = torch.empty_like(weight)
-    for into, own in zip(near, weight, strict=True) if weight.dim() == 3 else [(near, weight)]:
+    for into, own in zip(near.flatten(0, -2).split(_ROWS), weight.flatten(0, -2).split(_ROWS), strict=True):
         into.copy_(round_weight(own * scale_I, scheme, scale_dtype).dense().float() / scale_I)
     return near
 
@@ -248,8 +249,8 @@ def _search_experts(
         least = float("inf")
         for alpha in (0.0, *alphas):
             scale_I = scale_of(mean_EI[expert], alpha) if alpha else torch.ones_like(mean_EI[expert])
-            near_DI = round_weight(weight_DI * scale_I, scheme, scale_dtype).dense().float() / scale_I
-            error = (x @ (near_DI - weight_DI).T).square().sum().item()
+            off_DI = _nearest(weight_DI, scale_I, scheme, scale_dtype).sub_(weight_DI)
+            error = (x @ off_DI.T).square().sum().item()
             if error < least:
                 least, chosen[expert], scale_EI[expert] = error, alpha, scale_I
     return scale_EI, chosen
@@ -264,6 +265,18 @@ def round_clipped(
     Args:
         square_I: mean square of each input; None rounds to nearest.
     """
+    made = [_round_rows(rows, scheme, scale_dtype, square_I) for rows in weight.split(_ROWS)]
+    zeros = [rows.zero for rows in made if rows.zero is not None]
+    return Rounded(
+        torch.cat([rows.values for rows in made]),
+        torch.cat([rows.scale for rows in made]),
+        torch.cat(zeros) if zeros else None,
+    )
+
+
+def _round_rows(
+    weight: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype, square_I: torch.Tensor | None
+) -> Rounded:
     if square_I is None:
         return round_weight(weight, scheme, scale_dtype)
     groups = (-1, scheme.group)
