@@ -165,7 +165,15 @@ def variants(replica: bool) -> list[Variant]:
             Variant(name="replica", placement="proactive", predictors=("replica",), figures=(10,)),
             Variant(name="both", placement="proactive", predictors=("cascade", "replica"), figures=(10,)),
         ]
-    return found + [
+    return [
+        *found,
+        Variant(name="reactive, always", placement="reactive", always=True, figures=()),
+        *_migrations(),
+    ]
+
+
+def _migrations() -> list[Variant]:
+    return [
         Variant(
             name=f"{how}, always",
             placement="proactive",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moetool import tables
+from moetool.cli.watch import Watch
 from moetool.config import parse
 from moetool.errors import UsageError, unknown_name
 
@@ -62,8 +63,9 @@ def require_no_placement(plan: Path) -> None:
 
 def _edge(command: ClusterCommand) -> None:
     """Edge servers that call each other's experts; each has an endpoint of its own."""
-    from moetool.cluster.edge import ClusterOptions, Head, read_token
+    from moetool.cluster.edge import Head
     from moetool.cluster.launch import Workers, parse_where, require_ray
+    from moetool.cluster.options import ClusterOptions, read_token
     from moetool.cluster.placing import Endpoints, beyond_reserved, worker_settings
     from moetool.cluster.worker import build_worker
     from moetool.placement_plan import PlacementPlan
@@ -88,6 +90,7 @@ def _edge(command: ClusterCommand) -> None:
         )
     values = dict(command.values)
     own = parse(ClusterOptions, values.pop("cluster", {}), "--set cluster")
+    watch = Watch(values, plan, lambda line: tables.narrate(f"moetool: {line}"))
     limits = parse(ServerOptions, values.pop("server", {}), "--set server")
     options = parse(ServeOptions, values, "--set")
     require_ray()
@@ -105,9 +108,10 @@ def _edge(command: ClusterCommand) -> None:
             f"moetool: warning: the dense weights and the KV cache of server {name} take {tables.count(needs, 'B')}, "
             f"and the plan's cluster reserves {tables.count(has, 'B')} for them"
         )
+    settings = watch.begin_with(settings)
     tables.narrate(f"moetool: starting {len(names)} servers")
     threads = max(1, (os.cpu_count() or 1) // len(names)) if where.count else 0
-    workers = Workers(where, build_worker, [{"settings": one} for one in settings], names, threads=threads)
+    workers = Workers(where, build_worker, [{"settings": one} for one in settings], names, threads=threads, late=True)
     head = Head(
         workers,
         settings,
@@ -115,6 +119,7 @@ def _edge(command: ClusterCommand) -> None:
         plan.spec.num_experts_L,
         options=own,
         narrate=lambda line: tables.narrate(f"moetool: {line}"),
+        scheduler=watch.scheduler,
     )
     with _interrupts() as interrupts:
         try:
@@ -126,11 +131,13 @@ def _edge(command: ClusterCommand) -> None:
                     f"moetool: {names[info.server]} is serving on {info.url}/v1 with {held} of "
                     f"{plan.spec.total_experts} experts, room for {slots}"
                 )
+            watch.open()
             interrupts.wait()
             tables.narrate("moetool: finishing the running requests; Ctrl-C again stops at once")
             interrupts.during(lambda: head.drain(limits.drain_timeout_s + 15.0), stop_at=2)
         finally:
             head.close()
+            watch.close()
 
 
 def _ep(command: ClusterCommand) -> None:

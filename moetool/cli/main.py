@@ -21,6 +21,7 @@ import typer
 
 from moetool import __version__, assets, durable, tables
 from moetool.cli import cluster as cli_cluster
+from moetool.cli import cluster_bench as cli_cluster_bench
 from moetool.cli import paper as cli_paper
 from moetool.cli import placement as cli_placement
 from moetool.cli import report as cli_report
@@ -50,6 +51,7 @@ app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
 app.add_typer(reference_app, name="reference")
+cli_cluster_bench.register(bench_app)
 cli_paper.register(bench_app)
 cli_placement.register(plan_app)
 cli_simulate.register(app)

@@ -33,12 +33,18 @@ def one_at_a_time(config: Any) -> bool:
 
 
 def open_batcher(
-    model: Any, *, max_requests: int, kv_tokens: int, max_batch_tokens: int = 512
+    model: Any, *, max_requests: int, kv_tokens: int, max_batch_tokens: int = 512, unreserved: int | None = None
 ) -> "Batcher | Sequential":
     """The batcher that the model's family can be served by; arguments as for `Batcher`."""
     if one_at_a_time(model.config.get_text_config()):
         return Sequential(model, kv_tokens=kv_tokens)
-    return Batcher(model, max_requests=max_requests, kv_tokens=kv_tokens, max_batch_tokens=max_batch_tokens)
+    return Batcher(
+        model,
+        max_requests=max_requests,
+        kv_tokens=kv_tokens,
+        max_batch_tokens=max_batch_tokens,
+        unreserved=unreserved,
+    )
 
 
 class Sequential:
