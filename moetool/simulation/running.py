@@ -11,8 +11,9 @@ from moetool.costing.costs import CostProfile
 from moetool.errors import MismatchError, UsageError, unknown_name
 from moetool.placement_plan import PlacementPlan
 from moetool.planner import Problem
-from moetool.planning.demand import Demand, held_out, one_model, planned_share, read_demand
-from moetool.planning.modes import Batch, Predict, calibrated, regressed
+from moetool.planning.demand import Batch, Demand, held_out, one_model, planned_share, read_demand
+from moetool.planning.modes import Predict, calibrated
+from moetool.planning.recall import Recall
 from moetool.simulation.arrivals import read_arrivals
 from moetool.simulation.control import DECISIONS, LOOKAHEADS, MIGRATIONS, Control, find_mode
 from moetool.simulation.costs import LINKS, AssumedCosts, assumed, make_network, planning_latency, profiled, token_bytes
@@ -213,7 +214,7 @@ def simulate(
         planner_options: by name; under a planner's name those for it alone.
         plan: the placement at the beginning; by default the mode's planner places from the history.
         profile: measured costs; assumed ones without.
-        predictor: for `lookahead` = `predicted`; a regression on the history without one.
+        predictor: for `lookahead` = `predicted`; recall of the history without one.
 
     Raises:
         UsageError: an unknown mode, or arrivals that are none.
@@ -298,7 +299,7 @@ def _prediction(world: World, predictor: "Predictor | None") -> Callable[[Route]
     history = [_batch(world.spec, prompts)]
     if predictor is not None:
         world.spec.require_same(predictor.spec, "the traces", "the predictor")
-    predict: Predict = regressed(history) if predictor is None else calibrated(predictor, history)
+    predict: Predict = Recall(history) if predictor is None else calibrated(predictor, history)
 
     def expected(route: Route) -> np.ndarray:
         guess_LE = predict(_batch(world.spec, [route.prompt_TS])).tokens_GLE[0]
