@@ -1,7 +1,7 @@
 """The folder is the registry.
 
-A policy, planner, predictor or file format is one module in its folder; the file's name is its name. Nothing is
-registered by hand. A dotted name (`my_lab.policy`) loads a stranger's module the same way.
+A policy, planner, predictor, file format or experiment of a paper is one module in its folder; the file's name is its
+name. Nothing is registered by hand. A dotted name (`my_lab.policy`) loads a stranger's module the same way.
 """
 
 import importlib
@@ -15,11 +15,12 @@ FOLDERS = {
     "planner": "moetool.placement",
     "predictor": "predictors",
     "format": "moetool.formats",
+    "experiment": "moetool.bench.paper",
 }
 
 
 def names(kind: str) -> list[str]:
-    """The plugins of a kind (`policy`, `planner`, `predictor`, `format`), sorted.
+    """The plugins of a kind (of `FOLDERS`), sorted.
 
     Modules that begin with `_` are not plugins.
     """

@@ -158,6 +158,7 @@ class Timeline:
         self._prompt_began: dict[int, int] = {}
         self._prompt_took: dict[int, int] = {}
         self._decodes: list[int] = []
+        self._requests: dict[int, list[int]] = {}  # nanoseconds of a request's forwards, with prompt tokens and without
 
     def begin_forward(self, info: ForwardInfo, steps: Iterable[Step]) -> None:
         """A forward begins, with these prefetches."""
@@ -218,6 +219,8 @@ class Timeline:
         self.now += rest
         elapsed = self.now - self._began
         tally.elapsed += elapsed
+        for request in dict.fromkeys(info.request_T):
+            self._requests.setdefault(request, [0, 0])[not info.prefill] += elapsed
         for tier, stream in self._streams.items():
             busy, read_bytes = stream.busy_until(self.now), stream.read_bytes
             seen_busy, seen_bytes = self._seen.get(tier, (0, 0))
@@ -246,6 +249,7 @@ class Timeline:
             ttft_p95_s=ttft_p95,
             tpot_p50_s=tpot_p50,
             tpot_p95_s=tpot_p95,
+            request_s={request: (a / 1e9, b / 1e9) for request, (a, b) in self._requests.items()},
         )
 
     def _predict(self, info: ForwardInfo) -> None:

@@ -50,7 +50,9 @@ def _span(numbers: tuple[int, ...]) -> str:
 def facts(made: Measured) -> list[tuple[str, str]]:
     """What the page is made of, as terms and texts."""
     info, routes = made.info, made.routes
-    recorded = [c for c in info["columns"] if c in ("experts", "weights", "logits", "hidden", "ahead", "embeddings")]
+    recorded = [
+        c for c in info["columns"] if c in ("experts", "weights", "logits", "hidden", "ahead", "resident", "embeddings")
+    ]
     tokens, requests = len(routes.experts_TS), len(routes.requests)
     counted = f"{requests:,} requests with {tokens:,} tokens"
     if tokens < info["tokens"]:

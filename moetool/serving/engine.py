@@ -24,7 +24,8 @@ from moetool.models.sequential import Sequential
 from moetool.request import Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.log import ServeLog
-from moetool.serving.stores import open_stores
+from moetool.serving.store import ExpertStore
+from moetool.serving.stores import Stores, open_stores
 
 _SAVE_SECONDS = 300.0
 
@@ -43,6 +44,7 @@ class Engine:
         host_memory_bytes: for experts in host memory (`ExpertStore`).
         log: records the gate stream and the decisions.
         save: called when the engine closes, and every few minutes: keeps what the policy has learned.
+        open_runtime: what computes the experts: on this machine, unless another is given.
 
     Effects: allocates the pool. `start` starts the thread, `close` ends it and frees the pool's threads.
     """
@@ -59,6 +61,7 @@ class Engine:
         host_memory_bytes: int | None = None,
         log: ServeLog | None = None,
         save: Callable[[], None] | None = None,
+        open_runtime: Callable[[LoadedModel, Pool, ExpertStore | Stores], ExpertRuntime] = ExpertRuntime,
     ) -> None:
         if loaded.files is None:
             raise ValueError("the engine takes a model without its experts: load_lazy")
@@ -75,7 +78,7 @@ class Engine:
             residency.sink = log.on_step
         self._save = save
         self._saved = time.monotonic()
-        self.runtime = ExpertRuntime(loaded, self.residency, self.store)
+        self.runtime = open_runtime(loaded, self.residency, self.store)
         self._batcher = batcher
         batcher.on_forward = self._on_forward
         self._log = log
@@ -157,7 +160,11 @@ class Engine:
         return answer.result()
 
     def close(self) -> None:
-        """Cancel what is left, end the thread, write the log."""
+        """Cancel what is left, end the thread, keep what was learned and the log.
+
+        Raises:
+            MoetoolError: one of them could not be written.
+        """
         with self._wake:
             if self.state != "failed":
                 self.state = "draining"
@@ -169,12 +176,15 @@ class Engine:
             self._thread.join()
         self.runtime.close()
         self._batcher.close()
-        try:
-            if self._save is not None:
-                self._save()
-        finally:
-            if self._log is not None:
-                self._log.close()
+        lost: list[str] = []
+        for keep in (self._save, self._log.close if self._log is not None else None):
+            try:
+                if keep is not None:
+                    keep()
+            except MoetoolError as error:
+                lost.append(str(error))
+        if lost:
+            raise MoetoolError("; ".join(lost))
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges by name, for /metrics and for reports."""

@@ -98,6 +98,15 @@ def test_chat(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     assert engine.submitted[-1].max_tokens == 7
 
 
+def test_generating_to_the_limit(client: openai.OpenAI) -> None:
+    for done in (
+        client.completions.create(prompt="hello", extra_body={"ignore_eos": True}, **GREEDY),
+        client.chat.completions.create(messages=HELLO, extra_body={"ignore_eos": True}, **GREEDY),
+    ):
+        assert done.choices[0].finish_reason == "length" and done.usage and done.usage.completion_tokens == 50
+    assert client.completions.create(prompt="a", extra_body={"ignore_eos": True}, **GREEDY).choices[0].text == REPLY
+
+
 def test_chat_content_parts_roles_and_ignored_fields(client: openai.OpenAI) -> None:
     messages: list[Any] = [
         {"role": "developer", "content": "be brief"},
@@ -248,6 +257,7 @@ def test_scoring_a_prompt(client: openai.OpenAI) -> None:
         ("presence_penalty", {"presence_penalty": 0.5}),
         ("frequency_penalty", {"frequency_penalty": -1}),
         ("response_format", {"response_format": {"type": "json_object"}}),
+        ("min_tokens", {"min_tokens": 5}),
         ("temperature", {"temperature": 2.5}),
         ("temperature", {"temperature": float("nan")}),
         ("top_p", {"top_p": 0}),
@@ -297,6 +307,11 @@ def test_too_long_for_the_context(client: openai.OpenAI) -> None:
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         client.chat.completions.create(model="reference", messages=[{"role": "user", "content": "word " * 400}])
+    # What is far too long is not even tokenised, which would take a minute.
+    with pytest.raises(openai.BadRequestError, match=r"1800000 characters, .* of 256 tokens holds at most"):
+        client.completions.create(model="reference", prompt="a b " * 450_000)
+    with pytest.raises(openai.BadRequestError, match=r"characters, .* of 256 tokens holds at most"):
+        client.chat.completions.create(model="reference", messages=[{"role": "user", "content": "word " * 300_000}])
     # A default limit gives way to the context.
     done = client.completions.create(model="reference", prompt=[5] * 250)
     assert done.usage and done.usage.completion_tokens == 6
@@ -328,7 +343,9 @@ def test_other_errors(url: str, client: openai.OpenAI) -> None:
     status, body = post(url, "/v1/completions", b'{"model": ')
     assert status == 400 and "not JSON" in body["error"]["message"]
     status, body = post(url, "/v1/completions", b"[" * 100_000)
-    assert status == 400 and body["error"]["type"] == "invalid_request_error"
+    assert status == 400 and "nested too deeply" in body["error"]["message"]
+    status, body = post(url, "/v1/completions", b'{"model": "reference", "prompt": "\xff"}')
+    assert status == 400 and "not JSON in UTF-8" in body["error"]["message"]
     for broken in (b'{"model": "reference", "prompt": "\\ud800"}', b'{"model": "\\ud800", "prompt": "a"}'):
         status, body = post(url, "/v1/completions", broken)
         assert status == 400 and "Unicode" in body["error"]["message"]
@@ -338,14 +355,34 @@ def test_other_errors(url: str, client: openai.OpenAI) -> None:
     assert get(url, "/v1/completions")[0] == 405 and '"error"' in get(url, "/v1/completions")[2]
 
 
+def test_what_other_servers_have(url: str, client: openai.OpenAI) -> None:
+    with pytest.raises(
+        openai.NotFoundError, match=r"no /v1/responses: .* 'messages' to /v1/chat/completions"
+    ) as caught:
+        client.responses.create(model="reference", input="hello")
+    assert caught.value.code == "unknown_url"
+    with pytest.raises(openai.NotFoundError, match="makes no embeddings"):
+        client.embeddings.create(model="reference", input="hello")
+    with pytest.raises(openai.NotFoundError, match="text from text"):
+        client.images.generate(model="reference", prompt="a cat")
+    with pytest.raises(openai.NotFoundError, match="text from text"):
+        client.audio.speech.create(model="reference", input="a", voice="alloy")
+    for path in ("/v1/responses/resp_1", "/v1/files", "/v1/fine_tuning/jobs", "/v1/threads/t/runs"):
+        status, _, text = get(url, path)
+        assert status == 404 and json.loads(text)["error"]["code"] == "unknown_url", path
+    paths = json.loads(get(url, "/openapi.json")[2])["paths"]
+    assert set(paths["/v1/responses"]["post"]["responses"]) == {"404", "503"}
+    assert "/v1/chat/completions" in paths["/v1/responses"]["post"]["description"]
+
+
 def test_large_bodies(url: str) -> None:
-    body = json.dumps({"model": "reference", "prompt": "a" * (9 * 2**20)}).encode()
+    body = json.dumps({"model": "reference", "prompt": "a" * (3 * 2**20)}).encode()
     assert post(url, "/v1/completions", body)[0] == 413
     connection = connect(url)
     chunks = (b" " * 2**20 for _ in range(12))
     connection.request("POST", "/v1/completions", chunks, {"Content-Type": "application/json"}, encode_chunked=True)
     response = connection.getresponse()
-    assert response.status == 413 and "8388608 bytes" in json.loads(response.read())["error"]["message"]
+    assert response.status == 413 and "2097152 bytes" in json.loads(response.read())["error"]["message"]
 
 
 def test_health_and_metrics(url: str, client: openai.OpenAI) -> None:

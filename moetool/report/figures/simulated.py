@@ -255,7 +255,7 @@ def by_round(runs: Sequence[Run]) -> Sketch | None:
         for number, (at, series) in enumerate(drawn):
             line(axes, np.arange(1, len(series) + 1), np.array(series) * 1e3, number, _series(at, "seed"))
         axes.set(xlabel="batch", ylabel="mean latency from its beginning, ms")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="x", integer=True)
         figure.legend(loc="outside right upper")
 
     return Sketch(
@@ -278,7 +278,7 @@ def utilisation(runs: Sequence[Run]) -> Sketch | None:
             busy_G = 100 * np.sort(found.utilisation_G)[::-1]
             line(axes, np.arange(1, len(busy_G) + 1), busy_G, number, _series(at, "seed"))
         axes.set(xlabel="GPU, the busiest first", ylabel="busy, % of the time")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="x", integer=True)
         axes.set_ylim(bottom=0)
         figure.legend(loc="outside right upper")
 

@@ -1,0 +1,87 @@
+"""A machine that nobody measured: a cost profile of assumed costs, for the timeline of a replay."""
+
+from dataclasses import dataclass
+
+from moetool.costing.costs import ComputeCosts, CostProfile, Curve, LoadCosts
+from moetool.costing.pricing import TimelineOptions
+from moetool.errors import UsageError
+from moetool.machine import read_machine
+from moetool.types import ModelSpec
+
+_FAR = 4096  # tokens up to which the lines are drawn; they go on straight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssumedMachine:
+    """Costs of a device beside host memory: straight lines, one layer each. They are assumptions, not measured.
+
+    The embedded model's experts are so small that loading one costs less than computing it; what the papers are about
+    begins where it costs far more. These costs put the embedded model's routing on such a machine.
+
+    Attributes:
+        expert_s: an expert for one token on the device.
+        expert_token_s: for each further token.
+        dense_s: attention, router and norms of a layer for one token.
+        dense_token_s: for each further token.
+        load_s: one expert from host memory to the device.
+        host_s: an expert for one token on the host; 0: the host computes none.
+        host_token_s: for each further token.
+        prediction_s: one prediction.
+
+    Raises:
+        UsageError: one is below 0.
+    """
+
+    expert_s: float = 50e-6
+    expert_token_s: float = 0.5e-6
+    dense_s: float = 200e-6
+    dense_token_s: float = 2e-6
+    load_s: float = 1e-3
+    host_s: float = 0.0
+    host_token_s: float = 0.0
+    prediction_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) >= 0:
+                raise UsageError(f"machine: {name} is {getattr(self, name)}, expected seconds, 0 or more")
+
+    def profile(self, spec: ModelSpec) -> tuple[CostProfile, TimelineOptions]:
+        """The costs as a profile of a model, and which of its machines is meant."""
+        devices = [self._compute("cuda", self.expert_s, self.expert_token_s)]
+        if self.host_s:
+            devices.append(self._compute("cpu", self.host_s, self.host_token_s))
+        made = CostProfile(
+            spec=spec,
+            config_only=True,
+            num_hidden_layers=spec.num_layers,
+            machine=read_machine(),
+            load_average=0.0,
+            measured_s=0.0,
+            compute=tuple(devices),
+            loads=(LoadCosts(tier="pinned", threads=1, direct=True, seconds=_flat(self.load_s)),),
+        )
+        options = TimelineOptions(device="cuda", tier="pinned", io_threads=1, prediction_ms=self.prediction_s * 1e3)
+        return made, options
+
+    def _compute(self, device: str, expert_s: float, expert_token_s: float) -> ComputeCosts:
+        return ComputeCosts(
+            device=device,
+            dtype="float32",
+            threads=1,
+            expert=_line(expert_s, expert_token_s),
+            attention=_flat(self.dense_s),
+            prompt_attention=_line(self.dense_s, self.dense_token_s),
+            gate=_flat(0.0),
+            shared=_flat(0.0),
+            dense=None,
+            head=_flat(self.dense_s),
+        )
+
+
+def _flat(seconds: float) -> Curve:
+    return Curve(x=(1.0,), y=(seconds,))
+
+
+def _line(one_s: float, more_s: float) -> Curve:
+    return Curve(x=(1.0, float(_FAR)), y=(one_s, one_s + (_FAR - 1) * more_s))

@@ -1,0 +1,135 @@
+"""A paper from its recipe to its verdicts."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moetool import config, durable, plugins
+from moetool.bench.claims.recipe import Claim, Paper, choose
+from moetool.bench.claims.stage import Stage
+from moetool.bench.claims.verdict import CannotTestError, Found, Verdict, judge
+from moetool.errors import CapacityError, MismatchError
+
+_MISSING = (CannotTestError, MismatchError, CapacityError)
+"""What an experiment raises where model, trace or machine lack something: the claim cannot be tested then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tested:
+    """A claim with its verdict.
+
+    Attributes:
+        found: what was measured; None where it could not be.
+        seconds: that the experiment took; 0 where another claim had asked for the same.
+        pictures: names of the files that show it.
+    """
+
+    claim: Claim
+    verdict: Verdict
+    found: Found | None
+    seconds: float
+    pictures: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        claim, verdict = self.claim, self.verdict
+        return {
+            "id": claim.id,
+            "says": claim.says,
+            "printed": claim.printed,
+            "here": claim.here,
+            "experiment": claim.experiment,
+            "options": dict(claim.options),
+            "check": {name: value for name, value in asdict(claim.check).items() if value},
+            "verdict": verdict.answer,
+            "why": verdict.why,
+            "found": [{"name": n, "mean": m, "half_95": h, "unit": verdict.unit[n]} for n, m, h in verdict.shown],
+            "values": {} if self.found is None else {name: list(v) for name, v in self.found.values.items()},
+            "on": "" if self.found is None else self.found.on,
+            "seconds": self.seconds,
+            "pictures": list(self.pictures),
+        }
+
+
+def run_paper(
+    paper: Paper,
+    work: Path,
+    *,
+    only: Sequence[str] = (),
+    quick: bool = False,
+    given: Mapping[str, Path] | None = None,
+    out: Path | None = None,
+    on_progress: Callable[[int], None] = lambda done: None,
+    on_note: Callable[[str], None] = lambda note: None,
+) -> list[Tested]:
+    """Run the experiments of a paper and judge its claims.
+
+    Args:
+        work: a folder for traces, predictors and maps.
+        only: tables and figures to test (`moetool.bench.claims.recipe.choose`).
+        quick: take the recipe's small sizes.
+        given: traces to use instead of those of the embedded model, by name.
+        out: a folder for a figure of each experiment, SVG and PNG.
+        on_progress: called with the number of claims that are judged.
+
+    Raises:
+        UsageError: a name that no claim has, or a claim about what was not measured.
+    """
+    claims = choose(paper.claim, only)
+    stage = Stage(
+        sizes=paper.quick if quick else paper.sizes,
+        machine=paper.machine,
+        work=work,
+        given=given or {},
+        on_note=on_note,
+    )
+    known: dict[str, Found | Verdict] = {}
+    drawn: dict[str, tuple[str, ...]] = {}
+    tested = []
+    for number, claim in enumerate(claims):
+        key = repr((claim.experiment, claim.options))
+        began = time.perf_counter()
+        fresh = key not in known
+        if fresh:
+            on_note(f"{claim.id}: {claim.experiment}")
+            known[key] = _measure(stage, claim)
+        found = known[key]
+        if isinstance(found, Verdict):
+            tested.append(Tested(claim=claim, verdict=found, found=None, seconds=time.perf_counter() - began))
+        else:
+            if out is not None and fresh:
+                drawn[key] = _draw(out, claim, found)
+            seconds = time.perf_counter() - began if fresh else 0.0
+            verdict = judge(claim.check, found, claim.derive)
+            pictures = drawn.get(key, ())
+            tested.append(Tested(claim=claim, verdict=verdict, found=found, seconds=seconds, pictures=pictures))
+        on_progress(number + 1)
+    return tested
+
+
+def _measure(stage: Stage, claim: Claim) -> Found | Verdict:
+    """What the claim's experiment finds, or that it cannot be run here."""
+    module = plugins.load("experiment", claim.experiment)
+    options = config.parse(module.Options, claim.options, f"{claim.id}, {claim.experiment}")
+    try:
+        found: Found = module.run(stage, options)
+    except _MISSING as error:
+        return Verdict(answer="cannot be tested here", why=str(error))
+    return found
+
+
+def _draw(out: Path, claim: Claim, found: Found) -> tuple[str, ...]:
+    from moetool.bench.claims.picture import draw
+
+    stem = "".join(c if c.isalnum() else "-" for c in claim.id.lower()).strip("-")
+    paths = []
+    for suffix in (".svg", ".png"):
+        name, number = f"{stem}{suffix}", 2
+        while (out / name).exists():
+            name, number = f"{stem}-{number}{suffix}", number + 1
+        durable.require_writable(out / name)
+        draw(out / name, claim, found)
+        paths.append(name)
+    return tuple(paths)

@@ -1,0 +1,164 @@
+"""What experiments of a paper share: sizes, traces of the embedded model or given ones, predictors; each made once."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moetool.bench.claims.machine import AssumedMachine
+from moetool.bench.claims.recipe import Sizes
+from moetool.bench.claims.verdict import CannotTestError
+from moetool.capture.run import CaptureOptions, capture
+from moetool.learning.training import train
+from moetool.predictor import Predictor, load_predictor
+from moetool.prompts import gather
+from moetool.replay import replay
+from moetool.trace.edit import head
+from moetool.trace.reader import Trace
+
+MODEL = "reference"
+KEEP = ("topk", "logits", "embeddings", "hidden", "ahead")
+ALL = tuple(gather.names())
+"""The embedded prompt sets."""
+_AT_ONCE = 8  # prompts that are captured together, where it does not matter: it takes half the time
+HISTORY = 0.7
+"""Share of the requests that come before those that are measured: FineMoE's 7:3."""
+
+
+@dataclass(kw_only=True)
+class Stage:
+    """Where experiments of one paper run.
+
+    Attributes:
+        sizes: how much is done, unless an experiment's options say otherwise.
+        machine: the assumed one, for timelines.
+        work: a folder for traces and predictors.
+        given: traces to use instead of those that are captured of the embedded model, by name.
+        on_note: called with what is going on.
+
+    Effects: captures and trains into `work` when asked for what is not there yet.
+    """
+
+    sizes: Sizes
+    machine: AssumedMachine
+    work: Path
+    given: Mapping[str, Path] = field(default_factory=dict)
+    on_note: Callable[[str], None] = lambda note: None
+    _made: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def seeds(self) -> range:
+        """Seeds of everything that has one."""
+        return range(self.sizes.seeds)
+
+    @property
+    def folds(self) -> range:
+        """Parts of the prompts that are measured one by one; a trace that is given is one."""
+        return range(1) if self.given else self.seeds
+
+    def trace(self, data: Sequence[str] = ALL, *, new_tokens: int = 0, batch: int = 1, fold: int = 0) -> Trace:
+        """A trace over some prompt sets, mixed, every column kept; the first of the given ones, if any.
+
+        Args:
+            new_tokens: decoded for each prompt (0: as the sizes say).
+            batch: requests that are forwarded together, where the trace is replayed as recorded; 1 is for replays of
+                one request after the other.
+            fold: another one takes other prompts of the sets.
+        """
+        if self.given:
+            return self.once(f"given {next(iter(self.given))}", lambda: Trace(next(iter(self.given.values()))))
+        new_tokens = new_tokens or self.sizes.new_tokens
+        name = f"trace-{'-'.join(data) if len(data) < len(ALL) else 'all'}-{new_tokens}-{batch}-{fold}"
+
+        def make() -> Trace:
+            self.on_note(f"capturing {', '.join(data)}")
+            count = self.sizes.prompts
+            texts = [prompt for one in data for prompt in list(gather.load([one]))[fold * count : (fold + 1) * count]]
+            order = np.random.default_rng(fold).permutation(len(texts))
+            options = CaptureOptions(
+                max_new_tokens=new_tokens, batch_size=batch if batch > 1 else _AT_ONCE, keep=KEEP, threads=1
+            )
+            return Trace(capture(MODEL, [texts[i] for i in order], self.work / name, options).out)
+
+        return self.once(name, make)
+
+    def by_server(self, data: Sequence[str]) -> dict[str, Trace]:
+        """A trace for each of some servers: the given ones under their names, else one of each prompt set."""
+        if self.given:
+            return {name: self.once(f"given {name}", partial(Trace, path)) for name, path in self.given.items()}
+        return {name: self.trace((name,)) for name in data}
+
+    def trained(
+        self, name: str, trace: Trace, *, seed: int = 0, options: Mapping[str, Any] | None = None, **fit: Any
+    ) -> Path:
+        """The folder of a predictor trained on a trace, with the epochs of the sizes unless `fit` says otherwise.
+
+        Raises:
+            MismatchError: the trace lacks what it looks at.
+        """
+        fit = {"max_epochs": self.sizes.epochs, **fit}
+        key = json.dumps(["trained", name, str(trace.path), seed, dict(options or {}), fit], sort_keys=True)
+
+        def make() -> Path:
+            self.on_note(f"training {name} on {trace.path.name}")
+            folder = self.folder(name)
+            train(name, trace.path, folder, options=options, seed=seed, **fit)
+            return folder
+
+        return Path(self.once(key, make))
+
+    def predictor(self, name: str, trace: Trace, **how: Any) -> Predictor:
+        """The predictor of `trained`."""
+        folder = self.trained(name, trace, **how)
+        made: Predictor = self.once(f"loaded {folder}", lambda: load_predictor(folder))
+        return made
+
+    def history(self, trace: Trace, batch: int = 1) -> tuple[Trace, frozenset[int]]:
+        """The requests of a trace that come first, as a trace of its own, and those that are left to measure on.
+
+        Args:
+            batch: requests that were forwarded together are not parted.
+        """
+        numbers = requests_of(trace)
+        cut = max(batch, round(HISTORY * len(numbers) / batch) * batch)
+        if cut >= len(numbers):
+            raise CannotTestError(f"{trace.path} has {len(numbers)} requests, too few to have some come before others")
+        part = self.once(f"history {trace.path} {cut}", lambda: head(trace, self.folder("history"), requests=cut))
+        return part, frozenset(numbers[cut:])
+
+    def folder(self, name: str) -> Path:
+        """A path in `work` that nothing else uses."""
+        self._made[f"folder {name} {len(self._made)}"] = None
+        return self.work / f"{name}-{len(self._made)}"
+
+    def replayed(self, trace: Trace, policy: str, budget: int, requests: frozenset[int], **more: Any) -> Any:
+        """A row of a replay on the assumed machine; of equal questions the first answer."""
+        profile, timeline = self.machine.profile(trace.spec)
+        key = repr([str(trace.path), policy, budget, sorted(requests), sorted(more.items(), key=str)])
+
+        def make() -> Any:
+            (row,) = replay(trace, [policy], [budget], requests=requests, profile=profile, timeline=timeline, **more)
+            return row
+
+        return self.once(key, make)
+
+    def on(self, traces: Sequence[Trace]) -> str:
+        """What was measured on, for people."""
+        tokens = sum(trace.num_tokens for trace in traces)
+        requests = sum(len(trace.requests) for trace in traces)
+        return f"{traces[0].spec.name}, {requests:,} requests of {tokens:,} tokens"
+
+    def once(self, key: str, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made when the key is asked for the first time."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+def requests_of(trace: Trace) -> list[int]:
+    """The requests of a trace that have tokens, in its order."""
+    return [row["request"] for row in trace.requests.to_pylist() if row["tokens"]]

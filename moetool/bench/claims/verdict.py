@@ -1,0 +1,181 @@
+"""Whether what was found is what a paper says: values over seeds, what is derived from them, and a check."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from moetool.errors import MoetoolError, UsageError, unknown_name
+
+Curve = tuple[tuple[float, ...], tuple[float, ...]]
+Answer = Literal["agrees", "differs", "undecided", "cannot be tested here"]
+ANSWERS: tuple[Answer, ...] = ("agrees", "differs", "undecided", "cannot be tested here")
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Student's t for a two-sided 95 % interval, by degrees of freedom from 1."""
+_KINDS = ("less", "times", "minus")
+
+
+class CannotTestError(MoetoolError):
+    """An experiment needs what is not here; the message says what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What an experiment measured.
+
+    Attributes:
+        values: by the name of what was compared, a value for each seed; the same seeds in all, so that they pair.
+        unit: of the values: `s`, `%` (of values that are shares), or anything that stands behind a number.
+        on: what it was measured on, for people.
+        curves: lines of a figure, from one seed: abscissae and ordinates.
+        axes: what the curves' axes are.
+    """
+
+    values: Mapping[str, Sequence[float]]
+    unit: str
+    on: str
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    axes: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """The relation that a claim states; all that is given has to hold.
+
+    Attributes:
+        order: names, each with a lower value than the next.
+        lowest, highest: a name below, or above, all others of `among` (by default all that was measured).
+        at_least, at_most: bounds by name.
+
+    Raises:
+        UsageError: nothing is given.
+    """
+
+    order: tuple[str, ...] = ()
+    lowest: str = ""
+    highest: str = ""
+    among: tuple[str, ...] = ()
+    at_least: Mapping[str, float] = field(default_factory=dict)
+    at_most: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.order) == 1 or not (self.order or self.lowest or self.highest or self.at_least or self.at_most):
+            raise UsageError("a check states nothing; give order, lowest, highest, at_least or at_most")
+
+    @property
+    def names(self) -> list[str]:
+        """What it is about, in the order of its words."""
+        named = [*self.order, self.lowest, self.highest, *self.among, *self.at_least, *self.at_most]
+        return list(dict.fromkeys(name for name in named if name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A claim beside what was found.
+
+    Attributes:
+        answer: `agrees` if every relation holds beyond the spread over the seeds, `differs` if one is turned round
+            beyond it, `undecided` if the spread leaves one open.
+        why: the relation that decided, or what is missing.
+        shown: name, mean and half of the 95 % confidence interval (None with one run), of what the claim is about.
+        unit: of those; by name, since what is derived may have another.
+    """
+
+    answer: Answer
+    why: str
+    shown: tuple[tuple[str, float, float | None], ...] = ()
+    unit: Mapping[str, str] = field(default_factory=dict)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and half of its 95 % confidence interval by Student's t; no interval of a single value."""
+    count = len(values)
+    if count < 2:
+        return float(values[0]), None
+    t = _T_95[count - 2] if count - 2 < len(_T_95) else 1.96
+    return float(np.mean(values)), t * float(np.std(values, ddof=1)) / math.sqrt(count)
+
+
+def derive(values: Mapping[str, Sequence[float]], wanted: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, list]:
+    """Values that follow from others, seed by seed: `less = [a, b]` is 1 - b/a, `times` a/b, `minus` a - b.
+
+    Raises:
+        UsageError: another kind, not two names, or one that was not measured.
+    """
+    made: dict[str, list] = {name: list(given) for name, given in values.items()}
+    for name, how in wanted.items():
+        ((kind, pair),) = how.items() if len(how) == 1 else [("", ())]
+        if kind not in _KINDS:
+            raise unknown_name(f"derivation of {name!r}", kind, _KINDS)
+        if len(pair) != 2:
+            raise UsageError(f"{name!r} is derived of {len(pair)} values, expected two")
+        first, second = (require(made, one) for one in pair)
+        for a, b in zip(first, second, strict=True):
+            value = a - b if kind == "minus" else b / a if kind == "less" and a else a / b if b else math.nan
+            made.setdefault(name, []).append(1 - value if kind == "less" else value)
+    return made
+
+
+def require(values: Mapping[str, Sequence[float]], name: str) -> Sequence[float]:
+    """The values of a name. Raises: UsageError if it was not measured."""
+    if name not in values:
+        raise unknown_name("measured value", name, values)
+    return values[name]
+
+
+def judge(check: Check, found: Found, wanted: Mapping[str, Mapping[str, Sequence[str]]]) -> Verdict:
+    """Compare a claim with what was found.
+
+    Raises:
+        UsageError: the claim names what was not measured.
+    """
+    values = derive(found.values, wanted)
+    relations: list[tuple[str, list[float], bool]] = []  # in words, by how much it holds for each seed, strictly
+
+    def below(low: str, high: str) -> None:
+        gaps = [b - a for a, b in zip(require(values, low), require(values, high), strict=True)]
+        relations.append((f"{low} < {high}", gaps, True))
+
+    for low, high in pairwise(check.order):
+        below(low, high)
+    for extreme, lowest in ((check.lowest, True), (check.highest, False)):
+        for other in (check.among or tuple(found.values)) if extreme else ():
+            if other != extreme:
+                below(*((extreme, other) if lowest else (other, extreme)))
+    for bounds, sign in ((check.at_least, 1), (check.at_most, -1)):
+        for name, bound in bounds.items():
+            relation = f"{name} {'≥' if sign > 0 else '≤'} {bound:g}"
+            relations.append((relation, [sign * (value - bound) for value in require(values, name)], False))
+    units = {name: _unit(wanted[name], found.unit) if name in wanted else found.unit for name in values}
+    names = [*check.names, *wanted]
+    if (check.lowest or check.highest) and not check.among:
+        names += found.values
+    shown = tuple((name, *interval(values[name])) for name in dict.fromkeys(names))
+    failed = [words for words, gaps, strict in relations if _holds(gaps, strict) is False]
+    open_ = [words for words, gaps, strict in relations if _holds(gaps, strict) is None]
+    if failed:
+        answer: Answer = "differs"
+        why = "not " + ", nor ".join(failed)
+    elif open_:
+        answer, why = "undecided", "within the spread over seeds: " + ", ".join(open_)
+    else:
+        answer, why = "agrees", ", ".join(words for words, _, _ in relations)
+    return Verdict(answer=answer, why=why, shown=shown, unit=units)
+
+
+def _holds(gaps: Sequence[float], strict: bool) -> bool | None:
+    """Whether a relation holds over the seeds; None if their spread leaves it open."""
+    if not all(map(math.isfinite, gaps)):
+        return False
+    mean, half = interval(gaps)
+    low, high = mean - (half or 0.0), mean + (half or 0.0)
+    if low > 0 or (low == 0 and not strict):
+        return True
+    return False if high < 0 or low == high else None
+
+
+def _unit(how: Mapping[str, Sequence[str]], unit: str) -> str:
+    return {"less": "%", "times": "x", "minus": unit}[next(iter(how))]

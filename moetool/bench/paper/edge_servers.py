@@ -1,0 +1,109 @@
+"""Servers of an edge cluster, each with its own requests, under ways to place experts: Prism's testbed, simulated."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+from moetool import config
+from moetool.bench.claims.stage import Stage
+from moetool.bench.claims.verdict import Curve, Found
+from moetool.errors import UsageError
+from moetool.simulation.costs import AssumedCosts
+from moetool.simulation.results import Simulated
+from moetool.simulation.running import Options as SimulationOptions
+from moetool.simulation.sweeping import sweep as run_grid
+from moetool.types import Cluster, Gpu, ModelSpec, Server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is simulated.
+
+    Attributes:
+        servers: prompt sets, one a server, and how many GPUs it has; traces that are given take their places.
+        memory: of a GPU, as a share of all experts.
+        mbps: megabits a second of a link.
+        modes: who places.
+        sweep: of `gpus`, `bandwidth` and `gap`.
+        arrivals: as of `moetool simulate`.
+        measure: `latency` in seconds, or `local`, the share of calls that are computed on the request's server.
+        requests: as a multiple of those of the sizes.
+        simulation: options of the simulator.
+        costs: of its computing.
+    """
+
+    servers: Mapping[str, int]
+    memory: float = 0.3
+    mbps: float = 500.0
+    modes: tuple[str, ...]
+    sweep: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    arrivals: str = "poisson:10s"
+    measure: Literal["latency", "local"] = "latency"
+    requests: float = 1.0
+    simulation: Mapping[str, Any] = field(default_factory=dict)
+    costs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run(stage: Stage, options: Options) -> Found:
+    """Simulate every mode at every point of the grid, over the seeds.
+
+    Source: Prism § IV-A for the testbed, § IV-C for the simulator (`moetool.simulation.running.simulate`).
+    """
+    traces = stage.by_server(tuple(options.servers))
+    cluster = edge_cluster(
+        next(iter(traces.values())).spec, list(traces), options.servers, options.memory, options.mbps
+    )
+    swept = {**options.sweep, "mode": options.modes, "seed": [str(seed) for seed in stage.seeds]}
+    make = partial(
+        run_grid,
+        traces,
+        cluster,
+        swept,
+        options.modes[0],
+        options.arrivals,
+        max(1, round(options.requests * stage.sizes.requests)),
+        config.parse(SimulationOptions, options.simulation, "simulation"),
+        costs=config.parse(AssumedCosts, options.costs, "costs"),
+    )
+    runs = stage.once(f"edge {replace(options, measure='latency')}", make)
+    values: dict[str, list[float]] = {}
+    curves: dict[str, Curve] = {}
+    for at, found in runs:
+        name = label(at, options)
+        values.setdefault(name, []).append(found.mean_s if options.measure == "latency" else found.local)
+        if not options.sweep and name not in curves:
+            curves[name] = over_time(found)
+    return Found(
+        values=values,
+        unit="s" if options.measure == "latency" else "%",
+        on=f"{stage.on(list(traces.values()))}; {len(cluster.servers)} servers, simulated at assumed costs",
+        curves=curves,
+        axes=("simulated seconds", "computed locally, %"),
+    )
+
+
+def label(at: Mapping[str, str], options: Options) -> str:
+    """The name of a point of the grid: the mode, where there are several, and what is swept."""
+    words = [at["mode"]] if len(options.modes) > 1 else []
+    return ", ".join([*words, *(f"{name} {at[name]}" for name in options.sweep)]) or at["mode"]
+
+
+def over_time(found: Simulated) -> Curve:
+    """Local computing in per cent, over the windows that had calls."""
+    known = [window for window in found.windows if window.local is not None]
+    return tuple(window.until_s for window in known), tuple(100 * (window.local or 0.0) for window in known)
+
+
+def edge_cluster(spec: ModelSpec, names: Sequence[str], gpus: Mapping[str, int], memory: float, mbps: float) -> Cluster:
+    """Servers with as many GPUs as `gpus` says, in turn; arguments as in `Options`.
+
+    Raises:
+        UsageError: there are no servers, or one has no GPU.
+    """
+    counts = list(gpus.values())
+    if not counts or min(counts) < 1:
+        raise UsageError(f"servers are {dict(gpus)}, expected some, each with a GPU or more")
+    gpu = Gpu(memory_bytes=round(memory * spec.total_experts) * spec.slot_bytes)
+    servers = tuple(Server(name=name, gpus=(gpu,) * counts[place % len(counts)]) for place, name in enumerate(names))
+    return Cluster(servers=servers, link_bytes_s=mbps * 1e6 / 8, link_latency_s=0.0005)

@@ -1,0 +1,140 @@
+"""Batches on a cluster in expert parallelism, under DIRECTOR's modes: its testbed, simulated in rounds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+
+from moetool import config
+from moetool.bench.claims.stage import Stage
+from moetool.bench.claims.verdict import Curve, Found
+from moetool.errors import UsageError
+from moetool.simulation.costs import AssumedCosts
+from moetool.simulation.results import Simulated
+from moetool.simulation.running import Options as SimulationOptions
+from moetool.simulation.running import read_world, simulate
+from moetool.trace.reader import Trace
+from moetool.types import Cluster, Gpu, Server
+
+_QUICK: Mapping[str, Any] = {"kicks": 0, "relaxation": 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A line of the comparison.
+
+    Attributes:
+        mode: who places.
+        lookahead, migrate: as of `moetool simulate`.
+    """
+
+    mode: str
+    lookahead: str = "true"
+    migrate: str = "overlap"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is simulated.
+
+    Attributes:
+        data: prompt sets that come mixed; the given trace takes their place.
+        gpus: sizes of the cluster.
+        node: GPUs of a node.
+        room: of all GPUs together, as a multiple of the experts.
+        gpu_link, node_link: bytes a second between GPUs of a node and between nodes.
+        runs: by name.
+        arrivals: as of `moetool simulate`.
+        measure: mean `latency`, `throughput` in tokens a second, or `unevenness`, the standard deviation of the
+            latency of rounds.
+        rounds: of requests, one for each GPU; 0: as many as fit into the sizes' requests.
+        simulation, costs: as in `moetool.bench.paper.edge_servers`.
+    """
+
+    data: tuple[str, ...]
+    gpus: tuple[int, ...] = (8,)
+    node: int = 8
+    room: float = 1.25
+    gpu_link: float = 200e9
+    node_link: float = 25e9
+    runs: Mapping[str, Run]
+    arrivals: str = "every:100us"
+    measure: Literal["latency", "throughput", "unevenness"] = "latency"
+    rounds: int = 0
+    simulation: Mapping[str, Any] = field(default_factory=dict)
+    costs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run(stage: Stage, options: Options) -> Found:
+    """Serve rounds of one request a GPU in every mode, over the seeds.
+
+    Source: DIRECTOR § VIII-B and -C. All modes but uniform use one planner with the same effort.
+    """
+    trace = stage.trace(options.data)
+    base = config.parse(SimulationOptions, options.simulation, "simulation")
+    costs = config.parse(AssumedCosts, options.costs, "costs")
+    values: dict[str, list[float]] = {}
+    curves: dict[str, Curve] = {}
+    for size in options.gpus:
+        cluster = _cluster(trace, size, options)
+        count = options.rounds * size or max(size, stage.sizes.requests // size * size)
+        names = [server.name for server in cluster.servers]
+        for seed in stage.seeds:
+            world = read_world(dict.fromkeys(names, trace), cluster, replace(base, seed=seed, admission="rounds"))
+            for label, one in options.runs.items():
+                make = partial(
+                    simulate,
+                    world,
+                    one.mode,
+                    options.arrivals,
+                    count,
+                    replace(base, seed=seed, admission="rounds", lookahead=one.lookahead, migrate=one.migrate),
+                    costs=costs,
+                    planner_options=_QUICK if one.mode.startswith("director") else {},
+                )
+                same = replace(options, measure="latency", runs={}, gpus=())
+                found = stage.once(f"rounds {same} {size} {seed} {count} {one}", make)
+                name = f"{label}, {size} GPUs" if len(options.gpus) > 1 else label
+                values.setdefault(name, []).append(_measure(found, options.measure))
+                if seed == 0 and len(options.gpus) == 1:
+                    ends = sorted(_rounds(found))
+                    curves[name] = tuple(range(len(ends))), tuple(1e3 * seconds for _, seconds in ends)
+    return Found(
+        values=values,
+        unit="tokens/s" if options.measure == "throughput" else "s",
+        on=f"{stage.on([trace])}; rounds of a request a GPU, simulated at assumed costs",
+        curves=curves,
+        axes=("round", "latency of the round, ms"),
+    )
+
+
+def _cluster(trace: Trace, size: int, options: Options) -> Cluster:
+    """Nodes of equal GPUs; the last may have fewer."""
+    if size < 2 or options.node < 1:
+        raise UsageError(f"{size} GPUs in nodes of {options.node}, expected two GPUs or more in nodes of one or more")
+    spec = trace.spec
+    slots = int(np.ceil(options.room * spec.total_experts / size))
+    gpu = Gpu(memory_bytes=slots * spec.slot_bytes, host_to_device_bytes_s=400e9)
+    servers = tuple(
+        Server(name=f"node{n}", gpus=(gpu,) * min(options.node, size - first), gpu_link_bytes_s=options.gpu_link)
+        for n, first in enumerate(range(0, size, options.node))
+    )
+    return Cluster(servers=servers, link_bytes_s=options.node_link, link_latency_s=5e-6)
+
+
+def _rounds(found: Simulated) -> list[tuple[float, float]]:
+    """Of each round when it began and how long its last request took."""
+    ends: dict[float, float] = {}
+    for one in found.served:
+        ends[one.started_s] = max(ends.get(one.started_s, 0.0), one.finished_s)
+    return [(began, end - began) for began, end in ends.items()]
+
+
+def _measure(found: Simulated, measure: str) -> float:
+    if measure == "latency":
+        return found.mean_s
+    if measure == "throughput":
+        return found.tokens_per_s
+    return float(np.std([seconds for _, seconds in _rounds(found)]))

@@ -1,0 +1,75 @@
+"""What migrating is worth where others come than the placement was made from: Prism's Figure 7, simulated."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+from moetool import config
+from moetool.bench.claims.stage import Stage
+from moetool.bench.claims.verdict import Curve, Found
+from moetool.bench.paper.edge_servers import edge_cluster, over_time
+from moetool.simulation.costs import AssumedCosts
+from moetool.simulation.running import Options as SimulationOptions
+from moetool.simulation.running import read_world, simulate
+
+WAYS = ("with migration", "without")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is simulated; fields of the same name are those of `moetool.bench.paper.edge_servers`.
+
+    Attributes:
+        mode: who places.
+        before: prompt sets, one a server, that the first placement is made from.
+        servers: those that come; of given traces each server gets the next one's before.
+        replan_s: how often it may migrate.
+    """
+
+    servers: Mapping[str, int]
+    before: tuple[str, ...]
+    memory: float = 0.3
+    mbps: float = 500.0
+    mode: str = "prism"
+    arrivals: str = "poisson:10s"
+    replan_s: float = 300.0
+    measure: Literal["latency", "local"] = "latency"
+    requests: float = 1.0
+    simulation: Mapping[str, Any] = field(default_factory=dict)
+    costs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run(stage: Stage, options: Options) -> Found:
+    """Serve the same requests from the same placement, once with re-placing and once without.
+
+    Source: Prism § IV-B, Figure 7. The paper goes from MultiData to BIG-bench under way; here the placement that is in
+    force at the beginning is the one made for the other requests, and one kind comes.
+    """
+    traces = stage.by_server(tuple(options.servers))
+    names = list(traces)
+    if stage.given:
+        before = {name: traces[names[(place + 1) % len(names)]] for place, name in enumerate(names)}
+    else:
+        before = dict(zip(names, stage.by_server(options.before).values(), strict=True))
+    cluster = edge_cluster(traces[names[0]].spec, names, options.servers, options.memory, options.mbps)
+    base = config.parse(SimulationOptions, options.simulation, "simulation")
+    costs = config.parse(AssumedCosts, options.costs, "costs")
+    count = max(1, round(options.requests * stage.sizes.requests))
+    values: dict[str, list[float]] = {way: [] for way in WAYS}
+    curves: dict[str, Curve] = {}
+    for seed in stage.seeds:
+        for way, replan_s in zip(WAYS, (options.replan_s, 0.0), strict=True):
+            chosen = replace(base, seed=seed, replan_s=replan_s)
+            world = replace(read_world(traces, cluster, chosen), history=read_world(before, cluster, chosen).history)
+            make = partial(simulate, world, options.mode, options.arrivals, count, chosen, costs=costs)
+            found = stage.once(f"migration {replace(options, measure='latency')} {seed} {way}", make)
+            values[way].append(found.mean_s if options.measure == "latency" else found.local)
+            curves.setdefault(way, over_time(found))
+    return Found(
+        values=values,
+        unit="s" if options.measure == "latency" else "%",
+        on=f"{stage.on(list(traces.values()))}; {len(cluster.servers)} servers, simulated at assumed costs",
+        curves=curves,
+        axes=("simulated seconds", "computed locally, %"),
+    )

@@ -1,0 +1,111 @@
+"""Placements for a stream of batches, scored and not run: DIRECTOR's Figures 3 and 11."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from moetool.bench.claims.stage import Stage
+from moetool.bench.claims.verdict import CannotTestError, Found
+from moetool.costing.latency import unit_latency
+from moetool.planning.demand import Demand, held_out, planned_share, read_batches
+from moetool.planning.modes import Batch, modes
+from moetool.trace.reader import Trace
+from moetool.types import Cluster, Gpu, Server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is placed.
+
+    Attributes:
+        data: prompt sets that come mixed; the given trace takes their place.
+        gpus: of one node.
+        room: of all GPUs together, as a multiple of the experts; 1 leaves no room for copies.
+        planners: by name, each with its options.
+        experts: only so many of each layer, those of higher numbers counted as `expert % experts` (0: all), so that
+            an exhaustive search ends.
+        layers: of the MoE layers only these, by number (none: all).
+        batches: at most so many of each seed.
+        tokens: of each request.
+        reported: the modes that are compared.
+    """
+
+    data: tuple[str, ...]
+    gpus: int = 8
+    room: float = 1.0
+    planners: Mapping[str, Mapping[str, Any]]
+    experts: int = 0
+    layers: tuple[int, ...] = ()
+    batches: int = 8
+    tokens: int = 64
+    reported: tuple[str, ...] = ("vanilla", "offline", "reactive", "proactive")
+
+
+def run(stage: Stage, options: Options) -> Found:
+    """T_comp + T_comm of every mode (`moetool.planning.modes`), under every planner.
+
+    Source: DIRECTOR § III and § VIII-D. Computing a token and sending one each count 1 here.
+    """
+    trace = stage.trace(options.data)
+    values: dict[str, list[float]] = {}
+    for seed in stage.seeds:
+        history, coming = _batches(trace, options, seed)
+        latency = unit_latency(coming[0][0].cluster)
+        for name, given in options.planners.items():
+            for mode in modes(coming, history, name, given, latency, seed=seed):
+                if mode.mode in options.reported:
+                    label = mode.mode if len(options.planners) == 1 else f"{name}, {mode.mode}"
+                    values.setdefault(label, []).append(mode.latency)
+    return Found(
+        values=values,
+        unit="tokens",
+        on=f"{stage.on([trace])}; {options.gpus} GPUs of one node, T_comp + T_comm a layer",
+    )
+
+
+def _batches(trace: Trace, options: Options, seed: int) -> tuple[list[Demand], list[Batch]]:
+    """What is past and what comes: every other request each."""
+    spec, size = trace.spec, options.gpus
+    experts = (options.experts or spec.num_experts) * (len(options.layers) or spec.num_layers)
+    slots = int(np.ceil(options.room * experts / size))
+    gpu = Gpu(memory_bytes=slots * spec.slot_bytes)
+    node = Cluster(servers=(Server(name="node", gpus=(replace(gpu, memory_bytes=spec.all_experts_bytes),) * size),))
+    cluster = replace(node, servers=(Server(name="node", gpus=(gpu,) * size),))
+    uses = planned_share(0.5)
+
+    def read(wanted: Callable[[str, int], bool]) -> Iterator[Batch]:
+        for demand, parts in read_batches([trace], node, options.tokens, seed, wanted):
+            yield _folded(demand, cluster, options), parts
+
+    history = [demand for demand, _ in read(uses)]
+    coming = list(islice(read(held_out(uses)), options.batches))
+    if len(coming) < 2:
+        raise CannotTestError(
+            f"{trace.path} makes {len(coming)} batch of {size} requests of {options.tokens} tokens, not two"
+        )
+    return history, coming
+
+
+def _folded(demand: Demand, cluster: Cluster, options: Options) -> Demand:
+    """The demand of a model of some layers, in which several experts are one."""
+    spec, tokens_GLE, experts = demand.spec, demand.tokens_GLE, options.experts
+    if options.layers:
+        chosen = options.layers
+        spec = replace(
+            spec,
+            layer_ids_L=tuple(spec.layer_ids_L[layer] for layer in chosen),
+            num_experts_L=tuple(spec.num_experts_L[layer] for layer in chosen),
+            top_k_L=tuple(spec.top_k_L[layer] for layer in chosen),
+            has_logits_L=tuple(spec.has_logits_L[layer] for layer in chosen),
+            expert_bytes_L=tuple(spec.expert_bytes_L[layer] for layer in chosen),
+        )
+        tokens_GLE = tokens_GLE[:, list(chosen)]
+    if experts and experts < spec.num_experts:
+        folded_GLE = np.zeros((*tokens_GLE.shape[:2], experts))
+        for expert in range(spec.num_experts):
+            folded_GLE[:, :, expert % experts] += tokens_GLE[:, :, expert]
+        spec, tokens_GLE = replace(spec, num_experts_L=(experts,) * spec.num_layers), folded_GLE
+    return replace(demand, spec=spec, cluster=cluster, tokens_GLE=tokens_GLE)

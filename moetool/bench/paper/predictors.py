@@ -1,0 +1,89 @@
+"""How well predictors name the experts to come: trained on a part of a trace, scored on the requests held out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from moetool.bench.claims.stage import ALL, Stage
+from moetool.bench.claims.verdict import CannotTestError, Found
+from moetool.evaluation.evaluate import Evaluation, evaluate
+from moetool.evaluation.tally import Score
+from moetool.trace.reader import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A predictor of the comparison.
+
+    Attributes:
+        predictor: its name.
+        options: its own.
+        fit: of `moetool.learning.training.train`, besides the epochs of the sizes.
+        data: prompt sets, where the lines differ in them; else those of the experiment.
+    """
+
+    predictor: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    fit: Mapping[str, Any] = field(default_factory=dict)
+    data: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is trained and scored.
+
+    Attributes:
+        data: prompt sets; the given trace takes their place.
+        lines: by name.
+        measure: `match`, the share of the k experts that are among the predicted k; `exact`, of all k; `one`, of one
+            or more; `foretold`, the match of what is said of a prompt before it runs; `size`, bytes as a share of the
+            routed experts'.
+        distance: layers ahead.
+        phase: `prefill`, `decode` or `all`.
+    """
+
+    data: tuple[str, ...] = ALL
+    lines: Mapping[str, Line]
+    measure: Literal["match", "exact", "one", "foretold", "size"] = "match"
+    distance: int = 1
+    phase: Literal["prefill", "decode", "all"] = "all"
+
+
+def run(stage: Stage, options: Options) -> Found:
+    """Train each predictor once a seed, which also draws the requests that are held out, and score it on those."""
+    values: dict[str, list[float]] = {}
+    traces: dict[str, Trace] = {}
+    for name, one in options.lines.items():
+        trace = stage.trace(one.data or options.data)
+        traces[str(trace.path)] = trace
+        for seed in stage.seeds:
+            found = _evaluated(stage, trace, one, seed)
+            values.setdefault(name, []).append(_value(found, options))
+    return Found(
+        values=values, unit="%", on=f"{stage.on(list(traces.values()))}; scored on requests that were held out"
+    )
+
+
+def _evaluated(stage: Stage, trace: Trace, line: Line, seed: int) -> Evaluation:
+    """The evaluation of a trained predictor: of the same one the same object."""
+    folder = stage.trained(line.predictor, trace, seed=seed, options=line.options, **line.fit)
+    found: Evaluation = stage.once(f"evaluated {folder}", lambda: evaluate([folder], trace.path)[0])
+    return found
+
+
+def _value(found: Evaluation, options: Options) -> float:
+    if options.measure == "size":
+        return found.expert_bytes_share
+    if options.measure == "foretold":
+        assert found.foretold is not None, "a predictor that foretells"
+        return _score(found.foretold.scores, options.phase, 0).match
+    score = _score(found.scores, options.phase, options.distance)
+    return {"match": score.match, "exact": score.exact, "one": score.at_least_one}[options.measure]
+
+
+def _score(scores: Sequence[Score], phase: str, distance: int) -> Score:
+    """The score over all layers. Raises: CannotTestError if nothing was scored so."""
+    for score in scores:
+        if (score.phase, score.distance, score.layer) == (phase, distance, None):
+            return score
+    raise CannotTestError(f"nothing was predicted {distance} layers ahead in {phase}: the trace has no such tokens")

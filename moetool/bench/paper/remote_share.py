@@ -1,0 +1,86 @@
+"""What a request takes by the share of experts that sit on another server: Prism's Figure 5, simulated."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from moetool import config
+from moetool.bench.claims.stage import ALL, Stage
+from moetool.bench.claims.verdict import Found
+from moetool.placement_plan import PlacementPlan, experts_of
+from moetool.simulation.costs import AssumedCosts
+from moetool.simulation.running import Options as SimulationOptions
+from moetool.simulation.running import read_world, simulate
+from moetool.types import Cluster, Gpu, ModelSpec, Server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is simulated.
+
+    Attributes:
+        remote: shares of every layer's experts that the other server has alone.
+        arrivals: so far apart that no request waits for another.
+        mbps: megabits a second of the link.
+        simulation, costs: as in `moetool.bench.paper.edge_servers`.
+    """
+
+    remote: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    arrivals: str = "every:60s"
+    mbps: float = 500.0
+    simulation: Mapping[str, Any] = field(default_factory=dict)
+    costs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run(stage: Stage, options: Options) -> Found:
+    """Two servers of one GPU; requests come to the first, and the experts that it lacks are drawn by the seed.
+
+    Source: Prism, Figure 5, whose caption is all that the print says.
+    """
+    trace = stage.trace(ALL)
+    gpu = Gpu(memory_bytes=trace.spec.total_experts * trace.spec.slot_bytes)
+    servers = tuple(Server(name=name, gpus=(gpu,)) for name in ("here", "there"))
+    cluster = Cluster(servers=servers, link_bytes_s=options.mbps * 1e6 / 8, link_latency_s=0.0005)
+    base = config.parse(SimulationOptions, options.simulation, "simulation")
+    costs = config.parse(AssumedCosts, options.costs, "costs")
+    values: dict[str, list[float]] = {}
+    for seed in stage.seeds:
+        chosen = replace(base, seed=seed)
+        world = read_world({"here": trace}, cluster, chosen)
+        for share in options.remote:
+            plan = _plan(trace.spec, cluster, share, seed)
+            count = max(1, stage.sizes.requests // 4)
+            found = simulate(world, "uniform", options.arrivals, count, chosen, plan=plan, costs=costs)
+            values.setdefault(f"{share:.0%} remote", []).append(found.mean_s)
+    return Found(
+        values=values, unit="s", on=f"{stage.on([trace])}; two servers, simulated at assumed costs, nobody waits"
+    )
+
+
+def _plan(spec: ModelSpec, cluster: Cluster, share: float, seed: int) -> PlacementPlan:
+    """Each layer's experts on the first server but for a share that only the second one has."""
+    rng = np.random.default_rng(seed)
+    placed_GLE = np.zeros((2, spec.num_layers, spec.num_experts), bool)
+    for layer, num_experts in enumerate(spec.num_experts_L):
+        away = rng.permutation(num_experts)[: round(share * num_experts)]
+        placed_GLE[0, layer, :num_experts] = True
+        placed_GLE[0, layer, away] = False
+        placed_GLE[1, layer, away] = True
+    return PlacementPlan(
+        spec=spec,
+        cluster=cluster,
+        planner="remote_share",
+        options={"share": share},
+        seed=seed,
+        experts_LG=experts_of(placed_GLE),
+        starts="round_robin",
+        costs="",
+        objective="",
+        value=0.0,
+        lower_bound=None,
+        traces=(),
+        profile_sha256=None,
+        planning_s=0.0,
+    )

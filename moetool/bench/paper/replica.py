@@ -1,0 +1,62 @@
+"""A replica of few bits beside its model: how often its routers choose alike, and what it takes."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moetool.bench.claims.stage import ALL, MODEL, Stage
+from moetool.bench.claims.verdict import CannotTestError, Found
+from moetool.models.loading import load_tokenizer
+from moetool.models.spec import locate
+from moetool.prompts import gather
+from moetool.quantize.calibration import from_prompts
+from moetool.quantize.making import ReplicaOptions
+from moetool.quantize.replica import make_replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is made and judged.
+
+    Attributes:
+        bits, group, grid: of the replica (`moetool.quantize.making.ReplicaOptions`).
+        tokens: that scales are chosen on, at most.
+        measure: `match` of its experts with the model's, `size` as a share of the model's bytes.
+    """
+
+    bits: int = 4
+    group: int = 64
+    grid: int = 10
+    tokens: int = 8192
+    measure: Literal["match", "size"] = "match"
+
+
+def run(stage: Stage, options: Options) -> Found:
+    """Make a replica of the embedded model for each seed, which draws the calibration's blocks.
+
+    Source: DIRECTOR § V-A and Table II.
+
+    Raises:
+        CannotTestError: traces were given: a replica is made of a model, not of a trace.
+    """
+    if stage.given:
+        raise CannotTestError("a replica is made of a model, and only traces of this one were given")
+    path = locate(MODEL)
+    texts = [prompt for name in ALL for prompt in gather.load([name])[: stage.sizes.prompts]]
+    values: dict[str, list[float]] = {"replica": []}
+    for seed in stage.seeds:
+        calibration = from_prompts(texts, load_tokenizer(path), length=128, max_tokens=options.tokens, seed=seed)
+
+        def make(calibration: object = calibration, seed: int = seed) -> dict[str, float]:
+            card = make_replica(
+                path,
+                stage.folder("replica"),
+                calibration,  # type: ignore[arg-type]
+                ReplicaOptions(bits=options.bits, group=options.group, grid=options.grid),
+            )
+            return {"match": card["judged"]["match"], "size": card["weights"]["bytes"] / card["weights"]["of_bytes"]}
+
+        key = f"replica {options.bits} {options.group} {options.grid} {options.tokens} {seed}"
+        values["replica"].append(stage.once(key, make)[options.measure])
+    return Found(
+        values=values, unit="%", on=f"{MODEL}, {options.bits} bits in groups of {options.group}, on held-out prompts"
+    )

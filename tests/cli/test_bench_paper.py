@@ -1,0 +1,82 @@
+"""`moetool bench paper`, as a user calls it, at its tiny sizes."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetool.cli import main as cli
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process; gives exit code, stdout and stderr."""
+
+    def call(*args: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["moetool", "bench", "paper", *map(str, args)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as exit:
+            code = exit.code if isinstance(exit.code, int) else 1
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trace of the embedded model with every column, small."""
+    from moetool.bench.claims.stage import KEEP
+    from moetool.capture.run import CaptureOptions, capture
+    from moetool.prompts import gather
+
+    options = CaptureOptions(max_new_tokens=4, batch_size=8, keep=KEEP)
+    texts = list(gather.load(["encyclopedia", "arithmetic", "exam"], max_prompts=6))
+    return capture("reference", texts, tmp_path_factory.mktemp("paper") / "trace", options).out
+
+
+@pytest.mark.parametrize(
+    ("paper", "only"),
+    [
+        ("prism", "Figure 6"),
+        ("director", "Figure 10"),
+        ("duoserve", "Figure 6"),
+        ("finemoe", "Figure 9"),
+        ("smoe", "Figure 17"),
+    ],
+)
+def test_a_claim_of_each_paper(run: Run, captured: Path, tmp_path: Path, paper: str, only: str) -> None:
+    given = (f"--trace={name}={captured}" for name in "abc")
+    code, out, err = run(paper, "--quick", "--only", only, "--out", tmp_path / "out", *given)
+    assert (code, err) == (0, "")
+    assert f"{tmp_path / 'out'}: verdicts.json, and 1 of the experiments drawn" in out
+    assert "too small for verdicts" in out
+    (claim,) = json.loads((tmp_path / "out" / "verdicts.json").read_text())["claims"]
+    assert claim["id"] == only
+    assert claim["verdict"] in ("agrees", "differs", "undecided"), claim["why"]
+    assert len({len(values) for values in claim["values"].values()}) == 1
+    assert [Path(name).suffix for name in claim["pictures"]] == [".svg", ".png"]
+    assert all((tmp_path / "out" / name).stat().st_size > 1000 for name in claim["pictures"])
+
+
+def test_wrong_names_are_answered_with_the_right_ones(run: Run, tmp_path: Path) -> None:
+    for given, message in (
+        ((), "one of: director, "),
+        (("prsm",), "did you mean 'prism'"),
+        (("none.toml",), "cannot read the recipe none.toml"),
+        (("prism", "--only", "Figure 80"), "unknown claim 'Figure 80'"),
+        (("prism", "--trace", "here"), "write NAME=DIR"),
+        (("prism", "--work", Path(__file__).parent), "is not empty"),
+    ):
+        code, _, err = run(*given)
+        assert code == 2 and message in err and err.count("\n") == 1, err
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    assert run("prism", "--out", tmp_path / "out")[0] == 2

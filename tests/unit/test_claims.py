@@ -1,0 +1,167 @@
+"""Verdicts on papers' claims, the recipes that state them, and queues whose waits are known by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from moetool import plugins
+from moetool.bench.claims.machine import AssumedMachine
+from moetool.bench.claims.queueing import mean_by_server, serve_in_turn
+from moetool.bench.claims.recipe import Sizes, choose, names, parse_paper, read_paper
+from moetool.bench.claims.running import run_paper
+from moetool.bench.claims.stage import Stage
+from moetool.bench.claims.verdict import Check, Found, Verdict, derive, interval, judge
+from moetool.costing.pricing import Prices
+from moetool.errors import UsageError
+from tests.synthetic_routes import make_spec, write_trace
+
+PAPERS = ("director", "duoserve", "finemoe", "prism", "smoe")
+RECIPE = """
+[paper]
+title = "A title"
+reference = "Somebody"
+[sizes]
+seeds = 2
+[quick]
+seeds = 1
+[[claim]]
+id = "Table I"
+says = "more is remote, more is waited for"
+printed = "-"
+experiment = "remote_share"
+options = { remote = [0.0, 1.0] }
+check = { order = ["0% remote", "100% remote"] }
+"""
+
+
+def _judge(
+    check: Check, derived: dict[str, dict[str, tuple[str, ...]]] | None = None, **values: list[float]
+) -> Verdict:
+    return judge(check, Found(values=values, unit="s", on=""), derived or {})
+
+
+def test_an_interval_is_students() -> None:
+    mean, half = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (mean, half) == (3.0, pytest.approx(2.776 * 2.5**0.5 / 5**0.5))
+    assert interval([7.0]) == (7.0, None)
+
+
+def test_a_verdict_follows_from_values() -> None:
+    check = Check(order=("ours", "theirs"))
+    assert _judge(check, ours=[1.0, 1.1, 0.9], theirs=[2.0, 2.1, 1.9]).answer == "agrees"
+    wrong = _judge(check, ours=[2.0, 2.1, 1.9], theirs=[1.0, 1.1, 0.9])
+    assert (wrong.answer, wrong.why) == ("differs", "not ours < theirs")
+    assert _judge(check, ours=[1.0, 2.0], theirs=[1.5, 1.9]).answer == "undecided"
+    assert _judge(check, ours=[1.0], theirs=[1.0]).answer == "differs"
+    # Paired: what varies from seed to seed in both alike hides nothing.
+    assert _judge(check, ours=[1.0, 50.0, 9.0], theirs=[1.2, 50.2, 9.21]).answer == "agrees"
+
+
+def test_bounds_and_extremes() -> None:
+    values = {"a": [1.0, 1.1], "b": [3.0, 3.1], "c": [2.0, 2.1]}
+    assert _judge(Check(lowest="a"), **values).answer == "agrees"
+    assert _judge(Check(highest="c"), **values).why == "not b < c"
+    assert _judge(Check(highest="c", among=("a", "c")), **values).answer == "agrees"
+    gain = {"gain": {"less": ("b", "c")}, "x": {"times": ("b", "a")}, "gap": {"minus": ("b", "a")}}
+    found = _judge(Check(at_least={"gain": 0.2}, at_most={"gain": 0.5}), gain, **values)
+    assert found.answer == "agrees"
+    assert [name for name, _, _ in found.shown] == ["gain", "x", "gap"]
+    assert (found.unit["gain"], found.unit["x"], found.unit["gap"]) == ("%", "x", "s")
+    assert _judge(Check(at_least={"gain": 0.6}), gain, **values).answer == "differs"
+    assert _judge(Check(at_most={"gain": float("inf")}), gain, a=[1.0], b=[0.0], c=[0.0]).answer == "differs"  # 0 / 0
+
+
+def test_what_was_not_measured_is_named() -> None:
+    with pytest.raises(UsageError, match="did you mean 'prism'"):
+        _judge(Check(lowest="prsm"), prism=[1.0])
+    with pytest.raises(UsageError, match="states nothing"):
+        Check(order=("alone",))
+    with pytest.raises(UsageError, match="derivation of 'x'"):
+        derive({"a": [1.0]}, {"x": {"lss": ("a", "a")}})
+
+
+def test_every_claim_has_a_known_experiment_and_every_experiment_a_claim() -> None:
+    assert names() == list(PAPERS)
+    used = set()
+    for name in names():
+        paper = read_paper(name)  # parses the options of every claim
+        assert paper.claim and all(claim.says and claim.printed for claim in paper.claim), name
+        used |= {claim.experiment for claim in paper.claim}
+    assert used == set(plugins.names("experiment"))
+
+
+def test_a_recipe_that_is_wrong_is_refused() -> None:
+    for change, message in (
+        (("remote_share", "remote_shre"), "did you mean 'remote_share'"),
+        (("remote = [", "remot = ["), "option of test, Table I, remote_share"),
+        (("order =", "ordr ="), "check"),
+        (("seeds = 1", "seeds = 0"), "seeds"),
+        (("[paper]", "[paper"), "no TOML"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            parse_paper(RECIPE.replace(*change), "test")
+
+
+def test_claims_share_a_setup_and_may_say_more() -> None:
+    shared = RECIPE.replace('experiment = "remote_share"', 'setup = "shares"').replace(
+        "[[claim]]",
+        """[setup.shares]
+experiment = "remote_share"
+options = { mbps = 100.0, remote = [0.5] }
+[[claim]]""",
+    )
+    (claim,) = parse_paper(shared, "test").claim
+    assert (claim.experiment, claim.options) == ("remote_share", {"mbps": 100.0, "remote": [0.0, 1.0]})
+    for text, message in (
+        (shared.replace('setup = "shares"', 'setup = "share"'), "did you mean 'shares'"),
+        (RECIPE.replace('experiment = "remote_share"', ""), "either a setup or an experiment"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            parse_paper(text, "test")
+
+
+def test_tables_and_figures_by_name() -> None:
+    claims = read_paper("prism").claim
+    assert {claim.id for claim in choose(claims, ["figure 8"])} == {"Figure 8(a)", "Figure 8(b)"}
+    assert {claim.id for claim in choose(claims, ["Table I"])} == {"Table I"}
+    with pytest.raises(UsageError, match="unknown claim 'Figure 80'"):
+        choose(claims, ["Figure 80"])
+
+
+def test_a_result_that_is_wrong_differs_and_a_trace_that_lacks_something_cannot_be_tested(tmp_path: Path) -> None:
+    trace = {"there": write_trace(tmp_path / "trace", make_spec(2), num_requests=8)}
+    answers = {}
+    for text in (RECIPE, RECIPE.replace('"0% remote", "100% remote"', '"100% remote", "0% remote"')):
+        (tested,) = run_paper(parse_paper(text, "test"), tmp_path, given=trace)
+        answers[tested.claim.check.order[0]] = tested.verdict.answer
+    assert answers == {"0% remote": "agrees", "100% remote": "differs"}
+    other = RECIPE.replace("remote_share", "replica").replace("{ remote = [0.0, 1.0] }", "{}")
+    (tested,) = run_paper(parse_paper(other, "test"), tmp_path, given=trace)
+    assert tested.verdict.answer == "cannot be tested here"
+    assert tested.to_json()["values"] == {}
+
+
+def test_requests_queue_for_their_server_or_for_the_first_that_is_free() -> None:
+    work = [(0.0, 0, 4.0), (1.0, 0, 2.0), (1.0, 1, 1.0), (2.0, 0, 1.0)]
+    assert serve_in_turn(work, 2) == [(0, 4.0), (0, 5.0), (1, 1.0), (0, 5.0)]
+    # Redirected: the second goes to server 1, free at once; the third waits for that until 3, the last too.
+    assert serve_in_turn(work, 2, redirect=True) == [(0, 4.0), (0, 2.0), (1, 3.0), (0, 3.0)]
+    assert mean_by_server([(0, 2.0), (2, 4.0), (0, 4.0)]) == [3.0, 4.0, pytest.approx(10 / 3)]
+
+
+def test_the_assumed_machine_costs_what_it_says() -> None:
+    machine = AssumedMachine(expert_s=2e-3, expert_token_s=1e-3, load_s=5e-3, host_s=4e-3, host_token_s=0.0)
+    profile, options = machine.profile(make_spec(2))
+    assert profile.on("cuda").expert(3) == pytest.approx(4e-3)
+    assert Prices(profile, profile.spec, options).load_ns("pinned", 0) == 5_000_000
+    assert Prices(profile, profile.spec, options).host_costs()["host_s"] == pytest.approx(4e-3)
+    with pytest.raises(UsageError, match="load_s"):
+        AssumedMachine(load_s=-1.0)
+
+
+def test_a_trace_of_the_embedded_model_is_captured_once(tmp_path: Path) -> None:
+    stage = Stage(sizes=Sizes(prompts=1, new_tokens=2), machine=AssumedMachine(), work=tmp_path)
+    trace = stage.trace(("arithmetic", "exam"))
+    assert stage.trace(("arithmetic", "exam")) is trace
+    assert sorted(trace.requests["dataset"].to_pylist()) == ["arithmetic", "exam"]
+    assert trace.columns >= {"experts", "weights", "logits", "embeddings", "hidden", "ahead"}
