@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,13 +63,17 @@ def read_machine() -> Machine:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Memory that this process may use, and how much of it is free: of the machine or of its container."""
+    """Memory that this process may use, and how much of it is free: of the machine, its container or its own limit."""
     rows = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _text(Path("/proc/meminfo")), re.M))
     total, free = (int(rows.get(name, 0)) * 1024 for name in ("MemTotal", "MemAvailable"))
-    for limit in _CGROUP_LIMITS:
-        text = _text(Path(limit)).strip()
+    for file in _CGROUP_LIMITS:
+        text = _text(Path(file)).strip()
         if text.isdigit() and int(text) < total:
             total, free = int(text), min(free, int(text))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]  # ulimit -v
+    if limit != resource.RLIM_INFINITY and limit < total:
+        used = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _text(Path("/proc/self/status")), re.M)).get("VmSize", 0)
+        total, free = limit, min(free, max(0, limit - int(used) * 1024))
     return total, free
 
 

@@ -205,6 +205,7 @@ class Predictor(nn.Module):
             "scores_TPE": event.scores_TE,
             "hidden_TPD": event.hidden_TD,
             "ahead_TPAE": None if event.ahead_ATE is None else event.ahead_ATE.transpose(1, 0, 2),
+            "resident_TPE": event.resident_TE,
         }
         wanted = {"experts_TPK", *(FIELDS[name] for name in self.needs & FIELDS.keys())} & given.keys()
         if event.layer == 0:

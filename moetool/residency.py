@@ -291,6 +291,23 @@ class Residency:
             self._give_up(key, ())
         return self._emit(event.forward.forward_id, event.layer, steps)
 
+    def bring(self, key: int) -> Step | None:
+        """Give an expert a free slot outside of any event; gives the load to start.
+
+        None where it has one, or none is free: it is then loaded when an event needs it. Neither the counts nor the
+        sink hear of it, and a replay knows nothing of it.
+        """
+        size = self._size_L[key // self._stride]
+        if key in self.slot_of or self._room < size or not self._own([key]):
+            return None
+        return Step(StepKind.LOAD, key, self._place(key, size, prefetched=False))
+
+    def forget(self, key: int) -> None:
+        """Give up an expert outside of any event, if it has a slot. It must not be pinned."""
+        assert key not in self._pinned, "a pinned expert keeps its slot"
+        if key in self.slot_of:
+            self._give_up(key, ())
+
     def end_forward(self, info: ForwardInfo) -> None:
         """The forward is complete."""
         self.policy.end_forward(info)

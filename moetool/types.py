@@ -162,6 +162,8 @@ class GateEvent:
         hidden_TD: the hidden states that the router got (float32), or None.
         ahead_ATE: the scores that the routers of the next A MoE layers give on these hidden states (float32): row a is
             for layer + 1 + a, with fewer rows near the last layer; or None.
+        resident_TE: the scores that the router of the next MoE layer would give if only resident and shared experts had
+            been computed (float32; 0 at the last layer), or None.
         needed: the distinct experts of the event, ascending.
     """
 
@@ -172,6 +174,7 @@ class GateEvent:
     scores_TE: np.ndarray | None = None
     hidden_TD: np.ndarray | None = None
     ahead_ATE: np.ndarray | None = None
+    resident_TE: np.ndarray | None = None
     needed: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:

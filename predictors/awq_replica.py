@@ -42,9 +42,12 @@ class Options:
 
     Attributes:
         activation_bits: 16 leaves activations as they are; 8 or 4 rounds what goes into each rounded weight.
+        unpacked: whether its weights are unpacked once, in float32, and not each time that they are needed: several
+            times the memory, and less time for a token.
     """
 
     activation_bits: int = 16
+    unpacked: bool = False
 
     def __post_init__(self) -> None:
         if self.activation_bits not in (4, 8, 16):
@@ -52,7 +55,7 @@ class Options:
 
 
 class Predictor(moetool.predictor.Predictor):
-    """Runs the replica in memory, unpacked in float32, and keeps the keys and values of the requests that are running.
+    """Runs the replica in memory, packed as its files are, and keeps the keys and values of the requests that run.
 
     Scores are 1 for the experts that the replica's router chose; its scores over all experts, added far smaller, only
     order the others.
@@ -68,14 +71,17 @@ class Predictor(moetool.predictor.Predictor):
         super().__init__(spec, options)
         self.lookahead = self.num_layers
         self._bits = options.activation_bits
+        self._unpacked = options.unpacked
         self._replica: Any = None  # a LoadedModel, which is no part of the state
         self._caches: dict[int, Any] = {}
         self._scores_LTE: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the replica as it runs, unpacked in float32; its card says what its files have."""
-        return 0 if self._replica is None else sum(tensor.nbytes for tensor in self._replica.model.parameters())
+        """Bytes of the replica's weights as they lie in memory; while it runs one weight is unpacked at a time."""
+        from moetool.models.packed_memory import held_bytes
+
+        return 0 if self._replica is None else held_bytes(self._replica.model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Predictor":
         """A twin with requests of its own; both run one replica."""
@@ -95,6 +101,7 @@ class Predictor(moetool.predictor.Predictor):
             MismatchError: the files are not those that its card names.
         """
         from moetool.models.loading import load_full, use_threads
+        from moetool.models.packed_memory import load_packed
         from moetool.models.spec import revision
 
         if (found := revision(folder)) != self.card["weights"]["revision"]:
@@ -108,9 +115,12 @@ class Predictor(moetool.predictor.Predictor):
                     f"{folder / name} is damaged: its sha256 is {found[:12]}, expected {sha256[:12]}; make the replica "
                     f"again with --overwrite"
                 )
-        self._replica = load_full(folder, torch.float32)
+        if self._unpacked:
+            self._replica = load_full(folder, torch.float32)
+            self._replica.model.set_experts_implementation("eager")
+        else:
+            self._replica = load_packed(folder, torch.float32)
         use_threads(self._replica.model.config)
-        self._replica.model.set_experts_implementation("eager")
 
     def probabilities(self, scores_TE: Tensor) -> Tensor:
         """An expert that the replica chose is used as often as its card says; the others share the rest evenly."""
@@ -128,7 +138,7 @@ class Predictor(moetool.predictor.Predictor):
         ids_S = _known(token_id_S)
         scores_LSE = torch.zeros(self.num_layers, len(ids_S), self.num_experts)
         with self._recorded(scores_LSE, torch.arange(len(ids_S))):
-            self._replica.model(input_ids=ids_S[None], use_cache=False)
+            self._replica.model.get_decoder()(input_ids=ids_S[None], use_cache=False)
         scores_SLE = scores_LSE.transpose(0, 1)
         return scores_SLE, scores_SLE.mean(dim=0)
 
@@ -152,7 +162,7 @@ class Predictor(moetool.predictor.Predictor):
             self._caches[request] = cache
             positions_1S = torch.from_numpy(position_T[mine])[None]
             with self._recorded(self._scores_LTE, torch.from_numpy(mine)):
-                self._replica.model(
+                self._replica.model.get_decoder()(
                     input_ids=ids_T[mine][None], position_ids=positions_1S, past_key_values=cache, use_cache=True
                 )
         for request in [r for r in self._caches if r not in info.request_T][: max(0, len(self._caches) - _RUNNING)]:

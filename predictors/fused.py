@@ -5,8 +5,8 @@
 for layer l predicted from d layers before. `moetool.learning.path_signals` has the signals: popularity, affinity, the
 request's habits and last token, the path network of `path_mlp`, votes of a memory of paths, and, with `ahead`, the
 router's own scores on earlier hidden states. `sure` says how alike the best paths of the memory are. A forward through
-the resident experts alone (SMoE, section IV-C) is not among them: no column of a trace holds what the next layer would
-make of it.
+the resident experts alone (`resident_forward`) is not among them: it takes about as long as the layer does, and these
+are what costs little.
 
 It goes on learning while it is asked: the memory takes in each forward, at once for its own request and for the others
 when that is over; `offset` follows, in the same way, the gradient of the loss of what was said of the next layer.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moetool.costing.latency import Latency, unit_latency
+from moetool.placement_plan import PlacementPlan, experts_of
 from moetool.planner import Problem
 from moetool.planning.demand import Demand
 from moetool.types import Cluster, Gpu, ModelSpec, Server
@@ -38,3 +39,23 @@ def make_problem(
             tokens_GLE[:, layer, num_experts:] = 0
     demand = Demand(spec=spec, cluster=cluster, tokens_GLE=tokens_GLE)
     return Problem(demand=demand, latency=latency or unit_latency(cluster), seed=seed)
+
+
+def make_plan(spec: ModelSpec, cluster: Cluster, placed_GLE: np.ndarray) -> PlacementPlan:
+    """A placement plan that no planner has made."""
+    return PlacementPlan(
+        spec=spec,
+        cluster=cluster,
+        planner="uniform",
+        options={},
+        seed=0,
+        experts_LG=experts_of(placed_GLE),
+        starts="round_robin",
+        costs="none",
+        objective="remote calls (Prism, Eq. 2)",
+        value=0.0,
+        lower_bound=None,
+        traces=(),
+        profile_sha256=None,
+        planning_s=0.0,
+    )

@@ -74,6 +74,8 @@ class ScriptedEngine:
             raise Unavailable(f"the engine is {self.state}")
         self.check(prompt, params)
         answer = [*self.tokenizer.encode(self.reply, add_special_tokens=False), END]
+        if params.ignore_eos:
+            answer += [END] * params.max_tokens
         if params.temperature > 0:
             draw = random.Random(params.seed)
             # Not the special tokens, so that all of them have text.
@@ -136,7 +138,7 @@ class ScriptedEngine:
         token = request.answer[request.num_done]
         request.num_done += 1
         finish: Finish | None = None
-        if token == END:
+        if token == END and not request.params.ignore_eos:
             finish = "stop"
         elif request.num_done == request.params.max_tokens:
             finish = "length"

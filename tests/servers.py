@@ -55,8 +55,8 @@ def get(url: str, path: str) -> tuple[int, http.client.HTTPMessage, str]:
     return response.status, response.headers, response.read().decode()
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+def eventually(condition: Callable[[], bool], within_s: float = 30) -> None:
+    deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

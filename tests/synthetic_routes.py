@@ -49,9 +49,10 @@ AHEAD = 3
 
 
 def make_signals(spec: ModelSpec, routes_TLK: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """What the routers see and say, noisily, of such tokens: the columns logits_TF, hidden_TH and ahead_TR, float16.
+    """What the routers see and say, noisily: the columns logits_TF, hidden_TH, ahead_TR and resident_TW.
 
-    The hidden states of a layer show its own experts; the gates of the next layers are right more often than not.
+    The hidden states of a layer show its own experts; the gates of the next layers are right more often than not. All
+    are float16.
     """
     num_tokens, num_layers, _ = routes_TLK.shape
     E, D = spec.num_experts, spec.hidden_size
@@ -63,7 +64,14 @@ def make_signals(spec: ModelSpec, routes_TLK: np.ndarray, rng: np.random.Generat
     for a in range(min(AHEAD, num_layers - 1)):
         ahead_TLAE[:, : num_layers - 1 - a, a] += 2 * chosen_TLE[:, a + 1 :]
     logits_TLE = rng.normal(size=chosen_TLE.shape) + 8 * chosen_TLE
-    made = {"logits_TF": logits_TLE, "hidden_TH": hidden_TLD, "ahead_TR": ahead_TLAE}
+    resident_TLE = ahead_TLAE[:, :, 0] + np.roll(chosen_TLE, -1, axis=1)
+    resident_TLE[:, -1] = 0
+    made = {
+        "logits_TF": logits_TLE,
+        "hidden_TH": hidden_TLD,
+        "ahead_TR": ahead_TLAE,
+        "resident_TW": resident_TLE,
+    }
     return {name: column.reshape(num_tokens, -1).astype(np.float16) for name, column in made.items()}
 
 

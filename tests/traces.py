@@ -55,6 +55,7 @@ def rows(request: int, forward: int, iteration: int, positions: Sequence[int], s
         logits_TF=draw.normal(size=(count, sum(spec.num_experts_L))).astype(np.float16),
         hidden_TH=draw.normal(size=(count, width)).astype(np.float16),
         ahead_TR=draw.normal(size=(count, spec.num_layers * AHEAD * spec.num_experts)).astype(np.float16),
+        resident_TW=draw.normal(size=(count, spec.num_layers * spec.num_experts)).astype(np.float16),
     )
 
 
@@ -104,10 +105,11 @@ def write(
     *,
     keep: Iterable[str] = KEEP,
     composition: dict[str, str] = SEQUENTIAL,
+    resident: float = 0.5,
 ) -> Trace:
     """A finished trace at `out`."""
     with durable.staged_directory(out) as folder:
-        writer = TraceWriter(folder, SPEC, keep, AHEAD)
+        writer = TraceWriter(folder, SPEC, keep, AHEAD, resident=resident)
         try:
             fill(writer, forwards, lengths, composition)
         finally:

@@ -12,7 +12,7 @@ import torch
 
 from moetool import durable
 from moetool.errors import MismatchError, UsageError
-from moetool.evaluation.evaluate import held_out
+from moetool.evaluation.unseen import held_out
 from moetool.models.expert_form import Call
 from moetool.models.spec import MoeLayer
 from moetool.trace.reader import MANIFEST, TokenBatch, Trace
@@ -59,7 +59,7 @@ def choose(
     """
     allowed = None
     if predictor is not None and predictor.card:
-        allowed, _, _ = held_out(predictor.card, trace)
+        allowed = held_out(predictor.card, trace)
     imported = trace.manifest["provenance"].get("imported")
     if prompt_share is None and imported is not None and imported.get("as") is not None:
         prompt_share = PROMPT_SHARE

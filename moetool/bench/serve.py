@@ -247,7 +247,7 @@ def _measure(
             on_progress(100 * done // (options.rounds * len(runs)))
 
     for _ in range(options.rounds):
-        for threads, rate in _disk_rates(files).items():
+        for threads, rate in disk_rates(files, THREADS).items():
             disk[threads].append(rate)
         for entry, made in zip(entries, runs, strict=False):
             made.append(
@@ -274,10 +274,10 @@ def _measure(
     return runs, disk, refused
 
 
-def _disk_rates(files: ExpertFiles) -> dict[int, float]:
+def disk_rates(files: ExpertFiles, counts: Sequence[int]) -> dict[int, float]:
     """Bytes a second of reading whole experts into slots, by the number of threads that read."""
     rates = {}
-    for threads in THREADS:
+    for threads in counts:
         probe = DiskProbe(files.shards, files.slot_bytes, threads, files)
         try:
             seconds = [probe.seconds(files.slot_bytes) for _ in range(_READINGS)][1:]

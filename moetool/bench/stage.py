@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from moetool.policy import Policy
 from moetool.predictor import load_predictor
 from moetool.prompts import gather as prompt_sets
 from moetool.trace.reader import Trace
+from moetool.trace.same_prompts import digest_of_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +160,8 @@ def open_stage(
         return _following(trace, name, loaded, predictor, subject.work, options, stack)
     if predictor is not None:
         loaded.spec.require_same(predictor.spec, "the model", "the predictor")
-    workload = _prompts(path, subject.data, predictor, options)
+    seen = predictor.card["seen_prompts"] if predictor is not None else ()
+    workload = prompts_of(path, subject.data, set(seen), options)
     return Stage(name=name, loaded=loaded, workload=workload, predictor=predictor, part=None, forced=None)
 
 
@@ -209,19 +211,26 @@ def _following(
     )
 
 
-def _prompts(path: Path, data: tuple[str, ...], predictor: Any, options: BenchOptions) -> Workload:
-    """Prompts that the predictor has not seen, from each set of the data in turn."""
+def prompts_of(path: Path, data: tuple[str, ...], seen: Collection[str], options: BenchOptions) -> Workload:
+    """Prompts for a model that routes by itself, from each set of the data in turn.
+
+    Args:
+        seen: `dataset/prompt_id` of those that something was made from, which are left out.
+
+    Raises:
+        UsageError: there are too few.
+    """
     tokenizer = load_tokenizer(path)
-    seen = set(predictor.card["seen_prompts"]) if predictor is not None else set()
     by_set: dict[str, list[str]] = defaultdict(list)
     for prompt in prompt_sets.load(data, max_prompts=options.requests + len(seen)):
-        if f"{prompt.dataset}/{prompt.prompt_id}" not in seen:
+        known_by = {digest_of_tokens(tokenizer(prompt.text)["input_ids"]), f"{prompt.dataset}/{prompt.prompt_id}"}
+        if known_by.isdisjoint(seen):
             by_set[prompt.dataset].append(prompt.text)
     turns = itertools.chain.from_iterable(itertools.zip_longest(*by_set.values()))
     texts = list(itertools.islice((text for text in turns if text is not None), options.requests))
     if len(texts) < options.requests:
         raise UsageError(
-            f"{', '.join(data)} holds {len(texts)} prompts{' that the predictor has not seen' if seen else ''}, "
+            f"{', '.join(data)} holds {len(texts)} prompts{' that nothing was made from' if seen else ''}, "
             f"expected {options.requests}; set bench.requests lower"
         )
     ids = tuple(tuple(tokenizer(text)["input_ids"]) for text in texts)

@@ -21,6 +21,9 @@ class Options(HostCosts):
             another; 0 leaves the router's choice as it is.
         window: earlier iterations whose scores count beside the last one's.
         prefetch: whether the experts that the next layer's router seems to give a high score are loaded ahead.
+        look: whether that is what the next router says of the hidden states that this layer's router got (`ahead`), or
+            after a forward through resident and shared experts and the next attention (`resident`), as the paper has
+            it; only a trace holds the latter, so it is for replay.
         split: by which sum a miss goes to the link or to the host: the `sums` so far, as printed, or what they
             `finish` with the expert at hand.
     """
@@ -28,6 +31,7 @@ class Options(HostCosts):
     alpha: float = 0.3
     window: int = 3
     prefetch: bool = True
+    look: Literal["ahead", "resident"] = "ahead"
     split: Literal["sums", "finish"] = "sums"
 
     def __post_init__(self) -> None:
@@ -60,10 +64,12 @@ class Policy(policy.Policy):
         - "Elevates the eviction priority" means that it protects: the event's experts, until its last is computed.
           What was prefetched is protected until its layer's router has chosen. Only where nothing else can go do they.
         - The paper predicts the next layer's scores by a forward through the resident and shared experts, the next
-          attention and the next gate. Here the next router is asked about the hidden states that this layer's
-          router got (the column `ahead`): a forward beside the real one would have to read, and not write, the
-          paged keys and values, and on the CPU it would cost what it hides. The predictions may be worse than those
-          of the paper. Band C of the prediction is prefetched, the highest scores first.
+          attention and the next gate. With `look` = `resident` a replay takes that from the trace (`moetool capture
+          --keep resident`, whose residents are those of a cache of its own: `moetool.models.resident`). A server
+          cannot: on the CPU a forward beside the real one would cost what it hides. There, and unless told otherwise,
+          the next router is asked about the hidden states that this layer's router got (the column `ahead`), and the
+          predictions may be worse than those of the paper. Band C of the prediction is prefetched, the highest scores
+          first.
         - A prefetch takes the place of no expert whose mean score is at least as high as the predicted one.
         - Algorithm 2 takes its costs from past timings. Decisions must not depend on time here: they are options, and
           without them the host computes nothing. Its order is that of the scores, averaged over the event's tokens.
@@ -83,7 +89,7 @@ class Policy(policy.Policy):
 
     @property
     def columns(self) -> frozenset[str]:
-        return super().columns | {"ahead"} if self.options.prefetch else super().columns
+        return super().columns | {self.options.look} if self.options.prefetch else super().columns
 
     def route(self, event: GateEvent, resident: Callable[[int], bool]) -> Sequence[Sequence[int]] | None:
         if not self.options.alpha:
@@ -108,7 +114,12 @@ class Policy(policy.Policy):
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
         if not self.options.prefetch or event.layer + 1 == self.spec.num_layers:
             return ()
-        self._ahead = top_score(self.spec, event, self.options.alpha)
+        if self.options.look == "resident":
+            scores_TE = event.resident_TE
+        else:
+            scores_TE = None if event.ahead_ATE is None else event.ahead_ATE[0]
+        assert scores_TE is not None, "a policy that looks ahead needs the column"
+        self._ahead = top_score(self.spec, event.layer + 1, scores_TE, self.options.alpha)
         return list(self._ahead)
 
     def after_last_expert(self, event: GateEvent) -> Sequence[int]:
@@ -219,11 +230,9 @@ def cache_router(spec: ModelSpec, event: GateEvent, here_E: np.ndarray, alpha: f
     return routed
 
 
-def top_score(spec: ModelSpec, event: GateEvent, alpha: float) -> dict[int, float]:
-    """Keys of the next layer's experts in band C of any token by `ahead_ATE`, the highest mean score first, with it."""
-    layer = event.layer + 1
-    assert event.ahead_ATE is not None, "a policy that looks ahead needs the column"
-    scores_TE = event.ahead_ATE[0][:, : spec.num_experts_L[layer]]
+def top_score(spec: ModelSpec, layer: int, scores_TE: np.ndarray, alpha: float) -> dict[int, float]:
+    """Keys of a layer's experts in band C of any token by predicted scores, the highest mean score first, with it."""
+    scores_TE = scores_TE[:, : spec.num_experts_L[layer]]
     num_experts, top_k = scores_TE.shape[1], spec.top_k_L[layer]
     order_TE = np.argsort(-scores_TE, axis=1, kind="stable")
     if top_k < num_experts:

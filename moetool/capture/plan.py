@@ -17,8 +17,9 @@ import transformers
 from moetool import __version__
 from moetool.errors import CapacityError, UsageError
 from moetool.models.loading import load_tokenizer, use_threads
+from moetool.models.resident import decoder_layers
 from moetool.models.sequential import one_at_a_time
-from moetool.models.spec import locate, read_config, read_spec
+from moetool.models.spec import empty_model, locate, moe_layers, read_config, read_spec
 from moetool.prompts.gather import Prompt, tokens_to_decode
 from moetool.tables import count
 from moetool.trace.reader import embedding_schema, token_schema
@@ -37,6 +38,7 @@ class CaptureOptions:
             request of one has ended, so that the same call gives the same rows.
         keep: columns to record, of `moetool.trace.reader.KEEP`.
         ahead: for how many layers the column `ahead` looks ahead.
+        resident: share of a layer's experts that the column `resident` takes to be resident.
         device: `cpu` or `cuda`.
         dtype: data type of the model.
         threads: of the arithmetic; see `use_threads`. The same number gives the same rows.
@@ -47,6 +49,7 @@ class CaptureOptions:
     batch_size: int = 1
     keep: tuple[str, ...] = ("topk", "logits")
     ahead: int = 3
+    resident: float = 0.5
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 0
@@ -55,6 +58,8 @@ class CaptureOptions:
     def __post_init__(self) -> None:
         if self.ahead < 1:
             raise UsageError(f"ahead is {self.ahead}, expected at least 1: the next MoE layer")
+        if not 0 < self.resident <= 1:
+            raise UsageError(f"resident is {self.resident}, expected a share of a layer's experts: above 0, up to 1")
         if self.batch_size < 1 or (self.max_new_tokens is not None and self.max_new_tokens < 1):
             raise UsageError(
                 f"--batch-size {self.batch_size} and --max-new-tokens {self.max_new_tokens} must both be at least 1"
@@ -157,6 +162,9 @@ def plan_capture(model: str, prompts: Sequence[Prompt], options: CaptureOptions,
         options = replace(options, batch_size=1)
     options = replace(options, threads=use_threads(config, options.threads))
     spec = read_spec(path)
+    if "resident" in options.keep:
+        unfilled = empty_model(config, torch.float32)
+        decoder_layers(unfilled, moe_layers(unfilled))
     batches, too_long, empty = plan_batches(
         prompts, load_tokenizer(path), getattr(config, "max_position_embeddings", None), options
     )
@@ -168,6 +176,7 @@ def plan_capture(model: str, prompts: Sequence[Prompt], options: CaptureOptions,
         "batch_size": options.batch_size,
         "columns": ",".join([*columns, *(["embeddings"] if "embeddings" in options.keep else [])]),
         "ahead": options.ahead if "ahead" in options.keep else 0,
+        **({"resident": options.resident} if "resident" in options.keep else {}),
         "device": options.device,
         "dtype": options.dtype,
         "threads": options.threads,

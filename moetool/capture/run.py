@@ -188,7 +188,9 @@ def finish(stage: Stage, overwrite: bool, began: float) -> Captured:
     plan, out = stage.plan, stage.out
     if not stage.finished():
         with durable.staged_directory(out, overwrite, MANIFEST, locked=True) as folder:
-            writer = TraceWriter(folder, plan.spec, plan.options.keep, plan.options.ahead)
+            writer = TraceWriter(
+                folder, plan.spec, plan.options.keep, plan.options.ahead, resident=plan.options.resident
+            )
             try:
                 stage.copy_to(writer)
                 size = plan.options.batch_size
@@ -229,8 +231,11 @@ class _Run:
             loaded.model, max_requests=size, kv_tokens=size * (plan.width + 16)
         )
         self._batcher.on_forward = self._on_forward
+        options = plan.options
         self._recorder = (
-            None if writer is None else GateRecorder(loaded.model, loaded.layers, plan.options.keep, plan.options.ahead)
+            None
+            if writer is None
+            else GateRecorder(loaded.model, loaded.layers, options.keep, options.ahead, resident=options.resident)
         )
 
     def close(self) -> None:
@@ -254,6 +259,8 @@ class _Run:
         first = items[0].request
         new_tokens = [0] * len(items)
         held_tokens, self._first_forward = 0, None
+        if self._recorder is not None:
+            self._recorder.begin_batch()
         for item in items:
             self._batcher.add(item.request, item.ids.tolist(), SamplingParams(max_tokens=item.max_tokens))
         while not self._batcher.idle:

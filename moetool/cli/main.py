@@ -1,7 +1,8 @@
 """The command line: commands, and the one place where errors become messages and exit codes.
 
-The commands about placement are in `moetool.cli.placement`, those about traces in `moetool.cli.trace`, and
-`moetool simulate` in `moetool.cli.simulation`.
+The commands about placement are in `moetool.cli.placement`, those about traces in `moetool.cli.trace`, `moetool
+simulate` in `moetool.cli.simulation`, pages of plans in `moetool.cli.report`, and `moetool serve --cluster` in
+`moetool.cli.cluster`.
 """
 
 import contextlib
@@ -19,8 +20,10 @@ from typing import Annotated, Any
 import typer
 
 from moetool import __version__, assets, durable, tables
+from moetool.cli import cluster as cli_cluster
 from moetool.cli import paper as cli_paper
 from moetool.cli import placement as cli_placement
+from moetool.cli import report as cli_report
 from moetool.cli import simulation as cli_simulate
 from moetool.cli import trace as cli_trace
 from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
@@ -115,8 +118,11 @@ def capture(
         typer.Option(min=1, help="Tokens to decode for each prompt, at most; the public set's number, else 32."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are forwarded together.")] = 1,
-    keep: Annotated[str, typer.Option(help="Columns: topk,logits,embeddings,hidden,ahead.")] = "topk,logits",
+    keep: Annotated[str, typer.Option(help="Columns: topk,logits,embeddings,hidden,ahead,resident.")] = "topk,logits",
     ahead: Annotated[int, typer.Option(min=1, help="For how many layers the column 'ahead' looks ahead.")] = 3,
+    resident: Annotated[
+        float, typer.Option(help="Share of a layer's experts that column 'resident' reckons with.")
+    ] = 0.5,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     threads: Annotated[int, typer.Option(min=0, help="Of the arithmetic; 0 chooses.")] = 0,
     device_memory: Annotated[
@@ -161,6 +167,7 @@ def capture(
         batch_size=batch_size,
         keep=tuple(_split([keep])),
         ahead=ahead,
+        resident=resident,
         device=device or "cpu",
         dtype=dtype,
         threads=threads,
@@ -209,7 +216,11 @@ def train(
         int | None, typer.Option(help="For awq_replica: weights that share a scale: 32, 64 (default) or 128.")
     ] = None,
     symmetric: Annotated[
-        bool | None, typer.Option("--symmetric/--asymmetric", help="For awq_replica: whether zero points are all 0.")
+        bool | None,
+        typer.Option(
+            "--symmetric/--asymmetric",
+            help="For awq_replica: whether experts' zero points are 0; others are refused, with the reason.",
+        ),
     ] = None,
     settings: Annotated[
         list[str],
@@ -532,7 +543,11 @@ def replay(
 @app.command()
 def serve(
     model: Model,
-    plan: Annotated[Path | None, typer.Option(help="A plan made by 'moetool plan cache'.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="Of 'moetool plan cache', or with --cluster of 'moetool plan placement'.")
+    ] = None,
+    cluster: Annotated[str | None, typer.Option(help="local:N, or HOST:PORT of a Ray head: several servers.")] = None,
+    mode: Annotated[str | None, typer.Option(help="What the servers of --cluster do: edge, if not said.")] = None,
     policy: Annotated[str | None, typer.Option(help="Cache policy; the plan's (or auto), or lru.")] = None,
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor; the plan's.")] = None,
     device_memory: Annotated[
@@ -552,6 +567,30 @@ def serve(
     """Serve a model through an OpenAI-compatible API, its experts in a pool smaller than the model."""
     from moetool.plan import CachePlan
 
+    if cluster is not None:
+        values = parse_settings(settings)
+        values |= {} if device is None else {"device": device}
+        values |= {} if host_memory is None else {"host_memory_bytes": parse_bytes(host_memory)}
+        _require_api_key(api_key)
+        given = {"--policy": policy, "--predictor": predictor, "--device-memory": device_memory, "--log": log}
+        cli_cluster.serve_cluster(
+            cli_cluster.ClusterCommand(
+                model=model,
+                plan=plan,
+                cluster=cluster,
+                mode=mode or "edge",
+                host=host,
+                port=port,
+                api_key=api_key,
+                values=values,
+                refused={name: value is not None for name, value in given.items()},
+            )
+        )
+        return
+    if mode is not None:
+        raise UsageError("--mode says what the servers of a --cluster do; give that too, such as --cluster local:3")
+    if plan is not None:
+        cli_cluster.require_no_placement(plan)
     if policy == "auto":
         if plan is None:
             raise UsageError(
@@ -567,8 +606,7 @@ def serve(
         values["device"] = device
     if host_memory is not None:
         values["host_memory_bytes"] = parse_bytes(host_memory)
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
-        raise UsageError("an API key is printable ASCII without spaces around it, at least one character")
+    _require_api_key(api_key)
     from moetool.serving import server
     from moetool.serving.assembly import ServeOptions, build_engine
     from moetool.serving.server_options import ServerOptions
@@ -611,6 +649,11 @@ def serve(
         engine.close()
     if log is not None:
         tables.narrate(f"moetool: the gate stream is in {log}")
+
+
+def _require_api_key(api_key: str | None) -> None:
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+        raise UsageError("an API key is printable ASCII without spaces around it, at least one character")
 
 
 @app.command()
@@ -710,7 +753,7 @@ def profile(
 
 @app.command()
 def report(
-    trace: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace.")],
+    trace: Annotated[Path, typer.Argument(metavar="PATH", help="Folder of a trace, or file of a plan.")],
     out: Annotated[Path, typer.Option("--out", help="The page, one HTML file with everything in it.")],
     policy: Annotated[
         list[str], typer.Option(help="Cache policies beside belady; repeat, or separate by commas. lru,lfu by default.")
@@ -724,17 +767,30 @@ def report(
             "--set", help="report.choices, report.uses, report.affinity_layers, ..., and POLICY.OPTION. Repeatable."
         ),
     ] = [],  # noqa: B006
+    served: Annotated[
+        list[str], typer.Option("--trace", help="For a placement: SERVER=DIR, whose work and traffic it shows.")
+    ] = [],  # noqa: B006
+    before: Annotated[Path | None, typer.Option(help="For a placement: the plan to show it beside.")] = None,
     overwrite: Overwrite = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print every number of the page as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers of the page as JSON.")] = False,
     recipe: Recipe = None,
 ) -> None:
-    """Draw a trace as one page: popularity, skew, entropy, affinity, reuse, hit rates, and what they mean."""
+    """Draw a trace as one page: popularity, skew, entropy, affinity, reuse, hit rates, and what they mean. Or a
+    placement: who holds what, work and traffic. Or a cache plan: memory against latency.
+    """
     from moetool.report.making import POLICIES, measure
     from moetool.report.sample import ReportOptions
     from moetool.trace.reader import Trace
 
     durable.require_writable(out)
     durable.require_absent(out, overwrite)
+    if trace.is_file():
+        if policy or budget or settings:
+            raise UsageError(f"{trace} is no trace's folder, and --policy, --budget and --set are for one; leave them")
+        cli_report.report_plan(trace, out, served, before, as_json)
+        return
+    if served or before is not None:
+        raise UsageError(f"--trace and --before are for the page of a placement plan, expected its file, not {trace}")
     source, options = Trace(trace), parse_settings(settings)
     chosen = parse(ReportOptions, options.pop("report", {}), "report")
     policies = _split(policy) if policy else list(POLICIES)
@@ -776,6 +832,9 @@ def bench_serve(
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="MoE layers of the shape; all, if not given.")] = None,
     routes: Annotated[Path | None, typer.Option(help="Folder of a trace whose routing the model follows.")] = None,
+    beside: Annotated[
+        str | None, typer.Option(help="Folder of a packed replica of MODEL, to be served in the same memory.")
+    ] = None,
     data: Annotated[
         list[str], typer.Option(help="Prompts of a MODEL that routes by itself: embedded sets, or files.")
     ] = [],  # noqa: B006
@@ -796,6 +855,23 @@ def bench_serve(
     names, options = _split(policy), parse_settings(settings)
     values = options.pop("bench", {})
     _require_policies(names, options)
+    if beside is not None:
+        from moetool.cli.forms import bench_beside
+
+        refused = {"--shape": shape, "--layers": layers, "--routes": routes, "--predictor": predictor}
+        bench_beside(
+            model,
+            beside,
+            data=_split(data),
+            policies=names,
+            budgets=_split(budget),
+            bench=values,
+            policy_options=options,
+            others=refused,
+            as_json=as_json,
+            out=out,
+        )
+        return
     from moetool.bench.results import print_serve_bench
     from moetool.bench.serve import bench_serve as run
     from moetool.bench.stage import BenchOptions, Subject

@@ -25,7 +25,7 @@ def simulate(
         list[str],
         typer.Option(
             help="uniform, redundant, smartmoe, eplb, prism, prism_exact, director-offline, director-reactive, "
-            "director-proactive, or a planner. Repeatable."
+            "director-proactive, PLANNER-offline, -reactive, -proactive, or a planner. Repeatable."
         ),
     ],
     arrivals: Annotated[
@@ -38,12 +38,19 @@ def simulate(
     profile: Annotated[Path | None, typer.Option(help="A cost profile; assumed costs without one.")] = None,
     predictor: Annotated[Path | None, typer.Option(help="For --set lookahead=predicted; else a regression.")] = None,
     sweep: Annotated[
-        list[str], typer.Option(help="gpus=4,16, bandwidth=100Mbps,1Gbps, gap=8s,15s or seed=0,1. Repeatable.")
+        list[str],
+        typer.Option(
+            help="gpus=4,16, bandwidth=100Mbps,1Gbps, gap=8s,15s, seed=0,1, lookahead=…, migrate=…. Repeatable."
+        ),
     ] = [],  # noqa: B006 - Typer copies defaults
-    figure: Annotated[Path | None, typer.Option(help="Draw the runs: an .svg, .png or .pdf file.")] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option(help="Draw the runs: an .svg, .png or .pdf file; or a folder, for every figure as SVG and PNG."),
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Tables and figures as a page, one HTML file.")] = None,
     settings: Annotated[
         list[str],
-        typer.Option("--set", help="seed, seats, replan_s, decode_tokens, ..., and the planner's options. Repeatable."),
+        typer.Option("--set", help="seed, seats, replan_s, ..., and planners' options, or PLANNER.OPTION. Repeatable."),
     ] = [],  # noqa: B006
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -57,17 +64,19 @@ def simulate(
     from moetool.simulation.sweeping import sweep as run
 
     if figure is not None:
-        from moetool.report.drawing import require_drawable
+        from moetool.report.simulated import require_drawable
 
         require_drawable(figure)
-        durable.require_writable(figure)
+    if report is not None:
+        durable.require_writable(report)
     options, costs, planner_options = read_settings(parse_settings(settings))
     swept = parse_sweeps(sweep)
     modes = [name for text in mode for name in text.split(",") if name]
     if not modes:
         raise UsageError("--mode names no mode, expected one such as prism_exact")
-    for name in modes:
-        find_mode(name)
+    planners = {find_mode(name).planner for name in modes}
+    if stray := [name for name, value in planner_options.items() if isinstance(value, dict) and name not in planners]:
+        raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(sorted(planners))}; write PLANNER.OPTION=VALUE")
     if plan is not None and {"gpus", "bandwidth"} & swept.keys():
         raise UsageError("--plan is for one cluster, and --sweep makes others; leave one of them out")
     given = None if plan is None else PlacementPlan.load(plan)
@@ -76,9 +85,10 @@ def simulate(
         from moetool.predictor import load_predictor
 
         predicts = load_predictor(predictor)
+    sources = open_sources(trace)
     with tables.progress("simulating", None):
         runs = run(
-            open_sources(trace),
+            sources,
             load_cluster(cluster),
             {**swept, "mode": modes},
             modes[0],
@@ -94,7 +104,27 @@ def simulate(
     if figure is not None:
         from moetool.report.simulated import save
 
-        save(figure, runs)
+        drawn = save(figure, runs)
+    drawn_from = _drawn_from(options.split, None if given is None else given.split)
+    if report is not None:
+        from moetool.report.page import shape_of
+        from moetool.report.simulated import facts_of, page
+
+        spec = next(iter(sources.values())).spec
+        facts = facts_of(
+            {
+                "model": spec.name,
+                "traces": ", ".join(trace),
+                "cluster": cluster,
+                "arrivals": arrivals,
+                "requests": f"drawn from {drawn_from}",
+                "costs": runs[0][1].costs,
+                "plan": plan,
+                "settings": ", ".join(settings),
+                "links": f"by {options.links}; {options.seats} under way on a GPU; seed {options.seed}",
+            }
+        )
+        durable.write_text(report, page(runs, facts, shape_of(spec)))
     if as_json:
         tables.print_json(
             {
@@ -109,10 +139,12 @@ def simulate(
         _print_one(runs[0][1])
     print(
         f"{runs[0][1].costs}; arrivals {arrivals}; seed {options.seed}; {options.seats} under way on a GPU; links by "
-        f"{options.links}; requests drawn from {_drawn_from(options.split, None if given is None else given.split)}"
+        f"{options.links}; requests drawn from {drawn_from}"
     )
     if figure is not None:
-        print(f"drawn in {figure}")
+        print(f"drawn in {', '.join(map(str, drawn))}")
+    if report is not None:
+        print(f"page: {report}")
 
 
 def _drawn_from(split: float, planned: float | None) -> str:

@@ -23,7 +23,7 @@ from moetool.models.checkpoint import sources
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.loading import DTYPES, parse_dtype, use_threads
 from moetool.models.shards import Shards
-from moetool.models.spec import bits_of, config_dtype, empty_model, locate, moe_layers, read_config, read_spec
+from moetool.models.spec import config_dtype, empty_model, locate, moe_layers, read_config, read_packing, read_spec
 from moetool.predictor import load_predictor
 from moetool.types import ModelSpec
 
@@ -88,7 +88,7 @@ def profile(
         stages["copies",] = lambda share: copy_costs(spec.slot_bytes, share)
     for device in devices:
         for kind in dtypes:
-            packed = path if not config_only and bits_of(path) else None
+            packed = path if not config_only and read_packing(path) else None
             stages["expert", device, _name(kind)] = _expert_stage(config, kind, device, spec, packed)
             stages["layer", device, _name(kind)] = partial(layer_curves, config, kind, device)
     results = _run(stages, seconds, on_progress)
@@ -168,7 +168,7 @@ def _disk(
 
 @contextlib.contextmanager
 def _expert_files(path: Path, spec: ModelSpec, config: Any) -> Iterator[ExpertFiles]:
-    shards = Shards(path, bits=bits_of(path))
+    shards = Shards(path, packing=read_packing(path))
     try:
         model = empty_model(config, torch.float32)
         yield ExpertFiles(shards, moe_layers(model), spec, sources(model, shards.tensors))

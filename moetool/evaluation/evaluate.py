@@ -7,6 +7,7 @@ layer; `moetool.evaluation.foretelling` judges what is said of a whole request w
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from moetool.errors import UsageError, unknown_name
 from moetool.evaluation.foretelling import Foretold, judge
 from moetool.evaluation.prediction_time import prompt_time, step_time
 from moetool.evaluation.tally import Score, Tally
+from moetool.evaluation.unseen import Unseen, in_time, unseen_by_all
 from moetool.learning.tokens import Part, Picker, read, require_finite, stream
 from moetool.predictor import Predictor, build, load_predictor
 from moetool.trace.reader import Trace
@@ -37,9 +39,8 @@ class Evaluation:
         baseline: for a baseline, what it was counted on; else None.
         trace: the folder of the trace.
         unseen_task: whether the trace was given as one of a task that the predictors were not trained on.
-        requests: `test` (of the trace that it was trained on), `end` (the last tokens of each, where that trace was
-            split in time) or `all`.
-        num_requests, num_skipped: requests scored; requests of another trace that repeat a prompt seen in training.
+        requests, num_skipped: as of `moetool.evaluation.unseen.Unseen`.
+        num_requests: requests scored.
         num_tokens: tokens scored.
         top_k: K of the model.
         parameters: what gradient descent fitted.
@@ -101,9 +102,10 @@ def evaluate(
 ) -> list[Evaluation]:
     """Score predictors and, beside each, the counting predictors made from the same training requests.
 
-    On the trace that a predictor was trained on only its test requests count; on another trace of the model all
-    requests whose prompt it has not seen. The baselines are counted again where the trace is the one trained on;
-    elsewhere they are taken from the buffers of the predictor, as far as it has them.
+    All are scored on the same requests, those that none of them has seen: of the trace that a predictor was trained on
+    its test requests, of another trace of the model those whose prompt it has not seen. The baselines are counted again
+    where the trace is the one trained on; elsewhere they are taken from the buffers of the predictor, as far as it has
+    them.
 
     Args:
         unseen_task: a trace of a task that none of them was trained on; scored as well.
@@ -115,7 +117,7 @@ def evaluate(
         listed before; then the same on `unseen_task`.
 
     Raises:
-        UsageError: no such trace or predictor; no request of the trace is held out.
+        UsageError: no such trace or predictor; no request of the trace is unseen by all.
         MismatchError: another model's trace or profile, a trace without what a predictor looks at, or something is
             damaged.
         MoetoolError: a predictor gives scores that are not finite.
@@ -138,9 +140,11 @@ def evaluate(
     evaluations: list[Evaluation] = []
     kept: dict[tuple[Any, ...], tuple[Predictor, str]] = {}
     for number, source in enumerate(sources):
+        unseen = unseen_by_all([predictor.card for predictor in predictors], source)
         listed = {(predictor.name, *_made_from(predictor)) for predictor in predictors}
         for predictor, path in zip(predictors, paths, strict=True):
-            evaluations.append(_evaluate(predictor, path, source, predictor.card, profile, unseen_task=number == 1))
+            scored = partial(_evaluate, path=path, trace=source, unseen=unseen, card=predictor.card, profile=profile)
+            evaluations.append(scored(predictor, unseen_task=number == 1))
             for name in BASELINES:
                 key = (name, *_made_from(predictor))
                 counted = kept.get(key) or _baseline(name, predictor, source)
@@ -149,7 +153,7 @@ def evaluate(
                     kept[key] = counted
                     evaluations.append(
                         replace(
-                            _evaluate(counted[0], path, source, predictor.card, profile, unseen_task=number == 1),
+                            scored(counted[0], unseen_task=number == 1),
                             baseline=counted[1],
                             training_s=None,
                             training_tokens=None,
@@ -173,51 +177,13 @@ def _require_unseen(predictor: Predictor, trace: Trace) -> None:
         )
 
 
-def held_out(card: dict[str, Any], trace: Trace) -> tuple[frozenset[int], str, int]:
-    """The requests of a trace that a predictor may be scored on, `test` or `all`, and how many were skipped.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if _in_time(card, trace):
-        raise UsageError(
-            f"{card['predictor']} was trained on the first tokens of every request of {trace.path}, expected whole "
-            f"requests that it has not seen; capture other prompts"
-        )
-    if card["trace"]["sha256"] == trace.sha256:
-        return frozenset(card["requests"]["test"]), "test", 0
-    seen = set(card["seen_prompts"])
-    rows = [row for row in trace.requests.to_pylist() if row["tokens"]]
-    unseen = frozenset(row["request"] for row in rows if f"{row['dataset']}/{row['prompt_id']}" not in seen)
-    if not unseen:
-        raise UsageError(
-            f"{card['predictor']} was trained on all {len(rows)} prompts of {trace.path}, expected some that it has "
-            f"not seen; capture other prompts"
-        )
-    return unseen, "all", len(rows) - len(unseen)
-
-
-def _in_time(card: Mapping[str, Any], trace: Trace) -> dict[str, dict[int, range]] | None:
-    """Of a predictor whose training requests were split in time, the tokens of each part."""
-    spans = card.get("in_time")
-    if spans is None or card["trace"]["sha256"] != trace.sha256:
-        return None
-    return {name: {int(request): range(*span) for request, span in part.items()} for name, part in spans.items()}
-
-
-def _scored(card: dict[str, Any], trace: Trace) -> tuple[Part, str, int]:
-    """As `held_out`; of a trace that was split in time, its end."""
-    in_time = _in_time(card, trace)
-    return held_out(card, trace) if in_time is None else (in_time["test"], "end", 0)
-
-
 def _baseline(name: str, predictor: Predictor, trace: Trace) -> tuple[Predictor, str] | None:
     """A counting predictor from what `predictor` was trained on, and a word on where its counts come from."""
     baseline = build(name, predictor.spec)
     if predictor.card["trace"]["sha256"] == trace.sha256:
-        in_time, requests = _in_time(predictor.card, trace), predictor.card["requests"]["train"]
-        baseline.count(read(trace, baseline.needs, requests if in_time is None else in_time["train"], Path()))
-        return baseline.eval(), f"the same {'tokens' if in_time else f'{len(requests)} training requests'}"
+        spans, requests = in_time(predictor.card, trace), predictor.card["requests"]["train"]
+        baseline.count(read(trace, baseline.needs, requests if spans is None else spans["train"], Path()))
+        return baseline.eval(), f"the same {'tokens' if spans else f'{len(requests)} training requests'}"
     state = predictor.state_dict()
     if not baseline.state_dict().keys() <= state.keys():
         return None
@@ -227,14 +193,15 @@ def _baseline(name: str, predictor: Predictor, trace: Trace) -> tuple[Predictor,
 
 def _evaluate(
     predictor: Predictor,
+    *,
     path: Path,
     trace: Trace,
+    unseen: Unseen,
     card: dict[str, Any],
     profile: CostProfile | None,
-    *,
     unseen_task: bool,
 ) -> Evaluation:
-    part, which, num_skipped = _scored(card, trace)
+    part = unseen.part
     distances = [d for d in DISTANCES if d < predictor.num_layers and d <= predictor.reach(trace.ahead)]
     tally = Tally(predictor, distances)
     if predictor.remembers or predictor.incremental:
@@ -251,9 +218,9 @@ def _evaluate(
         baseline=None,
         trace=str(trace.path),
         unseen_task=unseen_task,
-        requests=which,
+        requests=unseen.requests,
         num_requests=len(requests),
-        num_skipped=num_skipped,
+        num_skipped=unseen.num_skipped,
         num_tokens=tally.num_tokens,
         top_k=predictor.top_k,
         parameters=sum(parameter.numel() for parameter in predictor.parameters()),
@@ -268,7 +235,7 @@ def _evaluate(
         training_share=card["tokens"]["train"] / card["trace"]["tokens"],
         epochs=card["fit"].get("epochs"),
         scores=tally.scores(),
-        foretold=judge(predictor, trace, requests) if predictor.foretells and which != "end" else None,
+        foretold=judge(predictor, trace, requests) if predictor.foretells and unseen.requests != "end" else None,
     )
 
 
@@ -295,4 +262,5 @@ def _require_finite(info: ForwardInfo, events: Sequence[GateEvent], trace: Trace
     require_finite({"embeddings": info.embedding_TD}, trace)
     for event in events:
         scores = {"weights": event.weights_TK, "logits": event.scores_TE}
-        require_finite({**scores, "hidden": event.hidden_TD, "ahead": event.ahead_ATE}, trace)
+        seen = {"hidden": event.hidden_TD, "ahead": event.ahead_ATE, "resident": event.resident_TE}
+        require_finite({**scores, **seen}, trace)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from moetool import __version__, durable
-from moetool.evaluation.tables import MEANINGS, Table, by_task, phases, scope, tables_of
+from moetool.evaluation.tables import MEANINGS, Table, by_task, overview, phases, scope, tables_of
 
 _COLOURS = ("#0b62a4", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#be185d", "#0e7490", "#4b5563")
 _DASHES = ("none", "6 3", "2 3")
@@ -38,6 +38,7 @@ def page(rows: Sequence[Any]) -> str:
         "<h1>Predictors of coming experts</h1>",
         f"<p>{_text(', '.join(names))}, scored by moetool {__version__} on what they were not made from.</p>",
     ]
+    body.append(_table(overview(rows)))
     for group in by_task(rows):
         body.append(f"<h2>{'A task not trained on' if group[0].unseen_task else 'The task trained on'}</h2>")
         body.append(f"<p>{_text(group[0].trace)}: {_text(scope(group))}.</p>")

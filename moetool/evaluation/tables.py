@@ -8,6 +8,7 @@ from typing import Any
 from moetool.tables import count, print_table
 
 _MOST_LAYERS = 12
+_GLANCED = (1, 3, 6)  # distances of the overview
 MEANINGS = {
     "match": "share of the k experts of a token in a layer that are among the predicted k",
     "exact": "share of the tokens and layers with all k right (DuoServe-MoE's Table 3: Top-k)",
@@ -17,7 +18,7 @@ MEANINGS = {
     "distance": "layers ahead of the last one that has run",
     "of experts": "bytes of the predictor as a share of those of all routed experts of the model",
     "ms / step": "to observe and predict all layers of one token; its share is of a decode step with every expert in "
-    "memory, by the profile",
+    "memory, by the profile; what a trace holds beside the routes, such as what later gates say, is there already",
     "ms / request": "to foretell the prompt of a pending request before it runs, or else to follow it while it does",
     "of trace": "tokens trained on, as a share of those of the trace that they are of",
     "last quarter": "match in the deepest quarter of the layers",
@@ -48,12 +49,63 @@ class Table:
 
 
 def print_evaluations(rows: Sequence[Any]) -> None:
-    """Predictors side by side (`moetool.evaluation.evaluate`), on the trained task and then on the unseen one."""
-    for table in (table for group in by_task(rows) for table in tables_of(group)):
+    """Predictors side by side (`moetool.evaluation.evaluate`): at a glance, then by task, the unseen one last."""
+    for table in (overview(rows), *(table for group in by_task(rows) for table in tables_of(group))):
         print(f"\n{table.title}")
         print_table("", table.columns, table.rows)
         for note in table.notes:
             print(f"  {note}")
+
+
+def overview(rows: Sequence[Any]) -> Table:
+    """One table of everything: shares in whole per cent, of several distances beside each other."""
+    groups = {group[0].unseen_task: group for group in by_task(rows)}
+    found = {(g, row.predictor, row.path, row.baseline is None): row for g, group in groups.items() for row in group}
+    lines = list(dict.fromkeys(key[1:] for key in found))
+    there = [(unseen, phase) for unseen, group in groups.items() for phase in phases(group)]
+    said = {"prefill": "prompts", "decode": "new tokens"}
+    profiled = any(row.decode_step_ms is not None for row in rows)
+    widest = max((len(row.scores[0].recall) for row in rows), default=0)
+    table = []
+    for line in lines:
+        mine = {unseen: found.get((unseen, *line)) for unseen in groups}
+        row = next(row for row in mine.values() if row is not None)
+        first, fitted = row.scores[0], row.training_s
+        shares = [first.exact, first.at_least_one, first.recall[-1] if first.recall else None]
+        table.append(
+            [
+                row.predictor,
+                *(" ".join(_whole(_at(mine[unseen], phase, d)) for d in _GLANCED) for unseen, phase in there),
+                *map(_whole, shares),
+                f"{100 * first.calibration_error:.1f}",
+                *(_percent(row.expert_bytes_share), _ms(row.step_ms)),
+                *([_percent(row.step_ms / row.decode_step_ms)] if profiled else []),
+                *(_ms(row.prompt_ms), "-" if fitted is None else f"{fitted:,.0f}"),
+            ]
+        )
+    scopes = "; ".join(scope(group) for group in groups.values())
+    distances = ", ".join(map(str, _GLANCED[:-1]))
+    return Table(
+        title=f"at a glance, shares in %: match {distances} and {_GLANCED[-1]} layers ahead, else next door; {scopes}",
+        columns=(
+            "predictor",
+            *(f"unseen\n{said[phase]}" if unseen else said[phase] for unseen, phase in there),
+            *("exact", "one", f"in {rows[0].top_k + widest}", "calib.", "of experts", "ms/step"),
+            *(("of step",) if profiled else ()),
+            *("ms/request", "train s"),
+        ),
+        rows=table,
+    )
+
+
+def _at(row: Any, phase: str, distance: int) -> float | None:
+    score = None if row is None else row.overall(phase).get(distance)
+    return None if score is None else score.match
+
+
+def _whole(value: float | None) -> str:
+    """A share in per cent, in two places."""
+    return " -" if value is None else f"{100 * value:2.0f}"
 
 
 def by_task(rows: Sequence[Any]) -> list[list[Any]]:
@@ -81,9 +133,10 @@ def scope(rows: Sequence[Any]) -> str:
     where = {
         "test": f"{requests} held out",
         "end": f"the last tokens of {requests}",
-        "all": f"{requests} that it has not seen",
+        "all": f"{requests} that none has seen",
     }[first.requests]
-    return f"{where}{' of an unseen task' if first.unseen_task else ''}, {first.num_tokens:,} tokens"
+    others = f" ({first.num_skipped} left out)" if first.num_skipped and first.requests == "all" else ""
+    return f"{where}{others}{' of an unseen task' if first.unseen_task else ''}, {first.num_tokens:,} tokens"
 
 
 def _share(value: float | None) -> str:
@@ -123,10 +176,7 @@ def _right(rows: Sequence[Any]) -> Table:
             for row in rows
         ],
         shares=frozenset(shares),
-        notes=(
-            *(f"{row.predictor} was counted on {row.baseline}" for row in rows if row.baseline is not None),
-            *(f"{row.predictor} was scored on {scope([row])}" for row in rows if scope([row]) != scope(rows)),
-        ),
+        notes=(*(f"{row.predictor} was counted on {row.baseline}" for row in rows if row.baseline is not None),),
     )
 
 

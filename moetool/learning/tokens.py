@@ -22,6 +22,7 @@ FIELDS = {
     "logits": "scores_TPE",
     "hidden": "hidden_TPD",
     "ahead": "ahead_TPAE",
+    "resident": "resident_TPE",
     "embeddings": "embedding_TD",
     "token_id": "token_id_T",
 }
@@ -39,6 +40,8 @@ class Tokens:
         hidden_TPD: the hidden states that the routers got.
         ahead_TPAE: the scores of the routers of the next A layers on these hidden states: [:, p, a] is for layer
             p + 1 + a; 0 beyond the last layer.
+        resident_TPE: the scores that the router of the next layer would give if only resident and shared experts had
+            been computed; 0 at the last layer.
         embedding_TD: for each token the mean output of the embedding layer over its request's tokens of the
             iteration.
         token_id_T: the tokens themselves.
@@ -57,6 +60,7 @@ class Tokens:
     scores_TPE: Tensor | None = None
     hidden_TPD: Tensor | None = None
     ahead_TPAE: Tensor | None = None
+    resident_TPE: Tensor | None = None
     embedding_TD: Tensor | None = None
     token_id_T: Tensor | None = None
     request_T: Tensor | None = None
@@ -113,12 +117,17 @@ def from_rows(spec: ModelSpec, rows: TokenBatch, embedding_TD: np.ndarray | None
         ahead_TLAE = torch.from_numpy(scores(rows.ahead_TR)).view(T, L, A, E)
         for layer in range(L):
             ahead_TLAE[:, layer, max(0, L - 1 - layer) :] = 0
+    resident_TLE = None
+    if rows.resident_TW is not None:
+        resident_TLE = torch.from_numpy(scores(rows.resident_TW)).view(T, L, E)
+        resident_TLE[:, L - 1] = 0
     return Tokens(
         experts_TPK=torch.from_numpy(rows.experts_TS.astype(np.int64)).view(T, L, -1),
         weights_TPK=tensor(rows.weights_TS, spec.top_k_L[0]),
         scores_TPE=None if rows.logits_TF is None else torch.from_numpy(scores(rows.logits_TF)).view(T, L, E),
         hidden_TPD=tensor(rows.hidden_TH, spec.hidden_size),
         ahead_TPAE=ahead_TLAE,
+        resident_TPE=resident_TLE,
         embedding_TD=None if embedding_TD is None else torch.from_numpy(embedding_TD),
         token_id_T=torch.from_numpy(rows.token_id_T.astype(np.int64)),
         request_T=torch.from_numpy(rows.request_T.astype(np.int64)),

@@ -22,6 +22,7 @@ from moetool.errors import MoetoolError, UsageError
 from moetool.learning.tokens import Part, num_tokens, read
 from moetool.predictor import build, save
 from moetool.trace.reader import Trace
+from moetool.trace.same_prompts import prompt_digests
 
 HELD_OUT = 0.15
 """Share of the requests that goes to validation, and again to test, unless another is given."""
@@ -249,9 +250,8 @@ def _spans(in_time: Mapping[str, Mapping[int, range]]) -> dict[str, dict[str, li
 
 
 def _prompts(trace: Trace, requests: set[int]) -> list[str]:
-    """`dataset/prompt_id` of some requests: known again in another trace, they are not held out there either."""
-    rows = trace.requests.to_pylist()
-    return sorted({f"{row['dataset']}/{row['prompt_id']}" for row in rows if row["request"] in requests})
+    """What the prompts of some requests are known by: found in another trace, they are not held out there either."""
+    return sorted(frozenset().union(*prompt_digests(trace, requests).values()))
 
 
 def _readme(card: Mapping[str, Any]) -> str:

@@ -41,6 +41,7 @@ class _Field:
         part: number among the form's parts.
         block: number among the tensors that lie one under the other in that part.
         role: `weight`, or for packed ones `words`, `zero` or `scale`.
+        columns: inputs of a packed weight.
     """
 
     part: int
@@ -49,6 +50,7 @@ class _Field:
     shape: tuple[int, ...]
     dtype: torch.dtype
     offset: int
+    columns: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -83,10 +85,12 @@ class ExpertFiles:
         self._shapes = [part.shape for part in form.parts]
         self._fields: list[_Field] = []
         self.slot_bytes = 0
-        for part, block, role, tensor in self._tensors(layers[0], 0):
+        for part, block, role, tensor, columns in self._tensors(layers[0], 0):
             dtype = _dtype(tensor, f"{layers[0].path}.{form.parts[part].parameters[0]}")
             offset = -(-self.slot_bytes // dtype.itemsize) * dtype.itemsize
-            field = _Field(part=part, block=block, role=role, shape=tensor.shape, dtype=dtype, offset=offset)
+            field = _Field(
+                part=part, block=block, role=role, shape=tensor.shape, dtype=dtype, offset=offset, columns=columns
+            )
             self._fields.append(field)
             self.slot_bytes = offset + field.num_bytes
         for layer in layers:
@@ -118,13 +122,17 @@ class ExpertFiles:
     def views(self, slot: torch.Tensor) -> tuple[torch.Tensor | PackedWeight, ...]:
         """The parts of the expert in a slot, as `ExpertForm.parts` orders them."""
         found: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in self._shapes]
+        columns = {(field.part, field.block): field.columns for field in self._fields}
         for field in self._fields:
             flat = slot[field.offset : field.offset + field.num_bytes]
             found[field.part].setdefault(field.block, {})[field.role] = flat.view(field.dtype).view(field.shape)
         parts: list[torch.Tensor | PackedWeight] = []
         for shape, blocks in zip(self._shapes, found, strict=True):
             if "weight" not in blocks[0]:
-                made = [Block(block["words"], block["scale"], block.get("zero")) for block in blocks.values()]
+                made = [
+                    Block(block["words"], block["scale"], block.get("zero"), columns[len(parts), number])
+                    for number, block in blocks.items()
+                ]
                 parts.append(PackedWeight(tuple(made), self.shards.bits))
                 continue
             first = min((f for f in self._fields if f.part == len(parts)), key=lambda f: f.offset)
@@ -132,17 +140,35 @@ class ExpertFiles:
             parts.append(slot[first.offset : end].view(first.dtype).view(shape))  # its tensors lie side by side
         return tuple(parts)
 
+    def stacked(self, layer: MoeLayer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """All experts of a layer in memory, unpacked: tensors [E, ...] by the first parameter of each part.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        slot = torch.empty(self.slot_bytes, dtype=torch.uint8)
+        views = self.views(slot)
+        found = {
+            part.parameters[0]: torch.empty((layer.form.num_experts, *part.shape), dtype=dtype)
+            for part in layer.form.parts
+        }
+        for expert in range(layer.form.num_experts):
+            self.read_into(self.spec.expert_key(layer.index, expert), slot)
+            for whole, view in zip(found.values(), views, strict=True):
+                whole[expert] = view.to(dtype)
+        return found
+
     def _find(self, layer: MoeLayer, expert: int) -> list[tuple[Tensor, int]]:
         """The expert's tensors (or its parts of stacked ones) with their places in the slot."""
         tensors = self._tensors(layer, expert)
-        where = [(part, block, role) for part, block, role, _ in tensors]
+        where = [(part, block, role) for part, block, role, _, _ in tensors]
         if where != [(field.part, field.block, field.role) for field in self._fields]:
             raise MismatchError(
                 f"expert {expert} of layer {layer.layer_id} is packed otherwise than expert 0 of the first MoE layer; "
                 "moetool serves models whose experts are all stored alike"
             )
         found = []
-        for (part, _, _, tensor), field in zip(tensors, self._fields, strict=True):
+        for (part, _, _, tensor, _), field in zip(tensors, self._fields, strict=True):
             name = f"{layer.path}.{layer.form.parts[part].parameters[0]} of expert {expert}"
             if (DTYPES | OTHER_DTYPES).get(tensor.dtype) != field.dtype:
                 raise MismatchError(
@@ -156,14 +182,17 @@ class ExpertFiles:
             found.append((tensor, field.offset))
         return found
 
-    def _tensors(self, layer: MoeLayer, expert: int) -> list[tuple[int, int, str, Tensor]]:
-        """The expert's tensors in the order of a slot, each with its part, block and role."""
+    def _tensors(self, layer: MoeLayer, expert: int) -> list[tuple[int, int, str, Tensor, int]]:
+        """The expert's tensors in the order of a slot: part, block, role, tensor, and inputs where it is packed."""
         found = []
         for number, part in enumerate(layer.form.parts):
             blocks = [t for name in part.parameters for t in self._share(layer, name, part.share, expert)]
             for i, tensor in enumerate(blocks):
-                roles = {"weight": tensor} if isinstance(tensor, Tensor) else tensor._asdict()
-                found += [(number, i, role, stored) for role, stored in roles.items() if stored is not None]
+                if isinstance(tensor, Tensor):
+                    found.append((number, i, "weight", tensor, 0))
+                    continue
+                roles = {"words": tensor.words, "zero": tensor.zero, "scale": tensor.scale}
+                found += [(number, i, role, t, tensor.columns) for role, t in roles.items() if t is not None]
         return sorted(found, key=lambda item: _ROLES.index(item[2]))
 
     def _share(

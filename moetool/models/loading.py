@@ -3,7 +3,9 @@
 import contextlib
 import io
 import os
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,16 +15,19 @@ from torch import nn
 from moetool.errors import CapacityError, MismatchError, UsageError, first_line
 from moetool.models.checkpoint import Source, sources
 from moetool.models.expert_files import ExpertFiles
+from moetool.models.packed import PACKED
+from moetool.models.packing import Packing
 from moetool.models.shards import Shards
 from moetool.models.spec import (
     MoeLayer,
-    bits_of,
     empty_model,
     moe_layers,
     offloaded,
     read_config,
+    read_header,
+    read_packing,
     read_spec,
-    unpacks_as_stored,
+    weight_files,
 )
 from moetool.types import ForwardInfo, ModelSpec
 
@@ -157,9 +162,12 @@ def load_full(path: Path, dtype: torch.dtype, device: torch.device = CPU) -> Loa
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    packing = read_packing(path)
+    if packing is not None and not _transformers_unpacks(path, packing):
+        return _load_stacked(path, dtype, device)
     spec = read_spec(path)
     logging.disable_progress_bar()
-    if bits_of(path):
+    if packing is not None:
         model = load_unpacked(path, dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False).eval()
@@ -173,6 +181,26 @@ def load_full(path: Path, dtype: torch.dtype, device: torch.device = CPU) -> Loa
     return LoadedModel(path=path, spec=spec, model=model, layers=moe_layers(model), files=None, device=device)
 
 
+def _transformers_unpacks(path: Path, packing: Packing) -> bool:
+    """Whether transformers loads the packed weights of a checkpoint.
+
+    It unpacks stacked experts without zero points, and stacks none that were left as they are beside packed weights.
+    """
+    names = [name for file in weight_files(path) for name in read_header(file)[0]]
+    return False not in packing.symmetric and any(".experts." in n and n.endswith(PACKED) for n in names)
+
+
+def _load_stacked(path: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """The plain model of a packed checkpoint that transformers does not load."""
+    loaded = load_lazy(path, dtype, device)
+    assert loaded.files is not None
+    for layer in loaded.layers:
+        for name, stacked in loaded.files.stacked(layer, dtype).items():
+            layer.experts._parameters[name] = nn.Parameter(stacked.to(device), requires_grad=False)
+    loaded.close()
+    return replace(loaded, files=None)
+
+
 def load_unpacked(path: Path, dtype: torch.dtype) -> Any:
     """A checkpoint of packed weights as plain transformers loads it, unpacked at once instead of at its first forward.
 
@@ -183,13 +211,15 @@ def load_unpacked(path: Path, dtype: torch.dtype) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    report = io.StringIO()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # it draws bars of its own
+        with _reported(report), contextlib.redirect_stderr(io.StringIO()):  # it draws bars of its own
             model, info = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, trust_remote_code=False, output_loading_info=True
             )
     except (RuntimeError, ValueError, AssertionError, KeyError) as error:
-        raise MismatchError(f"transformers cannot load {path}: {first_line(error)}") from error
+        reasons = re.findall(r"^\w+Error: (.+)$", report.getvalue(), re.MULTILINE) or [first_line(error)]
+        raise MismatchError(f"transformers cannot load {path}: {reasons[0]}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors"):
         if found := sorted(map(str, info.get(kind) or ())):
             raise MismatchError(
@@ -200,6 +230,26 @@ def load_unpacked(path: Path, dtype: torch.dtype) -> Any:
         with contextlib.redirect_stderr(io.StringIO()):
             model.hf_quantizer.compressor.decompress_model(model)
     return model.to(dtype).eval()  # it leaves experts in the type of their scales
+
+
+@contextlib.contextmanager
+def _reported(into: io.StringIO) -> Iterator[None]:
+    """What transformers reports on loading goes here: its own exceptions only point to that."""
+    import logging
+
+    everything, logger = logging.getLogger("transformers"), logging.getLogger("transformers.modeling_utils")
+    before, handler = (everything.level, logger.level, logger.propagate), logging.StreamHandler(into)
+    everything.setLevel(logging.ERROR)
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        everything.setLevel(before[0])
+        logger.setLevel(before[1])
+        logger.propagate = before[2]
 
 
 def load_lazy(path: Path, dtype: torch.dtype, device: torch.device = CPU, direct: bool = True) -> LoadedModel:
@@ -219,7 +269,7 @@ def load_lazy(path: Path, dtype: torch.dtype, device: torch.device = CPU, direct
     spec = read_spec(path)
     model = empty_model(read_config(path), dtype)
     layers = moe_layers(model)
-    shards = Shards(path, direct=direct, bits=bits_of(path), as_stored=unpacks_as_stored(path))
+    shards = Shards(path, direct=direct, packing=read_packing(path))
     made_of = sources(model, shards.tensors)
     files = ExpertFiles(shards, layers, spec, made_of)
     _fill(model, made_of, offloaded(layers), shards, dtype, device)

@@ -6,11 +6,10 @@ A linear weight [O, I] that would be `X.weight` is stored as
     X.weight_scale       [O, I / group]: a value times this, less its zero point, is the weight
     X.weight_zero_point  int32 [ceil(O * bits / 32), I / group], packed down the columns; absent where symmetric
     X.weight_shape       int64 [2]
+    X.weight_g_idx       the group of each input, of weights whose groups are no consecutive inputs; not read here
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from moetool.errors import UsageError
 FORMAT = "pack-quantized"
 METHOD = "compressed-tensors"
 PACKED, SCALE, ZERO, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
+ORDER = "weight_g_idx"
 BITS = (2, 4, 8)  # those of which none lies across two words
 
 
@@ -78,25 +78,45 @@ def round_weight(
         shrink: factor [..., O, I / group] on each group's range; what lies outside is cut off. None for 1.
     """
     group = weight.float().unflatten(-1, (-1, scheme.group))
-    steps = 2**scheme.bits - 1
+    values, scale, zero = nearest_values(group, ranges(group, scheme), scheme, scale_dtype, shrink)
+    return Rounded(values.to(torch.int8).flatten(-2), scale, None if zero is None else zero.to(torch.int8))
+
+
+Ranges = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def ranges(group: torch.Tensor, scheme: Scheme) -> Ranges:
+    """The width [..., G] of the range that just holds each group [..., G, s], and its lower end where it has one."""
     if scheme.symmetric:
-        width, low = 2 * group.abs().amax(-1), None
-    else:
-        low, high = group.amin(-1).clamp(max=0), group.amax(-1).clamp(min=0)
-        width = high - low
+        return 2 * group.abs().amax(-1), None
+    low, high = group.amin(-1).clamp(max=0), group.amax(-1).clamp(min=0)
+    return high - low, low
+
+
+def nearest_values(
+    group: torch.Tensor,
+    within: Ranges,
+    scheme: Scheme,
+    scale_dtype: torch.dtype,
+    shrink: torch.Tensor | float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The nearest values of groups [..., G, s], as numbers of float32; their scales and zero points [..., G].
+
+    Args:
+        shrink: as for `round_weight`, or one for all.
+    """
+    width, low = within
     if shrink is not None:
         width, low = width * shrink, None if low is None else low * shrink
-    scale = (width / steps).to(scale_dtype)
+    scale = (width / (2**scheme.bits - 1)).to(scale_dtype)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     wide = scale.float()
-    zero = None
     values = group / wide[..., None]
+    zero = None
     if low is not None:
-        zero_point = (scheme.lowest - low / wide).round().clamp(scheme.lowest, -scheme.lowest - 1)
-        values = values + zero_point[..., None]
-        zero = zero_point.to(torch.int8)
-    values = values.round_().clamp_(scheme.lowest, -scheme.lowest - 1).to(torch.int8)
-    return Rounded(values.flatten(-2), scale, zero)
+        zero = (scheme.lowest - low / wide).round_().clamp_(scheme.lowest, -scheme.lowest - 1)
+        values += zero[..., None]
+    return values.round_().clamp_(scheme.lowest, -scheme.lowest - 1), scale, zero
 
 
 def _dense(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
@@ -140,17 +160,26 @@ def to_tensors(name: str, weight: Rounded, bits: int) -> dict[str, torch.Tensor]
 
 
 class Block(NamedTuple):
-    """The packed tensors of one weight [O, I]: words, scales and zero points as files and slots hold them."""
+    """The packed tensors of one weight [O, I]: words, scales and zero points as files and slots hold them.
+
+    Attributes:
+        columns: I; the last word of a row may hold more.
+    """
 
     words: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor | None
+    columns: int
 
     def dense(self, bits: int) -> torch.Tensor:
         """The weight, in the type of its scales."""
-        rows, words = self.words.shape
-        zero = None if self.zero is None else unpack(self.zero.T, bits, rows).T
-        return _dense(unpack(self.words, bits, words * 32 // bits), self.scale, zero)
+        zero = None if self.zero is None else unpack(self.zero.T, bits, len(self.words)).T
+        return _dense(unpack(self.words, bits, self.columns), self.scale, zero)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.words.nbytes + self.scale.nbytes + (0 if self.zero is None else self.zero.nbytes)
 
 
 class PackedWeight(NamedTuple):
@@ -163,6 +192,11 @@ class PackedWeight(NamedTuple):
         """The dense weight. It is made in the type of the scales, as transformers makes experts, then widened."""
         made = [block.dense(self.bits).to(dtype) for block in self.blocks]
         return made[0] if len(made) == 1 else torch.cat(made)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes, packed."""
+        return sum(block.nbytes for block in self.blocks)
 
 
 def quantization_config(scheme: Scheme, ignore: list[str], experts: Scheme | None = None) -> dict[str, Any]:
@@ -198,38 +232,3 @@ def _group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
         "dynamic": False,
     }
     return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
-
-
-def packed_bits(config: Mapping[str, Any], path: Path) -> int | None:
-    """How many bits the packed weights of a checkpoint have, by its config.json; None where it has none.
-
-    Raises:
-        UsageError: it is quantized in another way.
-    """
-    found = config.get("quantization_config") or config.get("compression_config")
-    if not found:
-        return None
-    method, form = found.get("quant_method"), found.get("format")
-    if (method, form) != (METHOD, FORMAT):
-        raise UsageError(
-            f"{path} is quantized ({method}{f', {form}' if form else ''}); moetool reads float32, float16, bfloat16 "
-            f"and {METHOD}' {FORMAT}: give the one that it was made from"
-        )
-    groups = list((found.get("config_groups") or {}).values())
-    widths = set()
-    for group in groups:
-        weights = group.get("weights") or {}
-        kind = (weights.get("type", "int"), weights.get("strategy"), weights.get("num_bits"))
-        if kind[0] != "int" or kind[1] not in ("group", "channel") or kind[2] not in BITS:
-            raise UsageError(
-                f"{path} is quantized to {kind[2]} bits ({kind[0]}, by {kind[1]}), expected integers of "
-                f"{', '.join(map(str, BITS))} bits by group or channel: give the one that it was made from"
-            )
-        if group.get("input_activations") or group.get("output_activations"):
-            raise UsageError(f"{path} also rounds activations, which moetool does not: give the one it was made from")
-        if weights.get("actorder") in ("group", "dynamic"):
-            raise UsageError(f"{path} orders its groups by activation, which moetool does not read: give the original")
-        widths.add(kind[2])
-    if len(widths) != 1:
-        raise UsageError(f"{path} mixes weights of {sorted(widths)} bits, expected one width: give the original")
-    return int(widths.pop())

@@ -24,6 +24,33 @@ class SequenceEnds(NamedTuple):
         return cls(kwargs["cu_seq_lens_q"].tolist(), keys)
 
 
+class Unwritten:
+    """A paged cache that an attention may use and leaves as it was: what it writes is taken back at once.
+
+    Args:
+        cache: that of transformers' continuous batching.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self.layer_to_allocator = cache.layer_to_allocator
+
+    def update(
+        self, *, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of earlier tokens as they are cached, and these of the new ones."""
+        allocator = self.layer_to_allocator[layer_idx]
+        slots = kwargs["write_index"][allocator.index]
+        views = allocator._kv_token_views[layer_idx]
+        held = [view.index_select(0, slots) for view in views]
+        key, value = self._cache.update(
+            key_states=key_states, value_states=value_states, layer_idx=layer_idx, kwargs=kwargs
+        )
+        for view, values in zip(views, held, strict=True):
+            view.index_copy_(0, slots, values)
+        return key, value
+
+
 def paged_attention(
     module: Any,
     query: torch.Tensor,

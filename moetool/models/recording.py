@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moetool.models.decoding import Batch
 from moetool.models.families import FAMILIES
+from moetool.models.resident import ResidentForward
 from moetool.models.routing import logits_ahead, read_logits, to_float16, watch
 from moetool.models.spec import MoeLayer
 from moetool.trace.reader import TokenBatch
@@ -21,13 +22,19 @@ class GateRecorder:
     The experts and weights are those that were really used (`moetool.models.routing.watch`).
 
     Args:
-        keep: `logits`, `hidden`, `ahead` and `embeddings` besides the experts and their weights.
+        keep: `logits`, `hidden`, `ahead`, `resident` and `embeddings` besides the experts and their weights.
         ahead: for how many layers `ahead` looks ahead.
+        resident: share of a layer's experts that `resident` takes to be resident.
 
     Effects: adds forward hooks, which `close` removes.
+
+    Raises:
+        UsageError: `resident` is asked of a model that it cannot be told of (`moetool.models.resident`).
     """
 
-    def __init__(self, model: Any, layers: list[MoeLayer], keep: Iterable[str], ahead: int = 3) -> None:
+    def __init__(
+        self, model: Any, layers: list[MoeLayer], keep: Iterable[str], ahead: int = 3, *, resident: float = 0.5
+    ) -> None:
         keep = frozenset(keep)
         self._held: list[tuple[Batch, dict[str, list[torch.Tensor]], torch.Tensor | None]] = []
         self._experts: list[torch.Tensor] = []
@@ -35,6 +42,10 @@ class GateRecorder:
         self._logits: list[torch.Tensor] | None = [] if "logits" in keep else None
         self._hidden: list[torch.Tensor] | None = [] if "hidden" in keep else None
         self._ahead: list[torch.Tensor] | None = [] if "ahead" in keep else None
+        self._resident: list[torch.Tensor] | None = [] if "resident" in keep else None
+        self._beside = (
+            ResidentForward(model, layers, resident, self._on_resident) if self._resident is not None else None
+        )
         self._distance = ahead
         self._layers = layers
         self._embedding: torch.Tensor | None = None
@@ -51,6 +62,13 @@ class GateRecorder:
         """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
+        if self._beside is not None:
+            self._beside.close()
+
+    def begin_batch(self) -> None:
+        """What follows depends on no forward before."""
+        if self._beside is not None:
+            self._beside.begin()
 
     def discard(self) -> None:
         """Forget what the hooks have collected since the last `hold` or `take`: that forward failed."""
@@ -65,6 +83,8 @@ class GateRecorder:
 
     def hold(self, batch: Batch) -> None:
         """Keep what the hooks have collected of the forward that has just run, as it is and where it is."""
+        if self._resident is not None:
+            self._resident.append(torch.zeros_like(self._resident[-1]))  # after the last layer
         self._held.append((batch, {name: list(tensors) for name, tensors in self._columns().items()}, self._embedding))
         self.discard()
 
@@ -93,6 +113,7 @@ class GateRecorder:
             logits_TF=halves.get("logits"),
             hidden_TH=halves.get("hidden"),
             ahead_TR=halves.get("ahead"),
+            resident_TW=halves.get("resident"),
         )
         embeddings = [embedding for _, _, embedding in held if embedding is not None]
         return rows, torch.cat(embeddings).float().cpu().numpy() if embeddings else None
@@ -105,10 +126,13 @@ class GateRecorder:
             "logits": self._logits,
             "hidden": self._hidden,
             "ahead": self._ahead,
+            "resident": self._resident,
         }
         return {name: tensors for name, tensors in columns.items() if tensors is not None}
 
     def _on_routes(self, experts_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
+        if self._beside is not None and self._beside.running:
+            return
         self._experts.append(experts_TK)
         self._weights.append(weights_TK)
 
@@ -116,6 +140,8 @@ class GateRecorder:
         following = self._layers[layer.index + 1 : layer.index + 1 + self._distance]
 
         def hook(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if self._beside is not None and self._beside.running:
+                return
             if self._logits is not None:
                 self._logits.append(read_logits(layer, output, self._family))
             if self._hidden is not None:
@@ -134,6 +160,11 @@ class GateRecorder:
             logits_ATE = logits_ahead(following, args, kwargs, self._family)
             looked_ATE[: len(following), :, : logits_ATE.shape[2]] = logits_ATE
         return looked_ATE.transpose(0, 1).reshape(num_tokens, -1)
+
+    def _on_resident(self, logits_TE: torch.Tensor) -> None:
+        assert self._resident is not None
+        width = max(layer.num_experts for layer in self._layers)
+        self._resident.append(torch.nn.functional.pad(logits_TE, (0, width - logits_TE.shape[1])))
 
     def _on_embedding(self, module: Any, args: Any, output: torch.Tensor) -> None:
         self._embedding = output.reshape(-1, output.shape[-1])

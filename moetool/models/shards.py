@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from moetool.errors import MismatchError
-from moetool.models.packed import PACKED, SCALE, SHAPE, ZERO, Block
+from moetool.errors import MismatchError, UsageError
+from moetool.models.packed import ORDER, PACKED, SCALE, SHAPE, ZERO, Block
+from moetool.models.packing import Packing
 from moetool.models.spec import read_header, weight_files
 
 _BLOCK = 4096
@@ -34,6 +35,7 @@ class PackedTensors(NamedTuple):
     words: Tensor
     zero: Tensor | None
     scale: Tensor
+    columns: int
 
 
 class Shards:
@@ -43,8 +45,7 @@ class Shards:
         path: the model's folder.
         direct: read with O_DIRECT, so that the page cache can neither help nor be filled. Falls back to ordinary
             reads where the file system refuses (`direct` then becomes False).
-        bits: of packed weights, where there are any.
-        as_stored: whether `load` unpacks in the type of the scales.
+        packing: of the packed weights, where there are any.
 
     Attributes:
         tensors: by name; a packed weight goes by the name and shape that it would have unpacked.
@@ -53,22 +54,24 @@ class Shards:
     Effects: keeps the files open until `close`. Reads may come from several threads.
 
     Raises:
-        MismatchError: a shard is damaged or shorter than its header says.
+        MismatchError: a shard is damaged or shorter than its header says, or packed tensors contradict one another or
+            the config.
+        UsageError: weights are packed in a way that is not read.
     """
 
-    def __init__(self, path: Path, direct: bool = True, bits: int | None = None, as_stored: bool = False) -> None:
+    def __init__(self, path: Path, direct: bool = True, packing: Packing | None = None) -> None:
         self.files = weight_files(path)
         self.tensors: dict[str, Tensor] = {}
         self.packed: dict[str, PackedTensors] = {}
-        self.bits = bits or 0
-        self._as_stored = as_stored
+        self.bits = packing.bits if packing is not None else 0
+        self._as_stored = packing is not None and packing.as_stored
         self.direct = direct and hasattr(os, "O_DIRECT")
         self._descriptors: list[int] = []
         self._scratch = threading.local()
         for number, file in enumerate(self.files):
             self._index(number, file)
-        if bits is not None:
-            self._join_packed(bits)
+        if packing is not None:
+            self._join_packed(path, packing)
         for file in self.files:
             self._descriptors.append(self._open(file))
 
@@ -107,11 +110,16 @@ class Shards:
         Raises:
             MismatchError: it has a data type that moetool does not read.
         """
-        if packed := self.packed.get(name):
-            words, zero, scale = (None if part is None else self._load(name, part) for part in packed)
-            assert words is not None and scale is not None
-            return Block(words, scale if self._as_stored else scale.float(), zero).dense(self.bits)
+        if name in self.packed:
+            block = self.block(name)
+            return block._replace(scale=block.scale if self._as_stored else block.scale.float()).dense(self.bits)
         return self._load(name, self.tensors[name])
+
+    def block(self, name: str) -> Block:
+        """A packed weight as it is stored, in memory of its own."""
+        packed = self.packed[name]
+        zero = None if packed.zero is None else self._load(name, packed.zero)
+        return Block(self._load(name, packed.words), self._load(name, packed.scale), zero, packed.columns)
 
     def _load(self, name: str, tensor: Tensor) -> torch.Tensor:
         dtype = (DTYPES | OTHER_DTYPES).get(tensor.dtype)
@@ -142,18 +150,87 @@ class Shards:
                 )
             self.tensors[name] = Tensor(number, base + begin, end - begin, tuple(entry["shape"]), entry["dtype"])
 
-    def _join_packed(self, bits: int) -> None:
+    def _join_packed(self, path: Path, packing: Packing) -> None:
+        """Put one weight in the place of each group of packed tensors, once they have been found to agree."""
+        for name in self.tensors:
+            if name.endswith("." + ORDER):
+                raise UsageError(
+                    f"{path} orders the groups of a weight by activation ({name}), which moetool does not read: give "
+                    "the one that it was made from"
+                )
+        shapes = self._packed_shapes()
         for name in [name for name in self.tensors if name.endswith("." + PACKED)]:
             stem = name.removesuffix(PACKED)
             words, scale = self.tensors.pop(name), self.tensors.pop(stem + SCALE, None)
             zero = self.tensors.pop(stem + ZERO, None)
-            self.tensors.pop(stem + SHAPE, None)
-            columns = words.shape[1] * 32 // bits
-            if scale is None or len(scale.shape) != 2 or scale.shape[0] != words.shape[0] or columns % scale.shape[1]:
-                found = "no scales" if scale is None else f"scales of shape {list(scale.shape)}"
-                raise MismatchError(
-                    f"{name} of shape {list(words.shape)} has {found}, expected some for each of its {words.shape[0]} "
-                    "rows; download the model again"
-                )
-            self.packed[stem + "weight"] = PackedTensors(words, zero, scale)
-            self.tensors[stem + "weight"] = words._replace(shape=(words.shape[0], columns), dtype=f"int{bits}")
+            columns = self._columns(name, words, shapes.get(stem + SHAPE), packing.bits)
+            _require_scales(name, words, scale, zero, columns, packing)
+            assert scale is not None
+            self.packed[stem + "weight"] = PackedTensors(words, zero, scale, columns)
+            self.tensors[stem + "weight"] = words._replace(shape=(words.shape[0], columns), dtype=f"int{packing.bits}")
+
+    def _packed_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Takes the records of unpacked shapes out of the index and reads them: in the order in which they lie."""
+        records = {name: self.tensors.pop(name) for name in list(self.tensors) if name.endswith("." + SHAPE)}
+        found: dict[str, tuple[int, ...]] = {}
+        for number, file in enumerate(self.files):
+            mine = sorted((t.offset, name) for name, t in records.items() if t.file == number)
+            with file.open("rb") as stream:
+                for offset, name in mine:
+                    stream.seek(offset)
+                    found[name] = _integers(name, stream.read(records[name].num_bytes), records[name].dtype)
+        return found
+
+    def _columns(self, name: str, words: Tensor, shape: tuple[int, ...] | None, bits: int) -> int:
+        """The inputs of a packed weight, by the record of its shape, or where it has none as many as words hold."""
+        rows, wide = words.shape if len(words.shape) == 2 else (0, 0)
+        if shape is None:
+            return wide * 32 // bits
+        if len(shape) != 2 or shape[0] != rows or -(-shape[1] * bits // 32) != wide or words.dtype != "I32":
+            raise MismatchError(
+                f"{name} is {words.dtype} of shape {list(words.shape)}, and the {SHAPE} beside it says {list(shape)}, "
+                f"expected I32 of [{shape[0]}, {-(-shape[-1] * bits // 32)}] for it at {bits} bits; download the model "
+                "again"
+            )
+        return shape[1]
+
+
+def _require_scales(
+    name: str, words: Tensor, scale: Tensor | None, zero: Tensor | None, columns: int, packing: Packing
+) -> None:
+    """Raises: MismatchError where scales or zero points do not fit the weight, or not what the config says of it."""
+    rows = words.shape[0]
+    if scale is None or len(scale.shape) != 2 or scale.shape[0] != rows or columns % max(1, scale.shape[1]):
+        found = "no scales" if scale is None else f"scales of shape {list(scale.shape)}"
+        raise MismatchError(
+            f"{name} of shape {list(words.shape)} has {found}, expected some for each of its {rows} rows; download the "
+            "model again"
+        )
+    groups = scale.shape[1]
+    right = {columns // size if size else 1 for size in packing.groups if not size or columns % size == 0}
+    if groups not in right:
+        sizes = ", ".join(str(size) if size else "whole rows" for size in sorted(packing.groups))
+        raise MismatchError(
+            f"{name} has {groups} scales a row of {columns} inputs, expected groups of {sizes} by the config; download "
+            "the model again"
+        )
+    if packing.symmetric == {zero is not None}:
+        expected = "none, since it is symmetric" if zero is not None else "them, since it is asymmetric"
+        raise MismatchError(
+            f"{name} has {'' if zero is not None else 'no '}zero points ({ZERO}), and the config expects {expected}; "
+            "download the model again"
+        )
+    packed_rows = -(-rows * packing.bits // 32)
+    if zero is not None and (zero.shape, zero.dtype) != ((packed_rows, groups), "I32"):
+        raise MismatchError(
+            f"{name} has zero points as {zero.dtype} of shape {list(zero.shape)}, expected I32 of "
+            f"{[packed_rows, groups]}; download the model again"
+        )
+
+
+def _integers(name: str, data: bytes, dtype: str) -> tuple[int, ...]:
+    sizes = {"I64": 8, "I32": 4}
+    if dtype not in sizes:
+        raise MismatchError(f"{name} is stored as {dtype}, expected one of {', '.join(sizes)}")
+    size = sizes[dtype]
+    return tuple(int.from_bytes(data[i : i + size], "little", signed=True) for i in range(0, len(data), size))

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from moetool.errors import UsageError
 from moetool.models.families import FAMILIES
 from moetool.models.routing import logits_ahead, read_logits, to_float16
 from moetool.models.spec import MoeLayer
@@ -27,6 +28,9 @@ class Signals:
             Only where `embeddings` is needed.
 
     Effects: adds forward hooks, which `close` removes.
+
+    Raises:
+        UsageError: `resident` is needed.
     """
 
     def __init__(
@@ -40,6 +44,12 @@ class Signals:
         on_embedded: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self._needs = frozenset(needs)
+        if "resident" in self._needs:
+            raise UsageError(
+                "what is asked for needs the column resident, which a running server cannot fill: the forward through "
+                "resident experts beside the real one would cost what it hides; replay a trace captured with --keep "
+                "topk,resident, or choose a predictor or an option that does without"
+            )
         self._spec = spec
         self._layers = layers
         self._distance = ahead

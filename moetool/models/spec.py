@@ -14,7 +14,8 @@ from moetool import assets
 from moetool.errors import MismatchError, UsageError, first_line
 from moetool.models import families
 from moetool.models.expert_form import ExpertForm, form_of, holds_experts
-from moetool.models.packed import PACKED, SHAPE, packed_bits
+from moetool.models.packed import PACKED, SHAPE
+from moetool.models.packing import Packing, packing_of
 from moetool.types import ModelSpec
 
 REFERENCE = "reference"
@@ -99,7 +100,7 @@ def read_config(path: Path) -> Any:
                 f"{file} asks for code of its own (auto_map) for the family {model_type!r}, which transformers does "
                 "not know; moetool never runs the code of a checkpoint; 'moetool models' lists what it reads"
             )
-        packed_bits(raw, path)
+        packing_of(raw, path)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (ValueError, OSError, KeyError, AttributeError) as error:
         raise UsageError(f"cannot read {file}: {first_line(error)}") from None
@@ -109,15 +110,9 @@ def read_config(path: Path) -> Any:
     return config
 
 
-def bits_of(path: Path) -> int | None:
-    """How many bits the packed weights of a checkpoint have; None where it has none."""
-    return packed_bits(json.loads((path / "config.json").read_text(encoding="utf-8")), path)
-
-
-def unpacks_as_stored(path: Path) -> bool:
-    """Whether packed weights become dense in the type of their scales, by the config, and not in the model's own."""
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    return bool((config.get("quantization_config") or {}).get("dequantize"))
+def read_packing(path: Path) -> Packing | None:
+    """How the weights of a checkpoint are packed; None where they are not."""
+    return packing_of(json.loads((path / "config.json").read_text(encoding="utf-8")), path)
 
 
 def empty_model(config: Any, dtype: torch.dtype) -> Any:
@@ -254,7 +249,7 @@ def read_spec(path: Path, weights: bool = True) -> ModelSpec:
     layers = moe_layers(model)
     dtype = checkpoint_dtype(path) if weights else declared
     found = revision(path) if weights else hashlib.sha256((path / "config.json").read_bytes()).hexdigest()
-    packed = packed_expert_bytes(path, layers) if weights and bits_of(path) else None
+    packed = packed_expert_bytes(path, layers) if weights and read_packing(path) else None
     return spec_of(model, layers, dtype, name=path.name, revision=found, expert_bytes_L=packed)
 
 
@@ -322,7 +317,7 @@ def dense_bytes(path: Path, dtype: torch.dtype) -> int:
     model = empty_model(read_config(path), dtype)
     layers = moe_layers(model)
     experts = offloaded(layers)
-    scratch = layers[0].form.num_elements * (dtype.itemsize + 4) if bits_of(path) else 0
+    scratch = layers[0].form.num_elements * (dtype.itemsize + 4) if read_packing(path) else 0
     return sum(p.numel() for name, p in model.named_parameters() if name not in experts) * dtype.itemsize + scratch
 
 

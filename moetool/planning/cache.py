@@ -16,6 +16,7 @@ from moetool.planning.tuning import Setup, as_it_comes, tune
 from moetool.policy import MIN_SLOTS
 from moetool.replay import DEFAULT_MACHINE, Row
 from moetool.trace.reader import Trace
+from moetool.trace.same_prompts import repeated
 from moetool.types import ModelSpec
 
 _BOUND = "belady"
@@ -179,9 +180,7 @@ def _trained_on(trace: Trace, card: Mapping[str, Any]) -> frozenset[int]:
     """The requests of this trace whose prompts a predictor has seen, by its card: trained on or validated on."""
     if card["trace"]["sha256"] == trace.sha256:
         return frozenset([*card["requests"]["train"], *card["requests"]["validation"]])
-    seen = set(card["seen_prompts"])
-    rows = trace.requests.to_pylist()
-    return frozenset(row["request"] for row in rows if f"{row['dataset']}/{row['prompt_id']}" in seen)
+    return repeated(trace, card["seen_prompts"])
 
 
 def _split(trace: Trace, trained_on: frozenset[int], seed: int) -> tuple[frozenset[int], frozenset[int]]:

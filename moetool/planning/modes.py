@@ -97,9 +97,9 @@ def run_stream(
 
 
 def _not_trained_on(predictor: "Predictor") -> "Callable[[Trace], frozenset[int]]":
-    from moetool.evaluation import evaluate as evaluation
+    from moetool.evaluation import unseen
 
-    return lambda trace: evaluation.held_out(predictor.card, trace)[0]
+    return lambda trace: unseen.held_out(predictor.card, trace)
 
 
 def modes(

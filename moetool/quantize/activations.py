@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from moetool.models.packed_memory import weights_of
 from moetool.models.spec import MoeLayer
 from moetool.quantize.folding import is_rounded
 
@@ -34,9 +35,16 @@ def rounded_activations(model: Any, layers: list[MoeLayer], bits: int) -> Iterat
                 if is_rounded(path, module, moe.get(number)):
                     stack.callback(module.register_forward_pre_hook(linear).remove)
         for layer in layers:
+            own = layer.experts.__dict__.get("forward")  # that of experts which stay packed
             layer.experts.forward = _experts_forward(layer, bits)
-            stack.callback(layer.experts.__dict__.pop, "forward", None)
+            stack.callback(_put_back, layer.experts, own)
         yield
+
+
+def _put_back(experts: Any, forward: Any) -> None:
+    del experts.forward
+    if forward is not None:
+        experts.forward = forward
 
 
 def _experts_forward(layer: MoeLayer, bits: int) -> Any:
@@ -47,8 +55,9 @@ def _experts_forward(layer: MoeLayer, bits: int) -> Any:
         x_TD = round_tokens(hidden_TD, bits)
         for expert in index_TK.unique().tolist():
             rows, place = torch.where(index_TK == expert)
-            middle = layer.form.gate(torch.nn.functional.linear(x_TD[rows], layer.experts.gate_up_proj[expert]))
-            made = torch.nn.functional.linear(round_tokens(middle, bits), layer.experts.down_proj[expert])
+            up, down = (weight.to(x_TD.dtype) for weight in weights_of(layer, expert))
+            middle = layer.form.gate(torch.nn.functional.linear(x_TD[rows], up))
+            made = torch.nn.functional.linear(round_tokens(middle, bits), down)
             output_TD.index_add_(0, rows, made * weights_TK[rows, place, None].to(made.dtype))
         return output_TD
 

@@ -9,6 +9,7 @@ import torch
 
 from moetool.errors import UsageError
 from moetool.prompts.gather import Prompt
+from moetool.trace.same_prompts import digest_of_tokens
 
 LEAST_BLOCKS = 8
 _JUDGED = 5  # one prompt in so many is kept for judging
@@ -21,7 +22,7 @@ class Calibration:
     Attributes:
         ids_NS: sequences that scales are chosen on.
         judged_NS: sequences of other prompts.
-        seen_prompts: `dataset/prompt_id` of the prompts in `ids_NS`.
+        seen_prompts: what the prompts in `ids_NS` are known by (`moetool.trace.same_prompts`).
         datasets: names of the sources.
     """
 
@@ -49,14 +50,20 @@ def from_prompts(prompts: Sequence[Prompt], tokenizer: Any, *, length: int, max_
         raise UsageError(
             f"the calibration text has {sum(_count(mine, tokenizer)):,} tokens in {len(mine)} prompts and "
             f"{sum(_count(judged, tokenizer)):,} in {len(judged)} to judge by, expected at least "
-            f"{LEAST_BLOCKS * length:,} and {length:,}; give more --data, or --set length=64"
+            f"{LEAST_BLOCKS * length:,} and {length:,}; give more --data, or set a shorter length"
         )
     return Calibration(
         ids_NS=ids_NS,
         judged_NS=judged_NS,
-        seen_prompts=tuple(sorted({f"{prompt.dataset}/{prompt.prompt_id}" for prompt in used})),
+        seen_prompts=tuple(sorted({digest for prompt in used for digest in _known_by(prompt, tokenizer)})),
         datasets=tuple(sorted({prompt.dataset for prompt in used})),
     )
+
+
+def _known_by(prompt: Prompt, tokenizer: Any) -> set[str]:
+    """As a whole, and as a capture cuts it."""
+    ids = tokenizer(prompt.text)["input_ids"]
+    return {digest_of_tokens(ids), digest_of_tokens(ids[: prompt.input_tokens])}
 
 
 def _blocks(

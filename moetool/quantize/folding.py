@@ -8,7 +8,7 @@ Shapes:
     C  channels of what is scaled        I  inputs of a weight        O  its outputs
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from moetool.errors import UsageError
 from moetool.models.spec import MoeLayer
 
+_ROWS = 128  # that are scaled at a time: torch widens what it multiplies by a wider scale
 FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
 
 
@@ -27,7 +28,7 @@ class Fold:
     Attributes:
         name: for people and cards.
         before: parameters that produce the inputs, each with the rows (or entries) that are the C channels; None
-            where those are all it has.
+            where those are all it has. A slice is changed in place, without a copy of the rows.
         readers: weights [..., O, I] to be rounded that read them.
         plain: weights that read them and are not rounded.
         channel_I: the channel that each input is; None where they are the same.
@@ -36,7 +37,7 @@ class Fold:
     """
 
     name: str
-    before: tuple[tuple[str, torch.Tensor | None], ...]
+    before: tuple[tuple[str, torch.Tensor | slice | None], ...]
     readers: tuple[str, ...]
     plain: tuple[str, ...] = ()
     channel_I: torch.Tensor | None = None
@@ -58,13 +59,29 @@ class Fold:
         """Fold a scale [..., C] into the parameters of a layer. Effects: changes them in place."""
         for name, rows in self.before:
             tensor = parameters[name]
-            rows = torch.arange(tensor.shape[-1 if tensor.dim() == 1 else -2]) if rows is None else rows
             if tensor.dim() == 1:
-                tensor[rows] /= scale_C
-            else:
-                tensor[..., rows, :] /= scale_C[..., None]
+                tensor[slice(None) if rows is None else rows] /= scale_C
+                continue
+            for matrix, scale in _matrices(tensor, scale_C):
+                if isinstance(rows, torch.Tensor):
+                    matrix[rows] /= scale[:, None]
+                    continue
+                pieces = matrix[slice(None) if rows is None else rows].split(_ROWS)
+                for piece, part in zip(pieces, scale.split(_ROWS), strict=True):
+                    piece /= part[:, None]
         for name in self.readers + self.plain:
-            parameters[name] *= self.spread(scale_C)[..., None, :]
+            for matrix, scale in _matrices(parameters[name], self.spread(scale_C)):
+                for piece in matrix.split(_ROWS):
+                    piece *= scale
+
+
+def _matrices(tensor: torch.Tensor, scale: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each matrix of a parameter, stacked or not, with the scale that is its own or that of all."""
+    if tensor.dim() == 2:
+        yield tensor, scale
+        return
+    for number, matrix in enumerate(tensor):
+        yield matrix, scale if scale.dim() == 1 else scale[number]
 
 
 def require_family(config: Any) -> None:
@@ -113,7 +130,7 @@ def folds_of(layer: Any, moe: MoeLayer | None, config: Any) -> list[Fold]:
     found.append(
         Fold(
             name="experts' down",
-            before=(("mlp.experts.gate_up_proj", torch.arange(width, 2 * width)),),  # the rows of up
+            before=(("mlp.experts.gate_up_proj", slice(width, 2 * width)),),  # the rows of up
             readers=("mlp.experts.down_proj",),
             inspect="experts",
         )
@@ -143,7 +160,7 @@ def _attention(layer: Any, config: Any) -> list[Fold]:
     if latent:
         keys, values = int(attention.qk_nope_head_dim), int(attention.v_head_dim)
         rows = torch.arange(heads * (keys + values)).view(heads, -1)[:, keys:].flatten()
-        before: tuple[tuple[str, torch.Tensor | None], ...] = (("self_attn.kv_b_proj.weight", rows),)
+        before: tuple[tuple[str, torch.Tensor | slice | None], ...] = (("self_attn.kv_b_proj.weight", rows),)
         channel_I = None
     else:
         size = int(attention.head_dim)

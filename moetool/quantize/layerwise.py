@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from moetool.errors import MoetoolError
 from moetool.models.loading import LoadedModel
 from moetool.models.spec import MoeLayer
 
@@ -87,17 +86,7 @@ class Layerwise:
             return
         files = self.loaded.files
         assert files is not None
-        dtype = self.model.dtype
-        slot = torch.empty(files.slot_bytes, dtype=torch.uint8)
-        views = files.views(slot)
-        held = {
-            part.parameters[0]: torch.empty((layer.form.num_experts, *part.shape), dtype=dtype)
-            for part in layer.form.parts
-        }
-        for expert in range(layer.form.num_experts):
-            files.read_into(files.spec.expert_key(layer.index, expert), slot)
-            for stacked, view in zip(held.values(), views, strict=True):
-                stacked[expert] = view.to(dtype)
+        held = files.stacked(layer, self.model.dtype)
         empty = {name: layer.experts._parameters[name] for name in held}
         for name, stacked in held.items():
             layer.experts._parameters[name] = torch.nn.Parameter(stacked, requires_grad=False)
@@ -116,14 +105,3 @@ class Layerwise:
         finally:
             for layer in self.layers:
                 del layer.forward
-
-
-def require_finite(hidden: list[torch.Tensor], where: str) -> None:
-    """Raises: MoetoolError where a hidden state is not a number or has no bound."""
-    bad = sum(int((~state.isfinite()).any(dim=-1).sum()) for state in hidden)
-    if bad:
-        tokens = sum(state.shape[-2] for state in hidden)
-        raise MoetoolError(
-            f"{bad:,} of {tokens:,} tokens have activations that are NaN or infinite {where}, expected none; the "
-            "checkpoint is damaged or wants another dtype: try --set dtype=float32, or download it again"
-        )

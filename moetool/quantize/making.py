@@ -19,16 +19,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moetool import __version__, durable
-from moetool.errors import UsageError
+from moetool.errors import MoetoolError, UsageError
 from moetool.models.checkpoint import Source, sources
 from moetool.models.loading import load_lazy, parse_dtype
 from moetool.models.packed import Scheme, quantization_config, to_tensors
-from moetool.models.spec import checkpoint_dtype
+from moetool.models.spec import checkpoint_dtype, read_spec
 from moetool.quantize.calibration import Calibration
 from moetool.quantize.folding import Fold, folds_of, rounded_names
-from moetool.quantize.layerwise import Layerwise, require_finite
+from moetool.quantize.layerwise import Layerwise
 from moetool.quantize.search import Inputs, SearchOptions, round_clipped, search, watch_inputs
+from moetool.quantize.soundness import require_finite, require_finite_weights
 
+_RECORD = "made_from.json"
 _TOKENIZER = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merges*", "chat_template*", "generation_*")
 
 
@@ -39,8 +41,9 @@ class ReplicaOptions:
     Attributes:
         bits: of each rounded weight.
         group: inputs that share a scale.
-        symmetric: whether zero points are 0; else those of attention, dense layers and shared experts are stored. The
-            routed experts' are 0 either way, as transformers reads no others of stacked experts.
+        symmetric: whether the zero points of routed experts are 0. Others are refused (`require_replicable`): they can
+            be stored, and transformers does not read them.
+        dense_symmetric: the same of attention, dense layers and shared experts, where others are read.
         dtype: that the layers are run in; float32 takes twice the memory of bfloat16.
         grid, clip, min_tokens: as for `SearchOptions`; grid=0 and clip=false round to nearest.
         length: tokens of a calibration block; the model's context at most.
@@ -50,6 +53,7 @@ class ReplicaOptions:
     bits: int = 4
     group: int = 64
     symmetric: bool = True
+    dense_symmetric: bool = True
     dtype: str = "float32"
     grid: int = 20
     clip: bool = True
@@ -66,12 +70,12 @@ class ReplicaOptions:
     @property
     def scheme(self) -> Scheme:
         """Of linear modules."""
-        return Scheme(bits=self.bits, group=self.group, symmetric=self.symmetric)
+        return Scheme(bits=self.bits, group=self.group, symmetric=self.dense_symmetric)
 
     @property
     def experts(self) -> Scheme:
         """Of routed experts."""
-        return Scheme(bits=self.bits, group=self.group)
+        return Scheme(bits=self.bits, group=self.group, symmetric=self.symmetric)
 
 
 class Maker:
@@ -82,9 +86,18 @@ class Maker:
         self.folder = folder
         self.options = options
         self._calibration = calibration
+        self.spec = read_spec(path)
+        self._made_from = json.dumps(
+            {
+                "revision": self.spec.revision,
+                "options": asdict(options),
+                "version": __version__,
+                "tokens": calibration.ids_NS.tolist(),
+            }
+        )
+        self._require_own_folder()
         self._loaded = load_lazy(path, parse_dtype(options.dtype))
         assert self._loaded.files is not None
-        self.spec = self._loaded.spec
         self._shards = self._loaded.files.shards
         self._run = Layerwise(self._loaded)
         self._made_of: dict[str, Source] = sources(self._loaded.model, self._shards.tensors)
@@ -94,20 +107,26 @@ class Maker:
         self._prefix = f"{names[id(decoder.layers)]}."
         self.num_layers = len(self._run.layers)
         self._search = SearchOptions(grid=options.grid, clip=options.clip, min_tokens=options.min_tokens)
-        for name, source in self._made_of.items():
-            self._require_layout(name, source)
 
     def close(self) -> None:
         self._loaded.close()
 
     def layers(self, report: Callable[[int], None]) -> list[dict[str, Any]]:
-        """Make and write every layer that is not there yet. Gives what was chosen for each."""
+        """Make and write every layer that is not there yet. Gives what was chosen for each.
+
+        Effects: nothing is written before all weights, and the calibration text through the first layer, were found
+            finite; a later layer in which it is not takes away what was written.
+        """
         first, hidden = self._resume()
+        report(first)
+        if hidden is None:
+            require_finite_weights(self._shards, self.path)
         inputs = self._run.begin(self._calibration.ids_NS)
         require_finite(inputs, "before the first layer")
         hidden = inputs if hidden is None else hidden
         for number in range(first, self.num_layers):
-            report(number)
+            if number > first:
+                report(number)
             with self._run.experts(number):
                 hidden, note = self._layer(number, hidden)
             durable.write_text(self.folder / f"layer-{number:05d}.json", json.dumps(note))
@@ -149,26 +168,19 @@ class Maker:
             for file in self.path.glob(pattern):
                 shutil.copyfile(file, staged / file.name)
 
+    def _require_own_folder(self) -> None:
+        """Raises: UsageError where the folder holds something else than this run's layers."""
+        record = self.folder / _RECORD
+        if record.is_file() and record.read_text(encoding="utf-8") == self._made_from:
+            return
+        if self.folder.is_dir() and any(self.folder.iterdir()):
+            what = "the layers of a run with other flags, data or version" if record.is_file() else "other files"
+            raise UsageError(
+                f"{self.folder} holds {what}; go on with the same flags, or remove it: rm -r {self.folder}"
+            )
+
     def _resume(self) -> tuple[int, list[torch.Tensor] | None]:
         """The first layer that is still to be made, and what it gets."""
-        made_from = json.dumps(
-            {
-                "revision": self.spec.revision,
-                "options": asdict(self.options),
-                "version": __version__,
-                "tokens": self._calibration.ids_NS.tolist(),
-            }
-        )
-        record = self.folder / "made_from.json"
-        if not record.is_file() or record.read_text(encoding="utf-8") != made_from:
-            if self.folder.is_dir() and any(self.folder.iterdir()):
-                what = "the layers of a run with other flags, data or version" if record.is_file() else "other files"
-                raise UsageError(
-                    f"{self.folder} holds {what}; go on with the same flags, or remove it: rm -r {self.folder}"
-                )
-            self.folder.mkdir(parents=True, exist_ok=True)
-            durable.write_text(record, made_from)
-            return 0, None
         state = self.folder / "hidden.safetensors"
         if not state.is_file():
             return 0, None
@@ -185,7 +197,14 @@ class Maker:
         inputs = watch_inputs(
             layer, moe, folds, lambda: outputs.extend(self._run.run(number, state) for state in hidden), self._search
         )
-        require_finite(outputs, f"after layer {number}")
+        try:
+            require_finite(outputs, f"after layer {number}")
+        except MoetoolError:
+            shutil.rmtree(self.folder, ignore_errors=True)  # it would end here each time
+            raise
+        if not (self.folder / _RECORD).is_file():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            durable.write_text(self.folder / _RECORD, self._made_from)
         note: dict[str, Any] = {"layer": number, "alpha": {}, "few_tokens": []}
         chosen: list[tuple[Fold, torch.Tensor]] = []
         for fold in folds:
@@ -243,22 +262,6 @@ class Maker:
 
     def _shard(self, number: int) -> Path:
         return self.folder / f"model-{number + 1:05d}-of-{self.num_layers + 1:05d}.safetensors"
-
-    def _require_layout(self, name: str, source: Source) -> None:
-        """Raises: UsageError for a parameter that has to be computed, or experts that are stored as one."""
-        stacked = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-        stored = [stored for names in source.names.values() for stored in names]
-        if stacked == (source.converter is not None) and all(
-            not (stacked or self._is_rounded(name)) or stored.endswith(".weight") for stored in stored
-        ):
-            return
-        raise UsageError(
-            f"{self.path} stores {name} as {stored[0]}, and pack-quantized holds single linear weights; save the model "
-            "again with transformers' save_pretrained"
-        )
-
-    def _is_rounded(self, name: str) -> bool:
-        return name.startswith(self._prefix) and name.endswith("_proj.weight")
 
     def _ignored(self) -> list[str]:
         """Linear modules, by transformers' names and the checkpoint's, that are not rounded."""

@@ -4,6 +4,7 @@ While it works, finished layers lie in `OUT.resume` beside the result (`moetool.
 """
 
 import json
+import math
 import platform
 import shutil
 import time
@@ -16,9 +17,12 @@ import torch
 import transformers
 
 from moetool import __version__, durable
-from moetool.errors import MismatchError, UsageError
+from moetool.errors import MismatchError, MoetoolError, UsageError
+from moetool.machine import memory_bytes
+from moetool.models.checkpoint import Source, sources
 from moetool.models.loading import load_unpacked, parse_dtype
-from moetool.models.spec import bits_of, empty_model, moe_layers, read_config, revision, weight_files
+from moetool.models.shards import Shards
+from moetool.models.spec import empty_model, moe_layers, read_config, read_packing, revision, weight_files
 from moetool.quantize.calibration import Calibration
 from moetool.quantize.folding import require_family, rounded_names
 from moetool.quantize.judging import judge
@@ -57,7 +61,7 @@ def make_replica(
     Raises:
         UsageError: the family, the layout or the group is none that works, or `out` exists.
         MismatchError: the saved files do not make the model, by transformers or by moetool.
-        MoetoolError: an activation is not finite.
+        MoetoolError: a weight or an activation is not finite.
     """
     durable.require_absent(out, overwrite, CARD)
     require_replicable(path, options)
@@ -73,6 +77,11 @@ def make_replica(
         finally:
             maker.close()
         judged = judge(path, staged, calibration.judged_NS, dtype, lambda done: report(maker.num_layers + done))
+        if not math.isfinite(judged.kl):
+            raise MoetoolError(
+                f"{path} or its replica gives logits that are NaN or infinite on the text that it is judged by, "
+                "expected none; try --set dtype=float32, or other --data"
+            )
         reloaded = _check(staged, calibration.judged_NS[:1], judged.logits, dtype)
         report(steps)
         files = sorted(weight_files(staged))
@@ -118,26 +127,56 @@ def make_replica(
 
 
 def require_replicable(path: Path, options: ReplicaOptions) -> None:
-    """Refuse what cannot be made, before any work.
+    """Refuse what cannot be made, by config and headers alone: no weight is read.
 
     Raises:
-        UsageError: a family that is not known, packed weights, or a group that does not divide the weights' widths.
+        UsageError: a family that is not known, a way to store weights that pack-quantized has no place for, packed
+            weights, a group that does not divide the weights' widths, or routed experts with zero points.
+        MismatchError: a weight file is missing or damaged, or lacks a tensor.
     """
     config = read_config(path)
     require_family(config)
-    if bits_of(path):
+    if read_packing(path):
         raise UsageError(f"{path} is packed already; give the model that it was made from")
+    if not options.symmetric:
+        raise UsageError(
+            "--asymmetric: transformers unpacks stacked experts without zero points, so that it could not load the "
+            "replica; leave it out, or --set dense_symmetric=false for those of attention, dense layers and shared "
+            "experts alone"
+        )
     model = empty_model(config, torch.float32)
     moe = {layer.layer_id: layer for layer in moe_layers(model)}
+    shards = Shards(path)
+    try:
+        made_of = sources(model, shards.tensors)
+    finally:
+        shards.close()
+    names = {id(module): name for name, module in model.named_modules()}
+    prefix = f"{names[id(model.get_decoder().layers)]}."
     widths: set[int] = set()
     for number, layer in enumerate(model.get_decoder().layers):
         parameters = dict(layer.named_parameters())
-        widths |= {parameters[name].shape[-1] for name in rounded_names(layer, moe.get(number))}
+        for local in rounded_names(layer, moe.get(number)):
+            widths.add(parameters[local].shape[-1])
+            _require_layout(path, f"{prefix}{number}.{local}", made_of)
     if any(width % options.group for width in widths):
         right = [str(group) for group in GROUPS if not any(width % group for width in widths)]
         raise UsageError(
             f"--group {options.group} does not divide the widths {', '.join(map(str, sorted(widths)))} of the weights, "
             f"expected one that does: {', '.join(right) or 'none of 16, 32, 64 and 128 does'}"
+        )
+
+
+def _require_layout(path: Path, name: str, made_of: Mapping[str, Source]) -> None:
+    """Raises: UsageError for a weight that has to be computed, or experts that are stored as one."""
+    if (source := made_of.get(name)) is None:
+        raise MismatchError(f"{path} lacks {name}, or names it otherwise; download the model again")
+    stored = [stored for names in source.names.values() for stored in names]
+    stacked = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    if stacked != (source.converter is not None) or not all(one.endswith(".weight") for one in stored):
+        raise UsageError(
+            f"{path} stores {name} as {stored[0]}, and pack-quantized holds single linear weights; save the model "
+            "again with transformers' save_pretrained"
         )
 
 
@@ -147,12 +186,9 @@ def _check(staged: Path, ids_1S: torch.Tensor, logits_SV: torch.Tensor, dtype: t
     Raises:
         MismatchError: transformers misses a tensor, or computes something else than moetool.
     """
-    import psutil
-
     config = read_config(staged)
-
     size = sum(parameter.numel() for parameter in empty_model(config, dtype).parameters()) * dtype.itemsize
-    if 2 * size > psutil.virtual_memory().available:
+    if 2 * size > memory_bytes()[1]:
         return "moetool"  # `judge` has read every tensor by its name and shape
     model = load_unpacked(staged, dtype)
     with torch.no_grad():
@@ -172,8 +208,8 @@ def _readme(card: Mapping[str, Any], path: Path) -> str:
     return f"""# {card["spec"]["name"]} in {how["bits"]} bits
 
 Attention and experts of {path.name} rounded to {how["bits"]} bits in groups of {how["group"]}
-({"symmetric" if how["symmetric"] else "asymmetric but for the routed experts"}), with activation-aware scales (AWQ);
-embeddings, norms and gates are kept. Stored as compressed-tensors `pack-quantized`.
+({"symmetric" if how["dense_symmetric"] else "asymmetric but for the routed experts"}), with activation-aware scales
+(AWQ); embeddings, norms and gates are kept. Stored as compressed-tensors `pack-quantized`.
 
 - Made by moetool {card["moetool_version"]} on {card["tokens"]["train"]:,} tokens of {", ".join(card["datasets"])}.
 - On {judged["tokens"]:,} tokens of other prompts: KL divergence {judged["kl"]:.5f} nats, the same next token for

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
-from moetool.models.packed import Rounded, Scheme, round_weight
+from moetool.models.packed import Rounded, Scheme, nearest_values, ranges, round_weight
 from moetool.models.spec import MoeLayer
 from moetool.quantize.folding import Fold
 
+_CHUNK = 2**17  # numbers that are rounded together: what comes between is small, and stays in the cache
 _PRIOR_TOKENS = 32  # how many average tokens an expert's statistics begin with
 _SHRINKS = tuple(1 - 0.04 * i for i in range(9))
 
@@ -220,11 +221,27 @@ def search(
 
 
 def _nearest(weight: torch.Tensor, scale_I: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> torch.Tensor:
-    """What a weight [..., O, I] becomes when it is scaled, rounded and scaled back; experts one by one."""
+    """What a weight [..., O, I] becomes when it is scaled, rounded and scaled back; some rows at a time."""
     near = torch.empty_like(weight)
-    for into, own in zip(near, weight, strict=True) if weight.dim() == 3 else [(near, weight)]:
-        into.copy_(round_weight(own * scale_I, scheme, scale_dtype).dense().float() / scale_I)
+    group = (-1, scheme.group)
+    for into, own in zip(_rows(near), _rows(weight), strict=True):
+        grouped = (own * scale_I).float().unflatten(-1, group)
+        within = ranges(grouped, scheme)
+        into.copy_(_dense(*nearest_values(grouped, within, scheme, scale_dtype)).flatten(-2).div_(scale_I))
     return near
+
+
+def _rows(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The rows [..., I] of a weight, in pieces of a size that is quick to work on."""
+    return weight.flatten(0, -2).split(max(1, _CHUNK // weight.shape[-1]))
+
+
+def _dense(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    """The numbers that values stand for, rounded as the type of the scale rounds them. Effects: overwrites them."""
+    if zero is not None:
+        values -= zero[..., None]
+    values *= scale.float()[..., None]
+    return values if scale.dtype == torch.float32 else values.to(scale.dtype).float()
 
 
 def _search_experts(
@@ -248,8 +265,8 @@ def _search_experts(
         least = float("inf")
         for alpha in (0.0, *alphas):
             scale_I = scale_of(mean_EI[expert], alpha) if alpha else torch.ones_like(mean_EI[expert])
-            near_DI = round_weight(weight_DI * scale_I, scheme, scale_dtype).dense().float() / scale_I
-            error = (x @ (near_DI - weight_DI).T).square().sum().item()
+            off_DI = _nearest(weight_DI, scale_I, scheme, scale_dtype).sub_(weight_DI)
+            error = (x @ off_DI.T).square().sum().item()
             if error < least:
                 least, chosen[expert], scale_EI[expert] = error, alpha, scale_I
     return scale_EI, chosen
@@ -264,20 +281,33 @@ def round_clipped(
     Args:
         square_I: mean square of each input; None rounds to nearest.
     """
+    made = [_round_rows(rows, scheme, scale_dtype, square_I) for rows in _rows(weight)]
+    zeros = [rows.zero for rows in made if rows.zero is not None]
+    return Rounded(
+        torch.cat([rows.values for rows in made]),
+        torch.cat([rows.scale for rows in made]),
+        torch.cat(zeros) if zeros else None,
+    )
+
+
+def _round_rows(
+    weight: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype, square_I: torch.Tensor | None
+) -> Rounded:
     if square_I is None:
         return round_weight(weight, scheme, scale_dtype)
     groups = (-1, scheme.group)
     weight = weight.float()
+    group, square = weight.unflatten(-1, groups), square_I.unflatten(-1, groups)
+    within = ranges(group, scheme)
     best: torch.Tensor | None = None
     least: torch.Tensor | None = None
     for factor in _SHRINKS:
-        shrink = torch.full((weight.shape[0], weight.shape[1] // scheme.group), factor)
-        near = round_weight(weight, scheme, scale_dtype, shrink).dense().float()
-        error = ((near - weight).square() * square_I).unflatten(-1, groups).sum(-1)
+        near = _dense(*nearest_values(group, within, scheme, scale_dtype, factor))
+        error = near.sub_(group).square_().mul_(square).sum(-1)
         if best is None or least is None:
-            best, least = shrink, error
+            best, least = torch.full_like(error, factor), error
         else:
-            best = torch.where(error < least, shrink, best)
+            best = torch.where(error < least, factor, best)
             least = torch.minimum(error, least)
     return round_weight(weight, scheme, scale_dtype, best)
 

@@ -1,76 +1,44 @@
 """The page: one HTML file with everything in it, for a screen and for paper."""
 
-from dataclasses import dataclass
-from importlib import resources
-
 from moetool import tables
 from moetool.report.figures import pictures
-from moetool.report.figures.picture import Picture
 from moetool.report.findings import TOPICS, caveat, findings
 from moetool.report.making import Measured
+from moetool.report.sheet import Section, Table, render_sheet
+from moetool.types import ModelSpec
 
 SECTIONS = ("Popularity", "Tasks", "Load skew", "Entropy", "Affinity", "Reuse", "Hit rates")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """A table; the first column is text."""
-
-    caption: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """A part of the page under a heading of its own."""
-
-    name: str
-    notes: list[str]
-    pictures: list[Picture]
-    tables: list[Table]
-
-    @property
-    def id(self) -> str:
-        """What links to it end with."""
-        return self.name.lower().replace(" ", "-")
-
-
 def render(made: Measured) -> str:
     """The page as HTML. Equal measures give equal pages: it holds no date."""
-    from jinja2 import Environment
-
-    template = resources.files("moetool.report").joinpath("page.html").read_text(encoding="utf-8")
     drawn, said = pictures(made), findings(made)
     notes, made_tables = _notes(made), _tables(made)
-    return (
-        Environment(autoescape=True)
-        .from_string(template)
-        .render(
-            name=made.routes.spec.name,
-            shape=_shape(made),
-            facts=facts(made),
-            caveat=caveat(made),
-            findings=[
-                (topic, [one for one in said if one.topic == topic])
-                for topic in TOPICS
-                if any(one.topic == topic for one in said)
-            ],
-            sections=[
-                Section(
-                    name=name,
-                    notes=notes.get(name, []),
-                    pictures=[picture for picture in drawn if picture.section == name],
-                    tables=made_tables.get(name, []),
-                )
-                for name in SECTIONS
-            ],
-        )
+    return render_sheet(
+        title=f"Routing of {made.routes.spec.name}",
+        heading=f"What the routers of {made.routes.spec.name} do",
+        shape=shape_of(made.routes.spec),
+        facts=facts(made),
+        caveat=caveat(made),
+        findings=[
+            (topic, [one for one in said if one.topic == topic])
+            for topic in TOPICS
+            if any(one.topic == topic for one in said)
+        ],
+        sections=[
+            Section(
+                name=name,
+                notes=notes.get(name, []),
+                pictures=[picture for picture in drawn if picture.section == name],
+                tables=made_tables.get(name, []),
+            )
+            for name in SECTIONS
+        ],
     )
 
 
-def _shape(made: Measured) -> str:
-    spec = made.routes.spec
+def shape_of(spec: ModelSpec) -> str:
+    """A model's MoE layers in words."""
     num_experts = _span(spec.num_experts_L)
     return f"{spec.num_layers} MoE layers of {num_experts} experts, of which a token uses {_span(spec.top_k_L)}"
 
@@ -82,7 +50,9 @@ def _span(numbers: tuple[int, ...]) -> str:
 def facts(made: Measured) -> list[tuple[str, str]]:
     """What the page is made of, as terms and texts."""
     info, routes = made.info, made.routes
-    recorded = [c for c in info["columns"] if c in ("experts", "weights", "logits", "hidden", "ahead", "embeddings")]
+    recorded = [
+        c for c in info["columns"] if c in ("experts", "weights", "logits", "hidden", "ahead", "resident", "embeddings")
+    ]
     tokens, requests = len(routes.experts_TS), len(routes.requests)
     counted = f"{requests:,} requests with {tokens:,} tokens"
     if tokens < info["tokens"]:

@@ -1,74 +1,148 @@
-"""Simulated runs as a figure: over what was swept, or over time."""
+"""Simulated runs as figures in files, and as a page."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from moetool import durable, tables
 from moetool.report import drawing
-from moetool.report.drawing import line
-from moetool.simulation.results import Simulated
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-Run = tuple[dict[str, str], Simulated]
-_LABELS = {"gpus": "GPUs", "bandwidth": "bandwidth of a link", "gap": "mean gap between a server's requests"}
+from moetool.report.figures.simulated import Run, interval, sketches
+from moetool.report.sheet import Section, Table, render_sheet
+from moetool.simulation.results import percentile
 
 
-def save(path: Path, runs: Sequence[Run]) -> None:
-    """Draw runs into a file: mean latency and local computing, a line for each mode and each other swept value.
+def require_drawable(path: Path) -> None:
+    """Raises: UsageError unless `save` can write there: a picture's name, or a folder."""
+    if not path.suffix:
+        durable.require_writable(path / "by-mode.svg")
+        return
+    drawing.require_drawable(path)
+    durable.require_writable(path)
 
-    Over several seeds points are means, with the 95 % confidence interval of a mean (normal). Where nothing but
-    modes and seeds was swept, the share of local computing over time and the distribution of latencies are drawn.
 
-    Effects: writes `path`, in the format that its name ends in.
+def save(path: Path, runs: Sequence[Run]) -> list[Path]:
+    """Draw the main figure into a file, or, where the name has no ending, every figure as SVG and PNG into a folder.
+
+    The main one is mean latency and local computing over what was swept, with the 95 % confidence interval of a mean
+    over seeds; where no amount was swept, the share of local computing over time and the distribution of latencies.
+
+    Effects: writes the files; gives their paths.
     """
-    along = next((name for name in _LABELS if len({at.get(name) for at, _ in runs}) > 1), None)
-    drawing.save(path, 3.6, lambda figure: _over_time(figure, runs) if along is None else _swept(figure, runs, along))
+    drawn = sketches(runs)
+    if path.suffix:
+        drawing.save(path, drawn[0].height, drawn[0].paint)
+        return [path]
+    path.mkdir(parents=True, exist_ok=True)
+    files = [(sketch, path / f"{sketch.key}{ending}") for sketch in drawn for ending in (".svg", ".png")]
+    for sketch, file in files:
+        drawing.save(file, sketch.height, sketch.paint)
+    return [file for _, file in files]
 
 
-def _swept(figure: "Figure", runs: Sequence[Run], along: str) -> None:
-    values = list(dict.fromkeys(at[along] for at, _ in runs))
-    series: dict[str, dict[str, list[Simulated]]] = {}
-    for at, found in runs:
-        rest = [value for name, value in at.items() if name not in (along, "seed")]
-        series.setdefault(", ".join(rest), {}).setdefault(at[along], []).append(found)
-    panels: Any = figure.subplots(1, 2)
-    measures = (
-        (panels[0], "mean latency, s", lambda found: found.mean_s),
-        (panels[1], "computed locally, %", lambda found: 100 * found.local),
+def page(runs: Sequence[Run], facts: Sequence[tuple[str, str]], shape: str) -> str:
+    """All of it on a page.
+
+    Args:
+        facts: what the runs have in common, as terms and texts.
+        shape: the model in words.
+    """
+    return render_sheet(
+        title="A simulated cluster",
+        heading=f"What requests take on a simulated cluster of {len(runs[0][1].utilisation_G)} GPUs"
+        if len({len(found.utilisation_G) for _, found in runs}) == 1
+        else "What requests take on simulated clusters",
+        shape=shape,
+        facts=facts,
+        sections=[
+            Section(name="Runs", notes=[], pictures=[], tables=[_runs_table(runs)]),
+            Section(name="Figures", notes=[], pictures=[sketch.on("Figures") for sketch in sketches(runs)], tables=[]),
+            Section(
+                name="Migrations",
+                notes=["Eq. 4 of Prism: seconds of remote calls saved over the horizon, against those of the moves."],
+                pictures=[],
+                tables=made,
+            )
+            if (made := _migration_tables(runs))
+            else Section(name="Migrations", notes=[], pictures=[], tables=[]),
+        ],
     )
-    for axes, label, measure in measures:
-        for number, (name, points) in enumerate(series.items()):
-            found_XR = [[measure(run) for run in points[value]] for value in values]
-            mean_X = [float(np.mean(row)) for row in found_XR]
-            half_X = [1.96 * float(np.std(row, ddof=1)) / len(row) ** 0.5 if len(row) > 1 else 0.0 for row in found_XR]
-            line(axes, np.arange(len(values)), mean_X, number, name)
-            if any(half_X):
-                low_X = np.subtract(mean_X, half_X)
-                axes.fill_between(np.arange(len(values)), low_X, np.add(mean_X, half_X), alpha=0.15, color="#666666")
-        axes.set_xticks(range(len(values)), values)
-        axes.set_xlabel(_LABELS[along])
-        axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
-    panels[0].legend()
 
 
-def _over_time(figure: "Figure", runs: Sequence[Run]) -> None:
-    panels: Any = figure.subplots(1, 2)
-    for number, (at, found) in enumerate(runs):
-        name = ", ".join(at.values())
-        known = [one for one in found.windows if one.local is not None]
-        times = [one.until_s for one in known]
-        line(panels[0], times, [100 * (one.local or 0.0) for one in known], number, name)
-        shares = 100 * np.arange(1, len(found.served) + 1) / len(found.served)
-        line(panels[1], found.latencies_s, shares, number, name, marker="")
-    panels[0].set_xlabel("simulated seconds")
-    panels[0].set_ylabel("computed locally, %")
-    panels[0].set_ylim(bottom=0)
-    panels[1].set_xlabel("latency of a request, s")
-    panels[1].set_ylabel("requests, %")
-    panels[1].set_xscale("log")
-    panels[0].legend()
+def _runs_table(runs: Sequence[Run]) -> Table:
+    """A row for each combination; over seeds means, with confidence intervals of the latency."""
+    groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
+    for at, found in runs:
+        groups.setdefault(tuple((k, v) for k, v in at.items() if k != "seed"), []).append((at, found))
+    names = [name for name in runs[0][0] if name not in ("mode", "seed")]
+    rows = []
+    for key, members in groups.items():
+        at, of = dict(key), [found for _, found in members]
+        mean, half = interval([run.mean_s for run in of])
+
+        def over(values: Sequence[float]) -> float:
+            return sum(values) / len(values)
+
+        rows.append(
+            (
+                at["mode"],
+                *(at[name] for name in names),
+                f"{len(of)}",
+                f"{len(of[0].served):,}",
+                f"{mean:.4g}" + (f" ± {half:.2g}" if half else ""),
+                *(f"{over([percentile(run.latencies_s, p) for run in of]):.4g}" for p in (50, 90, 99)),
+                f"{over([run.mean_first_s for run in of]):.4g}",
+                f"{over([run.local for run in of]):.1%}",
+                f"{over([run.tokens_per_s for run in of]):,.1f}",
+                f"{over([max(run.utilisation_G) for run in of]):.1%}",
+                tables.count(over([run.sent_bytes for run in of]), "B"),
+                f"{sum(one.made for run in of for one in run.migrations)}",
+            )
+        )
+    return Table(
+        caption="Seconds from arrival",
+        columns=(
+            *("mode", *names, "seeds", "requests", "mean", "p50", "p90", "p99", "first token", "local", "tokens/s"),
+            *("busiest GPU", "sent", "migrations"),
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _migration_tables(runs: Sequence[Run]) -> list[Table]:
+    """Decisions of each run, the first thirty; no table where nobody decided."""
+    return [
+        Table(
+            caption=", ".join(at.values()),
+            columns=(
+                "at s",
+                "calls before",
+                "calls after",
+                "saved s",
+                "cost s",
+                "made",
+                "copies",
+                "moved",
+                "done at s",
+            ),
+            rows=tuple(
+                (
+                    f"{one.at_s:,.2f}",
+                    f"{one.calls_before:,.0f}",
+                    f"{one.calls_after:,.0f}",
+                    f"{one.saved_s:,.3g}",
+                    f"{one.cost_s:,.3g}",
+                    "yes" if one.made else "no",
+                    f"{one.copies:,}",
+                    tables.count(one.bytes, "B"),
+                    "-" if one.done_s is None else f"{one.done_s:,.2f}",
+                )
+                for one in found.migrations[:30]
+            ),
+        )
+        for at, found in runs
+        if found.migrations
+    ]
+
+
+def facts_of(given: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Terms and texts, those without a value left out."""
+    return [(name, str(value)) for name, value in given.items() if value not in (None, "", [], {})]

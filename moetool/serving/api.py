@@ -15,8 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from moetool.errors import MoetoolError
 from moetool.request import EngineLike, SamplingParams, TokenLogprob
-from moetool.serving import openapi, refusal
+from moetool.serving import absent, openapi, refusal
 from moetool.serving.access import Access, Record, record_of
+from moetool.serving.connections import Connections
 from moetool.serving.generation import Deadline, Exchange, Frontend, Job, Piece
 from moetool.serving.metrics import Metrics
 from moetool.serving.prompts import Prompt, chat_prompt, completion_prompts, echo
@@ -40,6 +41,7 @@ def create_app(
     options: ServerOptions | None = None,
     api_key: str | None = None,
     report: Callable[[Record], object] = lambda record: None,
+    connections: Connections | None = None,
 ) -> FastAPI:
     """The server's application.
 
@@ -47,10 +49,12 @@ def create_app(
         aliases: names that clients may use for the model besides its own and the last part of its own.
         api_key: what clients have to send, but for /health; None asks nobody.
         report: takes the record of each request when it is over.
+        connections: those that the server holds, for /stats.
 
     Effects: `app.state.frontend` is the `Frontend`, through which the server drains.
     """
     options = options or ServerOptions()
+    connections = connections or Connections(options)
     frontend = Frontend(engine, Vocabulary(engine.tokenizer), Metrics(engine), options)
     began = time.monotonic()
     # The documentation pages load scripts from the network, so there are none; and a redirection would be to wherever
@@ -114,9 +118,11 @@ def create_app(
             "requests_running": len(frontend.running),
             "choices_in_engine": frontend.num_in_engine,
             "choices_waiting": frontend.num_waiting,
+            **connections.counts(),
         }
         return {"model": engine.model_name, "server": server, "engine": engine.stats()}
 
+    absent.install(app)
     return app
 
 
@@ -200,6 +206,7 @@ def _jobs(body: GenerationRequest, prompts: Sequence[Prompt], logprobs: int | No
                 # The choices of one prompt have to differ; the first is that of the same request with n=1.
                 seed=None if body.seed is None else (body.seed + index) % 2**63,
                 logprobs=logprobs,
+                ignore_eos=body.ignore_eos,
             ),
         )
         for prompt in prompts

@@ -1,6 +1,6 @@
 """Putting an engine together: a model, a memory budget and a policy."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 
 from moetool import durable
 from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.fleet import Learners, build_policies, open_pool, split_slots, without_pinned
+from moetool.fleet import Learners, Pool, build_policies, open_pool, split_slots, without_pinned
 from moetool.models.decoding import kv_cache_bytes
 from moetool.models.families import require_substitutable
 from moetool.models.loading import CPU, LoadedModel, load_lazy, load_tokenizer, parse_devices, parse_dtype, use_threads
@@ -24,7 +24,8 @@ from moetool.serving.engine import Engine
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.log import ServeLog
 from moetool.serving.state import restore_state, save_state
-from moetool.serving.store import open_store
+from moetool.serving.store import ExpertStore, open_store
+from moetool.serving.stores import Stores
 from moetool.trace.reader import KEEP
 from moetool.types import ModelSpec
 
@@ -85,6 +86,7 @@ def build_engine(
     predictor: Path | None = None,
     device_memory_bytes: int | None = None,
     log: Path | None = None,
+    open_runtime: Callable[[LoadedModel, Pool, ExpertStore | Stores], ExpertRuntime] = ExpertRuntime,
 ) -> Engine:
     """Load a model without its experts and put an engine around it.
 
@@ -94,6 +96,7 @@ def build_engine(
         device_memory_bytes: for dense weights, KV cache, predictor and expert slots together; without it (and
             without a plan, whose own it is otherwise) every expert gets a slot.
         log: where to write the server's own trace.
+        open_runtime: as for `Engine`.
 
     Effects: allocates all of that. The engine is not started.
 
@@ -157,6 +160,7 @@ def build_engine(
         host_memory_bytes=options.host_memory_bytes or None,
         log=None if log is None else ServeLog(log, {"topk"} | (built.columns & set(KEEP)), built.distance, facts),
         save=None if state is None else partial(save_state, state, name, learned),
+        open_runtime=open_runtime,
     )
 
 

@@ -24,7 +24,8 @@ from moetool.models.sequential import Sequential
 from moetool.request import Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.log import ServeLog
-from moetool.serving.stores import open_stores
+from moetool.serving.store import ExpertStore
+from moetool.serving.stores import Stores, open_stores
 
 _SAVE_SECONDS = 300.0
 
@@ -43,6 +44,7 @@ class Engine:
         host_memory_bytes: for experts in host memory (`ExpertStore`).
         log: records the gate stream and the decisions.
         save: called when the engine closes, and every few minutes: keeps what the policy has learned.
+        open_runtime: what computes the experts: on this machine, unless another is given.
 
     Effects: allocates the pool. `start` starts the thread, `close` ends it and frees the pool's threads.
     """
@@ -59,6 +61,7 @@ class Engine:
         host_memory_bytes: int | None = None,
         log: ServeLog | None = None,
         save: Callable[[], None] | None = None,
+        open_runtime: Callable[[LoadedModel, Pool, ExpertStore | Stores], ExpertRuntime] = ExpertRuntime,
     ) -> None:
         if loaded.files is None:
             raise ValueError("the engine takes a model without its experts: load_lazy")
@@ -75,7 +78,7 @@ class Engine:
             residency.sink = log.on_step
         self._save = save
         self._saved = time.monotonic()
-        self.runtime = ExpertRuntime(loaded, self.residency, self.store)
+        self.runtime = open_runtime(loaded, self.residency, self.store)
         self._batcher = batcher
         batcher.on_forward = self._on_forward
         self._log = log

@@ -1,6 +1,6 @@
 """Running the experts of a model from a pool that may be smaller than one event."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -155,13 +155,8 @@ class ExpertRuntime:
         Args:
             inputs: gives what an expert gets for the places in [T * K] that chose it.
         """
-        rows_of = _rows_by_expert(index_TK.cpu(), index_TK.device)
-        expert_of, num_experts = self.residency.policy.spec.expert_of, layer.form.num_experts
-        steps = self.residency.event(event)
-        self.uses_L[layer.index] += len(event.needed)
-        self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in rows_of for step in steps)
-        sent: dict[int, torch.Tensor] | None = None  # inputs on other devices, by expert
         products: torch.Tensor | None = None
+        rows_of = _rows_by_expert(index_TK.cpu(), index_TK.device)
 
         def put(expert: int, output: torch.Tensor) -> None:
             nonlocal products
@@ -169,6 +164,28 @@ class ExpertRuntime:
                 products = output.new_empty(index_TK.numel(), output.shape[1])
             products[rows_of[expert]] = output
 
+        self._compute(layer, event, rows_of, inputs, put)
+        assert products is not None
+        return products
+
+    def _compute(
+        self,
+        layer: MoeLayer,
+        event: GateEvent,
+        rows_of: Mapping[int, torch.Tensor],
+        inputs: Callable[[int, torch.Tensor], torch.Tensor],
+        put: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Compute every expert that the event needs, and `put` its output.
+
+        Args:
+            rows_of: by expert the places in [T * K] that chose it.
+        """
+        expert_of, num_experts = self.residency.policy.spec.expert_of, layer.form.num_experts
+        steps = self.residency.event(event)
+        self.uses_L[layer.index] += len(event.needed)
+        self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in rows_of for step in steps)
+        sent: dict[int, torch.Tensor] | None = None  # inputs on other devices, by expert
         on_host = [expert_of(step.key)[1] for step in steps if step.kind is StepKind.HOST]
         begun: list[tuple[int, Callable[[], torch.Tensor]]] = []  # elsewhere, to be put in their place at the end
         beside: list[tuple[int, int]] = []  # loaded on demand though nothing here needs it: a whole layer's rest
@@ -192,7 +209,7 @@ class ExpertRuntime:
             if expert in sent:
                 x = replace(layer.form, finish=None).compute(sent.pop(expert), self.store.ready(step.key, step.slot))
                 self.store.computed(step.slot)
-                begun.append((expert, partial(_bring, layer, x, index_TK.device)))
+                begun.append((expert, partial(bring, layer, x, rows_of[expert].device)))
                 continue
             x = inputs(expert, rows_of[expert])
             if expert < num_experts:
@@ -202,14 +219,12 @@ class ExpertRuntime:
         begun += self._begin_on_host(layer, on_host, rows_of, inputs)
         for expert, finished in begun:
             put(expert, finished())
-        assert products is not None
-        return products
 
     def _send(
         self,
         layer: MoeLayer,
         steps: Sequence[Step],
-        rows_of: dict[int, torch.Tensor],
+        rows_of: Mapping[int, torch.Tensor],
         inputs: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> dict[int, torch.Tensor]:
         """The inputs of the experts that other devices compute, by expert, on those devices.
@@ -230,7 +245,7 @@ class ExpertRuntime:
         self,
         layer: MoeLayer,
         experts: list[int],
-        rows_of: dict[int, torch.Tensor],
+        rows_of: Mapping[int, torch.Tensor],
         inputs: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> Iterator[tuple[int, Callable[[], torch.Tensor]]]:
         """Begin to compute `experts` in host memory and empty the list; gives what waits for each one's output."""
@@ -294,7 +309,7 @@ class ExpertRuntime:
             self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
 
 
-def _bring(layer: MoeLayer, output: torch.Tensor, device: torch.device) -> torch.Tensor:
+def bring(layer: MoeLayer, output: torch.Tensor, device: torch.device) -> torch.Tensor:
     """An expert's output from where it was computed, and what the family does with it, by weights that are here."""
     output = output.to(device)
     return output if layer.form.finish is None else layer.form.finish(output)

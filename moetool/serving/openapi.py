@@ -4,6 +4,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from moetool.serving.absent import ABSENT
+
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -74,6 +76,8 @@ def _describe(operation: dict[str, Any], path: str, *, asks: bool) -> None:
     answers.pop("422", None)
     parameters = operation.setdefault("parameters", [])
     parameters.append(_REQUEST_ID)
+    if path in ABSENT:
+        answers["404"] = _answer("Always: there is no such thing here; the message says what to use")
     if path == "/health":
         answers["503"] = {"description": "Requests are not taken; `status` says why"}
     if path.startswith("/v1/models/"):
@@ -85,6 +89,7 @@ def _describe(operation: dict[str, Any], path: str, *, asks: bool) -> None:
         answers["200"]["content"]["text/event-stream"] = {
             "schema": {"type": "string", "description": "With stream: one chunk an event, and [DONE] at the end"}
         }
+    answers.setdefault("503", _answer("Too many connections"))
     if asks:
         answers["401"] = _answer("The key is missing or wrong")
         operation["security"] = [{"key": []}]

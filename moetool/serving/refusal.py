@@ -15,6 +15,9 @@ from moetool.request import Unavailable
 _MAX_SKIPPED_BYTES = 64 * 2**20
 """How much of a body that is too large is read so that its sender gets to see the answer."""
 
+_MAX_BODIES = 16
+"""How many bodies of the largest size are held at one time."""
+
 
 class Refusal(UsageError):
     """A request that this server does not serve, and which field of it is the reason."""
@@ -95,16 +98,18 @@ def _explain(error: Any) -> tuple[str, str | None]:
 class BodyLimit:
     """Middleware: a body over the limit is answered with 413, whether or not its length was announced.
 
-    One that has not come in time is answered with 408, however steadily it trickles.
+    One that has not come in time is answered with 408, however steadily it trickles. Where the bodies of the requests
+    that are being answered are too large together, the latest is answered with 503.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes = 0
+        num_bytes = held_bytes = 0
         until: float | None = asyncio.get_running_loop().time() + self._timeout_s
 
         async def timed() -> Message:
@@ -122,15 +127,24 @@ class BodyLimit:
             return message
 
         async def counted() -> Message:
-            nonlocal num_bytes
+            nonlocal num_bytes, held_bytes
             message = await timed()
-            num_bytes += len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            num_bytes += size
             if num_bytes > self._max_bytes:
                 # Read on without keeping it: a client that is still sending would not see the answer.
                 while message["type"] == "http.request" and message.get("more_body") and num_bytes < _MAX_SKIPPED_BYTES:
                     message = await timed()
                     num_bytes += len(message.get("body", b""))
                 raise HTTPException(413, f"the body is larger than {self._max_bytes} bytes")
+            held_bytes += size
+            self._held_bytes += size
+            if self._held_bytes > _MAX_BODIES * self._max_bytes:
+                why = "the bodies of other requests fill the memory that there is for them"
+                raise HTTPException(503, f"{why}; try again soon", {"Retry-After": "1", "Connection": "close"})
             return message
 
-        await self._app(scope, counted, send)
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._held_bytes -= held_bytes

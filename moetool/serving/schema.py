@@ -130,6 +130,7 @@ class GenerationRequest(_Body):
     stop: Annotated[_Stops, BeforeValidator(_as_stops, json_schema_input_type=_Stop | _Stops)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
+    ignore_eos: bool = Field(default=False, description="Generate to the limit: what load generators ask for")
 
     logit_bias: Annotated[Any, _Only({})] = None
     presence_penalty: Annotated[Any, _Only(0)] = None
@@ -137,6 +138,7 @@ class GenerationRequest(_Body):
     repetition_penalty: Annotated[Any, _Only(1)] = None
     top_k: Annotated[Any, _Only(0, -1)] = None
     min_p: Annotated[Any, _Only(0)] = None
+    min_tokens: Annotated[Any, _Only(0)] = None
     response_format: Annotated[Any, _Only({"type": "text"})] = None
 
     @field_validator("stream_options")

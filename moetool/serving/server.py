@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -16,9 +17,12 @@ from moetool.errors import MoetoolError, UsageError
 from moetool.request import EngineLike
 from moetool.serving.access import Record
 from moetool.serving.api import create_app
+from moetool.serving.connections import ACCEPTED_AT_ONCE, MAX_HEAD_BYTES, Connection, Connections, room_for
 from moetool.serving.generation import Frontend
 from moetool.serving.server_options import ServerOptions
 
+_BACKLOG = 2048
+"""Connections that wait in the system to be taken."""
 _GOODBYE_S = 2
 """How long clients may take to read the last bytes of their answers."""
 
@@ -45,7 +49,7 @@ def bind(host: str, port: int) -> socket.socket:
         # Connections of a server that has just ended do not keep its port.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(2048)
+        sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         reason = error.strerror or str(error)
@@ -68,6 +72,8 @@ class Server(uvicorn.Server):
     The first interruption drains: new requests get 503, those running finish, up to a timeout. The second ends
     those running with an error; the third closes their connections without a word. SIGINT and SIGTERM interrupt
     a server that runs on the main thread.
+
+    Effects: raises this process's limit of open files where it is too low for `max_connections`.
     """
 
     def __init__(
@@ -82,16 +88,32 @@ class Server(uvicorn.Server):
     ) -> None:
         options = options or ServerOptions()
         self._log = _AccessLog(options.access_log)
-        app = create_app(engine, aliases=aliases, options=options, api_key=api_key, report=self._log.write)
+        most = room_for(options.max_connections)
+        if most < options.max_connections:
+            _narrate(
+                f"warning: this process may have too few open files for more than {most} connections; see ulimit -n"
+            )
+        connections = Connections(options, most)
+        app = create_app(
+            engine,
+            aliases=aliases,
+            options=options,
+            api_key=api_key,
+            report=self._log.write,
+            connections=connections,
+        )
         super().__init__(
             uvicorn.Config(
                 app,
                 # One tested combination, whatever else is installed.
-                http="h11",
+                http=partial(Connection, connections),  # type: ignore[arg-type]
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+                timeout_keep_alive=options.idle_timeout_s,  # type: ignore[arg-type]
+                backlog=ACCEPTED_AT_ONCE,
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
-                log_level="warning",
+                log_level="error",  # it warns of each request that makes no sense
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=_GOODBYE_S,
@@ -130,6 +152,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self._sock.listen(_BACKLOG)  # ACCEPTED_AT_ONCE has become that of the system too
         self._on_ready(self._url)
 
     async def on_tick(self, counter: int) -> bool:

@@ -44,7 +44,8 @@ class _Job:
 class ExpertStore:
     """A fixed pool of expert slots over host memory and the expert files.
 
-    `load`, `ready`, `computed` and `close` belong to the model's thread.
+    `load`, `ready`, `computed`, `put`, `bytes_of` and `close` belong to the model's thread, or to whoever holds the
+    lock that keeps it away meanwhile (`moetool.cluster.experts`).
 
     Args:
         num_slots: slots of the pool.
@@ -159,6 +160,28 @@ class ExpertStore:
     def computed(self, slot: int) -> None:
         """All that was to be computed with the expert in `slot` has been asked for: it may be replaced after that."""
         self._freed[slot] = self.copies.mark()
+
+    def put(self, key: int, slot: int, data: torch.Tensor) -> None:
+        """Fill `slot` with the bytes of expert `key` that somebody else has read (uint8 [slot_bytes], on the CPU).
+
+        What was asked to be computed with the slot's former expert comes first: both are queued on one stream.
+        """
+        before = self._jobs[slot]
+        job = self._replace(key, slot, prefetch=False)
+        job.claimed = True
+        if job.after is not None:
+            self._await(job.after)
+            job.after = None
+        if before is not None:
+            self.copies.finish(before.copied)
+        self._slots[slot].copy_(data)
+        self._freed[slot] = self.copies.mark()  # a later load comes after this too
+        job.done = True
+
+    def bytes_of(self, key: int, slot: int) -> torch.Tensor:
+        """A copy, on the CPU, of what `slot` holds, which is expert `key`. Raises: as `ready`."""
+        self.ready(key, slot)
+        return self._slots[slot].to("cpu", copy=True)
 
     @contextlib.contextmanager
     def host(self, key: int) -> Iterator[tuple[torch.Tensor | PackedWeight, ...]]:

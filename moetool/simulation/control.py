@@ -1,7 +1,7 @@
 """Who places experts while the simulation runs: modes, what each of them sees, and Eq. 4."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -58,9 +58,14 @@ planner, in batches; it takes migration to hide behind computing and has no Eq. 
 
 
 def find_mode(name: str) -> Mode:
-    """A mode by name; any planner's name is one, and re-places as Prism does. Raises: UsageError."""
+    """A mode by name; any planner's name is one, and re-places as Prism does; so is PLANNER-offline, -reactive or
+    -proactive, which is DIRECTOR's mode with another planner. Raises: UsageError."""
     if name in MODES:
         return MODES[name]
+    other, _, when = name.rpartition("-")
+    if other and f"director-{when}" in MODES:
+        planner.find(other)
+        return replace(MODES[f"director-{when}"], planner=other, quick={})
     planner.find(name)
     return Mode(planner=name, sees="past")
 

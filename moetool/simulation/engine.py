@@ -8,15 +8,19 @@ What happens to a request at a MoE layer:
     WORK    a message has arrived and joins the queue of its GPU
     BACK    its experts are computed, and the result joins the queue of the link back
 
-When the last result is back, the next layer is READY. Every queue is joined at the time of an event, and events are
-handled in the order of time, so each queue is served exactly in the order of arrival; a queue need then be no more
-than the time at which it is next free.
+When the last result is back, the next layer is READY. Queues are served exactly in the order of arrival; a queue need
+then be no more than the time at which it is next free. Every queue is joined at the time of an event, and events are
+handled in the order of time, with one exception: at WORK a result joins the link back at once, though it leaves later,
+where nobody can be in time to join that link before it. That is so if every message that has reached the server's GPUs
+is on its way back and none of its own requests is in the dense part of a layer, what comes next cannot be done before
+it, and no expert moves.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush, heappushpop
-from typing import Protocol
+from math import inf
+from typing import Any, Protocol
 
 from moetool.simulation.costs import Computing, Network
 from moetool.simulation.routing import Routing
@@ -55,10 +59,10 @@ class Engine:
         routing: where experts are.
         free_G: when each GPU is next free.
         busy_G: seconds that it computed.
-        free_Q: when each link is next free.
-        sent_Q: bytes that it carried, experts on the move among them.
-        calls: expert calls so far: a token that uses an expert is one.
-        local_calls: those that a GPU of the request's own server computed.
+        link_Q: of each link when it is next free, its seconds a byte, and its latency.
+        moved_Q: bytes of experts on the move that each link carried.
+        tokens_GG: tokens that each GPU has sent to each so far, a token once for each expert, what it kept among them.
+        moving: migrations under way.
         windows: (seconds, calls, local calls) so far.
         finished: requests that are through.
 
@@ -87,76 +91,138 @@ class Engine:
         self.spec, self.cluster, self.network, self.computing = spec, cluster, network, computing
         self.routing, self.requests, self.watcher = routing, requests, watcher
         self.bytes_per_token = bytes_per_token
-        self.now_s = 0.0
+        self.now_s = self._since_s = 0.0
         self.free_G, self.busy_G = [0.0] * num_gpus, [0.0] * num_gpus
-        self.free_Q, self.sent_Q = [0.0] * len(network.names), [0] * len(network.names)
-        self.calls = self.local_calls = 0
+        costs: dict[tuple[float, float], tuple[float, float]] = {}  # one object for equal links: less to fetch
+        self.link_Q = [
+            [0.0, *costs.setdefault(each, each)] for each in zip(network.byte_s, network.latency_s, strict=True)
+        ]
+        self.moved_Q = [0] * len(network.names)
+        self.tokens_GG = [[0] * num_gpus for _ in range(num_gpus)]
+        self.moving = 0
         self.windows: list[tuple[float, int, int]] = []
         self.finished: list[Request] = []
         self.waiting_G: list[deque[Request]] = [deque() for _ in range(num_gpus)]
         self.running: dict[int, Request] = {}
+        self._mates_G = [[h for h, m in enumerate(cluster.server_G) if m == n] for n in cluster.server_G]
         self._under_way_G = [0] * num_gpus
         self._seats, self._rounds = seats, admission == "rounds"
         self._round_called = False
         self._tick_s, self._window_s = tick_s, window_s
-        self._heap: list[tuple[float, int, int, object, int, float, int]] = []
-        self._number = 0
+        self._next_tick_s = tick_s if tick_s > 0 else inf
+        # (time; time of the event that it follows from, time of the one before that, number; kind, what, GPU, seconds,
+        # bytes): what happens at one time happens in the order in which it was put off, also where that is not known
+        # from the number because a result joined its link ahead of its time.
+        self._heap: list[tuple[float, float, float, int, int, object, int, float, int]] = []
+        self._number = len(requests)
+        self._coming = iter(sorted(requests, key=lambda request: request.arrived_s))
 
-    def at(
-        self, time_s: float, kind: int, what: object = None, gpu: int = 0, cost_s: float = 0.0, size: int = 0
-    ) -> None:
+    def at(self, time_s: float, kind: int, what: object = None) -> None:
         """Put an event off until its time; events of one time happen in the order in which they were put off."""
         self._number += 1
-        heappush(self._heap, (time_s, self._number, kind, what, gpu, cost_s, size))
+        heappush(self._heap, (time_s, self.now_s, self._since_s, self._number, kind, what, 0, 0.0, 0))
 
     def run(self) -> None:
         """Run until every request is through."""
-        for request in self.requests:
-            self.at(request.arrived_s, ARRIVE, request)
+        self._expect_next()
         if self._tick_s > 0:
             self.at(self._tick_s, TICK)
         self.at(self._window_s, WINDOW)
         self._loop()
 
+    @property
+    def sent_Q(self) -> list[int]:
+        """Bytes that each link carried: tokens, their results, and experts on the move."""
+        sent_Q = list(self.moved_Q)
+        for g, row in enumerate(self.tokens_GG):
+            for h, tokens in enumerate(row):
+                if tokens and g != h:
+                    sent_Q[self.network.queue_GG[g][h]] += tokens * self.bytes_per_token
+                    sent_Q[self.network.queue_GG[h][g]] += tokens * self.bytes_per_token
+        return sent_Q
+
+    @property
+    def calls(self) -> int:
+        """Expert calls so far: a token that uses an expert is one."""
+        return sum(map(sum, self.tokens_GG))
+
+    @property
+    def local_calls(self) -> int:
+        """Those of them that a GPU of the request's own server computes."""
+        return sum(sum(self.tokens_GG[g][h] for h in self._mates_G[g]) for g in range(len(self.tokens_GG)))
+
+    def _expect_next(self) -> None:
+        """Only the next request to come is in the heap: a small heap is a fast one. It comes before what else is at its
+        time."""
+        request = next(self._coming, None)
+        if request is not None:
+            heappush(self._heap, (request.arrived_s, -1.0, -1.0, 0, ARRIVE, request, 0, 0.0, 0))
+
+    def _ahead_G(self) -> list[float]:
+        """How long after a message's arrival nothing that comes later can have left the server of each GPU.
+
+        What a GPU alone sends over a link leaves in the order in which the GPU took it up.
+        """
+        least = min(*self.computing.dense[1:], *self.computing.expert[1:])
+        fastest = max(gpu.speed for gpu in self.cluster.gpus)
+        return [inf if len(gpus) == 1 else least / fastest for gpus in self._mates_G]
+
     def _loop(self) -> None:
         # The names are local because a run has tens of millions of events.
-        heap, near = self._heap, self.routing.near
-        free_G, busy_G, free_Q, sent_Q = self.free_G, self.busy_G, self.free_Q, self.sent_Q
-        queue_GG, byte_s, latency_s = self.network.queue_GG, self.network.byte_s, self.network.latency_s
+        heap, near, tokens_GG = self._heap, self.routing.near, self.tokens_GG
+        free_G, busy_G, ahead_G = self.free_G, self.busy_G, self._ahead_G()
+        link_GG = [[self.link_Q[queue] for queue in row] for row in self.network.queue_GG]
         expert_s, dense_s = self.computing.expert, self.computing.dense
         slow_G = [1.0 / gpu.speed for gpu in self.cluster.gpus]
         server_G, num_layers = self.cluster.server_G, self.spec.num_layers
         per_token, load_of = self.bytes_per_token, free_G.__getitem__
         work, came_back, ready, send = WORK, BACK, READY, SEND
+        leaving_N = [0] * len(self.cluster.servers)  # that will join links of the server at events to come
+        calm_s = -inf if self.moving else self._next_tick_s  # no expert moves before
         number = self._number
-        calls = local = 0
         request: Request
         # Where one event follows from another, its push and the next pop are one step of the heap.
         event = heappop(heap) if heap else None
         while event is not None:
-            now, _, kind, what, g, cost, size = event
+            now, since, _, own, kind, what, g, cost, size = event
             if kind == work:
+                request = what  # type: ignore[assignment]
                 free = free_G[g]
                 free = (now if now > free else free) + cost
                 free_G[g] = free
                 busy_G[g] += cost
-                number += 1
-                event = heappushpop(heap, (free, number, came_back, what, g, 0.0, size))
-                continue
-            elif kind == came_back:
-                request = what  # type: ignore[assignment]
-                queue = queue_GG[g][request.gpu]
-                free = free_Q[queue]
-                free = (now if now > free else free) + size * byte_s[queue]
-                free_Q[queue] = free
-                sent_Q[queue] += size
-                back = free + latency_s[queue]
-                if back > request.back_s:
-                    request.back_s = back
+                if leaving_N[server_G[g]] or free > now + ahead_G[g] or free >= calm_s:
+                    leaving_N[server_G[g]] += 1
+                    event = heappushpop(heap, (free, now, since, own, came_back, what, g, 0.0, size))
+                    continue
+                link = link_GG[g][request.gpu]
+                left = (free, now, own)
+                if left > request.left:
+                    request.left = left
+                at_s = link[0]
+                link[0] = at_s = (free if free > at_s else at_s) + size * link[1]
+                at_s += link[2]
+                if at_s > request.back_s:
+                    request.back_s = at_s
                 request.pending -= 1
                 if not request.pending:
-                    number += 1
-                    event = heappushpop(heap, (request.back_s, number, ready, request, request.gpu, 0.0, 0))
+                    event = heappushpop(heap, (request.back_s, *request.left, ready, request, request.gpu, 0.0, 0))
+                    continue
+            elif kind == came_back:
+                request = what  # type: ignore[assignment]
+                leaving_N[server_G[g]] -= 1
+                link = link_GG[g][request.gpu]
+                left = (now, since, own)
+                if left > request.left:
+                    request.left = left
+                at_s = link[0]
+                link[0] = at_s = (now if now > at_s else at_s) + size * link[1]
+                at_s += link[2]
+                if at_s > request.back_s:
+                    request.back_s = at_s
+                request.pending -= 1
+                if not request.pending:
+                    event = heappushpop(heap, (request.back_s, *request.left, ready, request, request.gpu, 0.0, 0))
                     continue
             elif kind == ready:
                 request = what  # type: ignore[assignment]
@@ -165,7 +231,7 @@ class Engine:
                     request.first_s = now
                 steps = request.route.steps
                 if step == len(steps):
-                    self.now_s, self._number = now, number
+                    self.now_s, self._since_s, self._number = now, since, number
                     self._finish(request)
                     number = self._number
                     event = heappop(heap) if heap else None
@@ -175,15 +241,17 @@ class Engine:
                 free = (now if now > free else free) + took
                 free_G[g] = free
                 busy_G[g] += took
+                leaving_N[server_G[g]] += 1
                 number += 1
-                event = heappushpop(heap, (free, number, send, request, g, 0.0, 0))
+                event = heappushpop(heap, (free, now, since, number, send, request, g, 0.0, 0))
                 continue
             elif kind == send:
                 request = what  # type: ignore[assignment]
                 step = request.step
                 request.step = step + 1
+                leaving_N[server_G[g]] -= 1
                 targets = near[g][step % num_layers]
-                parts: dict[int, list[float]] = {}
+                parts: dict[int, list[Any]] = {}
                 for expert, tokens in request.route.steps[step]:
                     target = targets[expert]
                     if target.__class__ is tuple:
@@ -195,48 +263,43 @@ class Engine:
                     else:
                         parts[target] = [expert_s[tokens], tokens]  # type: ignore[index]
                 request.back_s = now
-                home, queue_G = server_G[g], queue_GG[g]
+                link_G, tokens_G = link_GG[g], tokens_GG[g]
                 if g in parts:
-                    took, tokens = parts.pop(g)  # type: ignore[assignment]
+                    took, tokens = parts.pop(g)
                     took *= slow_G[g]
                     free = free_G[g]
                     free = (now if now > free else free) + took
                     free_G[g] = request.back_s = free
                     busy_G[g] += took
-                    calls += tokens
-                    local += tokens
+                    tokens_G[g] += tokens
                 request.pending = len(parts)
-                for target, (took, count) in parts.items():
-                    tokens = int(count)
-                    calls += tokens
-                    if server_G[target] == home:
-                        local += tokens
-                    queue = queue_G[target]
+                request.left = -1.0, 0.0, 0
+                for target, (took, tokens) in parts.items():
+                    tokens_G[target] += tokens
                     size = tokens * per_token
-                    free = free_Q[queue]
-                    free = (now if now > free else free) + size * byte_s[queue]
-                    free_Q[queue] = free
-                    sent_Q[queue] += size
+                    link = link_G[target]
+                    free = link[0]
+                    link[0] = free = (now if now > free else free) + size * link[1]
                     number += 1
                     heappush(
-                        heap, (free + latency_s[queue], number, work, request, target, took * slow_G[target], size)
+                        heap, (free + link[2], now, since, number, work, request, target, took * slow_G[target], size)
                     )
                 if not parts:
                     number += 1
-                    event = heappushpop(heap, (request.back_s, number, ready, request, g, 0.0, 0))
+                    event = heappushpop(heap, (request.back_s, now, since, number, ready, request, g, 0.0, 0))
                     continue
             else:
-                self.now_s, self.calls, self.local_calls = now, calls, local
-                self._number = number
+                self.now_s, self._since_s, self._number = now, since, number
                 self._seldom(kind, what)
                 number = self._number
+                calm_s = -inf if self.moving else self._next_tick_s
             event = heappop(heap) if heap else None
-        self.calls, self.local_calls = calls, local
 
     def _seldom(self, kind: int, what: object) -> None:
         """The events that are few."""
         if kind == ARRIVE:
             assert isinstance(what, Request)
+            self._expect_next()
             self.waiting_G[what.gpu].append(what)
             if self._rounds:
                 self._call_round()
@@ -248,9 +311,10 @@ class Engine:
             what(self, self.now_s)  # type: ignore[operator]
         elif len(self.finished) < len(self.requests):
             if kind == TICK:
+                self._next_tick_s = self.now_s + self._tick_s
                 if self.watcher is not None:
                     self.watcher.on_tick(self)
-                self.at(self.now_s + self._tick_s, TICK)
+                self.at(self._next_tick_s, TICK)
             else:
                 self.windows.append((self.now_s, self.calls, self.local_calls))
                 self.at(self.now_s + self._window_s, WINDOW)
@@ -263,7 +327,8 @@ class Engine:
         request.started_s = at_s
         self._under_way_G[request.gpu] += 1
         self.running[request.number] = request
-        self.at(at_s, READY, request, request.gpu)
+        self._number += 1
+        heappush(self._heap, (at_s, self.now_s, self._since_s, self._number, READY, request, request.gpu, 0.0, 0))
 
     def _call_round(self) -> None:
         # After whatever else happens now, so that requests that arrive together begin together.

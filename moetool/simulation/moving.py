@@ -41,6 +41,7 @@ class Moving:
         for i, waits in enumerate(self._waits):
             if not waits:
                 engine.at(engine.now_s, CALL, self._begin_of(i))
+        engine.moving += bool(moves)
         if not moves:
             done(engine.now_s)
 
@@ -61,15 +62,16 @@ class Moving:
     def _send(self, engine: "Engine", i: int, queue: int, left: int) -> None:
         """Queue the next piece; the one after it follows when this one is through, and loaded."""
         size = min(self._piece, left)
-        began = max(engine.now_s, engine.free_Q[queue])
-        sent = began + size * engine.network.byte_s[queue]
-        engine.free_Q[queue] = sent
-        engine.sent_Q[queue] += size
+        link = engine.link_Q[queue]
+        began = max(engine.now_s, link[0])
+        sent = began + size * link[1]
+        link[0] = sent
+        engine.moved_Q[queue] += size
         loaded = max(sent, began + size / engine.cluster.gpus[self._moves[i].gpu].host_to_device_bytes_s)
         if left > size:
             engine.at(loaded, CALL, lambda engine, now_s: self._send(engine, i, queue, left - size))
         else:
-            engine.at(loaded + engine.network.latency_s[queue], CALL, self._end_of(i))
+            engine.at(loaded + link[2], CALL, self._end_of(i))
 
     def _end_of(self, i: int) -> "Callable[[Engine, float], None]":
         def end(engine: "Engine", now_s: float) -> None:
@@ -80,6 +82,7 @@ class Moving:
                 engine.routing.remove(move.layer, move.expert, move.gpu)
             self._left -= 1
             if not self._left:
+                engine.moving -= 1
                 self._done(now_s)
             for j in self._then[i]:
                 self._waits[j] -= 1

@@ -210,6 +210,7 @@ def simulate(
     Args:
         arrivals: as of `moetool.simulation.arrivals.read_arrivals`.
         requests: how many arrive.
+        planner_options: by name; under a planner's name those for it alone.
         plan: the placement at the beginning; by default the mode's planner places from the history.
         profile: measured costs; assumed ones without.
         predictor: for `lookahead` = `predicted`; a regression on the history without one.
@@ -220,6 +221,7 @@ def simulate(
     """
     options, spec, cluster = options or Options(), world.spec, world.cluster
     chosen = find_mode(mode)
+    own_options = _options_of(chosen.planner, planner_options or {})
     if requests < 1:
         raise UsageError(f"--requests is {requests}, expected 1 or more")
     rng = np.random.default_rng(options.seed)
@@ -242,7 +244,7 @@ def simulate(
     latency = planning_latency(cluster, computing, size)
     if plan is None:
         problem = Problem(demand=world.history, latency=latency, seed=options.seed)
-        placed_GLE = planner.place(chosen.planner, problem, dict(planner_options or {}))
+        placed_GLE = planner.place(chosen.planner, problem, own_options)
     else:
         spec.require_same(plan.spec, "the traces", "the plan")
         if plan.cluster != cluster:
@@ -258,7 +260,7 @@ def simulate(
         placed_GLE,
         call_s=2 * float(ways.mean()) if len(ways) else 0.0,
         seed=options.seed,
-        options=planner_options,
+        options=own_options,
         always=not chosen.pays if options.decide == "auto" else options.decide == "always",
         migrate=options.migrate,
         decay=options.decay,
@@ -282,6 +284,12 @@ def simulate(
     )
     engine.run()
     return collect(engine, mode, options.seed, control.migrations)
+
+
+def _options_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the given options a planner gets."""
+    for_all = {option: value for option, value in given.items() if not isinstance(value, dict)}
+    return {**for_all, **given.get(name, {})}
 
 
 def _prediction(world: World, predictor: "Predictor | None") -> Callable[[Route], np.ndarray]:

@@ -14,11 +14,12 @@ from moetool.types import Cluster, Server
 if TYPE_CHECKING:
     from moetool.trace.reader import Trace
 
-SWEEPS = ("gpus", "bandwidth", "gap", "mode", "seed")
+SWEEPS = ("gpus", "bandwidth", "gap", "mode", "seed", "lookahead", "migrate")
 
 
 def parse_sweeps(given: Sequence[str]) -> dict[str, list[str]]:
-    """`gpus=4,16`, `bandwidth=100Mbps,62.5MB`, `gap=8s,15s`, `mode=uniform,prism`, `seed=0,1` as lists.
+    """`gpus=4,16`, `bandwidth=100Mbps,62.5MB`, `gap=8s,15s`, `mode=uniform,prism`, `seed=0,1`,
+    `lookahead=true,predicted`, `migrate=free,overlap` as lists.
 
     Raises:
         UsageError: one of another name, or without values.
@@ -61,7 +62,12 @@ def sweep(
     for done, values in enumerate(combinations):
         at = dict(zip(names, values, strict=True))
         key = at.get("gpus"), at.get("seed")
-        chosen = replace(options, seed=_whole("seed", at["seed"])) if "seed" in at else options
+        chosen = replace(
+            options,
+            lookahead=at.get("lookahead", options.lookahead),
+            migrate=at.get("migrate", options.migrate),
+            seed=_whole("seed", at["seed"]) if "seed" in at else options.seed,
+        )
         if key not in worlds:
             scaled = cluster if "gpus" not in at else resize(cluster, _whole("gpus", at["gpus"]))
             named = {

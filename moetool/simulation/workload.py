@@ -47,7 +47,8 @@ class Request:
         first_s: when its prompt was through; -1 before.
         finished_s: when its last token was; -1 before.
         step: the next of `route.steps`.
-        pending: expert calls of this step that are not back.
+        pending: messages of this step whose results have not joined the link back.
+        left: when the last of the others left, when its message had arrived, and the number of that.
         back_s: when the last of those that are back came.
     """
 
@@ -60,6 +61,7 @@ class Request:
     finished_s: float = -1.0
     step: int = 0
     pending: int = 0
+    left: tuple[float, float, int] = (0.0, 0.0, 0)
     back_s: float = 0.0
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from moetool import durable
 from moetool.errors import UsageError, unknown_name
-from moetool.trace.reader import KEEP, MANIFEST, TokenBatch, Trace
+from moetool.trace.reader import KEEP, MANIFEST, SIGNALS, TokenBatch, Trace
 from moetool.trace.writer import TraceWriter
 from moetool.types import ModelSpec
 
@@ -28,7 +28,7 @@ def head(
     """The first MoE layers, or the first requests, of a trace, as a trace of its own. Requests keep their numbers.
 
     A trace of fewer layers is of another model, one that ends there: what is trained on it fits nothing else. The
-    column `ahead` is left out of it, since it looks at layers that are gone.
+    columns `ahead` and `resident` are left out of it, since they look at layers that are gone.
 
     Args:
         layers: how many MoE layers; all by default.
@@ -45,11 +45,11 @@ def head(
         if asked is not None and not 1 <= asked <= there:
             raise UsageError(f"--{name} is {asked}, and {trace.path} has {there}; give 1 to {there}")
     num_layers = layers or spec.num_layers
-    columns = trace.columns if num_layers == spec.num_layers else trace.columns - {"ahead"}
+    columns = trace.columns if num_layers == spec.num_layers else trace.columns - {"ahead", "resident"}
     numbers = {request: request for request in request_numbers(trace)[:requests]}
     durable.require_absent(out, overwrite, MANIFEST)
     with durable.staged_directory(out, overwrite, MANIFEST) as folder, ExitStack() as stack:
-        writer = part_writer(stack, folder, _cut_spec(spec, num_layers), columns, trace.ahead)
+        writer = part_writer(stack, folder, _cut_spec(spec, num_layers), columns, trace)
         copy_requests(trace, columns, {number: (writer, number) for number in numbers}, num_layers=num_layers)
         _finish(writer, trace, {"head_of": trace.sha256})
     return Trace(out)
@@ -76,7 +76,7 @@ def sample(trace: Trace, out: Path, *, requests: int, seed: int = 0, overwrite: 
     places = np.sort(np.random.default_rng(seed).choice(len(there), requests, replace=False)).tolist()
     durable.require_absent(out, overwrite, MANIFEST)
     with durable.staged_directory(out, overwrite, MANIFEST) as folder, ExitStack() as stack:
-        writer = part_writer(stack, folder, trace.spec, trace.columns, trace.ahead)
+        writer = part_writer(stack, folder, trace.spec, trace.columns, trace)
         copy_requests(trace, trace.columns, {there[place]: (writer, number) for number, place in enumerate(places)})
         _finish(writer, trace, {"sample_of": trace.sha256, "seed": seed})
     return Trace(out)
@@ -110,7 +110,7 @@ def split(
         writers = {}
         for name in names:
             (folder / name).mkdir()
-            writers[name] = part_writer(stack, folder / name, trace.spec, trace.columns, trace.ahead)
+            writers[name] = part_writer(stack, folder / name, trace.spec, trace.columns, trace)
         next_number = dict.fromkeys(names, 0)
         places = {}
         for request in request_numbers(trace):
@@ -163,10 +163,10 @@ def _by_share(trace: Trace, shares: Sequence[float]) -> dict[int, str]:
     return part_of
 
 
-def part_writer(stack: ExitStack, folder: Path, spec: ModelSpec, columns: frozenset[str], ahead: int) -> TraceWriter:
-    """A writer of some columns, abandoned when the stack unwinds before it has finished."""
+def part_writer(stack: ExitStack, folder: Path, spec: ModelSpec, columns: frozenset[str], like: Trace) -> TraceWriter:
+    """A writer of some columns, made as those of `like` were; abandoned when the stack unwinds before its end."""
     keep = {"topk", *(columns & set(KEEP))}
-    writer = TraceWriter(folder, spec, keep, ahead or 1, weights="weights" in columns)
+    writer = TraceWriter(folder, spec, keep, like.ahead or 1, weights="weights" in columns, resident=like.resident)
     stack.callback(writer.abort)
     return writer
 
@@ -197,7 +197,7 @@ def copy_requests(
     for request, (writer, number) in places.items():
         part_R[request], number_R[request] = index[writer], number
     following = first_forward
-    for batch in trace.batches(columns & {"weights", "logits", "hidden", "ahead"}):
+    for batch in trace.batches(columns & {"weights", *SIGNALS}):
         following = max(following, first_forward + int(batch.forward_T.max(initial=-1)) + 1)
         known_T = batch.request_T < size
         part_T = np.where(known_T, part_R[np.where(known_T, batch.request_T, 0)], -1)

@@ -39,7 +39,7 @@ def merge(traces: Sequence[Trace], out: Path, *, overwrite: bool = False) -> tup
         notes.append(f"{again} prompts are in more than one of them; a split by request may part them")
     durable.require_absent(out, overwrite, MANIFEST)
     with durable.staged_directory(out, overwrite, MANIFEST) as folder, ExitStack() as stack:
-        writer = part_writer(stack, folder, first.spec, columns, first.ahead)
+        writer = part_writer(stack, folder, first.spec, columns, first)
         forward = number = 0
         merged = []
         for trace in traces:
@@ -70,6 +70,9 @@ def _common_columns(traces: Sequence[Trace]) -> tuple[frozenset[str], list[str]]
     if "ahead" in columns and len({trace.ahead for trace in traces}) > 1:
         columns -= {"ahead"}
         notes.append("ahead: they look ahead differently far")
+    if "resident" in columns and len({trace.resident for trace in traces}) > 1:
+        columns -= {"resident"}
+        notes.append("resident: different shares of the experts")
     logs = {trace.manifest["composition"]["kind"] == "log" for trace in traces}
     if "embeddings" in columns and len(logs) > 1:
         columns -= {"embeddings"}

@@ -8,7 +8,9 @@
 
 Per-layer columns are fixed-size lists, layer-major: `experts` and `weights` hold the K of layer 0, then those of
 layer 1 and so on; `logits` the E of each layer; `hidden` the D that each router saw; `ahead` what the routers of the
-next A MoE layers say of those D, A times E of the widest layer (0 beyond a layer's experts and beyond the last layer).
+next A MoE layers say of those D, A times E of the widest layer (0 beyond a layer's experts and beyond the last layer);
+`resident` what the next one's router would say if only resident and shared experts had been computed, E of the widest
+layer (0 likewise).
 The offsets are in the schema metadata. Readers stream and name the columns that they need. `weights` is missing where a
 trace was made from the records of an engine that keeps only the experts. How versions of this schema follow one another
 is said in `moetool.trace.version`: traces of an older minor version are read, those of a newer version refused.
@@ -31,7 +33,9 @@ from moetool.trace.version import SCHEMA_VERSION, upgrade
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 MANIFEST = "manifest.json"
-KEEP = ("topk", "logits", "embeddings", "hidden", "ahead")
+KEEP = ("topk", "logits", "embeddings", "hidden", "ahead", "resident")
+SIGNALS = ("logits", "hidden", "ahead", "resident")
+"""Columns of tokens/ beside the routes, which a trace may hold."""
 BATCH_TOKENS = 8192
 
 REQUESTS = pa.schema(
@@ -54,8 +58,8 @@ class TokenBatch:
     Shapes:
         request_T, forward_T, iteration_T, position_T, token_id_T int32; phase_T uint8 (`Phase`);
         experts_TS uint16 and weights_TS float16 with S = sum of top_k_L; logits_TF float16 with F = sum of
-        num_experts_L; hidden_TH float16 with H = L * D; ahead_TR float16 with R = L * A * E. `None` where not recorded
-        or not asked for.
+        num_experts_L; hidden_TH float16 with H = L * D; ahead_TR float16 with R = L * A * E; resident_TW float16 with
+        W = L * E. `None` where not recorded or not asked for.
         A token id of -1 was withheld.
     """
 
@@ -70,6 +74,7 @@ class TokenBatch:
     logits_TF: np.ndarray | None = None
     hidden_TH: np.ndarray | None = None
     ahead_TR: np.ndarray | None = None
+    resident_TW: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.request_T)
@@ -103,6 +108,7 @@ COLUMNS = {
     "logits": "logits_TF",
     "hidden": "hidden_TH",
     "ahead": "ahead_TR",
+    "resident": "resident_TW",
 }
 ALWAYS = ("request", "forward", "phase", "iteration", "position", "token_id", "experts")
 
@@ -114,6 +120,7 @@ def _widths(spec: ModelSpec, ahead: int) -> dict[str, int]:
         "logits": sum(spec.num_experts_L),
         "hidden": spec.num_layers * spec.hidden_size,
         "ahead": spec.num_layers * ahead * spec.num_experts,
+        "resident": spec.num_layers * spec.num_experts,
     }
 
 
@@ -124,7 +131,7 @@ def token_schema(spec: ModelSpec, columns: Iterable[str], ahead: int) -> pa.Sche
         **dict.fromkeys(("request", "forward", "iteration", "position", "token_id"), pa.int32()),
         "phase": pa.uint8(),
         "experts": pa.list_(pa.uint16(), widths["experts"]),
-        **{name: pa.list_(pa.float16(), widths[name]) for name in ("weights", "logits", "hidden", "ahead")},
+        **{name: pa.list_(pa.float16(), widths[name]) for name in ("weights", *SIGNALS)},
     }
     offsets = {
         "moetool.top_k_offsets": [0, *np.cumsum(spec.top_k_L).tolist()],
@@ -177,8 +184,9 @@ class Trace:
     Attributes:
         manifest: manifest.json, as this version writes it.
         spec: the model that was traced.
-        columns: what was recorded: `experts` and perhaps `weights`, `logits`, `hidden`, `ahead`, `embeddings`.
+        columns: what was recorded: `experts` and perhaps `weights`, `SIGNALS`, `embeddings`.
         ahead: for how many layers the column `ahead` looks ahead; 0 without it.
+        resident: share of a layer's experts that the column `resident` takes to be resident; 0 without it.
         num_tokens: rows of tokens/.
         requests: requests.parquet, in the order of the requests.
 
@@ -210,6 +218,7 @@ class Trace:
             self.columns = frozenset(self.manifest["columns"])
             self.num_tokens = int(self.manifest["tokens"])
             self.ahead = int(self.manifest["ahead"])
+            self.resident = float(self.manifest["resident"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise MismatchError(f"{path}/manifest.json is damaged ({error!r}); capture again") from None
         for name, (expected, _) in self._files.items():
@@ -287,7 +296,7 @@ class Trace:
         """Stream the rows of tokens/ in the order of the forwards, some thousands at a time.
 
         Args:
-            columns: any of `weights`, `logits`, `hidden`, `ahead`, besides those that always come.
+            columns: any of `weights` and `SIGNALS`, besides those that always come.
 
         Raises:
             MismatchError: a column was not recorded, or a file is damaged.
@@ -322,8 +331,8 @@ class Trace:
         Args:
             sequential: one request after the other, each prompt in one forward; otherwise the forwards as they
                 were recorded.
-            columns: `weights`, `logits`, `hidden` and `ahead` fill the fields of the events, `embeddings` that of the
-                forwards: the mean over an iteration, which is all that a trace holds.
+            columns: `weights` and `SIGNALS` fill the fields of the events, `embeddings` that of the forwards: the mean
+                over an iteration, which is all that a trace holds.
             requests: only these requests (all by default).
         """
         columns = set(columns)
@@ -494,13 +503,16 @@ def to_events(
         if rows.logits_TF is not None:
             logits = rows.logits_TF[:, wide[layer] : wide[layer + 1]].astype(np.float32)
             scores = router_scores(logits, spec.score_function)
-        hidden = ahead = None
+        hidden = ahead = resident = None
         if rows.hidden_TH is not None:
             width = spec.hidden_size
             hidden = rows.hidden_TH[:, layer * width : (layer + 1) * width].astype(np.float32)
         if rows.ahead_TR is not None:
             looked = rows.ahead_TR.reshape(len(rows), spec.num_layers, -1, spec.num_experts)[:, layer]
             ahead = ahead_scores(spec, layer, looked.transpose(1, 0, 2))
+        if rows.resident_TW is not None:
+            said = rows.resident_TW.reshape(len(rows), spec.num_layers, -1)[:, layer]
+            resident = next_scores(spec, layer, said)
         events.append(
             GateEvent(
                 forward=info,
@@ -510,6 +522,7 @@ def to_events(
                 scores_TE=scores,
                 hidden_TD=hidden,
                 ahead_ATE=ahead,
+                resident_TE=resident,
             )
         )
     return info, events
@@ -534,3 +547,9 @@ def ahead_scores(spec: ModelSpec, layer: int, logits_ATE: np.ndarray) -> np.ndar
         logits_TE = logits_ATE[a, :, :num_experts].astype(np.float32)
         scores_ATE[a, :, :num_experts] = router_scores(logits_TE, spec.score_function)
     return scores_ATE
+
+
+def next_scores(spec: ModelSpec, layer: int, logits_TE: np.ndarray) -> np.ndarray:
+    """Scores [T, E] float32 of the router after `layer` from its logits; 0 after the last layer."""
+    ahead_ATE = ahead_scores(spec, layer, logits_TE[None])
+    return ahead_ATE[0] if len(ahead_ATE) else np.zeros(logits_TE.shape, np.float32)

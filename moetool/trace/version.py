@@ -11,6 +11,7 @@ A version is `major.minor`. A manifest of before minor versions has the major nu
     1.0  the first
     1.1  `ahead` is always in the manifest; `weights` may be missing from `columns` (routes of engines that record only
          the experts)
+    1.2  the column `resident`, and in the manifest always the share of the experts that it is for
 """
 
 import re
@@ -20,7 +21,7 @@ from typing import Any
 
 from moetool.errors import MismatchError
 
-MAJOR, MINOR = 1, 1
+MAJOR, MINOR = 1, 2
 SCHEMA_VERSION = f"{MAJOR}.{MINOR}"
 
 
@@ -52,4 +53,8 @@ def _to_1_1(manifest: dict[str, Any]) -> dict[str, Any]:
     return {"ahead": 0, **manifest}
 
 
-_STEPS: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (_to_1_1,)
+def _to_1_2(manifest: dict[str, Any]) -> dict[str, Any]:
+    return {"resident": 0.0, **manifest}
+
+
+_STEPS: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (_to_1_1, _to_1_2)

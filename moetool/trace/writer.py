@@ -19,6 +19,7 @@ from moetool.trace.reader import (
     KEEP,
     REQUESTS,
     SCHEMA_VERSION,
+    SIGNALS,
     TokenBatch,
     embedding_schema,
     to_array,
@@ -45,7 +46,7 @@ def token_columns(keep: Collection[str], *, weights: bool = True) -> list[str]:
     return [
         *ALWAYS,
         *(["weights"] if weights else []),
-        *(column for column in ("logits", "hidden", "ahead") if column in keep),
+        *(column for column in SIGNALS if column in keep),
     ]
 
 
@@ -57,16 +58,25 @@ class TraceWriter:
         keep: which of `KEEP` to record; `topk` always is.
         ahead: for how many layers the column `ahead` looks ahead, where it is kept.
         weights: whether the weights of the experts are known.
+        resident: share of a layer's experts that the column `resident` takes to be resident, where it is kept.
 
     Effects: starts one thread; `finish` or `abort` ends it.
     """
 
     def __init__(
-        self, folder: Path, spec: ModelSpec, keep: Iterable[str], ahead: int = 3, *, weights: bool = True
+        self,
+        folder: Path,
+        spec: ModelSpec,
+        keep: Iterable[str],
+        ahead: int = 3,
+        *,
+        weights: bool = True,
+        resident: float = 0.5,
     ) -> None:
         self.keep = frozenset(keep) | {"topk"}
         self.columns = token_columns(self.keep, weights=weights)
         self.ahead = ahead if "ahead" in self.keep else 0
+        self.resident = resident if "resident" in self.keep else 0.0
         self._folder = folder
         self._spec = spec
         self._tokens_parts = _Parts(folder / "tokens", token_schema(spec, self.columns, self.ahead))
@@ -152,6 +162,7 @@ class TraceWriter:
                 "spec": self._spec.to_json(),
                 "columns": [*self.columns, *(["embeddings"] if "embeddings" in self.keep else [])],
                 "ahead": self.ahead,
+                "resident": self.resident,
                 "composition": composition,
                 "requests": len(self._requests),
                 "tokens": self._tokens,

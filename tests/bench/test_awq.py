@@ -1,10 +1,11 @@
-"""Replicas of the reference model: activation-aware scales beside rounding to nearest, and what packed experts save.
+"""Replicas of the reference model: activation-aware scales beside rounding to nearest; what packing costs and saves.
 
     python -m pytest tests/bench/test_awq.py -s
 
 Scales are chosen on 8,192 tokens of four of five embedded prompts; replicas are judged on 2,048 tokens of the others.
 """
 
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,16 @@ import pytest
 import torch
 
 from moetool.capture.run import CaptureOptions, capture
+from moetool.evaluation.evaluate import held_out
+from moetool.evaluation.prediction_time import prompt_time, step_time
 from moetool.models.loading import LoadedModel, load_tokenizer
+from moetool.predictor import load_predictor
 from moetool.prompts import gather as prompts
 from moetool.quantize.calibration import Calibration, from_prompts
 from moetool.quantize.making import ReplicaOptions
 from moetool.quantize.replica import make_replica
 from moetool.serving.assembly import open_pooled
+from moetool.trace.reader import Trace
 
 pytestmark = pytest.mark.slow
 
@@ -86,3 +91,28 @@ def test_packed_experts_are_read_less_at_equal_memory(
             f"{time.perf_counter() - began:.2f} s"
         )
     assert 8 * read["int4"] < read["bf16"]
+
+
+def test_a_pending_request_packed_and_unpacked(
+    reference: Path, made: dict[tuple[int, str], tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    """The same scores out of a fraction of the memory; milliseconds by turns, the medians of seven rounds."""
+    options = CaptureOptions(max_new_tokens=4, keep=("topk",))
+    capture(str(reference), prompts.load(["all"], max_prompts=10), tmp_path / "trace", options)
+    trace, (folder, card) = Trace(tmp_path / "trace"), made[64, "awq"]
+    requests, _, _ = held_out(card, trace)
+    twins = {
+        name: load_predictor(folder, {"awq_replica": {"unpacked": name == "unpacked"}})
+        for name in ("packed", "unpacked")
+    }
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in twins}
+    for _ in range(7):
+        for name, twin in twins.items():
+            found[name].append((*prompt_time(twin, trace, requests), step_time(twin, trace, requests)))
+    for name, times in found.items():
+        request_s, tokens, step_s = (statistics.median(column) for column in zip(*times, strict=True))
+        print(
+            f"\n{name}: {twins[name].num_bytes:,} bytes, {1e3 * request_s:.1f} ms a pending request of {tokens:.0f} "
+            f"tokens, {1e3 * step_s:.1f} ms a decode step"
+        )
+    assert 4 * twins["packed"].num_bytes < twins["unpacked"].num_bytes

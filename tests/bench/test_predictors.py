@@ -2,11 +2,14 @@
 
     OMP_NUM_THREADS=1 python -m pytest tests/bench/test_predictors.py -m '' -s
 
-Each is trained by `moetool train` with the epochs that `EPOCHS` gives, and judged by `moetool evaluate`; those that a
-trace has not the columns for are named with the reason. `MOETOOL_BENCH_WORK=DIR` keeps traces, predictors and pages in
+Each is trained by `moetool train` with the epochs that `EPOCHS` gives, and judged by `moetool evaluate` on requests
+that none has seen; those that a trace has not the columns for are named with the reason. Then the policies that take
+one replay with it. `MOETOOL_BENCH_WORK=DIR` keeps traces, predictors and pages in
 DIR and takes those that are there, so that a run that was stopped goes on.
 """
 
+import copy
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,10 +28,13 @@ from moetool.errors import MismatchError
 from moetool.evaluation.evaluate import Evaluation, evaluate
 from moetool.evaluation.page import write_page
 from moetool.evaluation.tables import print_evaluations
+from moetool.evaluation.unseen import unseen_by_all
 from moetool.learning.training import train
+from moetool.predictor import load_predictor
 from moetool.prompts import gather as prompt_sets
+from moetool.replay import replay
 from moetool.trace.importing import import_trace
-from moetool.trace.reader import Trace
+from moetool.trace.reader import KEEP, Trace
 
 SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
 DEEPSEEK = SHARED / "data" / "routes" / "deepseek_v2_lite"
@@ -38,6 +44,8 @@ PROMPTS, NEW_TOKENS, AHEAD = 12, 32, 6
 UNSEEN = "code"
 SCORED_EVERY = 4  # sequence of those that are scored: so many tokens take minutes
 EPOCHS = {"expert_mlp": 10, "cascade": 30, "single_transformer": 30, "lstm": 30}
+OPTIONS: dict[str, dict[str, Any]] = {"fused": {"ahead": True}}
+"""The embedded model's traces hold what later gates say, which costs little to know."""
 ROUTE_EPOCHS = {"expert_mlp": 8, "next_use": 10}
 OTHERS = 20
 ROUTE_OPTIONS: dict[str, dict[str, Any]] = {"expert_map": {"source": "topk", "prompts": "tokens"}}
@@ -58,11 +66,21 @@ def _once(path: Path, make: Callable[[Path], object]) -> Path:
     return path
 
 
-def _trained(trace: Path, out: Path, epochs: Mapping[str, int], options: Mapping[str, Any], **fit: Any) -> list[Path]:
-    """Folders of all predictors that the trace has the columns for."""
+def _trained(
+    trace: Path,
+    out: Path,
+    epochs: Mapping[str, int],
+    options: Mapping[str, Any],
+    names: Sequence[str] = (),
+    **fit: Any,
+) -> list[Path]:
+    """Folders of these predictors, or of all that the trace has the columns for."""
     made = []
-    for name in plugins.names("predictor"):
+    for name in names or plugins.names("predictor"):
         folder = out / name
+        if plugins.load("predictor", name).Predictor.made_of != "trace":
+            print(f"{name} is left out: it is made of the model itself, which is not here", flush=True)
+            continue
         if not folder.exists():
             most = epochs.get(name, OTHERS)
             try:
@@ -84,11 +102,9 @@ def _judged(
     return {(row.predictor, row.unseen_task): row for row in rows}
 
 
-def test_embedded_model(work: Path) -> None:
-    """Six of the embedded prompt sets to train and to score, the seventh as a task that is not trained on."""
-    here = work / "reference"
-    keep = ("topk", "logits", "embeddings", "hidden", "ahead")
-    options = CaptureOptions(max_new_tokens=NEW_TOKENS, batch_size=8, keep=keep, ahead=AHEAD, threads=1)
+def embedded(here: Path, names: Sequence[str] = ()) -> tuple[Path, Path, list[Path]]:
+    """A trace of six of the embedded prompt sets, one of the seventh, and (these) predictors made of the first."""
+    options = CaptureOptions(max_new_tokens=NEW_TOKENS, batch_size=8, keep=KEEP, ahead=AHEAD, threads=1)
 
     def captured(*names: str) -> Callable[[Path], object]:
         texts = list(prompt_sets.load(names, max_prompts=PROMPTS))
@@ -96,16 +112,75 @@ def test_embedded_model(work: Path) -> None:
 
     trace = _once(here / "trace", captured(*(name for name in prompt_sets.names() if name != UNSEEN)))
     unseen = _once(here / "unseen", captured(UNSEEN))
+    predictors = _trained(trace, here / "predictors", EPOCHS, OPTIONS, names)
+    return trace, unseen, predictors
+
+
+def test_embedded_model(work: Path) -> None:
+    """Six of the embedded prompt sets to train and to score, the seventh as a task that is not trained on."""
+    here = work / "reference"
+    trace, unseen, predictors = embedded(here)
+    predictors.append(_once(here / "predictors" / "awq_replica", _replica))
     costs = _once(
         here / "profile.json", lambda out: profile("reference", dtype="float32", seconds=10, threads=1).save(out)
     )
-    predictors = _trained(trace, here / "predictors", EPOCHS, {})
     title = f"the embedded model; {UNSEEN} is the unseen task"
     found = _judged(title, here, predictors, trace, unseen, CostProfile.load(costs))
     assert {name for name, _ in found} >= set(plugins.names("predictor"))
     for name in ("cascade", "single_transformer"):
         told = found[name, False].foretold
         assert told is not None and told.load_error < found["popularity", False].foretold.load_error  # type: ignore[union-attr]
+
+
+BUDGETS = (0.25, 0.5)
+POLICIES: tuple[tuple[str, str | None, dict[str, Any]], ...] = (
+    ("lru", None, {}),
+    ("lfu", None, {}),
+    ("mixtral_offloading", None, {}),
+    ("moe_infinity", None, {}),
+    ("smoe", None, {"alpha": 0.0}),
+    ("smoe", None, {"alpha": 0.0, "look": "resident"}),
+    *(("duoserve", name, {"slots_per_layer": 16}) for name in ("affinity", "expert_mlp", "next_use", "gate_ahead")),
+    *(("duoserve", name, {"slots_per_layer": 16}) for name in ("promoe", "fused", "resident_forward")),
+    *(("promoe", name, {}) for name in ("affinity", "gate_ahead", "promoe", "fused")),
+    ("finemoe", "expert_map", {}),
+    ("foresight", "next_use", {}),
+)
+"""Policies, the predictor that they take, and options: SMoE without substitution, so that all compute the same."""
+
+
+def test_policies_with_predictors(work: Path) -> None:
+    """Replay of requests that none of the predictors has seen: hits and bytes of decoding, which no clock moves."""
+    here = work / "reference"
+    trace, _, paths = embedded(here)
+    predictors = {path.name: load_predictor(path) for path in paths}
+    requests = frozenset(unseen_by_all([predictor.card for predictor in predictors.values()], Trace(trace)).part)
+    spec = Trace(trace).spec
+    budgets = [round(share * spec.total_experts) * spec.slot_bytes for share in BUDGETS]
+    print(
+        f"\ndecoding {len(requests)} requests, with {' and '.join(f'{share:.0%}' for share in BUDGETS)} of the experts"
+    )
+    for policy, name, options in POLICIES:
+        predictor = None if name is None else copy.deepcopy(predictors[name])
+        rows = replay(
+            Trace(trace), [policy], budgets, predictor=predictor, requests=requests, options={policy: options}
+        )
+        told = " / ".join(
+            f"{row.slots} slots: {row.decode.hit_rate:.3f} hits, {row.bytes_per_decode_token / 1e6:.2f} MB, "
+            f"{row.decode.wasted / max(1, row.decode.loads):.2f} of the loads wasted"
+            for row in rows
+        )
+        print(f"{policy} {name or '-'} {options or ''}: {told}", flush=True)
+        assert all(0 <= row.decode.hit_rate <= 1 for row in rows)
+
+
+def _replica(out: Path) -> None:
+    """Its scales are chosen on prompts that the traces do not hold."""
+    known = [name for name in prompt_sets.names() if name != UNSEEN]
+    others = [p for name in known for p in prompt_sets.load([name])[PROMPTS:]]
+    text = out.parent / "others.jsonl"
+    text.write_text("".join(json.dumps({"id": p.prompt_id, "prompt": p.text, "task": p.task}) + "\n" for p in others))
+    plugins.load("predictor", "awq_replica").make("reference", [str(text)], out, {})
 
 
 @pytest.mark.skipif(not DEEPSEEK.is_dir(), reason="shared/data/routes is not here")

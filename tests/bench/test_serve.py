@@ -2,31 +2,51 @@
 
     make bench
 
-`moetool bench serve` with a predictor that has not seen the prompts.
+`moetool bench serve`, once for each predictor with the policies that take it. The predictors are those of
+`test_predictors.py`, made of one trace, so that all lines serve the same prompts, which none has seen. The first run
+has the policies that take none.
 """
 
+import os
 from pathlib import Path
+from typing import Any
 
 from moetool.bench.results import PLAIN, RESIDENT, print_serve_bench
 from moetool.bench.serve import bench_serve
 from moetool.bench.stage import BenchOptions, Subject
-from moetool.capture.run import CaptureOptions, capture
-from moetool.learning.training import train
-from moetool.prompts import gather as prompt_sets
+from tests.bench.test_predictors import embedded
+
+RUNS = {
+    "popularity": ("lru", "lfu", "on_demand", "static_split", "moe_infinity", "mixtral_offloading"),
+    "affinity": ("duoserve",),
+    "gate_ahead": ("duoserve",),
+    "expert_mlp": ("duoserve",),
+    "promoe": ("duoserve", "promoe"),
+    "expert_map": ("finemoe",),
+    "next_use": ("foresight",),
+}
+"""By predictor, the policies that are served with it."""
+OPTIONS: dict[str, dict[str, Any]] = {"duoserve": {"slots_per_layer": 16}}
 
 
 def test_time_per_token(tmp_path: Path) -> None:
-    texts = prompt_sets.load(["all"], max_prompts=12)
-    trace = capture("reference", texts, tmp_path / "trace", CaptureOptions(batch_size=8, keep=("topk",))).out
-    train("affinity", trace, tmp_path / "predictor")  # counting costs next to nothing, in training and in serving
-    made = bench_serve(
-        Subject(model="reference", data=("all",), predictor=tmp_path / "predictor"),
-        policies=["lru", "lfu", "on_demand", "static_split", "moe_infinity", "duoserve"],
-        budgets=["12.5%", "50%"],
-        options=BenchOptions(requests=3, new_tokens=24, threads=1),
-        command="make bench",
-    )
-    print_serve_bench(made)
-    names = [line.policy for line in made.lines]
-    assert names[0] == RESIDENT and PLAIN in names
-    assert all(line.tpot_mean_s > 0 and len(line.rounds) == made.rounds for line in made.lines)
+    kept = os.environ.get("MOETOOL_BENCH_WORK")
+    _, _, predictors = embedded((Path(kept) if kept else tmp_path) / "reference", tuple(RUNS))
+    served = set()
+    for path in predictors:
+        policies = RUNS[path.name]
+        made = bench_serve(
+            Subject(model="reference", data=("all",), predictor=path),
+            policies=policies,
+            budgets=["12.5%", "50%"],
+            options=BenchOptions(requests=3, rounds=3, new_tokens=24, threads=1, offload=path == predictors[0]),
+            policy_options={policy: OPTIONS[policy] for policy in policies if policy in OPTIONS},
+            command="make bench",
+        )
+        print(f"\npredictions of {path.name}")
+        print_serve_bench(made)
+        names = [line.policy for line in made.lines]
+        assert names[0] == RESIDENT and PLAIN in names and set(policies) <= set(names)
+        assert all(line.tpot_mean_s > 0 and len(line.rounds) == made.rounds for line in made.lines)
+        served.add((made.prompt_tokens, made.requests))
+    assert len(served) == 1  # the same prompts each time

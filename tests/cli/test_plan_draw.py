@@ -32,6 +32,14 @@ def test_the_frontier_is_drawn(
     assert {"device memory, MB", "MB moved a decoded token", "held out", "the plan"} <= words
     first = svg.read_bytes()
     assert _run(monkeypatch, *planning, svg) == 0 and svg.read_bytes() == first
+    page = tmp_path / "page.html"
+    monkeypatch.setattr(sys, "argv", ["moetool", "report", str(out), "--out", str(page)])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    text = page.read_text()
+    assert all(point["policy"] in text for point in plan.frontier)
+    evidence = {row["policy"]: row for row in plan.evidence}
+    assert f"<td>{evidence['belady']['hit_rate_decode']:.3f}</td>" in text and plan.reason in text
     capsys.readouterr()
     assert _run(monkeypatch, *planning, tmp_path / "frontier.gif") == 2
     assert "end its name in .svg, .png, .pdf" in capsys.readouterr().err

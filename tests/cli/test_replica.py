@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from moetool.bench import forms
+from moetool.bench import serve as bench_serve
 from moetool.cli import main as cli
+from moetool.models.shards import Shards
 from tests import families
 
 
@@ -31,23 +34,40 @@ def model(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _run(*args: object) -> None:
+def _main(*args: object) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["moetool", *map(str, args)])
         with pytest.raises(SystemExit) as ended:
             cli.main()
-    assert ended.value.code == 0
+    return int(ended.value.code or 0)
 
 
-def test_train_capture_evaluate(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def _run(*args: object) -> None:
+    assert _main(*args) == 0
+
+
+def test_train_capture_evaluate_bench(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     replica, trace = tmp_path / "replica", tmp_path / "trace"
-    sizes = ("--set", "length=32", "--set", "max_tokens=512", "--set", "grid=1", "--set", "min_tokens=120")
-    _run("train", "awq_replica", model, "--data", "chat", "--group", 16, "--asymmetric", *sizes, "--out", replica)
+    sizes = (
+        "--set",
+        "length=32",
+        "--set",
+        "max_tokens=512",
+        "--set",
+        "grid=1",
+        "--set",
+        "min_tokens=120",
+        "--set",
+        "dense_symmetric=false",
+    )
+    _run("train", "awq_replica", model, "--data", "chat", "--group", 16, *sizes, "--out", replica)
     said = capsys.readouterr().out
     assert "4 bits in groups of 16" in said and "loaded again by transformers" in said and "experts matched" in said
     assert "fewer than 120 tokens for experts" in said
     card = json.loads((replica / "card.json").read_text())
-    assert card["quantization"]["symmetric"] is False and card["tokens"]["train"] == 512
+    assert card["quantization"]["dense_symmetric"] is False and card["tokens"]["train"] == 512
 
     _run("capture", model, "--data", "chat", "--max-prompts", 20, "--max-new-tokens", 3, "--out", trace)
     capsys.readouterr()
@@ -57,6 +77,7 @@ def test_train_capture_evaluate(model: Path, tmp_path: Path, capsys: pytest.Capt
     assert row["num_skipped"] > 0 and row["num_requests"] + row["num_skipped"] == 20
     assert row["scores"][0]["match"] > 0.7
     assert row["foretold"]["scores"][0]["match"] > 0.6
+    assert row["size_bytes"] < 1.1 * card["weights"]["bytes"]
     _run("evaluate", replica, "--trace", trace, "--set", "awq_replica.activation_bits=4", "--json")
     (rounded,) = json.loads(capsys.readouterr().out)
     assert rounded["scores"][0]["match"] < row["scores"][0]["match"]
@@ -64,3 +85,73 @@ def test_train_capture_evaluate(model: Path, tmp_path: Path, capsys: pytest.Capt
     pooled = ("--device-memory", "2MB", "--max-prompts", 2, "--max-new-tokens", 3)
     _run("capture", replica, "--data", "chat", *pooled, "--out", tmp_path / "again", "--json")
     assert json.loads(capsys.readouterr().out)["requests"] == 2
+
+    monkeypatch.setattr(forms, "THREADS", (1,))
+    monkeypatch.setattr(bench_serve, "_READINGS", 2)
+    out = tmp_path / "forms.json"
+    few = [f"--set=bench.{setting}" for setting in ("rounds=1", "requests=2", "new_tokens=3")]
+    args = ["--beside", replica, "--data", "all", "--policy", "lru", "--budget", "40%,1%", *few, "--out", out]
+    _run("bench", "serve", model, *args)
+    printed = capsys.readouterr().out
+    made = json.loads(out.read_text())
+    bf16, int4 = made["lines"]
+    assert (bf16["form"], int4["form"]) == ("float32", "int4")
+    assert bf16["memory_bytes"] == int4["memory_bytes"]
+    assert int4["line"]["slots"] > 2 * bf16["line"]["slots"]
+    assert int4["line"]["prompt_bytes"] < bf16["line"]["prompt_bytes"]
+    assert int4["line"]["hit_rate"] >= bf16["line"]["hit_rate"]
+    assert made["judged_tokens"] > 0 and made["kl"] > 0 and 0.5 < made["match"] <= 1
+    assert "KL divergence" in printed and "float32 left out with" in printed
+    assert _main("bench", "serve", replica, *args[:1], model, *args[2:]) == 3
+    assert "expected packed and smaller ones after --beside" in capsys.readouterr().err
+    for wrong, says in (
+        (["--routes", trace], "found --routes too"),
+        (["--policy", "belady"], "belady needs the future"),
+        (["--policy", "duoserve"], "duoserve needs a predictor"),
+        (["--budget", "1%"], "there is nothing to serve: lru needs 2 slots"),
+    ):
+        assert _main("bench", "serve", model, "--beside", replica, "--data", "all", *_with(wrong)) in (2, 4)
+        assert says in capsys.readouterr().err
+
+
+def _with(wrong: list[object]) -> list[object]:
+    """Flags of a bench, with a wrong one among them."""
+    given = {"--policy": "lru", "--budget": "40%", str(wrong[0]): wrong[1]}
+    return [part for pair in given.items() for part in pair]
+
+
+def _unreadable(*args: object) -> memoryview:
+    raise AssertionError("a weight was read")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        ("--data {few} --set length=32", 2, "the calibration text has 3 tokens in 1 prompts and 3 in 1 to judge by"),
+        ("--data chat --asymmetric", 2, "--asymmetric: transformers unpacks stacked experts without zero points"),
+        ("--data chat", 2, "--group 64 does not divide the widths 16, 32 of the weights, expected one that does: 16"),
+        ("--data chat --group 0", 2, "group is 0, expected at least 1"),
+        ("--data chat --bits 3", 2, "bits is 3, expected one of 2, 4, 8"),
+        ("--data chat --group 16 --set dtype=int8", 2, "unknown dtype 'int8'"),
+        ("--data chatt --group 16", 2, "did you mean 'chat'?"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_weight_is_read(
+    args: str,
+    code: int,
+    says: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text('{"prompt": "one two three"}\n{"prompt": "four five"}\n')
+    monkeypatch.setattr(Shards, "read", _unreadable)
+    if "length" in args or "dtype" in args:
+        args += " --group 16"
+    out = tmp_path / "replica"
+    assert _main("train", "awq_replica", model, *args.format(few=few).split(), "--out", out) == code
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [few]

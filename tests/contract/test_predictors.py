@@ -16,7 +16,7 @@ from moetool.learning import fitting
 from moetool.learning.tokens import Tokens, from_rows
 from moetool.learning.training import train
 from moetool.predictor import WEIGHTS, Predictor, build, load_predictor, save
-from moetool.trace.reader import KEEP, TokenBatch, Trace, to_events
+from moetool.trace.reader import COLUMNS, KEEP, TokenBatch, Trace, to_events
 from moetool.trace.writer import TraceWriter
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests.synthetic_routes import AHEAD, make_embedding, make_rows, make_spec, write_trace
@@ -246,7 +246,7 @@ def test_numbers_that_are_not_finite_are_refused(name: str, tmp_path: Path) -> N
 def _write_damaged(path: Path, spec: ModelSpec, column: str) -> Path:
     """A trace with every column, in which one number of each request is none."""
     rng = np.random.default_rng(0)
-    field = {"weights": "weights_TS", "logits": "logits_TF", "hidden": "hidden_TH", "ahead": "ahead_TR"}.get(column)
+    field = COLUMNS.get(column)
     with durable.staged_directory(path) as staged:
         writer = TraceWriter(staged, spec, KEEP, AHEAD)
         for request in range(4):

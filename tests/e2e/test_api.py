@@ -98,6 +98,15 @@ def test_chat(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     assert engine.submitted[-1].max_tokens == 7
 
 
+def test_generating_to_the_limit(client: openai.OpenAI) -> None:
+    for done in (
+        client.completions.create(prompt="hello", extra_body={"ignore_eos": True}, **GREEDY),
+        client.chat.completions.create(messages=HELLO, extra_body={"ignore_eos": True}, **GREEDY),
+    ):
+        assert done.choices[0].finish_reason == "length" and done.usage and done.usage.completion_tokens == 50
+    assert client.completions.create(prompt="a", extra_body={"ignore_eos": True}, **GREEDY).choices[0].text == REPLY
+
+
 def test_chat_content_parts_roles_and_ignored_fields(client: openai.OpenAI) -> None:
     messages: list[Any] = [
         {"role": "developer", "content": "be brief"},
@@ -248,6 +257,7 @@ def test_scoring_a_prompt(client: openai.OpenAI) -> None:
         ("presence_penalty", {"presence_penalty": 0.5}),
         ("frequency_penalty", {"frequency_penalty": -1}),
         ("response_format", {"response_format": {"type": "json_object"}}),
+        ("min_tokens", {"min_tokens": 5}),
         ("temperature", {"temperature": 2.5}),
         ("temperature", {"temperature": float("nan")}),
         ("top_p", {"top_p": 0}),
@@ -336,6 +346,26 @@ def test_other_errors(url: str, client: openai.OpenAI) -> None:
     assert status == 400 and "Content-Type: application/json" in body["error"]["message"]
     assert post(url, "/v1/embeddings", {})[0] == 404
     assert get(url, "/v1/completions")[0] == 405 and '"error"' in get(url, "/v1/completions")[2]
+
+
+def test_what_other_servers_have(url: str, client: openai.OpenAI) -> None:
+    with pytest.raises(
+        openai.NotFoundError, match=r"no /v1/responses: .* 'messages' to /v1/chat/completions"
+    ) as caught:
+        client.responses.create(model="reference", input="hello")
+    assert caught.value.code == "unknown_url"
+    with pytest.raises(openai.NotFoundError, match="makes no embeddings"):
+        client.embeddings.create(model="reference", input="hello")
+    with pytest.raises(openai.NotFoundError, match="text from text"):
+        client.images.generate(model="reference", prompt="a cat")
+    with pytest.raises(openai.NotFoundError, match="text from text"):
+        client.audio.speech.create(model="reference", input="a", voice="alloy")
+    for path in ("/v1/responses/resp_1", "/v1/files", "/v1/fine_tuning/jobs", "/v1/threads/t/runs"):
+        status, _, text = get(url, path)
+        assert status == 404 and json.loads(text)["error"]["code"] == "unknown_url", path
+    paths = json.loads(get(url, "/openapi.json")[2])["paths"]
+    assert set(paths["/v1/responses"]["post"]["responses"]) == {"404", "503"}
+    assert "/v1/chat/completions" in paths["/v1/responses"]["post"]["description"]
 
 
 def test_large_bodies(url: str) -> None:

@@ -15,6 +15,7 @@ from moetool.chat import Conversation
 from moetool.cli.main import app
 from moetool.errors import MoetoolError, UsageError
 from moetool.request import SamplingParams, Sink, TokenLogprob
+from moetool.serving.absent import ABSENT
 from moetool.serving.server_options import ServerOptions
 from moetool.serving.status_line import Rates
 from tests.scripted_engine import ScriptedEngine
@@ -229,14 +230,14 @@ def test_a_page_in_a_browser_cannot_ask(kind: str) -> None:
 
 def test_what_is_not_served_is_said() -> None:
     with serving(ScriptedEngine()) as (url, _):
-        for path in ("/v1/responses", "/v1/embeddings"):
+        for path in ("/v1/nothing", "/v1/responsesx"):
             status, body = post(url, path, {"model": "reference", "input": "a"})
             assert status == 404 and f"{path}; this server has /v1/models, /v1/completions" in body["error"]["message"]
         paths = json.loads(get(url, "/openapi.json")[2])["paths"]
         answers = paths["/v1/completions"]["post"]["responses"]
         assert set(answers) == {"200", "400", "404", "408", "413", "429", "503"}
         served = {"/v1/models", "/v1/models/{name}", "/v1/completions", "/v1/chat/completions"}
-        assert set(paths) == served | {"/health", "/metrics", "/stats"}
+        assert set(paths) == served | {"/health", "/metrics", "/stats"} | set(ABSENT)
 
 
 def test_the_description_says_what_is_taken_and_given() -> None:

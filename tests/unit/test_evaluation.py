@@ -1,6 +1,8 @@
 """What evaluation counts, and on which requests."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from moetool import durable
 from moetool.errors import MismatchError, MoetoolError, UsageError
-from moetool.evaluation.evaluate import evaluate, held_out
+from moetool.evaluation.evaluate import evaluate
 from moetool.evaluation.tally import Tally
+from moetool.evaluation.unseen import held_out
 from moetool.learning.tokens import Tokens, stream
-from moetool.learning.training import train
+from moetool.learning.training import split_requests, train
 from moetool.predictor import Predictor, load_predictor
+from moetool.trace.merge import merge
 from moetool.trace.reader import Trace
+from moetool.trace.same_prompts import digest_of_tokens, prompt_digests
+from moetool.trace.writer import TraceWriter
 from tests.profiles import compute, line, make_profile
-from tests.synthetic_routes import make_spec, write_trace
+from tests.synthetic_routes import make_rows, make_spec, write_trace
 
 
 def _expected(trace: Trace, predictor: Predictor, requests: list[int], phase: int) -> tuple[int, float, float, float]:
@@ -85,23 +92,91 @@ def test_baselines_are_counted_on_the_same_requests(tmp_path: Path) -> None:
     assert [e.predictor for e in splits] == ["affinity", "popularity", "affinity", "popularity"]
 
 
-def test_another_trace_counts_in_whole_but_for_seen_prompts(tmp_path: Path) -> None:
+def _repeating(path: Path, trace: Path, requests: Sequence[int], *, name: str = "", tokens: bool = True) -> Path:
+    """Some requests of a trace under other names, and perhaps without their tokens."""
+    source = Trace(trace)
+    with durable.staged_directory(path) as staged:
+        writer = TraceWriter(staged, source.spec, ["topk"])
+        for number, rows in enumerate(r for r in source.whole_requests(["weights"]) if r.request_T[0] in requests):
+            told = {"dataset": f"renamed{name}", "task": "t", "prompt_id": f"x{number}", "new_tokens": 8}
+            writer.add_request(number, **told, prompt_tokens=12)
+            ids_T = rows.token_id_T if tokens else np.full(len(rows), -1, np.int32)
+            swapped_TS = rows.experts_TS.reshape(len(rows), -1, 2)[:, :, ::-1].reshape(len(rows), -1)
+            request_T, forward_T = np.full(len(rows), number, np.int32), rows.iteration_T + 9 * number
+            more = {"request_T": request_T, "forward_T": forward_T.astype(np.int32), "token_id_T": ids_T}
+            writer.append(replace(rows, experts_TS=swapped_TS, **more))
+        writer.finish(composition={"kind": "sequential"}, provenance={})
+    return path
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_another_trace_counts_in_whole_but_for_seen_prompts(tmp_path: Path, tokens: bool) -> None:
+    """Seen are those of the same content, whatever they are called; tokens withheld, those of the same experts."""
     trace = write_trace(tmp_path / "trace")
     card = train("popularity", trace, tmp_path / "popularity")
-    unseen = write_trace(tmp_path / "unseen", seed=1, first_prompt=100)
+    unseen = write_trace(tmp_path / "unseen", seed=1)  # the same names
     (evaluation,) = evaluate([tmp_path / "popularity"], unseen)  # affinity cannot be had from its buffers
     assert (evaluation.requests, evaluation.num_requests, evaluation.num_skipped) == ("all", 20, 0)
-    again = write_trace(tmp_path / "again", seed=2)
-    requests, which, skipped = held_out(card, Trace(again))
-    assert (requests, which, skipped) == (frozenset(card["requests"]["test"]), "all", 20 - 3)
+    again = _repeating(tmp_path / "again", trace, range(20), tokens=tokens)
+    assert held_out(card, Trace(again)) == frozenset(card["requests"]["test"])
+    (evaluation,) = evaluate([tmp_path / "popularity"], again)
+    assert (evaluation.requests, evaluation.num_requests, evaluation.num_skipped) == ("all", 3, 17)
+    named = {**card, "seen_prompts": ["renamed/x0", "synthetic/1"]}  # as a card of before
+    assert held_out(named, Trace(again)) == frozenset(range(1, 20))
+
+
+def test_a_prompt_is_known_by_itself_and_not_by_its_answer(tmp_path: Path) -> None:
+    spec = make_spec()
+    rows = make_rows(spec, 5, 3, request=0, first_forward=0, rng=np.random.default_rng(0))
+    late = rows.select(slice(5, None))  # no row of its prompt
+    other = replace(rows, token_id_T=np.where(rows.iteration_T > 0, 7, rows.token_id_T).astype(np.int32))
+    with durable.staged_directory(tmp_path / "trace") as staged:
+        writer = TraceWriter(staged, spec, ["topk"])
+        for number, part in enumerate((rows, other, late, rows.select(slice(0, 4)))):
+            writer.add_request(number, dataset="d", task="t", prompt_id=str(number), prompt_tokens=5, new_tokens=3)
+            writer.append(replace(part, request_T=np.full(len(part), number, np.int32)))
+        writer.finish(composition={"kind": "sequential"}, provenance={})
+    known = prompt_digests(Trace(tmp_path / "trace"))
+    assert known[0] == known[1] and digest_of_tokens(rows.token_id_T[:5].tolist()) in known[0]
+    assert len(known[0]) == 2 and not known[0] & (known[2] | known[3]) and not known[2] & known[3]
+    assert prompt_digests(Trace(tmp_path / "trace"), [3]) == {3: known[3]}
 
 
 def test_a_trace_of_seen_prompts_only_is_refused(tmp_path: Path) -> None:
-    train("popularity", write_trace(tmp_path / "trace"), tmp_path / "popularity")
+    trace = write_trace(tmp_path / "trace")
+    train("popularity", trace, tmp_path / "popularity")
     seen = load_predictor(tmp_path / "popularity").card["requests"]["train"][0]
-    again = write_trace(tmp_path / "again", num_requests=1, first_prompt=seen)
+    again = _repeating(tmp_path / "again", trace, [seen])
     with pytest.raises(UsageError, match="trained on all 1 prompts"):
         evaluate([tmp_path / "popularity"], again)
+
+
+def test_all_are_scored_on_what_none_has_seen(tmp_path: Path) -> None:
+    """Of other splits, of another trace, and of a request that repeats a prompt in its own trace."""
+    trace = write_trace(tmp_path / "trace")
+    tests = []
+    for name, seed in (("popularity", 0), ("affinity", 1), ("activation_matrix", 0)):
+        tests.append(set(train(name, trace, tmp_path / name, seed=seed, held_out=0.3)["requests"]["test"]))
+    common = tests[0] & tests[1]
+    assert common and common < tests[0] == tests[2]
+    rows = evaluate([tmp_path / name for name in ("popularity", "affinity", "activation_matrix")], trace)
+    scope = {(row.requests, row.num_requests, row.num_skipped, row.num_tokens) for row in rows}
+    assert scope == {("test", len(common), 20 - len(common), 20 * len(common))} and len(rows) == 5
+    alone = {name: evaluate([tmp_path / name], trace)[0] for name in ("popularity", "affinity")}
+    assert alone["affinity"].num_requests == len(tests[1])
+    train("popularity", write_trace(tmp_path / "elsewhere", seed=5), tmp_path / "else")
+    rows = evaluate([tmp_path / "else", tmp_path / "popularity"], trace)
+    assert {row.num_requests for row in rows} == {len(tests[0])}
+    other = next(s for s in range(99) if not tests[0] & set(split_requests(Trace(trace), s, 0.05).test))
+    train("affinity", trace, tmp_path / "few", seed=other, held_out=0.05)
+    with pytest.raises(UsageError, match=r"none of the 20 requests of .* unseen by all .* affinity 1\); train them on"):
+        evaluate([tmp_path / "popularity", tmp_path / "few"], trace)
+    twice = _repeating(tmp_path / "a", trace, range(20))
+    doubled, _ = merge([Trace(twice), Trace(_repeating(tmp_path / "b", trace, range(5), name="2"))], tmp_path / "twice")
+    card = train("popularity", doubled.path, tmp_path / "twins")
+    unseen = held_out(card, doubled)
+    twins = {r: r - 20 if r >= 20 else r + 20 for r in (*range(5), *range(20, 25))}
+    assert unseen == {r for r in card["requests"]["test"] if r not in twins or twins[r] in card["requests"]["test"]}
 
 
 def test_another_models_trace_is_refused(tmp_path: Path) -> None:
@@ -209,7 +284,7 @@ def test_a_trace_that_was_split_in_time_is_scored_on_its_end(tmp_path: Path) -> 
     assert rows[0].overall()[1].match == pytest.approx(np.mean(right) / 2)
     with pytest.raises(UsageError, match="was trained on the first tokens of every request"):
         held_out(card, Trace(trace))
-    again = write_trace(tmp_path / "again", num_requests=1, seed=2)
+    again = _repeating(tmp_path / "again", trace, [0])
     with pytest.raises(UsageError, match="trained on all 1 prompts"):
         evaluate([tmp_path / "affinity"], again)
 

@@ -8,7 +8,7 @@ import pytest
 
 from moetool.evaluation.evaluate import Evaluation, evaluate
 from moetool.evaluation.page import page, write_page
-from moetool.evaluation.tables import by_task, print_evaluations, tables_of
+from moetool.evaluation.tables import by_task, overview, print_evaluations, tables_of
 from moetool.learning.training import train
 from tests.synthetic_routes import make_spec, write_trace
 
@@ -68,9 +68,24 @@ def test_a_profile_adds_its_shares(rows: list[Evaluation]) -> None:
     assert costs.notes == ("a decode step takes 20 ms with every expert in memory, by the profile",)
 
 
-def test_predictors_that_were_scored_on_other_requests_say_so(rows: list[Evaluation]) -> None:
-    other = dataclasses.replace(rows[0], predictor="other", num_requests=2, num_tokens=7)
-    assert tables_of([rows[0], other])[0].notes == ("other was scored on 2 requests held out, 7 tokens",)
+def test_one_table_has_both_tasks_beside_each_other(rows: list[Evaluation]) -> None:
+    table = overview([dataclasses.replace(row, decode_step_ms=20.0, step_ms=0.5) for row in rows])
+    assert [row[0] for row in table.rows] == ["affinity", "popularity"]
+    assert all(len(row) == len(table.columns) for row in table.rows)
+    assert table.columns[1:5] == ("prompts", "new tokens", "unseen\nprompts", "unseen\nnew tokens")
+    known, unseen = by_task(rows)
+    by_hand = [
+        " ".join(f"{100 * group[0].overall(phase)[d].match:2.0f}" for d in (1, 3, 6))
+        for group in (known, unseen)
+        for phase in ("prefill", "decode")
+    ]
+    assert table.rows[0][1:5] == by_hand
+    assert table.rows[0][table.columns.index("of step")] == "2.5 %"
+    assert "1 request held out, 20 tokens; 3 requests that none has seen of an unseen task, 60" in table.title
+    alone = overview([row for row in rows if row.unseen_task])
+    assert alone.columns[1:3] == ("unseen\nprompts", "unseen\nnew tokens") and "of step" not in alone.columns
+    near = dataclasses.replace(rows[0], scores=tuple(s for s in rows[0].scores if s.distance < 3))
+    assert overview([near]).rows[0][1].endswith(" -  -")
 
 
 class _Page(HTMLParser):
@@ -118,6 +133,7 @@ def test_the_page_is_whole_and_needs_nothing_else(rows: list[Evaluation], tmp_pa
 def test_they_are_printed(rows: list[Evaluation], capsys: pytest.CaptureFixture[str]) -> None:
     print_evaluations(rows)
     printed = capsys.readouterr().out
+    assert printed.startswith("\nat a glance")
     assert "next layer's experts on 1 request held out, 20 tokens\n" in printed
     assert "  popularity was counted on the same 6 training requests" in printed
-    assert "next layer's experts on 3 requests that it has not seen of an unseen task, 60 tokens" in printed
+    assert "next layer's experts on 3 requests that none has seen of an unseen task, 60 tokens" in printed

@@ -1,21 +1,15 @@
 """Packed weights are those of compressed-tensors, word for word."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor, pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-from moetool.errors import UsageError
 from moetool.models.packed import (
     Block,
     PackedWeight,
     Scheme,
     pack,
-    packed_bits,
-    quantization_config,
     round_weight,
     to_tensors,
     unpack,
@@ -40,7 +34,8 @@ def test_files_hold_what_compressed_tensors_unpacks(scheme: Scheme) -> None:
         QuantizationScheme(targets=["Linear"], weights=args),
     )["weight"]
     assert torch.equal(theirs, rounded.dense())
-    block = Block(tensors["layer.weight_packed"], tensors["layer.weight_scale"], tensors.get("layer.weight_zero_point"))
+    zero = tensors.get("layer.weight_zero_point")
+    block = Block(tensors["layer.weight_packed"], tensors["layer.weight_scale"], zero, 48)
     assert torch.equal(PackedWeight((block, block), scheme.bits).to(torch.bfloat16), torch.cat([theirs, theirs]))
     stored = sum(tensor.nbytes for name, tensor in tensors.items() if not name.endswith("shape"))
     assert stored == scheme.weight_bytes(12, 48, 2)
@@ -75,30 +70,3 @@ def test_no_value_is_farther_than_the_step_of_its_group(scheme: Scheme) -> None:
     rounded = round_weight(weight, scheme, torch.float32)
     error = (rounded.dense() - weight).abs().unflatten(-1, (-1, 16))
     assert bool((error <= 0.5001 * rounded.scale[..., None] * (1 if scheme.symmetric else 2)).all())
-
-
-def _config(**changes: Any) -> dict[str, Any]:
-    config = quantization_config(Scheme(), [])
-    config["config_groups"]["group_0"]["weights"] |= changes
-    return {"quantization_config": config}
-
-
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "is quantized \\(mxfp4\\)"),
-        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}, "int-quantized"),
-        (_config(num_bits=3), "3 bits"),
-        (_config(type="float"), "float"),
-        (_config(strategy="tensor"), "by tensor"),
-        (_config(actorder="group"), "orders its groups"),
-    ],
-)
-def test_other_ways_to_quantize_are_refused(config: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UsageError, match=reason):
-        packed_bits(config, Path("model"))
-
-
-def test_bits_of_a_config() -> None:
-    assert packed_bits({}, Path("model")) is None
-    assert packed_bits(_config(), Path("model")) == 4

@@ -184,9 +184,12 @@ def test_predicts_what_its_routers_choose(replica: Path) -> None:
 def test_rounded_activations_change_what_it_says_and_nothing_after(replica: Path) -> None:
     rounded, plain = load_predictor(replica, {"awq_replica": {"activation_bits": 4}}), load_predictor(replica)
     assert rounded.options.activation_bits == 4
+    unpacked = load_predictor(replica, {"awq_replica": {"unpacked": True}})
+    assert plain.num_bytes < sum(file.stat().st_size for file in replica.glob("*.safetensors")) < unpacked.num_bytes
     event = _event(plain, list(range(3, 40)), 0, 0, Phase.PREFILL)
-    for predictor in (rounded, plain):
+    for predictor in (rounded, plain, unpacked):
         predictor.observe(event)
+    np.testing.assert_allclose(unpacked.scores(1), plain.scores(1), atol=1e-5)
     assert not np.array_equal(rounded.scores(1), plain.scores(1))
     rounded._bits = 16
     rounded.observe(event)

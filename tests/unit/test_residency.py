@@ -316,3 +316,22 @@ def test_prefetching_that_does_not_pay_stops_and_is_tried_again() -> None:
     assert loaded[:5] == [1] * 5 and 0 in loaded  # the fifth begins before the fourth is given up
     off = loaded.index(0)
     assert loaded[off : off + 4] == [0, 0, 0, 1]
+
+
+def test_experts_come_and_go_outside_of_events() -> None:
+    policy = Scripted(3)
+    residency = Residency(policy)
+    first = residency.bring(5)
+    assert first == Step(LOAD, 5, residency.slot_of[5])
+    assert residency.bring(5) is None  # it is there
+    assert residency.event(event([5, 6]))[0] == Step(LOAD, 6, residency.slot_of[6])
+    assert residency.counts.kept == 1 and residency.counts.missed == 1
+    residency.bring(7)
+    assert residency.bring(8) is None and 8 not in residency.slot_of  # no slot is free, and nobody has to go
+    slot = residency.slot_of[6]
+    residency.forget(6)
+    residency.forget(6)
+    assert policy.queue == [5, 7]
+    assert residency.bring(8) == Step(LOAD, 8, slot)
+    assert [step.kind for step in residency.event(event([0], layer=1))] == [COMPUTE]
+    assert residency.counts.loads == 1  # what came from outside is not counted

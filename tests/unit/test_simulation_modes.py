@@ -9,6 +9,7 @@ import pytest
 from moetool.errors import MismatchError, UsageError
 from moetool.placement_plan import PlacementPlan, experts_of
 from moetool.simulation.control import MODES
+from moetool.simulation.engine import Engine
 from moetool.simulation.running import Options, World, read_settings, read_world, simulate
 from moetool.simulation.sweeping import parse_sweeps, resize, sweep
 from moetool.trace.reader import Trace
@@ -155,3 +156,19 @@ def test_what_makes_no_sense_is_refused(world: World) -> None:
     with pytest.raises(MismatchError, match="hidden size"):
         nameless = replace(world, spec=replace(SPEC, hidden_size=0))
         simulate(nameless, "uniform", "every:1s", 1)
+
+
+def test_results_that_join_their_link_ahead_of_time_change_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [
+        (mode, gap, replace(OPTIONS, seats=seats, links=links, admission=admission))
+        for mode, gap, seats, links, admission in (
+            ("uniform", "every:1s", 2, "pair", "seats"),
+            ("prism_exact", "poisson:1s", 1, "pair", "seats"),
+            ("redundant", "every:2s", 3, "server", "rounds"),
+        )
+    ]
+    ahead = [simulate(world, mode, gap, 30, options).to_json() for mode, gap, options in runs]
+    monkeypatch.setattr(Engine, "_ahead_G", lambda self: [-np.inf] * len(self.cluster.gpus))
+    assert [simulate(world, mode, gap, 30, options).to_json() for mode, gap, options in runs] == ahead

@@ -194,6 +194,10 @@ def test_only_predicted_top_scores_are_prefetched_and_evict_only_lower_ones() ->
     for alpha, expected in ((0.3, [6]), (0.04, [6, 7]), (0.0, [6, 7])):
         assert build_policy("smoe", spec, {"alpha": alpha}, 4).after_first_expert(event) == expected
     assert build_policy("smoe", spec, {"prefetch": False}, 4).after_first_expert(event) == ()
+    partial = replace(event, resident_TE=np.array([[0.1, 0.1, 0.1, 0.4, 0.2, 0.1]], np.float32))
+    other = build_policy("smoe", spec, {"look": "resident"}, 4)
+    assert other.columns == {"experts", "logits", "resident"}
+    assert other.after_first_expert(partial) == [9, 10]
     residency = Residency(build_policy("smoe", spec, {"alpha": 0.0}, 3))
     residency.begin_forward(event.forward)
     steps = residency.event(event)
@@ -262,8 +266,9 @@ def test_only_what_it_looks_at_is_asked_of_a_trace(tmp_path: Path) -> None:
     budget = [6 * trace.spec.slot_bytes]
     (row,) = replay(trace, ["smoe"], budget, options={"smoe": {"prefetch": False}})
     assert row.counts.needed > 0 and row.counts.prefetch_loads == 0
-    with pytest.raises(MismatchError, match="smoe needs ahead"):
-        replay(trace, ["smoe"], budget)
+    for look in ("ahead", "resident"):
+        with pytest.raises(MismatchError, match=f"smoe needs {look}"):
+            replay(trace, ["smoe"], budget, options={"smoe": {"look": look}})
 
 
 def test_models_without_substitutes_are_refused(tmp_path: Path) -> None:

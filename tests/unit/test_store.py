@@ -89,6 +89,35 @@ def test_random_programs_never_hand_out_a_wrong_weight(store: ExpertStore, files
     assert store.stats.bytes_read == store.stats.reads * 1000
 
 
+def test_random_programs_with_bytes_from_elsewhere(store: ExpertStore, files: _Files) -> None:
+    draw = random.Random(1)
+    held: dict[int, int] = {}
+    for _ in range(3000):
+        slot, key = draw.randrange(4), draw.randrange(200)
+        match draw.randrange(4):
+            case 0:
+                held[slot] = key
+                store.load(key, slot, prefetch=draw.random() < 0.5)
+            case 1:
+                held[slot] = key
+                store.put(key, slot, torch.full((1000,), key, dtype=torch.uint8))
+            case 2 if slot in held:
+                assert (store.bytes_of(held[slot], slot) == held[slot]).all()
+            case _ if slot in held:
+                assert _holds(store, held[slot], slot)
+
+
+def test_bytes_from_elsewhere_come_after_the_write_that_is_under_way(store: ExpertStore, files: _Files) -> None:
+    files.gate.clear()
+    store.load(7, 0, prefetch=True)
+    while not store._jobs[0].claimed:  # type: ignore[union-attr]
+        pass
+    threading.Timer(0.05, files.gate.set).start()
+    store.put(8, 0, torch.full((1000,), 8, dtype=torch.uint8))
+    assert _holds(store, 8, 0)
+    assert files.reads == [7]
+
+
 def test_a_superseded_prefetch_is_never_read(store: ExpertStore, files: _Files) -> None:
     files.gate.clear()
     for slot in range(3):

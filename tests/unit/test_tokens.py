@@ -40,6 +40,8 @@ def test_read_holds_the_requests_asked_for_as_the_events_show_them(
             count = len(event.ahead_ATE)
             np.testing.assert_allclose(ahead_TAE[:, :count].transpose(0, 1), event.ahead_ATE, rtol=1e-3, atol=1e-6)
             assert not ahead_TAE[:, count:].any()
+            assert part.resident_TPE is not None
+            np.testing.assert_allclose(part.resident_TPE[:, event.layer], event.resident_TE, rtol=1e-3, atol=1e-6)
     assert done == len(held) == 40
 
 
@@ -48,12 +50,15 @@ def test_before_cuts_every_field_by_layer(tmp_path: Path) -> None:
     part = next(p for p in stream(trace, FIELDS, [0]) if len(p))
     cut = part.before(2)
     assert cut.num_layers == 2
-    for name in ("experts_TPK", "weights_TPK", "scores_TPE", "hidden_TPD", "ahead_TPAE"):
+    for name in ("experts_TPK", "weights_TPK", "scores_TPE", "hidden_TPD", "ahead_TPAE", "resident_TPE"):
         assert torch.equal(getattr(cut, name), getattr(part, name)[:, :2])
     assert cut.embedding_TD is part.embedding_TD and cut.request_T is part.request_T
 
 
-@pytest.mark.parametrize(("column", "name"), [("logits_TF", "logits"), ("hidden_TH", "hidden"), ("ahead_TR", "ahead")])
+@pytest.mark.parametrize(
+    ("column", "name"),
+    [("logits_TF", "logits"), ("hidden_TH", "hidden"), ("ahead_TR", "ahead"), ("resident_TW", "resident")],
+)
 def test_what_is_not_finite_is_refused(tmp_path: Path, column: str, name: str) -> None:
     spec = make_spec()
     with durable.staged_directory(tmp_path / "trace") as staged:

@@ -19,7 +19,7 @@ from tests import traces
 from tests.traces import SPEC
 
 LENGTHS = [(20, 10), (5, 8), (1, 1), (30, 3)]
-COLUMNS = ("weights", "logits", "hidden", "ahead")
+COLUMNS = ("weights", "logits", "hidden", "ahead", "resident")
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_every_column_comes_back(batched: Trace) -> None:
     read = TokenBatch.concatenate(list(batched.batches(COLUMNS)))
     assert same(read, TokenBatch.concatenate(traces.together(LENGTHS)))
     assert len(read) == batched.num_tokens
-    assert batched.columns == {*trace_module.ALWAYS, "weights", "logits", "hidden", "ahead", "embeddings"}
+    assert batched.columns == {*trace_module.ALWAYS, "weights", "logits", "hidden", "ahead", "resident", "embeddings"}
 
 
 def test_columns_that_were_not_asked_for_are_none(batched: Trace) -> None:

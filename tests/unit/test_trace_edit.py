@@ -21,7 +21,7 @@ def test_the_first_layers_and_requests(tmp_path: Path) -> None:
     spec = made.spec
     assert (spec.num_layers, spec.layer_ids_L, spec.top_k_L) == (2, (1, 2), (2, 2))
     assert spec.revision != whole.spec.revision
-    assert "ahead" not in made.columns and made.requests.num_rows == 2
+    assert not {"ahead", "resident"} & made.columns and made.requests.num_rows == 2
     before = TokenBatch.concatenate(list(whole.batches(COLUMNS)))
     before = before.select(before.request_T < 2)
     after = TokenBatch.concatenate(list(made.batches(COLUMNS)))
@@ -46,7 +46,7 @@ def test_more_than_there_is_is_refused(asked: dict[str, int], tmp_path: Path) ->
         head(whole, tmp_path / "head", **asked)
 
 
-EVERY = ("weights", "logits", "hidden", "ahead")
+EVERY = ("weights", "logits", "hidden", "ahead", "resident")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,16 @@ def require_same_rows(part: Trace, whole: Trace) -> None:
     assert part.requests["request"].to_pylist() == list(range(len(part.requests)))
     before, after = requests_of(whole), requests_of(part)
     for prompt, rows in after.items():
-        for name in ("experts_TS", "weights_TS", "logits_TF", "hidden_TH", "ahead_TR", "token_id_T", "iteration_T"):
+        for name in (
+            "experts_TS",
+            "weights_TS",
+            "logits_TF",
+            "hidden_TH",
+            "ahead_TR",
+            "resident_TW",
+            "token_id_T",
+            "iteration_T",
+        ):
             if (column := getattr(rows, name)) is not None:
                 assert np.array_equal(column, getattr(before[prompt], name)), name
     if "embeddings" in part.columns:
@@ -145,9 +154,12 @@ def test_a_merge_says_what_it_leaves_out(tmp_path: Path) -> None:
     two = traces.write(tmp_path / "b", traces.alone([(3, 2)]), [(3, 2)], keep=("topk", "ahead"))
     log = traces.write(tmp_path / "c", traces.alone([(1, 2)]), [(1, 2)], composition={"kind": "log"})
     made, notes = merge([one, two], tmp_path / "m")
-    assert made.columns == {"weights", "ahead", *made.columns} - {"logits", "hidden", "embeddings"}
+    assert made.columns == {"weights", "ahead", *made.columns} - {"logits", "hidden", "resident", "embeddings"}
     assert "left out logits: not in all of them" in notes
     assert "1 prompts are in more than one of them; a split by request may part them" in notes
+    other = traces.write(tmp_path / "e", traces.alone(lengths), lengths, resident=0.25)
+    made, notes = merge([one, other], tmp_path / "p")
+    assert "resident" not in made.columns and "left out resident: different shares of the experts" in notes
     made, notes = merge([one, log], tmp_path / "n")
     assert made.manifest["composition"] == {"kind": "log"} and "embeddings" not in made.columns
     assert any("by forward" in note for note in notes)

@@ -37,7 +37,12 @@ def test_a_trace_of_before_minor_versions_is_read_as_it_lies_there(tmp_path: Pat
     (made.path / "manifest.json").write_text(text)
     trace = Trace(made.path)
     trace.verify()
-    assert (trace.manifest["schema_version"], trace.ahead, trace.num_tokens) == (SCHEMA_VERSION, 0, 3)
+    assert (trace.manifest["schema_version"], trace.ahead, trace.resident, trace.num_tokens) == (
+        SCHEMA_VERSION,
+        0,
+        0,
+        3,
+    )
     assert sum(map(len, trace.batches(["weights"]))) == 3
     assert (made.path / "manifest.json").read_text() == text  # read, not rewritten
 
@@ -62,5 +67,5 @@ def test_other_versions_are_refused_with_what_to_do(version: Any, message: str) 
 
 
 def test_the_present_version_stays_as_it_is() -> None:
-    manifest = {"kind": "trace", "schema_version": SCHEMA_VERSION, "ahead": 2}
+    manifest = {"kind": "trace", "schema_version": SCHEMA_VERSION, "ahead": 2, "resident": 0.5}
     assert upgrade(manifest, Path("t")) == manifest

@@ -20,7 +20,7 @@ class Options:
     Attributes:
         data: prompt sets, mixed; a given trace takes their place.
         lines: policies by name.
-        memory: for experts, as a share of all of them.
+        memory: for experts, as a share of all of them; of each layer, for a policy that looks ahead through residents.
         alpha: a chosen expert is low-score below (1 + alpha) times the (k+1)-th highest score.
         measure: `loads`, the share of the low-score and of the top-score choices that were neither resident nor
             replaced; `time`, what loading each kind takes of a token on the assumed machine, beside computing;
@@ -58,7 +58,8 @@ def run(stage: Stage, options: Options) -> Found:
     values: dict[str, list[float]] = {}
     traces = []
     for fold in stage.folds:
-        trace = stage.trace(options.data, fold=fold)
+        looks = any(line.options.get("look") == "resident" for line in options.lines.values())
+        trace = stage.trace(options.data, fold=fold, resident=options.memory if looks else 0.0)
         traces.append(trace)
         for name, line in options.lines.items():
             counts = _count(stage, trace, line, options, fold)

@@ -63,6 +63,7 @@ def _events(spec: ModelSpec, tokens: int, rng: np.random.Generator) -> list[Gate
                 scores_TE=scores_TE,
                 hidden_TD=rng.standard_normal((tokens, spec.hidden_size), np.float32),
                 ahead_ATE=scores(min(AHEAD, spec.num_layers - 1 - layer), tokens, spec.num_experts),
+                resident_TE=scores(tokens, spec.num_experts),
             )
         )
     return events

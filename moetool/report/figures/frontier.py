@@ -1,4 +1,4 @@
-"""The frontier of memory and latency of a cache plan, drawn into a file of its own."""
+"""The frontier of memory and latency of a cache plan, drawn for a page or into a file of its own."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -6,26 +6,22 @@ from typing import TYPE_CHECKING
 from moetool import durable
 from moetool.plan import CachePlan
 from moetool.report.drawing import GREY, line, save
+from moetool.report.figures.picture import Sketch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def draw_frontier(path: Path, plan: CachePlan) -> None:
+def frontier_sketch(plan: CachePlan) -> Sketch:
     """What a token takes with the best policy for each memory, on the requests that chose it and on the others.
 
     Milliseconds where the plan was made with a profile, megabytes otherwise. A policy's name stands at its points.
-
-    Effects: writes the picture as a whole or not at all.
-
-    Raises:
-        UsageError: the plan has no frontier, or the name ends in nothing that can be drawn.
     """
-    durable.require_writable(path)
     points = sorted(plan.frontier, key=lambda point: point["device_memory_bytes"])
     timed = all(point["tpot_used_s"] is not None for point in points)
     chosen_by, held_out = ("tpot_used_s", "tpot_held_out_s") if timed else ("bytes_used", "bytes_held_out")
     scale = 1e3 if timed else 1e-6
+    unit = "ms a token" if timed else "MB moved a decoded token"
     memory_mb = [point["device_memory_bytes"] / 1e6 for point in points]
 
     def paint(figure: "Figure") -> None:
@@ -44,10 +40,30 @@ def draw_frontier(path: Path, plan: CachePlan) -> None:
         axes.set(
             title=f"{plan.spec.name}: the best policy by memory",
             xlabel="device memory, MB",
-            ylabel="ms a token" if timed else "MB moved a decoded token",
+            ylabel=unit,
             ylim=(0, None),
         )
         axes.margins(x=0.08)
         axes.legend(loc="upper right")
 
-    save(path, 4.0, paint)
+    return Sketch(
+        key="frontier",
+        title=f"What a token takes by device memory, {unit}",
+        caption="The best policy for each memory, chosen on one half of the requests and shown on the other too.",
+        alt="; ".join(f"{x:,.0f} MB: {point['policy']}" for point, x in zip(points, memory_mb, strict=True)),
+        height=4.0,
+        paint=paint,
+    )
+
+
+def draw_frontier(path: Path, plan: CachePlan) -> None:
+    """The same in a file of its own.
+
+    Effects: writes the picture as a whole or not at all.
+
+    Raises:
+        UsageError: the name ends in nothing that can be drawn.
+    """
+    durable.require_writable(path)
+    sketch = frontier_sketch(plan)
+    save(path, sketch.height, sketch.paint)

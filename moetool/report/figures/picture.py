@@ -1,16 +1,17 @@
 """What a figure is, and what several of them share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moetool.report.drawing import layer_ticks
+from moetool.report.drawing import draw, layer_ticks
 from moetool.report.making import Measured
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 DRAWN_TASKS = 6
 
@@ -30,6 +31,32 @@ class Picture:
     title: str
     svg: str
     caption: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sketch:
+    """A figure that can stand on a page or in a file of its own.
+
+    Attributes:
+        key: its name, of small letters and hyphens.
+        title: what it shows.
+        caption: how it is read.
+        alt: for those who don't see it.
+        height: in inches.
+        paint: draws it.
+    """
+
+    key: str
+    title: str
+    caption: str
+    alt: str
+    height: float
+    paint: "Callable[[Figure], None]"
+
+    def on(self, section: str) -> Picture:
+        """The same for a page."""
+        svg = draw(self.key, self.height, self.alt, self.paint)
+        return Picture(section=section, title=self.title, svg=svg, caption=self.caption)
 
 
 def relative(tokens_LE: np.ndarray, num_experts_L: Sequence[int]) -> np.ndarray:

@@ -1,0 +1,349 @@
+"""Two forms of one model in the same memory: its experts as they are beside those of a packed replica.
+
+Packed experts are smaller, so that more of them fit, fewer are read, and each read is shorter; what they cost is the
+unpacking of each expert that is computed, and what rounding does to the model, which is measured beside them.
+
+Equal are bytes: dense weights, KV cache and expert pool together. What unpacking takes is part of them, so that the
+pool of the packed form is that much smaller. Every line runs once a round, cold, on the same prompts; each form goes on
+with the tokens that it makes itself.
+"""
+
+import contextlib
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool import tables
+from moetool.bench.results import Line, summarize
+from moetool.bench.runs import Run, Workload, run_engine
+from moetool.bench.serve import disk_rates
+from moetool.bench.stage import BenchOptions, prompts_of
+from moetool.config import parse_bytes
+from moetool.costing.probes.disk import THREADS
+from moetool.errors import CapacityError, MismatchError, UsageError
+from moetool.machine import Machine, load_average, memory_bytes, read_machine
+from moetool.models.decoding import kv_cache_bytes
+from moetool.models.loading import LoadedModel, load_lazy, parse_dtype, use_threads
+from moetool.models.spec import checkpoint_dtype, dense_bytes, locate, read_packing, read_spec
+from moetool.policy import MIN_SLOTS, build_policy, parse_options, policy_class
+from moetool.predictor import CARD
+from moetool.quantize.judging import judge
+from moetool.serving.copies import stride_of
+
+_BLOCK_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormLine:
+    """One form with one policy and budget.
+
+    Attributes:
+        form: data type of the experts: `bfloat16`, `int4`.
+        memory_bytes: dense weights, KV cache, expert pool and room for unpacking, together; the same for both forms.
+        experts_bytes: of the pool and the room for unpacking.
+        tokens_s: tokens that were made for each second of a run, prompts included; the median over the rounds.
+        line: the rest (`moetool.bench.results.Line`).
+    """
+
+    form: str
+    memory_bytes: int
+    experts_bytes: int
+    tokens_s: float
+    line: Line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormsBench:
+    """Everything that a bench of two forms found.
+
+    Attributes:
+        model, beside: the two checkpoints.
+        experts_bytes: of all experts, by form.
+        machine, load_average, threads, io_threads, dtype, command: the conditions; the load is that before it began.
+        direct: whether reads went past the page cache.
+        requests, prompt_tokens, new_tokens, rounds: the workload; prompt tokens of each request.
+        lines: those of the model and those of the other form in turn.
+        judged_tokens: tokens of the prompts that the two were compared on.
+        kl: mean divergence of the other form's next token from the model's, in nats.
+        top1, match: share of tokens with the same likeliest next token; of experts that both choose.
+        notes: what a reader has to know.
+    """
+
+    model: str
+    beside: str
+    experts_bytes: dict[str, int]
+    machine: Machine
+    load_average: float
+    threads: int
+    io_threads: int
+    dtype: str
+    command: str
+    direct: bool
+    requests: int
+    prompt_tokens: tuple[int, ...]
+    new_tokens: int
+    rounds: int
+    lines: tuple[FormLine, ...]
+    judged_tokens: int
+    kl: float
+    top1: float
+    match: float
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object, raw values included."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Form:
+    """A checkpoint in memory without its experts, and the bytes that it takes so."""
+
+    name: str
+    path: Path
+    loaded: LoadedModel
+    dense_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    form: _Form
+    policy: str
+    slots: int
+    memory_bytes: int
+    experts_bytes: int
+
+
+def bench_forms(
+    model: str,
+    beside: str,
+    *,
+    data: Sequence[str],
+    policies: Sequence[str],
+    budgets: Sequence[str],
+    options: BenchOptions | None = None,
+    policy_options: Mapping[str, Mapping[str, Any]] | None = None,
+    command: str = "",
+    on_progress: Callable[[int], None] | None = None,
+) -> FormsBench:
+    """Time a model and a packed replica of it with every policy in every budget, batch 1.
+
+    Args:
+        beside: the replica's folder. Prompts that it was made from are left out.
+        budgets: for the experts of the model as it is, and what unpacking the replica's takes: bytes, or a share.
+
+    Effects: sets torch's number of threads; allocates one pool at a time.
+
+    Raises:
+        UsageError: an unknown name, or a policy that needs a predictor or the future.
+        MismatchError: the replica is one of another model, or packed no better than the model.
+        CapacityError: a budget is too small, or memory is.
+    """
+    chosen, values = options or BenchOptions(), policy_options or {}
+    for name in policies:
+        kind = policy_class(name)
+        if kind.needs_predictor or kind.needs_future:
+            what = "a predictor" if kind.needs_predictor else "the future"
+            raise UsageError(f"policy {name} needs {what}, which belongs to one form of a model; leave it out here")
+    busy = load_average()
+    paths = [locate(model), locate(beside)]
+    _require_same_shape(paths)
+    seen = _seen_prompts(paths[1])
+    workload = prompts_of(paths[0], tuple(data), seen, chosen)
+    dtype = parse_dtype(chosen.dtype or "float32")
+    with contextlib.ExitStack() as stack:
+        forms = []
+        for path in paths:
+            loaded = load_lazy(path, dtype)
+            stack.callback(loaded.close)
+            packing = read_packing(path)
+            name = str(checkpoint_dtype(path)).removeprefix("torch.") if packing is None else f"int{packing.bits}"
+            forms.append(_Form(name=name, path=path, loaded=loaded, dense_bytes=dense_bytes(path, dtype)))
+        use_threads(forms[0].loaded.model.config.get_text_config(), chosen.threads)
+        kv = kv_cache_bytes(forms[0].loaded.model.config.get_text_config(), dtype, workload.kv_tokens)
+        whole = forms[0].loaded.spec.all_experts_bytes
+        entries, notes = _entries(forms, policies, sorted({parse_bytes(b, whole) for b in budgets}), values, kv)
+        runs, rates = _measure(forms, entries, values, workload, chosen, on_progress)
+        files = [form.loaded.files for form in forms]
+        made = FormsBench(
+            model=model,
+            beside=beside,
+            experts_bytes={form.name: form.loaded.spec.all_experts_bytes for form in forms},
+            machine=read_machine(),
+            load_average=busy,
+            threads=torch.get_num_threads(),
+            io_threads=chosen.io_threads,
+            dtype=str(dtype).removeprefix("torch."),
+            command=command,
+            direct=all(one is not None and one.shards.direct for one in files),
+            requests=len(workload.prompts),
+            prompt_tokens=tuple(map(len, workload.prompts)),
+            new_tokens=workload.new_tokens,
+            rounds=chosen.rounds,
+            lines=tuple(
+                _line(entry, mine, rates[entry.form.name], workload) for entry, mine in zip(entries, runs, strict=True)
+            ),
+            judged_tokens=0,
+            kl=0.0,
+            top1=0.0,
+            match=0.0,
+            notes=tuple(notes),
+        )
+    judged = judge(paths[0], paths[1], _blocks(workload), dtype)
+    return replace(made, judged_tokens=judged.tokens, kl=judged.kl, top1=judged.top1, match=judged.match)
+
+
+def _require_same_shape(paths: Sequence[Path]) -> None:
+    """Raises: MismatchError unless the second checkpoint is the first model in a smaller form."""
+    first, second = map(read_spec, paths)
+    shapes = [
+        (one.layer_ids_L, one.num_experts_L, one.top_k_L, one.hidden_size, one.score_function)
+        for one in (first, second)
+    ]
+    if shapes[0] != shapes[1]:
+        raise MismatchError(
+            f"{paths[1]} has other layers or experts than {paths[0]}, expected a form of the same model; make one with "
+            f"'moetool train awq_replica {paths[0]} --data all --out DIR'"
+        )
+    if read_packing(paths[1]) is None or second.slot_bytes >= first.slot_bytes:
+        raise MismatchError(
+            f"{paths[1]} has experts of {second.slot_bytes:,} bytes and {paths[0]} of {first.slot_bytes:,}, expected "
+            "packed and smaller ones after --beside; give the two the other way round, or a packed replica"
+        )
+
+
+def _seen_prompts(path: Path) -> frozenset[str]:
+    """What a replica of ours was made from; nothing for one that somebody else made."""
+    card = path / CARD
+    return frozenset(json.loads(card.read_text(encoding="utf-8"))["seen_prompts"]) if card.is_file() else frozenset()
+
+
+def _entries(
+    forms: Sequence[_Form],
+    policies: Sequence[str],
+    budgets: Sequence[int],
+    values: Mapping[str, Mapping[str, Any]],
+    kv_bytes: int,
+) -> tuple[list[_Entry], list[str]]:
+    """The lines to be: for each policy and budget one a form. Raises: CapacityError where none fits, or memory ends."""
+    entries: list[_Entry] = []
+    notes: list[str] = []
+    for policy in policies:
+        kind = policy_class(policy)
+        for budget in budgets:
+            memory = forms[0].dense_bytes + kv_bytes + budget
+            for form in forms:
+                spec = form.loaded.spec
+                room = memory - form.dense_bytes - kv_bytes
+                slots = min(room // stride_of(spec.slot_bytes), spec.total_experts)
+                fewest = max(MIN_SLOTS, kind.min_slots(spec, parse_options(policy, values.get(policy, {}))))
+                if slots < fewest:
+                    notes.append(
+                        f"{policy} needs {fewest} slots: {form.name} left out with {tables.count(budget, 'B')}"
+                    )
+                    continue
+                entries.append(_Entry(form=form, policy=policy, slots=slots, memory_bytes=memory, experts_bytes=budget))
+    if not entries:
+        raise CapacityError(f"there is nothing to serve: {'; '.join(notes)}; give larger budgets")
+    most = max(entry.memory_bytes for entry in entries)
+    if most > (free := memory_bytes()[1]):
+        raise CapacityError(f"the largest line takes {most:,} bytes, and {free:,} are free; give smaller budgets")
+    return entries, notes
+
+
+def _measure(
+    forms: Sequence[_Form],
+    entries: Sequence[_Entry],
+    values: Mapping[str, Mapping[str, Any]],
+    workload: Workload,
+    options: BenchOptions,
+    on_progress: Callable[[int], None] | None,
+) -> tuple[list[list[Run]], dict[str, list[float]]]:
+    """The runs of each entry, and the disk's rate for experts of each form, a round."""
+    runs: list[list[Run]] = [[] for _ in entries]
+    rates: dict[str, list[float]] = {form.name: [] for form in forms}
+    done = 0
+    for _ in range(options.rounds):
+        for form in forms:
+            assert form.loaded.files is not None
+            rates[form.name].append(max(disk_rates(form.loaded.files, THREADS).values()))
+        for entry, mine in zip(entries, runs, strict=True):
+            loaded = entry.form.loaded
+            policy = build_policy(entry.policy, loaded.spec, values.get(entry.policy, {}), entry.slots)
+            mine.append(run_engine(loaded, policy, workload, io_threads=options.io_threads))
+            done += 1
+            if on_progress is not None:
+                on_progress(100 * done // (options.rounds * len(entries)))
+    return runs, rates
+
+
+def _line(entry: _Entry, runs: Sequence[Run], rates: Sequence[float], workload: Workload) -> FormLine:
+    tokens = len(workload.prompts) * workload.new_tokens
+    rate = statistics.median(tokens / (sum(run.prefill.seconds) + sum(run.decode.seconds)) for run in runs)
+    line = summarize(entry.policy, runs, None, rates, budget_bytes=entry.experts_bytes, slots=entry.slots)
+    return FormLine(
+        form=entry.form.name,
+        memory_bytes=entry.memory_bytes,
+        experts_bytes=entry.experts_bytes,
+        tokens_s=rate,
+        line=line,
+    )
+
+
+def _blocks(workload: Workload) -> torch.Tensor:
+    """The prompts' tokens in blocks of one length."""
+    ids = [token for prompt in workload.prompts for token in prompt]
+    length = min(_BLOCK_TOKENS, len(ids))
+    return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+
+
+def print_forms(made: FormsBench) -> None:
+    """The table, with the conditions above it and the comparison of the two forms below."""
+    machine = made.machine
+    prompts = " to ".join(map(str, sorted({min(made.prompt_tokens), max(made.prompt_tokens)})))
+    sizes = " and ".join(f"{tables.count(size, 'B')} as {form}" for form, size in made.experts_bytes.items())
+    print(
+        f"{made.model} beside {made.beside}: experts of {sizes}; batch 1, requests: {made.requests}, prompts of "
+        f"{prompts} tokens, {made.new_tokens} new ones each; medians of {made.rounds} rounds\n"
+        f"{machine.cpu}, {made.threads} of {machine.cores} cores for arithmetic, {made.io_threads} I/O threads, "
+        f"{made.dtype}, load {made.load_average:.1f}, torch {machine.torch}\n"
+        f"experts read {'past the page cache' if made.direct else 'THROUGH THE PAGE CACHE'}\n"
+        f"{made.command}"
+    )
+    rows = [
+        [
+            one.form,
+            one.line.policy,
+            tables.count(one.memory_bytes, "B"),
+            tables.count(one.experts_bytes, "B"),
+            str(one.line.slots),
+            "" if one.line.hit_rate is None else f"{one.line.hit_rate:.3f}",
+            f"{one.line.prompt_bytes / 1e6:,.2f}",
+            f"{one.line.bytes_per_token / 1e6:,.3f}",
+            f"{one.line.ttft_s * 1e3:,.1f}",
+            f"{one.line.tpot_p50_s * 1e3:,.1f}",
+            f"{one.tokens_s:,.1f}",
+            f"{one.line.stall_share:.0%}",
+        ]
+        for one in made.lines
+    ]
+    tables.print_table(
+        "equal memory; milliseconds",
+        [
+            *("experts", "policy", "memory", "for experts", "slots", "hits", "MB/prompt", "MB/token"),
+            *("TTFT", "TPOT p50", "tokens/s", "stall"),
+        ],
+        rows,
+        num_text=2,
+    )
+    print(
+        f"on the {made.judged_tokens:,} tokens of the prompts: KL divergence {made.kl:.5f} nats, same next token "
+        f"{made.top1:.3f}, experts matched {made.match:.4f}"
+    )
+    for note in made.notes:
+        print(note)

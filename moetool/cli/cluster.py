@@ -1,0 +1,187 @@
+"""`moetool serve --cluster`: the servers of a placement plan, on this machine or on machines that Ray has joined."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moetool import tables
+from moetool.config import parse
+from moetool.errors import UsageError, unknown_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterCommand:
+    """What the user has said of a cluster.
+
+    Attributes:
+        values: of `--set`, by name.
+        refused: options that mean nothing here, and whether they were given.
+    """
+
+    model: str
+    plan: Path | None
+    cluster: str
+    mode: str
+    host: str
+    port: int
+    api_key: str | None
+    values: Mapping[str, Any]
+    refused: Mapping[str, bool]
+
+
+def serve_cluster(command: ClusterCommand) -> None:
+    """Serve a model on a cluster until it is interrupted.
+
+    Raises:
+        UsageError: something that the mode does not do.
+    """
+    if command.mode not in MODES:
+        raise unknown_name("--mode", command.mode, MODES)
+    MODES[command.mode](command)
+
+
+def require_no_placement(plan: Path) -> None:
+    """Raises: UsageError if a placement plan was given to serve on one machine."""
+    from moetool.errors import MismatchError
+    from moetool.placement_plan import PlacementPlan
+
+    try:
+        PlacementPlan.load(plan)
+    except (UsageError, MismatchError):
+        return  # whoever reads it as a cache plan says what is wrong with it
+    raise UsageError(f"{plan} is a placement plan, which is for several servers; serve it with --cluster local:N")
+
+
+def _edge(command: ClusterCommand) -> None:
+    """Edge servers that call each other's experts; each has an endpoint of its own."""
+    from moetool.cluster.edge import ClusterOptions, Head, read_token
+    from moetool.cluster.launch import Workers, parse_where, require_ray
+    from moetool.cluster.placing import Endpoints, beyond_reserved, worker_settings
+    from moetool.cluster.worker import build_worker
+    from moetool.placement_plan import PlacementPlan
+    from moetool.serving.assembly import ServeOptions
+    from moetool.serving.server_options import ServerOptions
+
+    where = parse_where(command.cluster)
+    if command.plan is None:
+        raise UsageError("--cluster needs to know where the experts are; give it --plan, from: moetool plan placement")
+    if given := [name for name, is_given in command.refused.items() if is_given]:
+        raise UsageError(f"{given[0]} means nothing with --cluster: the plan says what each server holds; leave it out")
+    plan = PlacementPlan.load(command.plan)
+    names = [server.name for server in plan.cluster.servers]
+    if where.count not in (None, len(names)):
+        raise UsageError(
+            f"--cluster {command.cluster} starts {where.count} servers, and the plan is for {len(names)}: "
+            f"{', '.join(names)}; write local:{len(names)}, or plan for another cluster"
+        )
+    values = dict(command.values)
+    own = parse(ClusterOptions, values.pop("cluster", {}), "--set cluster")
+    limits = parse(ServerOptions, values.pop("server", {}), "--set server")
+    options = parse(ServeOptions, values, "--set")
+    require_ray()
+    settings = worker_settings(
+        command.model,
+        plan,
+        token=read_token(own, os.environ),
+        endpoints=Endpoints(host=command.host, port=command.port, api_key=command.api_key, toward=where.address or ""),
+        options=options,
+        limits=limits,
+        cluster=own,
+    )
+    for name, (needs, has) in beyond_reserved(command.model, plan, options).items():
+        tables.narrate(
+            f"moetool: warning: the dense weights and the KV cache of server {name} take {tables.count(needs, 'B')}, "
+            f"and the plan's cluster reserves {tables.count(has, 'B')} for them"
+        )
+    tables.narrate(f"moetool: starting {len(names)} servers")
+    threads = max(1, (os.cpu_count() or 1) // len(names)) if where.count else 0
+    workers = Workers(where, build_worker, [{"settings": one} for one in settings], names, threads=threads)
+    head = Head(
+        workers,
+        settings,
+        names,
+        plan.spec.num_experts_L,
+        options=own,
+        narrate=lambda line: tables.narrate(f"moetool: {line}"),
+    )
+    with _interrupts() as interrupts:
+        try:
+            if not interrupts.during(head.start, stop_at=1):
+                return
+            for info in filter(None, head.infos()):
+                held, slots = len(info.held), info.slots
+                tables.narrate(
+                    f"moetool: {names[info.server]} is serving on {info.url}/v1 with {held} of "
+                    f"{plan.spec.total_experts} experts, room for {slots}"
+                )
+            interrupts.wait()
+            tables.narrate("moetool: finishing the running requests; Ctrl-C again stops at once")
+            interrupts.during(lambda: head.drain(limits.drain_timeout_s + 15.0), stop_at=2)
+        finally:
+            head.close()
+
+
+MODES: dict[str, Callable[[ClusterCommand], None]] = {"edge": _edge}
+"""What `--mode` names."""
+
+
+class _Interrupts:
+    """Counts Ctrl-C and SIGTERM."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._changed = threading.Condition()
+
+    def hear(self, *_: Any) -> None:
+        # A handler runs on the main thread, which may hold the lock just then: let another thread take it.
+        threading.Thread(target=self._raise, daemon=True).start()
+
+    def wait(self) -> None:
+        """Until the first."""
+        with self._changed:
+            while not self._count:
+                self._changed.wait(0.5)
+
+    def during(self, work: Callable[[], object], stop_at: int) -> bool:
+        """Have something done on another thread; gives whether it was before so many interruptions.
+
+        Raises: what the work raised.
+        """
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        threading.Thread(target=run, daemon=True).start()  # nobody waits for it where it is given up
+        while self._count < stop_at:
+            if wait([done], timeout=0.1).done:
+                done.result()
+                return True
+        return False
+
+    def _raise(self) -> None:
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+
+@contextmanager
+def _interrupts() -> Iterator[_Interrupts]:
+    interrupts = _Interrupts()
+    before = {number: signal.signal(number, interrupts.hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interrupts
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

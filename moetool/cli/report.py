@@ -1,0 +1,95 @@
+"""`moetool report` of what is no trace: placements and cache plans."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from moetool import durable, tables
+from moetool.errors import UsageError
+
+
+def report_plan(path: Path, out: Path, traces: Sequence[str], before: Path | None, as_json: bool) -> None:
+    """Write the page of a plan, by its kind.
+
+    Raises:
+        UsageError: it is no plan, or something is given that its kind has no use for.
+        MismatchError: the plan is damaged, or of another model or cluster than what is given with it.
+    """
+    kind = _kind(path)
+    if kind == "placement_plan":
+        _placement(path, out, traces, before, as_json)
+    elif kind == "cache_plan":
+        if traces or before is not None:
+            raise UsageError(f"{path} is a cache plan, which holds all that its page shows; leave --trace and --before")
+        _cache(path, out, as_json)
+    else:
+        raise UsageError(
+            f"{path} holds {kind}, expected a trace's folder, a placement plan or a cache plan; simulated runs are "
+            f"drawn by: moetool simulate --report FILE"
+        )
+
+
+def _kind(path: Path) -> str:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        values = None
+    return str(values.get("kind", "something else")) if isinstance(values, dict) else "something else"
+
+
+def _placement(path: Path, out: Path, traces: Sequence[str], before: Path | None, as_json: bool) -> None:
+    from moetool.placement_plan import PlacementPlan
+    from moetool.planning.placing import open_traces
+    from moetool.report.placement import measure, page, to_json
+
+    plan = PlacementPlan.load(path)
+    other = None if before is None else PlacementPlan.load(before)
+    made, tokens_LE = measure(plan, open_traces(traces), other)
+    facts = [
+        ("plan", str(path)),
+        *([("before", f"{before}, by {other.planner}")] if other else []),
+        ("planner", f"{plan.planner}, seed {plan.seed}, {_options(plan.options)}"),
+        ("made from", ", ".join(f"{one.server}: {one.path} ({one.requests:,} requests)" for one in plan.traces) or "-"),
+        ("costs", plan.costs),
+        ("objective", f"{plan.objective}: {plan.value:,.5g} on what it was made from"),
+        *([("shown on", ", ".join(traces))] if traces else []),
+    ]
+    durable.write_text(out, page(made, tokens_LE, facts))
+    if as_json:
+        tables.print_json(to_json(made))
+        return
+    print(f"{out}: {plan.spec.name}, {len(plan.cluster.gpus)} GPUs, {' and '.join(one.name for one in made)}")
+    for one in made:
+        if one.row is not None:
+            known = [sent for _, _, sent in one.row.score.link_bytes if sent is not None]
+            print(
+                f"  {one.name} ({one.plan.planner}): {one.row.score.local:.1%} of the calls local"
+                + (f", {tables.count(sum(known), 'B')} between servers" if known else "")
+                + f", T_comp + T_comm {one.row.score.latency:,.5g} {one.row.score.unit}"
+            )
+
+
+def _cache(path: Path, out: Path, as_json: bool) -> None:
+    from moetool.plan import CachePlan
+    from moetool.report.cache import page
+
+    plan = CachePlan.load(path)
+    facts = [
+        ("plan", str(path)),
+        ("policy", f"{plan.policy}, {_options(plan.options)}"),
+        ("slots", f"{plan.slots:,} of {plan.spec.total_experts:,}, {len(plan.pinned):,} experts pinned"),
+        ("prefetch", f"distance {plan.prefetch_distance}" if plan.prefetch_distance else "nothing"),
+        *([("predictor", f"{plan.predictor.name} ({plan.predictor.sha256[:12]})")] if plan.predictor else []),
+        ("trace", plan.trace_sha256),
+        ("profile", plan.profile_sha256 or "none: bytes moved stand for time"),
+        *([("to reach", f"{plan.target_tpot_s * 1e3:,.4g} ms a token")] if plan.target_tpot_s else []),
+    ]
+    durable.write_text(out, page(plan, facts))
+    if as_json:
+        tables.print_json(list(plan.frontier))
+        return
+    print(f"{out}: {plan.spec.name}, {plan.policy} with {plan.slots:,} slots")
+
+
+def _options(options: dict[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in options.items()) or "no options"

@@ -1,0 +1,277 @@
+"""Workers as Ray actors: started, placed one a server, called, watched and restarted.
+
+Ray carries calls of control only: how a worker is to be built, its statistics, what to hold. Tensors and tokens go
+over the workers' own connections (a Ray call takes milliseconds).
+"""
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moetool.errors import CapacityError, MoetoolError, UsageError, first_line
+
+_STORE_BYTES = 80 * 2**20
+"""Ray's shared memory, which nothing here uses; less it does not take."""
+
+
+class WorkerDied(MoetoolError):
+    """The process of a worker has ended, or its machine cannot be reached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """The meaning of `--cluster`.
+
+    Attributes:
+        count: workers on this machine (`local:3`), or None for machines that have joined with `ray start`.
+        address: of the Ray head that they have joined, or None.
+    """
+
+    count: int | None = None
+    address: str | None = None
+
+
+def parse_where(text: str) -> Where:
+    """`local:N`, or the address of a Ray head. Raises: UsageError."""
+    kind, _, rest = text.partition(":")
+    if kind == "local":
+        if not rest.isdecimal() or int(rest) < 1:
+            raise UsageError(f"--cluster {text!r} does not say how many servers, expected such as local:3")
+        return Where(count=int(rest))
+    if not kind or not rest.isdecimal():
+        raise UsageError(f"--cluster {text!r} is neither local:N nor the host:port that 'ray start --head' printed")
+    return Where(address=text)
+
+
+class Workers:
+    """One worker a server.
+
+    A worker is what `build(**arguments)` gives in its own process; its methods are called by name, from several
+    threads at once. A method `close()` is called at the end.
+
+    Args:
+        build: a function of a module (Ray sends its name and not its code where it is installed on both sides).
+        arguments: for each server, of `build`. They must pickle.
+        names: of the servers. A machine that was started with `ray start --resources '{"moetool:NAME": 1}'` gets the
+            server of that name; the others get theirs in the order of their addresses.
+        threads: of arithmetic, for each worker's libraries (0 leaves it to them).
+
+    Effects: starts Ray (`local:N`) or joins it, and the processes. `close` ends them, and a Ray that was started here.
+
+    Raises:
+        UsageError: Ray is not installed, or there is no head at the address.
+        CapacityError: fewer machines than servers.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        build: Callable[..., Any],
+        arguments: Sequence[Mapping[str, Any]],
+        names: Sequence[str],
+        *,
+        threads: int = 0,
+    ) -> None:
+        self._build, self._arguments = build, [dict(one) for one in arguments]
+        self._ray = require_ray()
+        self._own = not self._ray.is_initialized()
+        self._connect(where)
+        self._names, self._threads = tuple(names), threads
+        self._nodes: list[str | None] = [None] * len(names) if where.address is None else self._place()
+        self._lock = threading.Lock()
+        self._actors: list[Any] = [None] * len(names)
+        self._generation = [0] * len(names)
+        self._closing = threading.Event()
+        self._watchers: list[threading.Thread] = []
+        try:
+            for n in range(len(names)):
+                self._start(n)
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def call(self, n: int, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> Any:
+        """Call a method of worker `n` and wait for its answer.
+
+        Raises:
+            WorkerDied: before it answered.
+            MoetoolError: no answer in time.
+            Exception: what the method raised, as it was raised there.
+        """
+        return self._answer(n, self._actors[n].call.remote(method, args, kwargs), method, timeout_s)
+
+    def call_all(self, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
+        """Call a method of every worker at once and wait for all answers. Raises: as `call`, the first that failed."""
+        answers = [actor.call.remote(method, args, kwargs) for actor in self._actors]
+        return [self._answer(n, answer, method, timeout_s) for n, answer in enumerate(answers)]
+
+    def pid(self, n: int) -> int:
+        """The process of a worker, on its own machine. Raises: WorkerDied."""
+        pid: int = self._answer(n, self._actors[n].pid.remote(), "pid", 60.0)
+        return pid
+
+    def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None:
+        """A new process for a worker, in place of what is left of the old one.
+
+        Args:
+            arguments: of `build`, in place of those of before.
+        """
+        if arguments is not None:
+            self._arguments[n] = dict(arguments)
+        self.kill(n)
+        self._start(n)
+
+    def kill(self, n: int) -> None:
+        """End a worker at once, if it has not ended."""
+        with self._lock:
+            self._generation[n] += 1  # nobody is told of a death that was asked for
+        self._ray.kill(self._actors[n], no_restart=True)
+
+    def watch(self, on_death: Callable[[int], None]) -> None:
+        """From now on have `on_death(n)` called, on a thread of this class, when a worker has ended by itself."""
+        for n in range(len(self)):
+            self._watch(n, on_death)
+
+    def close(self) -> None:
+        """Close every worker that lives, end the processes, and Ray if it was started here."""
+        self._closing.set()
+        closing = [(n, actor, actor.call.remote("close", (), {})) for n, actor in enumerate(self._actors) if actor]
+        for n, _, answer in closing:
+            try:
+                self._answer(n, answer, "close", 20.0)
+            except Exception:
+                continue  # it is ended below, whatever state it is in
+        for _, actor, _ in closing:
+            self._ray.kill(actor, no_restart=True)
+        if self._own:
+            self._ray.shutdown()
+        for watcher in self._watchers:
+            watcher.join(timeout=5.0)
+
+    def _start(self, n: int) -> None:
+        options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 16}
+        if self._nodes[n] is not None:
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self._nodes[n], soft=False)
+        if self._threads:
+            options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(self._threads)}}
+        self._actors[n] = self._ray.remote(_Host).options(**options).remote(self._build, self._arguments[n])
+
+    def _watch(self, n: int, on_death: Callable[[int], None]) -> None:
+        generation, actor = self._generation[n], self._actors[n]
+
+        def wait() -> None:
+            end = actor.until_end.remote()
+            while not self._closing.is_set():
+                ended, _ = self._ray.wait([end], timeout=0.5)
+                if ended:
+                    break
+            if self._closing.is_set() or self._generation[n] != generation:
+                return
+            on_death(n)
+
+        watcher = threading.Thread(target=wait, name=f"watch-{n}", daemon=True)
+        self._watchers.append(watcher)
+        watcher.start()
+
+    def watch_again(self, n: int, on_death: Callable[[int], None]) -> None:
+        """As `watch`, of one worker that was restarted."""
+        self._watch(n, on_death)
+
+    def _answer(self, n: int, answer: Any, method: str, timeout_s: float) -> Any:
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+        try:
+            return self._ray.get(answer, timeout=timeout_s)
+        except GetTimeoutError:
+            raise MoetoolError(f"server {self._names[n]} did not answer {method} in {timeout_s:g} s") from None
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, MoetoolError):
+                raise cause from None
+            raise
+        except RayActorError as error:
+            lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            # What ended its building is at the end of a traceback that Ray puts into the text.
+            reason = lines[-1].strip() if "creation task" in lines[0] else lines[0]
+            raise WorkerDied(f"server {self._names[n]} has ended ({reason})") from None
+
+    def _connect(self, where: Where) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # a server is no background job, which Ray takes it for
+        if not self._own:
+            return
+        common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "include_dashboard": False}
+        if where.address is None:
+            self._ray.init(num_cpus=1, object_store_memory=_STORE_BYTES, **common)
+            return
+        common.pop("include_dashboard")
+        try:
+            self._ray.init(address=where.address, **common)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise UsageError(
+                f"no Ray head at {where.address} ({first_line(error)}); start one there with: ray start --head"
+            ) from None
+
+    def _place(self) -> list[str | None]:
+        """The machine of each server."""
+        nodes = sorted(
+            (node for node in self._ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"]
+        )
+        named = {
+            name.removeprefix("moetool:"): node["NodeID"]
+            for node in nodes
+            for name in node["Resources"]
+            if name.startswith("moetool:")
+        }
+        free = [node["NodeID"] for node in nodes if node["NodeID"] not in named.values()]
+        placed: list[str | None] = []
+        for name in self._names:
+            if name not in named and not free:
+                self.close_connection()
+                raise CapacityError(
+                    f"{len(nodes)} machines have joined, and none is left for server {name}; join one with: ray start "
+                    f"--address=HEAD, or plan for fewer servers"
+                )
+            placed.append(named[name] if name in named else free.pop(0))
+        return placed
+
+    def close_connection(self) -> None:
+        """Leave a Ray that was joined or started here."""
+        if self._own:
+            self._ray.shutdown()
+
+
+class _Host:
+    """The Ray actor around a worker."""
+
+    def __init__(self, build: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        self._worker = build(**arguments)
+        self._ended = threading.Event()
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return getattr(self._worker, method)(*args, **kwargs)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def until_end(self) -> None:
+        """Returns never: whoever waits for it learns of the process's end."""
+        self._ended.wait()
+
+
+def require_ray() -> Any:
+    """The module `ray`. Raises: UsageError where it is not installed."""
+    # It would print, where data goes, what `watch` tells.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
+    try:
+        import ray
+    except ImportError:
+        raise UsageError("clusters need Ray; install it with: pip install 'moetool[cluster]'") from None
+    return ray

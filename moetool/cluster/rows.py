@@ -1,0 +1,62 @@
+"""Rows of hidden states as bytes, and back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moetool.errors import MoetoolError
+from moetool.models.loading import DTYPES
+from moetool.types import ModelSpec
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def rows_head(layer: int, rows: Mapping[int, torch.Tensor]) -> dict[str, Any]:
+    """What says what `rows_bytes` holds: of each expert so many rows, of a type and width.
+
+    Args:
+        layer: MoE layer, 0..L-1.
+        rows: by expert [R, D]; at least one expert, all of one type and width.
+    """
+    some = next(iter(rows.values()))
+    return {
+        "layer": layer,
+        "experts": list(rows),
+        "rows": [len(x) for x in rows.values()],
+        "dtype": _NAMES[some.dtype],
+        "width": some.shape[1],
+    }
+
+
+def rows_bytes(rows: Mapping[int, torch.Tensor]) -> memoryview:
+    """All rows, one expert after the other, in the bytes that memory has them in."""
+    every = torch.cat(list(rows.values())).to("cpu").contiguous()
+    return every.view(-1).view(torch.uint8).numpy().data
+
+
+def read_rows(head: Mapping[str, Any], parts: Sequence[Any], spec: ModelSpec) -> dict[int, torch.Tensor]:
+    """The rows of a message, by expert; each in memory of its own, aligned as torch aligns it.
+
+    Alignment matters: kernels are chosen by it, and may add in another order if it differs.
+
+    Raises:
+        MoetoolError: the message does not say what its bytes are, or speaks of experts that the model does not have.
+    """
+    try:
+        layer, experts, counts = head["layer"], head["experts"], head["rows"]
+        dtype, width = DTYPES[head["dtype"]], head["width"]
+        numbers = [layer, width, *experts, *counts]
+        whole = all(type(number) is int and number >= 0 for number in numbers) and len(experts) == len(counts)
+        if not whole or layer >= spec.num_layers or len(set(experts)) != len(experts) or width == 0:
+            raise ValueError
+        if any(expert >= spec.num_experts_L[layer] for expert in experts) or 0 in counts:
+            raise ValueError
+        if not experts:
+            return {}
+        if len(parts) != 1 or len(parts[0]) != sum(counts) * width * dtype.itemsize:
+            raise ValueError
+    except (KeyError, ValueError, TypeError):
+        raise MoetoolError("rows of hidden states that cannot be read") from None
+    every = torch.frombuffer(parts[0], dtype=dtype).view(-1, width)
+    return {expert: rows.clone() for expert, rows in zip(experts, every.split(counts), strict=True)}

@@ -1,0 +1,256 @@
+"""Point-to-point calls between the servers of a cluster.
+
+Who calls and who is called prove to each other that they know the cluster's token (HMAC-SHA256 over fresh random
+numbers of both, `Connection.prove`), so a stranger can neither ask a server for anything nor pose as one. What follows
+is neither encrypted nor signed message by message: somebody on the way can read and change it. So let the servers'
+addresses be on a private network, or behind a tunnel such as WireGuard.
+
+Every call has a deadline. Calls may be repeated: they ask for results and change nothing.
+"""
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from moetool.cluster.frames import Connection, LinkError, Lost, Message, pack
+from moetool.cluster.links import Links
+from moetool.errors import MoetoolError, first_line
+
+_HANDSHAKE_S = 5.0
+_MAX_CONNECTIONS = 256
+
+
+class Refused(MoetoolError):
+    """The peer is there and did not do what it was asked for."""
+
+
+class Listener:
+    """Answers the calls of peers, each connection on a thread of its own.
+
+    Args:
+        sock: bound and listening.
+        handle: gives the answer to a message. An error that it raises is told to the caller.
+        links: of this server: answers go over them.
+        limit_bytes: of a message.
+        rest_s: in which a message that has begun must be here, and an answer taken.
+
+    Effects: owns the socket; starts a thread. `close` ends all of them.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        token: bytes,
+        handle: Callable[[Message], Message],
+        *,
+        links: Links | None = None,
+        limit_bytes: int = 2**30,
+        rest_s: float = 10.0,
+    ) -> None:
+        self._sock, self._token, self._handle = sock, token, handle
+        self._links = links or Links()
+        self._limit_bytes, self._rest_s = limit_bytes, rest_s
+        self._lock = threading.Lock()
+        self._open: dict[Connection, threading.Thread] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where peers connect."""
+        host, port = self._sock.getsockname()[:2]
+        return str(host), int(port)
+
+    def close(self) -> None:
+        """Take no more calls, end all connections; calls that are being answered are finished, their answers lost."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        self._sock.close()
+        self._thread.join()
+        with self._lock:
+            left = dict(self._open)
+        for connection in left:
+            connection.close()
+        for thread in left.values():
+            thread.join(self._rest_s)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.05)  # no file descriptor is free, say
+                continue
+            connection = Connection(sock, self._limit_bytes)
+            with self._lock:
+                if len(self._open) >= _MAX_CONNECTIONS or self._closed:
+                    connection.close()
+                    continue
+                thread = threading.Thread(target=self._serve, args=(connection,), name="peer-call", daemon=True)
+                self._open[connection] = thread
+            thread.start()
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            connection.demand_proof(self._token, time.monotonic() + _HANDSHAKE_S)
+            while True:
+                message = connection.receive(None, self._rest_s)
+                self._answer(connection, message)
+        except LinkError:
+            pass  # the caller has gone, or was none; it knows, and nobody else needs to
+        finally:
+            with self._lock:
+                self._open.pop(connection, None)
+            connection.close()
+
+    def _answer(self, connection: Connection, message: Message) -> None:
+        try:
+            answer = self._handle(message)
+        except MoetoolError as error:
+            answer = Message(head={"error": first_line(error)})
+        except Exception as error:  # the caller must hear of it, and the next call is served
+            answer = Message(head={"error": f"{type(error).__name__}: {first_line(error)}"})
+        data = pack(answer.head, answer.parts)
+        by = time.monotonic() + self._rest_s
+        caller = message.head.get("from")
+        if isinstance(caller, int):
+            self._links.sending(caller, len(data) + sum(map(len, answer.parts)), by)
+        connection.send(data, answer.parts, by)
+
+
+class Channel:
+    """Calls to one server, one after the other, over one connection and on a thread of its own.
+
+    Args:
+        server: number of the called one, and
+        caller: of this one.
+        address: its `Listener.address`.
+        links: of the caller: calls go over them.
+
+    Effects: connects at the first call, and again after a failure. Starts a thread; `close` ends it.
+    """
+
+    def __init__(
+        self,
+        server: int,
+        address: tuple[str, int],
+        token: bytes,
+        *,
+        caller: int,
+        links: Links | None = None,
+        limit_bytes: int = 2**30,
+    ) -> None:
+        self.address = address
+        self._server, self._caller, self._token = server, caller, token
+        self._links = links or Links()
+        self._limit_bytes = limit_bytes
+        self._connection: Connection | None = None
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[tuple[Message, float, Future[Message]] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"call-{server}", daemon=True)
+        self._thread.start()
+
+    def call(self, head: Mapping[str, Any], parts: Sequence[Any] = (), *, timeout_s: float) -> "Future[Message]":
+        """Ask for something; the answer comes in the future.
+
+        Raises (the future):
+            Refused: the peer said why not.
+            LinkError: it cannot be reached, or gave no answer in time.
+        """
+        answer: Future[Message] = Future()
+        message = Message(head={**head, "from": self._caller}, parts=parts)
+        with self._lock:
+            if self._closed:
+                answer.set_exception(LinkError(f"server {self._server} is no longer called"))
+            else:
+                self._jobs.put((message, time.monotonic() + timeout_s, answer))
+        return answer
+
+    def close(self) -> None:
+        """End the connection and the thread; calls that wait fail. Does not wait for the thread."""
+        with self._lock:
+            self._closed = True
+            self._jobs.put(None)
+        if (connection := self._connection) is not None:
+            connection.close()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            message, by, answer = job
+            try:
+                answer.set_result(self._call(message, by))
+            except MoetoolError as error:
+                answer.set_exception(error)
+            except Exception as error:  # a bug; whoever waits must not wait for ever
+                answer.set_exception(error)
+        self._disconnect()
+        while not self._jobs.empty():
+            if (job := self._jobs.get()) is not None:
+                job[2].set_exception(LinkError(f"server {self._server} is no longer called"))
+
+    def _call(self, message: Message, by: float) -> Message:
+        data = pack(message.head, message.parts)
+        try:
+            self._links.sending(self._server, len(data) + sum(map(len, message.parts)), by)
+            fresh = self._connection is None
+            try:
+                answer = self._exchange(data, message.parts, by)
+            except Lost:
+                if fresh or self._closed:
+                    raise
+                self._disconnect()  # it ended while nothing was asked: the peer may have started anew
+                answer = self._exchange(data, message.parts, by)
+        except LinkError as error:
+            self._disconnect()
+            raise LinkError(f"server {self._server}: {error}") from None
+        if (reason := answer.head.get("error")) is not None:
+            raise Refused(f"server {self._server}: {reason}")
+        return answer
+
+    def _exchange(self, data: bytes, parts: Sequence[Any], by: float) -> Message:
+        if self._closed:
+            raise LinkError("it is no longer called")
+        connection = self._connection or self._connect(by)
+        connection.send(data, parts, by)
+        return connection.receive(by)
+
+    def _connect(self, by: float) -> Connection:
+        left = min(by - time.monotonic(), _HANDSHAKE_S)
+        if left <= 0:
+            raise LinkError("no time was left to connect")
+        try:
+            sock = socket.create_connection(self.address, timeout=left)
+        except OSError as error:
+            raise LinkError(f"nobody answers at {self.address[0]}:{self.address[1]} ({error})") from None
+        self._connection = Connection(sock, self._limit_bytes)
+        self._connection.prove(self._token, min(by, time.monotonic() + _HANDSHAKE_S))
+        return self._connection
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A socket for a `Listener`; port 0 takes any free one. Raises: MoetoolError where that is not possible."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(128)
+    except OSError as error:
+        sock.close()
+        raise MoetoolError(f"cannot listen for peers on {host} port {port} ({error.strerror or error})") from None
+    return sock

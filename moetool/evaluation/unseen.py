@@ -1,0 +1,100 @@
+"""Which requests of a trace predictors may be scored on: those that none of them has seen."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moetool.errors import UsageError
+from moetool.learning.tokens import Part
+from moetool.trace.reader import Trace
+from moetool.trace.same_prompts import repeated
+
+Card = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unseen:
+    """What several predictors are scored on together, so that their rows can be compared.
+
+    Attributes:
+        part: requests, or of each the tokens in a range.
+        requests: `test` (of the trace that one of them was trained on), `end` (the last tokens of each, where that
+            trace was split in time) or `all`.
+        num_skipped: the other requests of the trace that have tokens.
+    """
+
+    part: Part
+    requests: str
+    num_skipped: int
+
+
+def held_out(card: Card, trace: Trace) -> frozenset[int]:
+    """The requests of a trace that a predictor may be scored on as a whole.
+
+    Prompts are known again by what they hold (`moetool.trace.same_prompts`). On the trace that it was trained on these
+    are its test requests, but for those that repeat a prompt of the others.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if in_time(card, trace):
+        raise UsageError(
+            f"{card['predictor']} was trained on the first tokens of every request of {trace.path}, expected whole "
+            f"requests that it has not seen; capture other prompts"
+        )
+    rows = [row["request"] for row in trace.requests.to_pylist() if row["tokens"]]
+    of_it = card["trace"]["sha256"] == trace.sha256
+    unseen = (frozenset(card["requests"]["test"]) if of_it else frozenset(rows)) - repeated(trace, card["seen_prompts"])
+    if not unseen:
+        raise UsageError(
+            f"{card['predictor']} was trained on all {len(rows)} prompts of {trace.path}, expected some that it has "
+            f"not seen; capture other prompts"
+        )
+    return unseen
+
+
+def in_time(card: Card, trace: Trace) -> dict[str, dict[int, range]] | None:
+    """Of a predictor whose training requests were split in time, the tokens of each part."""
+    spans = card.get("in_time")
+    if spans is None or card["trace"]["sha256"] != trace.sha256:
+        return None
+    return {name: {int(request): range(*span) for request, span in part.items()} for name, part in spans.items()}
+
+
+def unseen_by_all(cards: Sequence[Card], trace: Trace) -> Unseen:
+    """What none of the predictors has seen of a trace.
+
+    Raises:
+        UsageError: there is nothing.
+    """
+    tokens = {row["request"]: row["tokens"] for row in trace.requests.to_pylist() if row["tokens"]}
+    left = {request: range(count) for request, count in tokens.items()}
+    ended = False
+    found: dict[str, int] = {}
+    made: dict[str, dict[int, range]] = {}
+    for card in cards:
+        key = str((card["trace"]["sha256"], card["requests"], card["seen_prompts"], card.get("in_time")))
+        if key not in made:
+            spans = in_time(card, trace)
+            ended = ended or spans is not None
+            whole = spans is None
+            made[key] = {r: range(tokens[r]) for r in held_out(card, trace)} if whole else (spans or {})["test"]
+        mine = made[key]
+        found[str(card["predictor"])] = len(mine)
+        left = {r: part for r, span in left.items() if r in mine and (part := _common(span, mine[r]))}
+    if not left:
+        counts = ", ".join(f"{name} {count}" for name, count in found.items())
+        raise UsageError(
+            f"none of the {len(tokens)} requests of {trace.path} is unseen by all of them (each by itself: {counts}); "
+            f"train them on the same trace with the same --seed, evaluate them one by one, or capture other prompts"
+        )
+    of_it = any(card["trace"]["sha256"] == trace.sha256 for card in cards)
+    return Unseen(
+        part=left if ended else frozenset(left),
+        requests="end" if ended else "test" if of_it else "all",
+        num_skipped=len(tokens) - len(left),
+    )
+
+
+def _common(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))

@@ -1,0 +1,99 @@
+"""A model in memory as its files pack it: each product unpacks the weight that it needs, and forgets it again."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from moetool.models.checkpoint import sources
+from moetool.models.expert_form import Call
+from moetool.models.loading import LoadedModel, load_lazy
+from moetool.models.packed import Block, PackedWeight
+from moetool.models.spec import MoeLayer
+
+_PACKED = "packed_weights"  # what holds them, on the module whose weights they are
+
+
+def load_packed(path: Path, dtype: torch.dtype) -> LoadedModel:
+    """The decoder of a packed checkpoint: linear modules and experts packed, embeddings as stored, the rest as `dtype`.
+
+    It has no output head, for those who look at gates alone: call `get_decoder()`. Besides `held_bytes` it takes, while
+    it runs, what one expert or one linear module takes unpacked, twice.
+
+    Raises:
+        MismatchError: the files do not make the model.
+    """
+    loaded = load_lazy(path, dtype)
+    files, model = loaded.files, loaded.model
+    assert files is not None
+    try:
+        for name, source in sources(model, files.shards.tensors).items():
+            stored = next(iter(source.names.values()))[0]
+            owner, _, leaf = name.rpartition(".")
+            if source.converter is not None or leaf != "weight":
+                continue
+            module = model.get_submodule(owner)
+            if isinstance(module, nn.Linear) and stored in files.shards.packed:
+                _keep_linear(module, files.shards.block(stored), files.shards.bits)
+            elif isinstance(module, nn.Embedding):
+                module._parameters["weight"] = nn.Parameter(files.shards.load(stored), requires_grad=False)
+                module.register_forward_hook(lambda module, args, output: output.to(dtype))
+        for layer in loaded.layers:
+            assert layer.form.call is Call.INTERFACE, "experts are packed where they are stored one by one"
+            _keep_experts(layer, loaded)
+        model.set_output_embeddings(None)
+    finally:
+        loaded.close()
+    return loaded
+
+
+def weights_of(layer: MoeLayer, expert: int) -> tuple[torch.Tensor | PackedWeight, ...]:
+    """The parts of an expert of a model in memory, packed or not."""
+    kept = getattr(layer.experts, _PACKED, None)
+    if kept is not None:
+        mine: tuple[PackedWeight, ...] = kept[expert]
+        return mine
+    return tuple(layer.experts.get_parameter(part.parameters[0])[expert] for part in layer.form.parts)
+
+
+def held_bytes(model: Any) -> int:
+    """Bytes of all weights of a model in memory, packed or not."""
+    total = sum(tensor.nbytes for tensor in model.parameters() if not tensor.is_meta)
+    for module in model.modules():
+        for weights in getattr(module, _PACKED, ()):
+            total += sum(weight.nbytes for weight in weights)
+    return total
+
+
+def _keep_linear(module: Any, block: Block, bits: int) -> None:
+    weight = PackedWeight((block,), bits)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, weight.to(x.dtype), module.bias)
+
+    setattr(module, _PACKED, [(weight,)])
+    module._parameters["weight"] = nn.Parameter(module.weight.to("meta"), requires_grad=False)
+    module.forward = forward
+
+
+def _keep_experts(layer: MoeLayer, loaded: LoadedModel) -> None:
+    files = loaded.files
+    assert files is not None
+    kept = []
+    for expert in range(layer.form.num_experts):
+        slot = torch.empty(files.slot_bytes, dtype=torch.uint8)
+        files.read_into(files.spec.expert_key(layer.index, expert), slot)
+        kept.append(files.views(slot))
+
+    def forward(hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        output_TD = torch.zeros_like(hidden_TD)
+        for expert in index_TK.unique().tolist():
+            rows, place = torch.where(index_TK == expert)
+            made = layer.form.compute(hidden_TD[rows], kept[expert])
+            output_TD.index_add_(0, rows, made * weights_TK[rows, place, None].to(made.dtype))
+        return output_TD
+
+    setattr(layer.experts, _PACKED, kept)
+    layer.experts.forward = forward

@@ -1,0 +1,42 @@
+"""What has to be a number before a replica is made: the weights, and activations on the calibration text."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from moetool.errors import MoetoolError
+from moetool.models.shards import DTYPES, Shards
+
+
+def require_finite_weights(shards: Shards, path: Path) -> None:
+    """Read all weights, tensor after tensor in the order of the files; one is in memory at a time.
+
+    Raises:
+        MoetoolError: one is NaN or infinite.
+        MismatchError: one has a data type that moetool does not read.
+    """
+    for name, tensor in sorted(shards.tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
+        if tensor.dtype not in DTYPES:
+            continue  # integers
+        weight = shards.load(name)
+        # One pass over memory says that all is well. A sum that has overflowed is looked at again.
+        if weight.sum(dtype=torch.float32).isfinite():
+            continue
+        if bad := int((~weight.isfinite()).sum()):
+            raise MoetoolError(
+                f"{bad:,} of {weight.numel():,} weights of {name} in {shards.files[tensor.file]} are NaN or infinite, "
+                f"expected none; download {path.name} again, or give the model that it was made from"
+            )
+
+
+def require_finite(hidden: Iterable[torch.Tensor], where: str) -> None:
+    """Raises: MoetoolError where a hidden state is not a number or has no bound."""
+    states = list(hidden)
+    bad = sum(int((~state.isfinite()).any(dim=-1).sum()) for state in states)
+    if bad:
+        tokens = sum(state.shape[-2] for state in states)
+        raise MoetoolError(
+            f"{bad:,} of {tokens:,} tokens have activations that are NaN or infinite {where}, expected none: the "
+            "weights are finite, so this data type is too narrow for them; try --set dtype=float32, or other --data"
+        )

@@ -1,0 +1,94 @@
+"""A cache plan as a page: memory against latency, and what each policy does on held-out requests."""
+
+from collections.abc import Sequence
+
+from moetool import tables
+from moetool.plan import CachePlan
+from moetool.report.figures.frontier import frontier_sketch
+from moetool.report.page import shape_of
+from moetool.report.sheet import Section, Table, render_sheet
+
+
+def page(plan: CachePlan, facts: Sequence[tuple[str, str]]) -> str:
+    """The page as HTML.
+
+    Args:
+        facts: where the plan is from, as terms and texts.
+    """
+    drawn = [frontier_sketch(plan).on("Memory and latency")] if plan.frontier else []
+    missing = [] if drawn else ["The plan has no frontier; plan with --frontier 8 to see one."]
+    return render_sheet(
+        title=f"Cache plan of {plan.spec.name}",
+        heading=f"How the experts of {plan.spec.name} are cached",
+        shape=shape_of(plan.spec),
+        facts=facts,
+        sections=[
+            Section(name="The choice", notes=[plan.reason], pictures=[], tables=[_memory_table(plan)]),
+            Section(
+                name="Memory and latency",
+                notes=missing,
+                pictures=drawn,
+                tables=[_frontier_table(plan)] if plan.frontier else [],
+            ),
+            Section(name="Candidates", notes=[], pictures=[], tables=[_evidence_table(plan)]),
+        ],
+    )
+
+
+def _memory_table(plan: CachePlan) -> Table:
+    """Where the device's memory goes."""
+    slots_bytes = plan.slots * plan.spec.slot_bytes
+    parts = [
+        ("weights outside the experts", plan.dense_bytes),
+        (f"keys and values ({plan.kv_tokens:,} tokens)", plan.kv_bytes),
+        ("predictor", plan.predictor_bytes),
+        (f"experts: {plan.slots:,} slots of {plan.spec.total_experts:,}", slots_bytes),
+    ]
+    rows = [(name, tables.count(size, "B"), f"{size / plan.device_memory_bytes:.1%}") for name, size in parts if size]
+    whole = ("device memory", tables.count(plan.device_memory_bytes, "B"), "100.0%")
+    return Table(caption="Device memory", columns=("for", "bytes", "share"), rows=(*rows, whole))
+
+
+def _frontier_table(plan: CachePlan) -> Table:
+    timed = all(point["tpot_used_s"] is not None for point in plan.frontier)
+    rows = []
+    for point in plan.frontier:
+        cells = [
+            tables.count(point["device_memory_bytes"], "B") + (" (the plan)" if point["chosen"] else ""),
+            point["policy"],
+            f"{point['slots']:,}",
+            *(f"{point[name] / 1e6:,.3f}" for name in ("bytes_used", "bytes_held_out")),
+        ]
+        if timed:
+            seconds = (point["tpot_used_s"], point["tpot_held_out_s"])
+            cells += ["-" if value is None else f"{value * 1e3:,.2f}" for value in seconds]
+        rows.append(tuple(cells))
+    return Table(
+        caption="The best policy by device memory, untuned",
+        columns=(
+            *("device memory", "policy", "slots", "MB / decode token", "held out"),
+            *(("ms a token", "held out") if timed else ()),
+        ),
+        rows=tuple(rows),
+    )
+
+
+def _evidence_table(plan: CachePlan) -> Table:
+    """Every candidate in the plan's budget, on the held-out requests."""
+    rows = []
+    for row in plan.evidence:
+        decoded, seconds = row["decode_tokens"], row.get("tpot_mean_s")
+        rows.append(
+            (
+                row["policy"] + (" (the plan)" if row["policy"] == plan.policy else ""),
+                f"{row['slots']:,}",
+                f"{row['hit_rate_decode']:.3f}" if decoded else "-",
+                f"{row['bytes_per_decode_token'] / 1e6:,.3f}" if decoded else "-",
+                "-" if seconds is None else f"{seconds * 1e3:,.2f}",
+            )
+        )
+    return Table(
+        caption=f"On {len(plan.requests_held_out):,} held-out requests; belady knows the future and is no candidate",
+        columns=("policy", "slots", "hit rate in decode", "MB / decode token", "ms a token"),
+        rows=tuple(rows),
+    )

@@ -1,0 +1,238 @@
+"""Figures of placements: who holds what, how evenly the work falls, what servers send each other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moetool.placement_plan import PlacementPlan
+from moetool.planning.demand import per_server
+from moetool.planning.placing import Row
+from moetool.report.drawing import STYLES, heat, layer_ticks, scale_top
+from moetool.report.figures.picture import Sketch, map_height, relative
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MOST_MAPS = 16
+_COLUMNS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A plan as a report shows it.
+
+    Attributes:
+        name: `before` or `after`, or that of the planner.
+        row: its score on the traces; None without any.
+        flow_LGG: tokens of each layer that start on GPU j and are computed on GPU k; None without traces.
+    """
+
+    name: str
+    plan: PlacementPlan
+    row: Row | None = None
+    flow_LGG: np.ndarray | None = None
+
+
+def sketches(plans: Sequence[Placed], tokens_LE: np.ndarray | None) -> dict[str, list[Sketch]]:
+    """The figures of each section.
+
+    Args:
+        tokens_LE: how often each expert is wanted, if traces are known.
+    """
+    held = [sketch for placed in plans for sketch in (holders(placed, tokens_LE), copies(placed)) if sketch is not None]
+    worked = [sketch for sketch in (balance(plans), local(plans), traffic(plans)) if sketch is not None]
+    return {
+        "Who holds what": held,
+        "Work": [sketch for sketch in worked if sketch.key == "balance"],
+        "Traffic between servers": [sketch for sketch in worked if sketch.key != "balance"],
+    }
+
+
+def holders(placed: Placed, tokens_LE: np.ndarray | None) -> Sketch | None:
+    """A map of layers and experts for each GPU, or for each server where GPUs are many; None where servers are too."""
+    plan = placed.plan
+    cluster, spec, placed_GLE = plan.cluster, plan.spec, plan.placed_GLE
+    names = [f"{cluster.servers[n].name}, GPU {g}" for g, n in enumerate(cluster.server_G)]
+    if len(names) > _MOST_MAPS:
+        placed_GLE = per_server(cluster, placed_GLE) > 0
+        names = [server.name for server in cluster.servers]
+    if len(names) > _MOST_MAPS:
+        return None
+    wanted_LE = np.ones(placed_GLE.shape[1:]) if tokens_LE is None else relative(tokens_LE, spec.num_experts_L)
+    maps = [np.where(held_LE, wanted_LE, np.nan) for held_LE in placed_GLE]
+    high = 1.0 if tokens_LE is None else scale_top(maps, 1.5)
+    rows, columns = -(-len(names) // _COLUMNS), min(_COLUMNS, len(names))
+
+    def paint(figure: "Figure") -> None:
+        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        for i, axes in enumerate(grid.ravel().tolist()):
+            if i >= len(names):
+                axes.set_axis_off()
+                continue
+            last = i % columns == columns - 1 or i == len(names) - 1
+            heat(axes, maps[i], low=0.0, high=high, label="wanted" if last and tokens_LE is not None else "")
+            axes.set_title(f"{names[i]}: {int(placed_GLE[i].sum()):,}")
+            axes.set_yticks(*layer_ticks(spec.layer_ids_L, 8))
+        grid[-1, 0].set(xlabel="expert", ylabel="MoE layer")
+
+    says = "; ".join(f"{name} {int(held_LE.sum())}" for name, held_LE in zip(names, placed_GLE, strict=True))
+    colour = (
+        "where it is held"
+        if tokens_LE is None
+        else "how often it is wanted in the whole cluster, over the mean of its layer, where it is held"
+    )
+    return Sketch(
+        key=f"holders-{placed.name.replace(' ', '-')}",
+        title=f"Who holds which experts: {placed.name} ({plan.planner})",
+        caption=f"Colour: {colour}; grey elsewhere. Above each map how many experts it holds in all layers.",
+        alt=f"Experts held: {says}.",
+        height=0.4 + rows * min(3.0, 1.3 + 0.05 * spec.num_layers),
+        paint=paint,
+    )
+
+
+def copies(placed: Placed) -> Sketch | None:
+    """In how many places each expert is; None where all are in one."""
+    plan = placed.plan
+    count_LE = plan.placed_GLE.sum(axis=0).astype(np.float64)
+    if count_LE.max() < 2:
+        return None
+    count_LE[count_LE == 0] = np.nan  # beyond a layer's experts
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.subplots()
+        heat(axes, count_LE, low=1.0, high=float(np.nanmax(count_LE)), label="GPUs that hold it")
+        axes.set_yticks(*layer_ticks(plan.spec.layer_ids_L))
+        axes.set(xlabel="expert", ylabel="MoE layer")
+
+    return Sketch(
+        key=f"copies-{placed.name.replace(' ', '-')}",
+        title=f"Copies of each expert: {placed.name} ({plan.planner})",
+        caption="An expert with more copies is near more tokens, and takes the room of others.",
+        alt=f"{np.nanmean(count_LE):.2f} copies on average, {np.nanmax(count_LE):.0f} at most.",
+        height=map_height(plan.spec.num_layers),
+        paint=paint,
+    )
+
+
+def balance(plans: Sequence[Placed]) -> Sketch | None:
+    """The tokens that each GPU computes in each layer, over the mean of the GPUs; None without traces."""
+    known = [(placed, placed.flow_LGG.sum(axis=1)) for placed in plans if placed.flow_LGG is not None]
+    if not known or len(known[0][0].plan.cluster.gpus) < 2:
+        return None
+    maps = [load_LG / np.maximum(load_LG.mean(axis=1, keepdims=True), 1e-30) for _, load_LG in known]
+    high = scale_top(maps, 1.5)
+
+    def paint(figure: "Figure") -> None:
+        panels: Any = figure.subplots(1, len(maps), sharey=True, squeeze=False)[0]
+        for axes, (placed, _), map_LG in zip(panels, known, maps, strict=True):
+            heat(axes, map_LG, low=0.0, high=high, label="load / mean" if axes is panels[-1] else "")
+            axes.set_title(f"{placed.name}: slowest GPU {map_LG.max(axis=1).mean():.2f} times the mean")
+            axes.set_yticks(*layer_ticks(placed.plan.spec.layer_ids_L))
+            axes.set_xlabel("GPU")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        panels[0].set_ylabel("MoE layer")
+
+    return Sketch(
+        key="balance",
+        title="The tokens that each GPU computes in each layer",
+        caption="Over the mean of the GPUs: 1 everywhere is even. A layer takes as long as its slowest GPU.",
+        alt="; ".join(
+            f"{placed.name}: the slowest GPU has {map_LG.max(axis=1).mean():.2f} times the mean"
+            for (placed, _), map_LG in zip(known, maps, strict=True)
+        ),
+        height=map_height(known[0][0].plan.spec.num_layers) + 0.4,
+        paint=paint,
+    )
+
+
+def local(plans: Sequence[Placed]) -> Sketch | None:
+    """Bars of the share of each server's calls that its own GPUs compute; None without traces, or with one server."""
+    known = [(placed, placed.row.score) for placed in plans if placed.row is not None]
+    if not known or len(known[0][0].plan.cluster.servers) < 2:
+        return None
+    names = [server.name for server in known[0][0].plan.cluster.servers]
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.subplots()
+        width = 0.8 / len(known)
+        for number, (placed, found) in enumerate(known):
+            at = np.arange(len(names) + 1) + (number - (len(known) - 1) / 2) * width
+            shares = [100 * (share or 0.0) for share in found.local_N] + [100 * found.local]
+            bars = axes.bar(at, shares, width * 0.92, color=STYLES[number][0], label=placed.name)
+            if len(names) <= 12:
+                axes.bar_label(bars, fmt="%.1f", fontsize=8)
+        if len(names) <= 24:
+            axes.set_xticks(range(len(names) + 1), [*names, "all"], rotation=0 if len(names) <= 6 else 40)
+        else:
+            axes.set_xlabel("server, and all of them at the right")
+        axes.set_ylabel("computed locally, %")
+        axes.grid(visible=False, axis="x")
+        figure.legend(loc="outside right upper")
+
+    return Sketch(
+        key="local",
+        title="Expert calls that the request's own server computes",
+        caption="Prism's local compute ratio, by the server at which requests arrive.",
+        alt="; ".join(f"{placed.name}: {found.local:.1%} of all" for placed, found in known),
+        height=2.8,
+        paint=paint,
+    )
+
+
+def traffic(plans: Sequence[Placed]) -> Sketch | None:
+    """What each server sends to each, a map for each plan; None without traces, or with one server."""
+    known = [(placed, _sent(placed)) for placed in plans if placed.flow_LGG is not None]
+    if not known or len(known[0][0].plan.cluster.servers) < 2:
+        return None
+    names = [server.name for server in known[0][0].plan.cluster.servers]
+    unit = unit_of(known[0][0].plan)
+    high = max(float(np.nanmax(sent_NN)) for _, sent_NN in known) or 1.0
+
+    def paint(figure: "Figure") -> None:
+        panels: Any = figure.subplots(1, len(known), sharey=True, squeeze=False)[0]
+        for axes, (placed, sent_NN) in zip(panels, known, strict=True):
+            heat(axes, sent_NN, low=0.0, high=high, label=unit if axes is panels[-1] else "")
+            axes.set_title(f"{placed.name}: {np.nansum(sent_NN):,.1f} {unit} in all")
+            axes.set_xlabel("to")
+            if len(names) > 12:
+                continue
+            axes.set_xticks(range(len(names)), names, rotation=0 if len(names) <= 4 else 35)
+            axes.set_yticks(range(len(names)), names)
+            for i, j in np.argwhere(np.isfinite(sent_NN)).tolist():
+                dark = sent_NN[i, j] < 0.55 * high
+                axes.text(j, i, f"{sent_NN[i, j]:,.1f}", ha="center", va="center", color="white" if dark else "black")
+        panels[0].set_ylabel("from")
+
+    return Sketch(
+        key="traffic",
+        title=f"What servers send each other, {unit}",
+        caption="Tokens on their way to experts and results on their way back, for the requests of these traces."
+        if unit == "MB"
+        else "Tokens on their way to experts and results on their way back; the model's hidden size is not known, so "
+        "there are no bytes.",
+        alt="; ".join(f"{placed.name}: {np.nansum(sent_NN):,.1f} {unit}" for placed, sent_NN in known),
+        height=1.0 + min(3.5, 0.55 * len(names)),
+        paint=paint,
+    )
+
+
+def unit_of(plan: PlacementPlan) -> str:
+    """What traffic is counted in: bytes want the model's hidden size."""
+    return "MB" if plan.spec.hidden_size > 0 else "thousand tokens"
+
+
+def _sent(placed: Placed) -> np.ndarray:
+    """[from, to] in `unit_of`, dispatch and combine together; NaN from a server to itself."""
+    assert placed.flow_LGG is not None and placed.row is not None
+    cluster = placed.plan.cluster
+    flow_NN = per_server(cluster, per_server(cluster, placed.flow_LGG.sum(axis=0)).T).T
+    sent_NN = (flow_NN + flow_NN.T) / 1e3
+    known = [sent for _, _, sent in placed.row.score.link_bytes if sent is not None]
+    if known:
+        others = ~np.eye(len(flow_NN), dtype=bool)
+        sent_NN[others] = np.array(known) / 1e6
+    np.fill_diagonal(sent_NN, np.nan)
+    return sent_NN

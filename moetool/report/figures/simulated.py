@@ -1,0 +1,329 @@
+"""Figures of simulated runs: over what was swept, over time, by mode, by round, by link."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moetool.report.drawing import GREY, STYLES, heat, line
+from moetool.report.figures.picture import Sketch
+from moetool.simulation.results import Simulated
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Run = tuple[dict[str, str], Simulated]
+_AXES = {"gpus": "GPUs", "bandwidth": "bandwidth of a link", "gap": "mean gap between a server's requests"}
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+_MOST_LINES, _MOST_SERVERS = 6, 40
+
+
+def sketches(runs: Sequence[Run]) -> list[Sketch]:
+    """All figures that these runs have something for, the main one first."""
+    along = _along(runs)
+    drawn = [over_time(runs) if along is None else swept(runs, along), by_mode(runs), relative_along(runs, along)]
+    return [sketch for sketch in (*drawn, by_round(runs), utilisation(runs), links(runs)) if sketch is not None]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half of its 95 % confidence interval by Student's t; 0 for a single value."""
+    if len(values) < 2:
+        return float(values[0]), 0.0
+    t = _T_95[len(values) - 2] if len(values) <= len(_T_95) + 1 else 1.96
+    return float(np.mean(values)), t * float(np.std(values, ddof=1)) / len(values) ** 0.5
+
+
+def _along(runs: Sequence[Run]) -> str | None:
+    """What a line can run along: the first of those swept that is an amount."""
+    return next((name for name in _AXES if len({at.get(name) for at, _ in runs}) > 1), None)
+
+
+def _values(runs: Sequence[Run], name: str) -> list[str]:
+    return list(dict.fromkeys(at[name] for at, _ in runs if name in at))
+
+
+def _series(at: dict[str, str], *without: str) -> str:
+    """The name of a run's line: what distinguishes it from others but for these."""
+    return ", ".join(value for name, value in at.items() if name not in without)
+
+
+def swept(runs: Sequence[Run], along: str) -> Sketch:
+    """Mean latency and local computing, a line for each mode and each other swept value (as Prism's Figure 8)."""
+    values = _values(runs, along)
+    series: dict[str, dict[str, list[Simulated]]] = {}
+    for at, found in runs:
+        series.setdefault(_series(at, along, "seed"), {}).setdefault(at[along], []).append(found)
+    measures: tuple[tuple[str, Callable[[Simulated], float]], ...] = (
+        ("mean latency, s", lambda found: found.mean_s),
+        ("computed locally, %", lambda found: 100 * found.local),
+    )
+
+    def paint(figure: "Figure") -> None:
+        panels: Any = figure.subplots(1, 2)
+        for axes, (label, measure) in zip(panels, measures, strict=True):
+            for number, (name, points) in enumerate(series.items()):
+                _band(axes, [[measure(run) for run in points[value]] for value in values], number, name)
+            axes.set_xticks(range(len(values)), values)
+            axes.set(xlabel=_AXES[along], ylabel=label)
+            axes.set_ylim(bottom=0)
+        panels[0].legend()
+
+    return Sketch(
+        key="swept",
+        title=f"Latency and local computing by {_AXES[along]} (as Prism's Figure 8)",
+        caption="Mean latency of a request, and the share of expert calls that the request's own server computes."
+        + _bands_of(runs),
+        alt=f"Lines over {', '.join(values)} for {', '.join(series)}.",
+        height=3.6,
+        paint=paint,
+    )
+
+
+def _band(axes: "Axes", found_XR: Sequence[Sequence[float]], number: int, name: str) -> None:
+    """A line through means, with their confidence intervals."""
+    places = np.arange(len(found_XR))
+    mean_X, half_X = (np.array(part) for part in zip(*(interval(row) for row in found_XR), strict=True))
+    line(axes, places, mean_X, number, name)
+    if half_X.any():
+        axes.fill_between(
+            places, mean_X - half_X, mean_X + half_X, alpha=0.15, color=STYLES[number % len(STYLES)][0], linewidth=0
+        )
+
+
+def _bands_of(runs: Sequence[Run]) -> str:
+    seeds = len(_values(runs, "seed"))
+    return f" Means over {seeds} seeds, with the 95 % confidence interval of a mean." if seeds > 1 else ""
+
+
+def over_time(runs: Sequence[Run]) -> Sketch:
+    """Local computing over time (as Prism's Figures 6 and 7a), and the distribution of latencies."""
+    drawn = _one_seed(runs)
+
+    def paint(figure: "Figure") -> None:
+        panels: Any = figure.subplots(1, 2)
+        for number, (at, found) in enumerate(drawn):
+            known = [one for one in found.windows if one.local is not None]
+            times = [one.until_s for one in known]
+            line(panels[0], times, [100 * (one.local or 0.0) for one in known], number, _series(at, "seed"))
+            shares = 100 * np.arange(1, len(found.served) + 1) / len(found.served)
+            line(panels[1], found.latencies_s, shares, number, _series(at, "seed"), marker="")
+        panels[0].set(xlabel="simulated seconds", ylabel="computed locally, %")
+        panels[0].set_ylim(bottom=0)
+        panels[1].set(xlabel="latency of a request, s", ylabel="requests, %")
+        panels[1].set_xscale("log")
+        panels[0].legend()
+
+    return Sketch(
+        key="over-time",
+        title="Local computing over time, and latencies (as Prism's Figures 6 and 7)",
+        caption="Left: the share of expert calls that the request's own server computes, window by window. Right: the "
+        f"share of requests that take no longer.{_which_seed(runs)}",
+        alt="; ".join(f"{_series(at, 'seed')}: mean latency {found.mean_s:.3g} s" for at, found in drawn),
+        height=3.6,
+        paint=paint,
+    )
+
+
+def _one_seed(runs: Sequence[Run]) -> list[Run]:
+    """The runs of the first seed; where they are more than can be told apart, those of the first swept values."""
+    found = [run for run in runs if run[0].get("seed") == runs[0][0].get("seed")]
+    if len(found) > _MOST_LINES:
+        found = [run for run in found if _series(run[0], "mode") == _series(runs[0][0], "mode")]
+    return found[:_MOST_LINES]
+
+
+def _which_seed(runs: Sequence[Run]) -> str:
+    """Says what of the runs is drawn, if not all."""
+    first, drawn = runs[0][0], _one_seed(runs)
+    same = [name for name in first if name != "mode" and len(_values(runs, name)) > 1]
+    said = ", ".join(f"{name} {first[name]}" for name in same if {at[name] for at, _ in drawn} == {first[name]})
+    return f" Runs of {said}." if said else ""
+
+
+def _ratios(runs: Sequence[Run]) -> dict[str, dict[str, list[float]]]:
+    """By group and mode: mean latencies over those of the first mode with the same seed, in the same group.
+
+    A way to look ahead (`lookahead`) or to migrate belongs to the mode, not to the group.
+    """
+    first = next(iter(_values(runs, "mode")))
+    own = ("mode", "lookahead", "migrate")
+    base: dict[tuple[str, str], float] = {}
+    for at, found in runs:
+        if at["mode"] == first:
+            base.setdefault((_series(at, *own, "seed"), at.get("seed", "")), found.mean_s)
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for at, found in runs:
+        group = _series(at, *own, "seed")
+        name = ", ".join(at[part] for part in own if part in at)
+        ratios.setdefault(group, {}).setdefault(name, []).append(found.mean_s / base[group, at.get("seed", "")])
+    return ratios
+
+
+def by_mode(runs: Sequence[Run]) -> Sketch | None:
+    """Bars of latency over that of the first mode (as DIRECTOR's Figures 7, 10 and 11); None for a single bar."""
+    ratios = _ratios(runs)
+    names = list(dict.fromkeys(name for group in ratios.values() for name in group))
+    if len(names) < 2:
+        return None
+    none = [float("nan")]  # no such bar in a group
+    means = {name: [interval(group.get(name, none)) for group in ratios.values()] for name in names}
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.subplots()
+        width = 0.8 / len(names)
+        for number, (name, found) in enumerate(means.items()):
+            at = np.arange(len(ratios)) + (number - (len(names) - 1) / 2) * width
+            colour = STYLES[number % len(STYLES)][0]
+            bars = axes.bar(at, [mean for mean, _ in found], width * 0.92, color=colour, label=name)
+            if len(names) * len(ratios) <= 12:
+                axes.bar_label(bars, fmt="%.3f", label_type="center", color="white", fontsize=8)
+            if any(half for _, half in found):
+                mean, half = [m for m, _ in found], [h for _, h in found]
+                axes.errorbar(at, mean, yerr=half, fmt="none", ecolor="#222222", capsize=3, elinewidth=1)
+        axes.axhline(1.0, color=GREY, linewidth=0.8)
+        axes.set_xticks(range(len(ratios)), list(ratios))
+        axes.set_ylabel(f"latency / {names[0]}")
+        axes.grid(visible=False, axis="x")
+        figure.legend(loc="outside right upper")
+
+    return Sketch(
+        key="by-mode",
+        title=f"Latency over that of {names[0]} (as DIRECTOR's Figures 7, 10 and 11)",
+        caption="Mean latency of a request over that of the first mode, on the same requests." + _bands_of(runs),
+        alt="; ".join(
+            f"{group + ': ' if group else ''}"
+            + ", ".join(f"{name} {interval(row)[0]:.3f}" for name, row in made.items())
+            for group, made in ratios.items()
+        ),
+        height=3.2,
+        paint=paint,
+    )
+
+
+def relative_along(runs: Sequence[Run], along: str | None) -> Sketch | None:
+    """Lines of the same over an amount (as DIRECTOR's Figure 9); None where none was swept, or a single mode."""
+    if along is None or len(_values(runs, "mode")) < 2:
+        return None
+    values = _values(runs, along)
+    by_value = {value: _ratios([run for run in runs if run[0][along] == value]) for value in values}
+    series: dict[str, list[list[float]]] = {}
+    for value, groups in by_value.items():
+        for group, modes in groups.items():
+            rest = ", ".join(part for part in group.split(", ") if part and part != value)
+            for name, ratios in modes.items():
+                series.setdefault(f"{name}{', ' if rest else ''}{rest}", []).append(ratios)
+    first = _values(runs, "mode")[0]
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.subplots()
+        for number, (name, found_XR) in enumerate(series.items()):
+            _band(axes, found_XR, number, name)
+        axes.set_xticks(range(len(values)), values)
+        axes.set(xlabel=_AXES[along], ylabel=f"latency / {first}")
+        figure.legend(loc="outside right upper")
+
+    return Sketch(
+        key="relative",
+        title=f"Latency over that of {first}, by {_AXES[along]} (as DIRECTOR's Figure 9)",
+        caption="Mean latency of a request over that of the first mode, on the same requests." + _bands_of(runs),
+        alt="; ".join(
+            f"{name}: {', '.join(f'{interval(row)[0]:.3f}' for row in rows)}" for name, rows in series.items()
+        ),
+        height=3.2,
+        paint=paint,
+    )
+
+
+def rounds(found: Simulated) -> list[float]:
+    """Mean latency, from their beginning, of the requests that began together, in the order in which they began."""
+    began: dict[float, list[float]] = {}
+    for one in found.served:
+        began.setdefault(one.started_s, []).append(one.finished_s - one.started_s)
+    return [float(np.mean(began[at_s])) for at_s in sorted(began)]
+
+
+def by_round(runs: Sequence[Run]) -> Sketch | None:
+    """Latency batch by batch (as DIRECTOR's Figure 8); None where requests don't begin together."""
+    made = [(at, rounds(found), len(found.served)) for at, found in _one_seed(runs)]
+    drawn = [(at, series) for at, series, requests in made if len(series) > 2 and requests >= 2 * len(series)]
+    if not drawn:
+        return None
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.subplots()
+        for number, (at, series) in enumerate(drawn):
+            line(axes, np.arange(1, len(series) + 1), np.array(series) * 1e3, number, _series(at, "seed"))
+        axes.set(xlabel="batch", ylabel="mean latency from its beginning, ms")
+        axes.locator_params(axis="x", integer=True)
+        figure.legend(loc="outside right upper")
+
+    return Sketch(
+        key="by-round",
+        title="Latency batch by batch (as DIRECTOR's Figure 8)",
+        caption="Mean over the requests that began together, waiting for earlier batches left out." + _which_seed(runs),
+        alt="; ".join(f"{_series(at, 'seed')}: {min(s):.3g} to {max(s):.3g} s" for at, s in drawn),
+        height=3.0,
+        paint=paint,
+    )
+
+
+def utilisation(runs: Sequence[Run]) -> Sketch | None:
+    """How busy each GPU was, the busiest first."""
+    drawn = _one_seed(runs)
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.subplots()
+        for number, (at, found) in enumerate(drawn):
+            busy_G = 100 * np.sort(found.utilisation_G)[::-1]
+            line(axes, np.arange(1, len(busy_G) + 1), busy_G, number, _series(at, "seed"))
+        axes.set(xlabel="GPU, the busiest first", ylabel="busy, % of the time")
+        axes.locator_params(axis="x", integer=True)
+        axes.set_ylim(bottom=0)
+        figure.legend(loc="outside right upper")
+
+    return Sketch(
+        key="utilisation",
+        title="How busy the GPUs are",
+        caption="Share of the time until the last request was through that each GPU computed. A steep line is uneven "
+        f"work: the busiest GPU makes the others wait.{_which_seed(runs)}",
+        alt="; ".join(f"{_series(at, 'seed')}: {max(found.utilisation_G):.1%} at most" for at, found in drawn),
+        height=2.8,
+        paint=paint,
+    )
+
+
+def links(runs: Sequence[Run]) -> Sketch | None:
+    """Bytes from server to server, a map for each mode; None where links are not between two servers."""
+    drawn = []
+    for at, found in _one_seed(runs)[:4]:
+        sent = {tuple(name.split(" -> ")): size for name, size, _ in found.links if " -> " in name}
+        names = sorted({one.server for one in found.served} | {end for pair in sent for end in pair})
+        if any(len(pair) != 2 or pair[1] == "others" for pair in sent) or not 1 < len(names) <= _MOST_SERVERS:
+            continue
+        sent_NN = np.array([[sent.get((a, b), np.nan) if a != b else np.nan for b in names] for a in names]) / 1e6
+        drawn.append((_series(at, "seed"), names, sent_NN))
+    if not any(np.isfinite(sent_NN).any() for _, _, sent_NN in drawn):
+        return None
+    high = max(float(np.nanmax(sent_NN)) for _, _, sent_NN in drawn if np.isfinite(sent_NN).any())
+
+    def paint(figure: "Figure") -> None:
+        panels: Any = figure.subplots(1, len(drawn), squeeze=False)[0]
+        for axes, (name, names, sent_NN) in zip(panels, drawn, strict=True):
+            heat(axes, sent_NN, low=0.0, high=high, label="MB" if axes is panels[-1] else "")
+            axes.set_title(name)
+            if len(names) <= 12:
+                axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
+                axes.set_yticks(range(len(names)), names if axes is panels[0] else [""] * len(names))
+            axes.set_xlabel("to")
+        panels[0].set_ylabel("from")
+
+    return Sketch(
+        key="links",
+        title="Bytes from server to server",
+        caption="Tokens on their way to experts, results on their way back, and experts on the move."
+        + _which_seed(runs),
+        alt="; ".join(f"{name}: {float(np.nansum(sent_NN)):,.0f} MB" for name, _, sent_NN in drawn),
+        height=3.0,
+        paint=paint,
+    )

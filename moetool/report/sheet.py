@@ -1,0 +1,57 @@
+"""What a page is made of: sections of figures and tables, in one HTML file with everything in it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from moetool.report.figures.picture import Picture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table; the first column is text."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A part of the page under a heading of its own."""
+
+    name: str
+    notes: list[str]
+    pictures: list[Picture]
+    tables: list[Table]
+
+    @property
+    def id(self) -> str:
+        """What links to it end with."""
+        return self.name.lower().replace(" ", "-")
+
+
+def render_sheet(
+    *,
+    title: str,
+    heading: str,
+    shape: str,
+    facts: Sequence[tuple[str, str]],
+    sections: Sequence[Section],
+    **more: Any,
+) -> str:
+    """The page as HTML: a heading, facts as terms and texts, then the sections that have something to show.
+
+    Args:
+        more: `findings` (topics, each with what is said and the rules), and a `caveat` above them.
+    """
+    from jinja2 import Environment
+
+    template = resources.files("moetool.report").joinpath("page.html").read_text(encoding="utf-8")
+    shown = [section for section in sections if section.notes or section.pictures or section.tables]
+    return (
+        Environment(autoescape=True)
+        .from_string(template)
+        .render(title=title, heading=heading, shape=shape, facts=facts, sections=shown, **more)
+    )

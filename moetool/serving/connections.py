@@ -1,0 +1,250 @@
+"""The connections of a server: how many there may be, how long each may wait, and what is said to those cut short.
+
+uvicorn answers a request's head as soon as it is there, and waits for it for ever.
+"""
+
+import asyncio
+import contextlib
+import json
+import resource
+import sys
+import time
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from moetool.serving.refusal import error_object
+from moetool.serving.server_options import ServerOptions
+
+MAX_HEAD_BYTES = 16 * 2**10
+ACCEPTED_AT_ONCE = 128
+"""Connections that are taken from the system before the first of them is looked at."""
+
+_OTHER_FILES = 256
+"""Room for what else the process has open: shards, logs, and connections that are being taken leave of."""
+_NEW_S = 1.0
+"""Until then a connection without a request is taken for one whose request is on its way."""
+_LINGER_S = 1.0
+"""How long a dismissed client is read on: closing at once would throw away the answer that it has not read."""
+_MAX_LINGERING = 128
+
+
+def room_for(connections: int) -> int:
+    """How many of so many connections this process can have.
+
+    Effects: raises the process's limit of open files, as far as it may.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + ACCEPTED_AT_ONCE + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft == resource.RLIM_INFINITY:
+        return connections
+    return max(1, min(connections, soft - ACCEPTED_AT_ONCE - _OTHER_FILES))
+
+
+class Connections:
+    """What the connections of one server share; used on its event loop only.
+
+    Attributes:
+        options: their limits.
+        most: connections at one time.
+    """
+
+    def __init__(self, options: ServerOptions, most: int | None = None) -> None:
+        self.options = options
+        self.most = options.max_connections if most is None else most
+        self._open: set[Connection] = set()
+        self._waiting: dict[Connection, float] = {}  # without a request, and since when; the longest first
+        self._lingering = 0
+        self._refused = self._displaced = 0
+
+    def counts(self) -> dict[str, int]:
+        """Connections that are open, and how many were answered with 503 or closed to make room, for /stats."""
+        return {
+            "connections_open": len(self._open),
+            "connections_refused": self._refused,
+            "connections_displaced": self._displaced,
+        }
+
+    def admit(self, connection: "Connection") -> bool:
+        """Take a new connection in, in place of one that waits where there are too many; gives whether it was."""
+        if len(self._open) >= self.most:
+            oldest = next(iter(self._waiting), None)
+            if oldest is None or time.monotonic() - self._waiting[oldest] < _NEW_S:
+                self._refused += 1
+                return False
+            self._displaced += 1
+            self.leave(oldest)
+            oldest.part()
+        self._open.add(connection)
+        self.waits(connection)
+        return True
+
+    def waits(self, connection: "Connection") -> None:
+        """It has no request from now on."""
+        if connection in self._open:
+            self._waiting.pop(connection, None)
+            self._waiting[connection] = time.monotonic()
+
+    def works(self, connection: "Connection") -> None:
+        """It has a request."""
+        self._waiting.pop(connection, None)
+
+    def leave(self, connection: "Connection") -> None:
+        """It counts no more."""
+        self._open.discard(connection)
+        self._waiting.pop(connection, None)
+
+    def linger(self, transport: asyncio.Transport) -> None:
+        """Close a connection when its client has had time to read, or at once where many wait for that."""
+        if self._lingering >= _MAX_LINGERING:
+            transport.abort()
+            return
+        self._lingering += 1
+
+        def over() -> None:
+            self._lingering -= 1
+            transport.abort()
+
+        asyncio.get_running_loop().call_later(_LINGER_S, over)
+
+
+class Connection(H11Protocol):
+    """One connection: uvicorn's, with an end to all waiting, and with every answer in OpenAI's form."""
+
+    def __init__(self, connections: Connections, **rest: Any) -> None:
+        super().__init__(**rest)
+        self._shared = connections
+        self._dismissed = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self._shared.admit(self):
+            message = f"this server has {self._shared.most} connections, which is as many as it may; try again soon"
+            self._dismiss(503, message, "Retry-After: 1")
+            return
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._shared.leave(self)
+        self._clear_timers()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._dismissed:
+            return  # read, so that the system does not throw away our answer together with what nobody read
+        # In pieces, because h11 takes a head of any size that is whole when it first sees it.
+        for start in range(0, len(data), MAX_HEAD_BYTES):
+            super().data_received(data[start : start + MAX_HEAD_BYTES])
+            if self._dismissed:
+                return
+        self._see_whether_busy()
+        if not self._busy and self._head_timer is None:
+            # Bytes, and no request yet; or the rest of a body that was not wanted.
+            self._head_timer = self.loop.call_later(self._shared.options.head_timeout_s, self._head_is_late)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.get_write_buffer_size():
+            # Whether it is kept or closed: the last bytes too have to be taken in time.
+            self._watch_reader()
+        self._see_whether_busy()
+        if not self._busy:
+            self._shared.waits(self)
+
+    def send_400_response(self, msg: str) -> None:
+        """What h11 cannot read is answered as far as it can be: called where its exception is handled."""
+        error = sys.exc_info()[1]
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()  # in the middle of an answer, or after it
+            return
+        if self._busy:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if getattr(error, "error_status_hint", 400) == 431:
+            self._dismiss(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
+        else:
+            self._dismiss(400, f"this is no HTTP/1.1 request: {str(error)[:200]}")
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.part()
+
+    def shutdown(self) -> None:
+        with contextlib.suppress(h11.LocalProtocolError):  # one that is being dismissed has no answer to finish
+            super().shutdown()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def part(self) -> None:
+        """Close a connection that has no request."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # `close` would wait for a client that does not read
+        else:
+            self.transport.close()
+
+    def _see_whether_busy(self) -> None:
+        if self._busy:
+            self._shared.works(self)
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+    def _head_is_late(self) -> None:
+        self._head_timer = None
+        if self.conn.our_state is h11.IDLE:
+            self._dismiss(408, f"the request's head did not come within {self._shared.options.head_timeout_s:g} s")
+        else:
+            self.part()
+
+    def _watch_reader(self) -> None:
+        if self._send_timer is not None:
+            return
+        before = self.transport.get_write_buffer_size()
+
+        def look() -> None:
+            self._send_timer = None
+            left = self.transport.get_write_buffer_size()
+            if left >= before:
+                self.transport.abort()
+            elif left:
+                self._watch_reader()
+
+        self._send_timer = self.loop.call_later(self._shared.options.send_timeout_s, look)
+
+    def _dismiss(self, status: int, message: str, *headers: str) -> None:
+        """Answer what will not become a request, and close."""
+        self._dismissed = True
+        self._shared.leave(self)
+        self._clear_timers()
+        body = json.dumps(error_object(message, status)).encode()
+        lines = [
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+            *headers,
+        ]
+        self.transport.write("\r\n".join([*lines, "\r\n"]).encode() + body)
+        self.transport.write_eof()
+        self.flow.resume_reading()
+        self._shared.linger(self.transport)
+
+    def _clear_timers(self) -> None:
+        self._unset_keepalive_if_required()
+        for timer in (self._head_timer, self._send_timer):
+            if timer is not None:
+                timer.cancel()
+        self._head_timer = self._send_timer = None

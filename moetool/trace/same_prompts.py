@@ -1,0 +1,77 @@
+"""Prompts known again by what they hold, whatever their files and ids are called."""
+
+import hashlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from moetool.trace.reader import TokenBatch, Trace
+from moetool.types import ModelSpec
+
+_LENGTH = 24  # hexadecimal digits: prompts that differ have others
+
+
+def digest_of_tokens(token_ids: Sequence[int]) -> str:
+    """What a prompt of these tokens is known by."""
+    return _named("tokens", hashlib.sha256(np.asarray(token_ids, "<i4").tobytes()))
+
+
+def prompt_digests(trace: Trace, requests: Collection[int] | None = None) -> dict[int, frozenset[str]]:
+    """What the prompt of each request that has rows is known by: its tokens, where they are there, and its experts.
+
+    The experts tell it again where one trace withholds its tokens: of each token and layer which were chosen, in no
+    order. That fails where a tie was decided otherwise, as another batch size may. Of a request without the rows of its
+    prompt, all that there is counts.
+
+    Args:
+        requests: only these; by default all.
+
+    Raises:
+        MismatchError: the trace is damaged.
+    """
+    held: dict[int, list[Any]] = {}  # of each request and part: whether all ids are there, digests of ids and experts
+    parts: dict[int, set[bool]] = {}
+    for rows in trace.batches():
+        for request in np.unique(rows.request_T).tolist():
+            if requests is not None and request not in requests:
+                continue
+            mine = rows.select(rows.request_T == request)
+            for prompt in (True, False):
+                part = mine.select((mine.iteration_T == 0) == prompt)
+                if not len(part):
+                    continue
+                parts.setdefault(request, set()).add(prompt)
+                key = 2 * request + prompt
+                whole, ids, experts = held.setdefault(key, [True, hashlib.sha256(), hashlib.sha256()])
+                held[key][0] = whole and bool((part.token_id_T >= 0).all())
+                ids.update(part.token_id_T.astype("<i4").tobytes())
+                experts.update(_sorted_experts(trace.spec, part).astype("<u2").tobytes())
+    found = {}
+    for request, there in parts.items():
+        whole, ids, experts = held[2 * request + (True in there)]
+        names = [_named("experts", experts)]
+        found[request] = frozenset([*names, _named("tokens", ids)] if whole else names)
+    return found
+
+
+def repeated(trace: Trace, seen_prompts: Collection[str]) -> frozenset[int]:
+    """The requests of a trace whose prompts are among these, told by `prompt_digests`, or as `dataset/prompt_id`.
+
+    Args:
+        seen_prompts: what a predictor's card says of the prompts that it was made from; cards of before digests name
+            them instead.
+    """
+    seen = set(seen_prompts)
+    named = {row["request"] for row in trace.requests.to_pylist() if f"{row['dataset']}/{row['prompt_id']}" in seen}
+    return frozenset(named | {request for request, known in prompt_digests(trace).items() if known & seen})
+
+
+def _sorted_experts(spec: ModelSpec, rows: TokenBatch) -> np.ndarray:
+    """experts_TS of the rows, ascending within each layer."""
+    ends = np.cumsum(spec.top_k_L)[:-1]
+    return np.concatenate([np.sort(layer_TK, axis=1) for layer_TK in np.split(rows.experts_TS, ends, axis=1)], axis=1)
+
+
+def _named(kind: str, digest: Any) -> str:
+    return f"{kind}:{digest.hexdigest()[:_LENGTH]}"

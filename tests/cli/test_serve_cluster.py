@@ -1,0 +1,82 @@
+"""`moetool serve --cluster`: what is refused, in one line, before anything is started."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetool.cli import main as cli
+from moetool.cluster.launch import Where, parse_where
+from moetool.errors import UsageError
+from tests.edge_process import write_plan
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run `moetool serve` in this process; it must end with this code and one line, which is given."""
+    monkeypatch.delenv("MOETOOL_CLUSTER_TOKEN", raising=False)
+
+    def call(code: int, *args: Any) -> str:
+        monkeypatch.setattr(sys, "argv", ["moetool", "serve", *map(str, args), "--port", "0"])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        assert (ended.value.code, captured.out) == (code, "")
+        (line,) = captured.err.strip().splitlines()
+        return line
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_plan(tmp_path_factory.mktemp("plan") / "placement.json")
+
+
+def test_a_plan_of_the_wrong_kind(refused: Callable[..., str], plan: Path, tmp_path: Path) -> None:
+    line = refused(2, "reference", "--plan", plan)
+    assert "is a placement plan" in line and "--cluster local:N" in line
+    cache = tmp_path / "cache.json"
+    cache.write_text('{"kind": "cache_plan", "schema_version": 1}')
+    line = refused(3, "reference", "--plan", cache, "--cluster", "local:3")
+    assert "holds cache_plan" in line and "expected a placement_plan" in line and "moetool plan placement" in line
+    assert "needs to know where the experts are" in refused(2, "reference", "--cluster", "local:3")
+    assert "no plan at" in refused(2, "reference", "--plan", tmp_path / "none", "--cluster", "local:3")
+
+
+def test_a_cluster_that_cannot_be(refused: Callable[..., str], plan: Path) -> None:
+    line = refused(2, "reference", "--plan", plan, "--cluster", "local:2")
+    assert "starts 2 servers, and the plan is for 3: s0, s1, s2; write local:3" in line
+    assert "unknown --mode 'edgy': did you mean 'edge'?" in refused(
+        2, "reference", "--plan", plan, "--cluster", "local:3", "--mode", "edgy"
+    )
+    assert "give that too" in refused(2, "reference", "--plan", plan, "--mode", "edge")
+    for where in ("local:", "local:0", "here", "host:name"):
+        assert f"--cluster '{where}'" in refused(2, "reference", "--plan", plan, "--cluster", where)
+
+
+def test_options_of_one_machine(refused: Callable[..., str], plan: Path) -> None:
+    cluster = ("reference", "--plan", plan, "--cluster", "local:3")
+    for option, value in (("--policy", "lru"), ("--device-memory", "64MB"), ("--log", "x"), ("--predictor", "x")):
+        assert f"{option} means nothing with --cluster" in refused(2, *cluster, option, value)
+    assert "did you mean 'hang_s'?" in refused(2, *cluster, "--set", "cluster.hangs=1")
+    assert "cluster.ping_s is 0" in refused(2, *cluster, "--set", "cluster.ping_s=0")
+    assert "devices is 2, expected 1" in refused(2, *cluster, "--set", "devices=2")
+    assert "cannot read the cluster's token from none" in refused(2, *cluster, "--set", "cluster.token_file=none")
+
+
+def test_without_ray(refused: Callable[..., str], plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    line = refused(2, "reference", "--plan", plan, "--cluster", "local:3")
+    assert "pip install 'moetool[cluster]'" in line
+
+
+def test_where() -> None:
+    assert parse_where("local:3") == Where(count=3)
+    assert parse_where("10.0.0.7:6379") == Where(address="10.0.0.7:6379")
+    with pytest.raises(UsageError, match="neither local:N nor the host:port"):
+        parse_where("10.0.0.7")

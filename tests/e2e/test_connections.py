@@ -1,0 +1,225 @@
+"""Connections that do not behave, by raw sockets: idle, slow, garbled, too many; each is answered or closed."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from moetool.errors import UsageError
+from moetool.serving import connections
+from moetool.serving.server_options import ServerOptions
+from tests.scripted_engine import ScriptedEngine
+from tests.servers import connect, eventually, get, post, serving
+
+ASK: dict[str, Any] = {"model": "reference", "prompt": "hello", "temperature": 0, "max_tokens": 20}
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    options = ServerOptions(
+        max_connections=8, idle_timeout_s=4, head_timeout_s=0.6, body_timeout_s=0.6, max_body_bytes=2**16
+    )
+    with serving(ScriptedEngine(), options=options) as (url, _):
+        yield url
+
+
+def _open(url: str) -> socket.socket:
+    parts = urlsplit(url)
+    return socket.create_connection((parts.hostname or "", parts.port or 0), timeout=15)
+
+
+def _all(sock: socket.socket) -> bytes:
+    """What comes until the other end closes."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := sock.recv(65536):
+            data += part
+    return data
+
+
+def _said(answer: bytes) -> tuple[int, dict[str, str], str]:
+    """Status, headers and the error's message of one answer that ends with its connection."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+    return int(first.split()[1]), headers, json.loads(body)["error"]["message"]
+
+
+def _server(url: str) -> dict[str, Any]:
+    server: dict[str, Any] = json.loads(get(url, "/stats")[2])["server"]
+    return server
+
+
+def _body(**more: Any) -> bytes:
+    return json.dumps({**ASK, **more}).encode()
+
+
+def _request(body: bytes, *headers: str) -> bytes:
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
+    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "\r\n"]).encode() + body
+
+
+def test_a_flood_of_idle_connections_makes_room(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_NEW_S", 0.1)
+    idle: list[socket.socket] = []
+    for _ in range(4):  # more than there is room for, again and again, and every request is answered at once
+        idle += [_open(url) for _ in range(8)]
+        time.sleep(0.2)
+        assert post(url, "/v1/completions", ASK)[0] == 200
+    assert _all(idle[0]) == b""  # the eldest was closed
+    for sock in idle:
+        sock.close()
+    eventually(lambda: _server(url)["connections_open"] == 1)
+    assert _server(url)["connections_displaced"] >= 24
+
+
+def test_too_many_connections_at_work_are_told_so() -> None:
+    engine = ScriptedEngine(reply="word " * 200, step_s=0.02)
+    with serving(engine, options=ServerOptions(max_connections=2)) as (url, _):
+        busy = [_open(url) for _ in range(2)]
+        for sock in busy:
+            sock.sendall(_request(_body(stream=True, max_tokens=200)))
+            assert sock.recv(20).startswith(b"HTTP/1.1 200")
+        status, headers, message = _said(_all(_open(url)))
+        assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
+        assert "2 connections" in message
+        for sock in busy:
+            sock.close()
+        eventually(lambda: engine.num_live == 0)
+        server = _server(url)
+        assert (server["connections_open"], server["connections_refused"]) == (1, 1)
+
+
+@pytest.mark.parametrize("prelude", [b"", HEALTH])
+def test_a_head_that_trickles_is_cut_short(url: str, prelude: bytes) -> None:
+    """Also where the connection has been good for a request before."""
+    with _open(url) as sock:
+        if prelude:
+            sock.sendall(prelude)
+            assert b"ok" in sock.recv(65536)
+        began = time.monotonic()
+        for byte in b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa":
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                sock.send(bytes([byte]))
+            time.sleep(0.02)
+        status, _, message = _said(_all(sock))
+        assert (status, message) == (408, "the request's head did not come within 0.6 s")
+        assert time.monotonic() - began < 4
+
+
+def test_a_body_that_trickles_is_cut_short(url: str) -> None:
+    with _open(url) as sock:
+        sock.sendall(_request(_body())[:-5])
+        status, headers, message = _said(_all(sock))
+        assert (status, headers["connection"]) == (408, "close") and "body did not come" in message
+
+
+def test_an_idle_connection_is_closed_without_a_word() -> None:
+    with serving(ScriptedEngine(), options=ServerOptions(idle_timeout_s=0.3)) as (url, _):
+        with _open(url) as sock:
+            assert _all(sock) == b""
+        with _open(url) as sock:
+            sock.sendall(HEALTH)
+            assert _all(sock).count(b"HTTP/1.1 200") == 1
+
+
+@pytest.mark.parametrize("size", [40_000, 3_000_000])
+def test_a_head_that_is_too_large(url: str, size: int) -> None:
+    with _open(url) as sock:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Large: " + b"a" * size + b"\r\n\r\n")
+        status, _, message = _said(_all(sock))
+        assert (status, message) == (431, "the request's head is larger than 16384 bytes")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20 + b"\r\n\r\n",  # TLS
+        b"GET /health\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n\r\n",  # no Host
+        b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: x\r\nbad name: 1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n",
+    ],
+)
+def test_what_is_no_http(url: str, garbage: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    with _open(url) as sock:
+        sock.sendall(garbage)
+        status, headers, message = _said(_all(sock))
+        assert status == 400 and headers["connection"] == "close" and message.startswith("this is no HTTP/1.1 request")
+    assert get(url, "/health")[0] == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_garbage_behind_a_request_waits_for_the_answer(url: str) -> None:
+    with _open(url) as sock:
+        sock.sendall(_request(_body(stream=True)) + b"\x00 garbage\r\n\r\n")
+        answer = _all(sock)
+    assert answer.count(b"data: [DONE]") == 1
+    status, _, message = _said(answer[answer.index(b"HTTP/1.1 400") :])
+    assert status == 400 and "illegal request line" in message
+
+
+def test_pipelined_requests_are_answered_in_their_order(url: str) -> None:
+    with _open(url) as sock:
+        last = HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+        sock.sendall(HEALTH + _request(_body()) + b"GET /v1/nothing HTTP/1.1\r\nHost: x\r\n\r\n" + HEALTH + last)
+        answer = _all(sock)
+    starts = [part.split()[0] for part in answer.split(b"HTTP/1.1 ")[1:]]
+    assert starts == [b"200", b"200", b"404", b"200", b"200"]
+
+
+def test_a_client_that_does_not_read_is_cut_off() -> None:
+    with serving(ScriptedEngine(), options=ServerOptions(send_timeout_s=0.3)) as (url, server):
+        state = server.server_state
+        with _open(url) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 1500)
+            eventually(lambda: state.total_requests > 3)
+            eventually(lambda: not state.connections and not state.tasks)
+            assert state.total_requests < 1500
+
+
+def test_bodies_that_are_too_large_together() -> None:
+    engine = ScriptedEngine(reply="word " * 60, step_s=0.02)
+    with serving(engine, options=ServerOptions(max_body_bytes=4096)) as (url, _):
+        large = _request(_body(user="x" * 3900, max_tokens=60))
+        socks = [_open(url) for _ in range(20)]
+        for sock in socks:
+            sock.sendall(large)
+        statuses = [int(sock.recv(20).split()[1]) for sock in socks]
+        assert statuses.count(200) == 16 and statuses.count(503) == 4
+        assert post(url, "/v1/completions", {**ASK, "user": "x" * 3900})[0] == 200
+
+
+def test_methods_that_are_not_there(url: str) -> None:
+    for method, path, status in [
+        ("HEAD", "/v1/models", 405),
+        ("OPTIONS", "/v1/completions", 405),
+        ("TRACE", "/health", 405),
+        ("GET", "/v1/chat/completions", 405),
+        ("BREW", "/v1/completions", 405),
+        ("DELETE", "/v1/models/reference", 405),
+    ]:
+        connection = connect(url)
+        connection.request(method, path)
+        response = connection.getresponse()
+        assert response.status == status and response.headers["Allow"] in ("GET", "POST"), (method, path)
+        assert "Access-Control-Allow-Origin" not in response.headers
+        assert method == "HEAD" or "Method Not Allowed" in json.loads(response.read())["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["max_connections", "idle_timeout_s", "head_timeout_s", "send_timeout_s"])
+def test_limits_that_make_no_sense(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name} is 0"):
+        ServerOptions(**{name: 0})

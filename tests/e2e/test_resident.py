@@ -1,0 +1,245 @@
+"""The column `resident`: what the next router would say after a forward through resident experts alone."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moetool.capture.run import CaptureOptions, capture
+from moetool.errors import UsageError
+from moetool.models.loading import load_full
+from moetool.models.paged_attention import Unwritten
+from moetool.models.recording import GateRecorder
+from moetool.models.resident import ResidentForward, decoder_layers, resident_counts
+from moetool.models.signals import Signals
+from moetool.models.spec import empty_model, moe_layers
+from moetool.prompts.gather import Prompt
+from moetool.trace.reader import TokenBatch, Trace
+from tests import families
+
+TEXTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said that"]
+SHARE, NEW = 0.25, 4
+
+
+def _prompts(*texts: str) -> list[Prompt]:
+    return [Prompt(dataset="d", task="t", prompt_id=text, text=text) for text in texts]
+
+
+def _options(**more: Any) -> CaptureOptions:
+    return CaptureOptions(**{"max_new_tokens": NEW, "keep": ("topk", "logits", "resident"), "resident": SHARE, **more})
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    out = tmp_path_factory.mktemp("resident") / "trace"
+    capture("reference", _prompts(*TEXTS), out, _options())
+    return Trace(out)
+
+
+def _requests(trace: Trace) -> Iterator[TokenBatch]:
+    return trace.whole_requests(["weights", "logits", "resident"])
+
+
+def _least_recent(num_experts: int, kept: int, events: list[np.ndarray]) -> list[set[int]]:
+    """Who is resident before each event [T, K] of one layer, told anew: by when each expert was last used."""
+    last = {expert: (-1, 0, -expert) for expert in range(num_experts)}
+    resident = set(range(kept))
+    found = []
+    for time, index_TK in enumerate(events):
+        found.append(set(resident))
+        for expert in np.unique(index_TK).tolist():
+            last[expert] = (time, int((index_TK == expert).sum()), -expert)
+            resident.add(expert)
+        resident = set(sorted(resident, key=last.__getitem__)[-kept:])
+    return found
+
+
+def test_it_is_what_a_forward_by_hand_gives(trace: Trace, full: Any) -> None:
+    """Every layer of a prompt and of a new token, expert by expert, with the true keys and values of earlier tokens."""
+    from transformers import DynamicCache
+
+    model, layers = full.model, full.model.model.layers
+    spec = trace.spec
+    rows = next(iter(_requests(trace)))
+    assert rows.resident_TW is not None
+    said_TLE = rows.resident_TW.reshape(len(rows), spec.num_layers, -1).astype(np.float32)
+    experts_TLK = rows.experts_TS.reshape(len(rows), spec.num_layers, -1).astype(int)
+    forwards = [np.flatnonzero(rows.iteration_T == i) for i in range(NEW)]
+    here_LF = [
+        _least_recent(spec.num_experts, resident_counts((spec.num_experts,), SHARE)[0], [e[f] for f in forwards])
+        for e in experts_TLK.transpose(1, 0, 2)
+    ]
+    assert not said_TLE[:, -1].any()  # nothing comes after the last layer
+    for forward in (0, 2):
+        here = forwards[forward]
+        ids = torch.from_numpy(rows.token_id_T.astype(np.int64))[None]
+        kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        hooks = [
+            layer.post_attention_layernorm.register_forward_hook(
+                lambda module, args, output, i=i, kept=kept: kept.__setitem__(i, (args[0][0], output[0]))
+            )
+            for i, layer in enumerate(layers)
+        ]
+        cache = DynamicCache(config=model.config)
+        position = torch.from_numpy(here)[None]
+        with torch.inference_mode():
+            if forward:
+                model(ids[:, : here[0]], past_key_values=cache, use_cache=True)
+            kept.clear()
+            before = _copied(cache, model.config)
+            model(ids[:, here], past_key_values=cache, use_cache=True, position_ids=position)
+            for hook in hooks:
+                hook.remove()
+            for i in range(1, len(layers)):
+                residual_TD, normed_TD = kept[i - 1]
+                partial_TD = residual_TD.clone()
+                module = layers[i - 1].mlp.experts
+                for t, token in enumerate(here):
+                    weights_K = rows.weights_TS.reshape(len(rows), spec.num_layers, -1)[token, i - 1]  # type: ignore[union-attr]
+                    for expert, weight in zip(experts_TLK[token, i - 1].tolist(), weights_K.tolist(), strict=True):
+                        if expert in here_LF[i - 1][forward]:
+                            gate, up = F.linear(normed_TD[t], module.gate_up_proj[expert]).chunk(2)
+                            partial_TD[t] += weight * F.linear(F.silu(gate) * up, module.down_proj[expert])
+                x = layers[i].input_layernorm(partial_TD[None])
+                turned = model.model.rotary_emb(x, position)
+                mask = torch.full((len(here), int(here[-1]) + 1), -torch.inf).triu(int(here[0]) + 1)[None, None]
+                past = _copied(before, model.config)
+                attended = layers[i].self_attn(
+                    x, position_embeddings=turned, attention_mask=mask, past_key_values=past
+                )[0]
+                logits_TE = layers[i].mlp.gate.forward(
+                    layers[i].post_attention_layernorm(partial_TD[None] + attended)[0]
+                )
+                logits_TE = logits_TE[0] if isinstance(logits_TE, tuple) else logits_TE
+                np.testing.assert_allclose(said_TLE[here, i - 1], logits_TE, rtol=5e-3, atol=1e-2)
+
+
+def _copied(cache: Any, config: Any) -> Any:
+    from transformers import DynamicCache
+
+    made = DynamicCache(config=config)
+    for i, layer in enumerate(cache.layers):
+        if layer.keys is not None:
+            made.update(layer.keys.clone(), layer.values.clone(), i)
+    return made
+
+
+def test_the_models_own_forward_stays_as_it_is(trace: Trace, tmp_path: Path) -> None:
+    """To the bit, in batches and long prompts cut in pieces too; and the rows of a batch are those of it alone."""
+    prompts = _prompts(*TEXTS, "a long one " * 150)
+    capture("reference", prompts, tmp_path / "with", _options(batch_size=4))
+    capture("reference", prompts, tmp_path / "without", _options(batch_size=4, keep=("topk", "logits")))
+    for one, other in zip(
+        *(Trace(tmp_path / name).whole_requests(["weights", "logits"]) for name in ("with", "without")), strict=True
+    ):
+        for name in ("token_id_T", "experts_TS", "weights_TS", "logits_TF"):
+            assert np.array_equal(getattr(one, name), getattr(other, name)), name
+    capture("reference", prompts[1:2], tmp_path / "alone", _options())
+    (alone,) = _requests(Trace(tmp_path / "alone"))
+    assert np.array_equal(alone.resident_TW, list(_requests(trace))[1].resident_TW)
+    assert Trace(tmp_path / "alone").resident == trace.resident == SHARE
+
+
+def test_more_residents_say_more_and_later_tokens_nothing(trace: Trace, tmp_path: Path) -> None:
+    right = {}
+    for share in (0.01, SHARE, 1.0):
+        capture("reference", _prompts(*TEXTS), tmp_path / str(share), _options(resident=share))
+        found = [_right(rows, trace.spec.num_layers) for rows in _requests(Trace(tmp_path / str(share)))]
+        right[share] = float(np.concatenate(found).mean())
+    assert right[0.01] < right[SHARE] < right[1.0] and right[1.0] > 0.99  # all of them: the truth, rounded
+    capture("reference", _prompts(TEXTS[0] + " and then"), tmp_path / "longer", _options())
+    short, (longer,) = next(iter(_requests(trace))), _requests(Trace(tmp_path / "longer"))
+    assert short.resident_TW is not None and longer.resident_TW is not None
+    prompt = (short.iteration_T == 0).sum() - 1  # its last token may be another one
+    assert np.array_equal(short.token_id_T[:prompt], longer.token_id_T[:prompt])
+    np.testing.assert_allclose(short.resident_TW[:prompt], longer.resident_TW[:prompt], atol=0.02)
+
+
+def _right(rows: TokenBatch, num_layers: int) -> np.ndarray:
+    """[T, L-1]: share of the next layer's experts that the column ranks first."""
+    assert rows.resident_TW is not None
+    said_TLE = rows.resident_TW.reshape(len(rows), num_layers, -1)[:, :-1]
+    true_TLK = rows.experts_TS.reshape(len(rows), num_layers, -1)[:, 1:].astype(int)
+    best_TLK = np.argsort(-said_TLE, axis=2, kind="stable")[:, :, : true_TLK.shape[2]]
+    made: np.ndarray = (best_TLK[..., None] == true_TLK[:, :, None]).any(3).mean(2)
+    return made
+
+
+def test_where_it_cannot_be_had_it_is_refused_by_name(lazy: Any, full: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="experts are loaded when needed"):
+        GateRecorder(lazy.model, lazy.layers, ["topk", "resident"])
+    with pytest.raises(UsageError, match="resident, which a running server cannot fill"):
+        Signals(full.model, full.layers, full.spec, {"experts", "resident"})
+    for share in (0.0, 1.5):
+        with pytest.raises(UsageError, match="expected a share"):
+            replace(_options(), resident=share)
+    doubled = load_full(full.path, torch.float32)
+    doubled.model.model.layers[3].mlp.register_forward_hook(lambda module, args, output: output * 2)
+    doubled.model.model.layers[3].register_forward_hook(lambda module, args, output: output * 1.5)
+    with pytest.raises(UsageError, match=r"qwen3_moe: layer 4 adds up in another way; expected .* leave resident out"):
+        GateRecorder(doubled.model, doubled.layers, ["resident"])
+
+
+USUAL = ("deepseek_v2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+UNUSUAL = {
+    "jamba": "is made of",
+    "gemma4_text": "is made of",
+    "qwen3_next": "is made of",
+    "longcat_flash": "is made of",
+    "jetmoe": "is made of",
+    "granitemoe": "adds up in another way",
+}
+
+
+@pytest.mark.parametrize("family", [*USUAL, *UNUSUAL])
+def test_families_of_the_usual_shape_and_others(family: str, tmp_path: Path) -> None:
+    model = empty_model(families.config(family), torch.float32)
+    if "made of" in UNUSUAL.get(family, ""):
+        with pytest.raises(UsageError, match=f"cannot keep resident for {family}: .* {UNUSUAL[family]}"):
+            decoder_layers(model, moe_layers(model))
+        return
+    families.save(family, tmp_path / "model")
+    loaded = load_full(tmp_path / "model", torch.float32)
+    said: list[torch.Tensor] = []
+    if family in UNUSUAL:
+        for layer in loaded.model.model.layers:
+            layer.residual_multiplier = 0.25  # as its checkpoints have
+        with pytest.raises(UsageError, match=f"cannot keep resident for {family}: .* {UNUSUAL[family]}"):
+            ResidentForward(loaded.model, loaded.layers, 0.5, said.append)
+        return
+    beside = ResidentForward(loaded.model, loaded.layers, 0.5, said.append)
+    assert not said
+    loaded.model(input_ids=torch.arange(3, 9)[None], use_cache=False)
+    assert [len(logits) for logits in said] == [6] * (len(loaded.layers) - 1)
+    beside.close()
+
+
+def test_a_cache_is_left_as_it_was() -> None:
+    class Allocator:
+        index = 0
+
+        def __init__(self) -> None:
+            self._kv_token_views = {3: (torch.arange(6.0)[:, None, None], -torch.arange(6.0)[:, None, None])}
+
+    class Cache:
+        def __init__(self) -> None:
+            self.layer_to_allocator = {3: Allocator()}
+
+        def update(self, **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            views = self.layer_to_allocator[3]._kv_token_views[3]
+            for view, name in zip(views, ("key_states", "value_states"), strict=True):
+                view.index_copy_(0, given["kwargs"]["write_index"][0], given[name])
+            return views[0].clone(), views[1].clone()
+
+    cache = Cache()
+    new = torch.full((2, 1, 1), 9.0)
+    slots = {"write_index": [torch.tensor([1, 4])]}
+    key, value = Unwritten(cache).update(key_states=new, value_states=new, layer_idx=3, kwargs=slots)
+    assert key.flatten().tolist() == [0, 9, 2, 3, 9, 5] and value[4].item() == 9
+    views = cache.layer_to_allocator[3]._kv_token_views[3]
+    assert views[0].flatten().tolist() == [0, 1, 2, 3, 4, 5] and views[1][4].item() == -4

@@ -1,0 +1,143 @@
+"""A cluster of edge servers in one process: real runtimes and real connections on loopback, no Ray."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool.cluster.experts import CallOptions, PlacedRuntime
+from moetool.cluster.frames import Message
+from moetool.cluster.links import Links
+from moetool.cluster.meter import Meter
+from moetool.cluster.peers import Peers
+from moetool.cluster.protocol import Holders
+from moetool.cluster.transport import Listener, listen
+from moetool.models.batching import Batcher
+from moetool.models.loading import load_lazy
+from moetool.policy import build_policy
+from moetool.residency import Residency
+from moetool.serving.engine import Engine
+
+TOKEN = b"t" * 32
+
+
+class Node:
+    """One server: an engine without a thread, and the listener that others call.
+
+    Attributes:
+        on_call: if set, is given every call before it is answered.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tokenizer: Any,
+        server: int,
+        held: Sequence[tuple[int, int]],
+        *,
+        capacity: int,
+        slots: int,
+        distance: Sequence[float],
+        options: CallOptions,
+    ) -> None:
+        self.server = server
+        self.on_call: Callable[[Message], None] | None = None
+        loaded = load_lazy(path, torch.float32)
+        self.links = Links()
+        self.meter = Meter(server, loaded.spec, self.links)
+        self.peers = Peers(server, TOKEN, distance, links=self.links)
+
+        def open_runtime(*parts: Any) -> PlacedRuntime:
+            given = {"peers": self.peers, "meter": self.meter, "options": options}
+            return PlacedRuntime(*parts, held=held, capacity=capacity, **given)
+
+        self.engine = Engine(
+            loaded,
+            tokenizer,
+            Residency(build_policy("lru", loaded.spec, {}, slots)),
+            Batcher(loaded.model, max_requests=8, kv_tokens=1024),
+            model_name="reference",
+            open_runtime=open_runtime,
+        )
+        self.engine.state = "ready"
+        assert isinstance(self.engine.runtime, PlacedRuntime)
+        self.runtime: PlacedRuntime = self.engine.runtime
+        self.listener = Listener(listen("127.0.0.1"), TOKEN, self._handle, links=self.links)
+
+    def listen_again(self) -> None:
+        """Another listener, at another address."""
+        self.listener.close()
+        self.listener = Listener(listen("127.0.0.1"), TOKEN, self._handle, links=self.links)
+
+    def close(self) -> None:
+        self.listener.close()
+        self.engine.close()
+
+    def _handle(self, message: Message) -> Message:
+        if self.on_call is not None:
+            self.on_call(message)
+        return self.runtime.handle(message)
+
+
+class Nodes:
+    """The servers of a cluster, and who holds what."""
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self.nodes = list(nodes)
+        self.version = 0
+        self.publish()
+
+    def __getitem__(self, server: int) -> Node:
+        return self.nodes[server]
+
+    def arrange(self, held: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Have each server hold these experts and no others, and tell all."""
+        for node, experts in zip(self.nodes, held, strict=True):
+            for at in set(node.runtime.held) - set(experts):
+                node.runtime.drop(*at)
+            for at in sorted(set(experts) - set(node.runtime.held)):
+                node.runtime.adopt(*at, source=-1)
+        self.publish()
+
+    def publish(self, gone: Sequence[int] = ()) -> Holders:
+        """Tell all servers what each holds."""
+        self.version += 1
+        spec = self.nodes[0].runtime.spec
+        servers_LE = [[[] for _ in range(num)] for num in spec.num_experts_L]  # type: list[list[list[int]]]
+        for node in self.nodes:
+            for layer, expert in node.runtime.held if node.server not in gone else ():
+                servers_LE[layer][expert].append(node.server)
+        holders = Holders(
+            version=self.version,
+            servers_LE=tuple(tuple(tuple(servers) for servers in experts) for experts in servers_LE),
+            peers=tuple(None if node.server in gone else node.listener.address for node in self.nodes),
+        )
+        for node in self.nodes:
+            node.runtime.set_holders(holders)
+        return holders
+
+
+@contextlib.contextmanager
+def cluster(
+    path: Path,
+    tokenizer: Any,
+    held: Sequence[Sequence[tuple[int, int]]],
+    *,
+    capacity: int = 256,
+    slots: int | None = None,
+    distance: Sequence[Sequence[float]] | None = None,
+    options: CallOptions | None = None,
+) -> Iterator[Nodes]:
+    """So many servers as there are lists of held experts."""
+    near = distance or [[1.0] * len(held)] * len(held)
+    nodes: list[Node] = []
+    try:
+        for server, experts in enumerate(held):
+            given = {"capacity": capacity, "slots": slots or capacity, "options": options or CallOptions()}
+            nodes.append(Node(path, tokenizer, server, experts, distance=near[server], **given))
+        yield Nodes(nodes)
+    finally:
+        for node in nodes:
+            node.close()

@@ -1,0 +1,160 @@
+"""`moetool serve --cluster local:3` as a process of its own, for tests that kill its servers."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from http.client import HTTPException
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import psutil
+
+from moetool.models.spec import locate, read_spec
+from tests.clusters import make_cluster, make_plan
+from tests.servers import eventually, post
+
+NAMES = ("s0", "s1", "s2")
+_SERVING = re.compile(r"(\w+) is serving on (http://\S+?)/v1")
+PROMPTS = ("The king said", "def add(a, b):", "12 * 3 =")
+
+
+def write_plan(path: Path) -> Path:
+    """A plan for the embedded model: half of its experts on each of three servers, each on one or two of them."""
+    spec = read_spec(locate("reference"))
+    placed_GLE = np.zeros((3, spec.num_layers, spec.num_experts), bool)
+    for key in range(spec.total_experts):
+        layer, expert = spec.expert_of(key)
+        placed_GLE[key % 3, layer, expert] = True
+        placed_GLE[(key + 1) % 3, layer, expert] |= key % 2 == 0
+    make_plan(spec, make_cluster([[130]] * 3, slot_bytes=spec.slot_bytes), placed_GLE).save(path)
+    return path
+
+
+class EdgeProcess:
+    """A running cluster of three servers.
+
+    Attributes:
+        urls: of each server, by its name.
+    """
+
+    def __init__(self, arguments: list[str], stderr: IO[str]) -> None:
+        self._stderr = stderr
+        command = [sys.executable, "-m", "moetool.cli.main", "serve", "reference", "--cluster", "local:3", *arguments]
+        path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.popen = subprocess.Popen(command, stderr=stderr, env={**os.environ, "PYTHONPATH": path})
+        deadline = time.monotonic() + 240
+        while len(found := dict(_SERVING.findall(self.narration))) < len(NAMES):
+            assert self.popen.poll() is None and time.monotonic() < deadline, self.narration
+            time.sleep(0.1)
+        self.urls = found
+
+    @property
+    def narration(self) -> str:
+        """What it has written on stderr so far."""
+        return Path(self._stderr.name).read_text(encoding="utf-8")
+
+    def server(self, name: str) -> psutil.Process:
+        """The process that serves a server's users now."""
+        port = urlsplit(self.urls[name]).port
+        for process in psutil.Process(self.popen.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if any(c.status == "LISTEN" and c.laddr.port == port for c in process.net_connections("tcp")):
+                    return process
+        raise AssertionError(f"nobody listens on {self.urls[name]}: {self.narration}")
+
+    def kill(self, name: str) -> None:
+        """SIGKILL one server."""
+        self.server(name).send_signal(signal.SIGKILL)
+
+    def is_back(self, name: str, times: int = 1) -> bool:
+        """Whether a server has come back so often."""
+        return self.narration.count(f"server {name} is back on {self.urls[name]}/v1") >= times
+
+    def processes(self) -> list[psutil.Process]:
+        """All that it has started."""
+        return psutil.Process(self.popen.pid).children(recursive=True)
+
+
+@contextlib.contextmanager
+def edge_cluster(folder: Path, *arguments: str) -> Iterator[EdgeProcess]:
+    """A cluster that serves; at the end it is interrupted, and nothing may be left of it."""
+    plan = write_plan(folder / "plan.json")
+    with tempfile.NamedTemporaryFile("w", suffix=".stderr") as stderr:
+        cluster = None
+        try:
+            given = ["--plan", str(plan), "--port", "0", "--set", "kv_tokens=512", *arguments]
+            cluster = EdgeProcess(given, stderr)
+            yield cluster
+            left = cluster.processes()
+            cluster.popen.send_signal(signal.SIGINT)
+            assert cluster.popen.wait(90) == 0, cluster.narration
+            eventually(lambda: not any(process.is_running() and process.status() != "zombie" for process in left))
+        finally:
+            if cluster is not None and cluster.popen.poll() is None:
+                for process in [*cluster.processes(), cluster.popen]:
+                    process.kill()
+
+
+class Load:
+    """Users of every server, one each, that ask again and again.
+
+    Attributes:
+        outcomes: (server, what became of a request): `right`, `wrong`, `refused` (an error in words), or `broken` (the
+            connection ended).
+        wrong: answers that were not what they had to be.
+        longest_s: that anybody waited.
+    """
+
+    def __init__(self, cluster: EdgeProcess, right: dict[str, str], max_tokens: int) -> None:
+        self.outcomes: Counter[tuple[str, str]] = Counter()
+        self.wrong: list[Any] = []
+        self.longest_s = 0.0
+        self._cluster, self._right, self._max_tokens = cluster, right, max_tokens
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._live, args=(name,), daemon=True) for name in NAMES]
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+            assert not thread.is_alive(), "somebody waits for ever"
+
+    def _live(self, name: str) -> None:
+        count = 0
+        while not self._stop.is_set():
+            prompt = PROMPTS[count % len(PROMPTS)]
+            count += 1
+            began = time.monotonic()
+            outcome = self._ask(name, prompt)
+            self.longest_s = max(self.longest_s, time.monotonic() - began)
+            self.outcomes[name, outcome] += 1
+            if outcome in ("broken", "refused"):
+                self._stop.wait(0.2)
+
+    def _ask(self, name: str, prompt: str) -> str:
+        body = {"model": "reference", "prompt": prompt, "max_tokens": self._max_tokens, "temperature": 0}
+        try:
+            status, answer = post(self._cluster.urls[name], "/v1/completions", body)
+        except (OSError, HTTPException, ValueError):
+            return "broken"
+        if status != 200:
+            return "refused" if answer["error"]["message"] else "wrong"
+        if answer["choices"][0]["text"] == self._right[prompt]:
+            return "right"
+        self.wrong.append((name, prompt, answer))
+        return "wrong"

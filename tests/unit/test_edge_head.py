@@ -1,0 +1,372 @@
+"""The head of a cluster: who is told what, and what it does when servers die; the servers are made up here."""
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moetool.cluster import edge
+from moetool.cluster.edge import ClusterOptions, Head, read_token
+from moetool.cluster.launch import WorkerDied
+from moetool.cluster.placing import Endpoints, held_by, worker_settings
+from moetool.cluster.protocol import Holders, Moved, WorkerInfo
+from moetool.cluster.worker import WorkerSettings, own_address
+from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError
+from moetool.models.spec import read_spec
+from moetool.placement_plan import PlacementPlan
+from moetool.serving.assembly import ServeOptions
+from moetool.serving.server_options import ServerOptions
+from tests.clusters import make_cluster, make_plan
+from tests.servers import eventually
+from tests.synthetic import make_spec
+
+EXPERTS_L = (4, 4)
+ALL = {(layer, expert) for layer in range(2) for expert in range(4)}
+Held = Sequence[set[tuple[int, int]]]
+
+
+class _Worker:
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.server, self.slots, self.port = settings.server, settings.capacity, settings.port
+        self.held = set(settings.held)
+        self.holders: list[Holders] = []
+        self.hangs = False
+
+    def info(self) -> WorkerInfo:
+        held = tuple(sorted(self.held))
+        url = f"http://127.0.0.1:{self.port or 5000 + self.server}"
+        return WorkerInfo(server=self.server, url=url, peer=("127.0.0.1", self.server), held=held, slots=self.slots)
+
+    def stats(self) -> str:
+        return f"stats {self.server}"
+
+    def set_holders(self, holders: Holders) -> None:
+        self.holders.append(holders)
+
+    def adopt(self, layer: int, expert: int, source: int) -> Moved:
+        if len(self.held) >= self.slots:
+            raise CapacityError("full")
+        self.held.add((layer, expert))
+        return Moved(source=source, bytes=1, seconds=0.0)
+
+    def drop(self, layer: int, expert: int) -> None:
+        self.held.discard((layer, expert))
+
+    def drain(self) -> None: ...
+
+
+class _Processes:
+    """Stands in for the workers' processes; a test kills them and lets them hang."""
+
+    def __init__(self, settings: Sequence[WorkerSettings]) -> None:
+        self.workers: list[_Worker | None] = [_Worker(own) for own in settings]
+        self.watching: dict[int, Callable[[int], None]] = {}
+        self.may_start = threading.Event()
+        self.may_start.set()
+        self.killed: list[int] = []
+        self.fails_to_start = Counter[int]()
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def __getitem__(self, n: int) -> _Worker:
+        worker = self.workers[n]
+        assert worker is not None
+        return worker
+
+    def call(self, n: int, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> Any:
+        worker = self.workers[n]
+        if worker is None:
+            raise WorkerDied(f"server {n} has ended")
+        if worker.hangs:
+            time.sleep(timeout_s)
+            raise MoetoolError(f"server {n} did not answer")
+        return getattr(worker, method)(*args)
+
+    def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None:
+        self.may_start.wait(20)
+        if self.fails_to_start[n]:
+            self.fails_to_start[n] -= 1
+            raise MoetoolError("the port is in use")
+        assert arguments is not None
+        self.workers[n] = _Worker(arguments["settings"])
+
+    def kill(self, n: int) -> None:
+        self.killed.append(n)
+        self.workers[n] = None
+
+    def die(self, n: int) -> None:
+        self.workers[n] = None
+        self.watching[n](n)
+
+    def watch_again(self, n: int, on_death: Callable[[int], None]) -> None:
+        self.watching[n] = on_death
+
+    def close(self) -> None:
+        self.may_start.set()
+        self.workers = [None] * len(self)
+
+
+class _Cluster:
+    def __init__(self, held: Held, slots: int, **options: Any) -> None:
+        self.lines: list[str] = []
+        settings = [
+            WorkerSettings(
+                server=n, model="m", revision="r", held=tuple(sorted(own)), capacity=slots, token=b"", distance=()
+            )
+            for n, own in enumerate(held)
+        ]
+        self.processes = _Processes(settings)
+        scheduler = options.pop("scheduler", None)
+        self.head = Head(
+            self.processes,
+            settings,
+            [f"s{n}" for n in range(len(held))],
+            EXPERTS_L,
+            options=ClusterOptions(ping_s=0.02, hang_s=0.1, **options),
+            narrate=self.lines.append,
+            scheduler=scheduler,
+        )
+        self.head.start()
+
+    def agree(self) -> bool:
+        """Whether every server has been told, and rightly, what all of them hold."""
+        workers = [worker for worker in self.processes.workers if worker is not None]
+        held = {worker.server: worker.held for worker in workers}
+        for worker in workers:
+            if not worker.holders:
+                return False
+            for layer, experts in enumerate(worker.holders[-1].servers_LE):
+                for expert, servers in enumerate(experts):
+                    if set(servers) != {n for n, has in held.items() if (layer, expert) in has}:
+                        return False
+            if [n for n, at in enumerate(worker.holders[-1].peers) if at is not None] != sorted(held):
+                return False
+        return True
+
+    def covered(self) -> set[tuple[int, int]]:
+        return {at for worker in self.processes.workers if worker is not None for at in worker.held}
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., _Cluster]]:
+    made: list[_Cluster] = []
+
+    def call(held: Held, slots: int, **options: Any) -> _Cluster:
+        made.append(_Cluster(held, slots, **options))
+        return made[-1]
+
+    yield call
+    for cluster in made:
+        cluster.head.close()
+        assert not any(thread.is_alive() for thread in cluster.head._threads)
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge, "_BACKOFF_S", (0.01, 0.02))
+
+
+HALVES: Held = [{at for at in ALL if at[1] < 2}, {at for at in ALL if at[1] == 2}, {at for at in ALL if at[1] == 3}]
+
+
+def test_everybody_is_told_what_all_hold(start: Callable[..., _Cluster]) -> None:
+    cluster = start(HALVES, 4)
+    assert cluster.agree() and cluster.head.stats() == ["stats 0", "stats 1", "stats 2"]
+    before = cluster.processes[0].holders[-1].version
+    cluster.head.adopt(1, 0, 0, source=0)
+    assert cluster.agree() and cluster.processes[0].holders[-1].version > before
+    cluster.head.drop(0, 0, 0)
+    assert cluster.agree() and (0, 0) not in cluster.processes[0].held
+    with pytest.raises(MoetoolError, match="s1 is the only one that holds expert 0 of MoE layer 0"):
+        cluster.head.drop(1, 0, 0)
+    assert cluster.head.holders() == cluster.processes[2].holders[-1]
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_server_that_goes_is_replaced_and_comes_back(start: Callable[..., _Cluster], hangs: bool) -> None:
+    cluster = start(HALVES, 6)
+    cluster.processes.may_start.clear()
+    if hangs:
+        cluster.processes[0].hangs = True
+        eventually(lambda: cluster.processes.killed == [0])
+    else:
+        cluster.processes.die(0)
+    eventually(lambda: cluster.covered() == ALL and cluster.agree())  # by the two others
+    assert cluster.head.infos()[0] is None and cluster.head.stats()[0] is None
+    with pytest.raises(MoetoolError, match="server s0 is not there just now"):
+        cluster.head.adopt(0, 0, 0, -1)
+    with pytest.raises(MoetoolError, match="server s0 is not there just now"):
+        cluster.head.drop(0, 0, 0)
+    cluster.processes.may_start.set()
+    eventually(lambda: [worker and worker.held for worker in cluster.processes.workers] == list(HALVES))
+    eventually(cluster.agree)
+    assert cluster.processes[0].port == 5000  # where its users know it
+    eventually(lambda: any("s0 is back on http://127.0.0.1:5000/v1 with 4 experts" in line for line in cluster.lines))
+    assert any("4 experts that only it held have another place" in line for line in cluster.lines)
+
+
+def test_replicas_make_room_and_come_back(start: Callable[..., _Cluster]) -> None:
+    low, high = {at for at in ALL if at[1] < 3}, {at for at in ALL if at[1] > 0}
+    cluster = start([low, high, {(0, 0), (1, 3)}], 6)
+    cluster.processes.may_start.clear()
+    cluster.processes.die(0)  # alone with (1, 0)
+    eventually(lambda: cluster.covered() == ALL and cluster.agree())
+    cluster.processes.may_start.set()
+    wanted = [low, high, {(0, 0), (1, 3)}]
+    eventually(lambda: [worker and worker.held for worker in cluster.processes.workers] == wanted)
+    eventually(cluster.agree)
+
+
+def test_what_fits_nowhere_is_said_and_the_rest_goes_on(start: Callable[..., _Cluster]) -> None:
+    cluster = start(HALVES, 4)
+    cluster.processes.may_start.clear()
+    cluster.processes.die(0)
+    eventually(lambda: cluster.covered() == ALL)  # two more each
+    cluster.processes.die(1)  # now two are gone, and one has room for four
+    eventually(lambda: any("4 experts have no place until it is back" in line for line in cluster.lines))
+    assert len(cluster.covered()) == 4 and cluster.agree()
+    cluster.processes.may_start.set()
+    eventually(lambda: [worker and worker.held for worker in cluster.processes.workers] == list(HALVES))
+    eventually(cluster.agree)
+
+
+def test_moves_by_the_scheduler_outlive_a_death(start: Callable[..., _Cluster]) -> None:
+    cluster = start(HALVES, 5)
+    cluster.head.adopt(1, 0, 0, 0)
+    cluster.head.drop(0, 0, 0)
+    cluster.processes.die(1)
+    wanted = [HALVES[0] - {(0, 0)}, HALVES[1] | {(0, 0)}, HALVES[2]]
+    eventually(lambda: [worker and worker.held for worker in cluster.processes.workers] == wanted)
+    eventually(cluster.agree)
+
+
+def test_a_server_that_fails_to_start_is_tried_again_elsewhere(start: Callable[..., _Cluster]) -> None:
+    cluster = start(HALVES, 6)
+    cluster.processes.fails_to_start[2] = 2
+    cluster.processes.die(2)
+    eventually(lambda: cluster.processes.workers[2] is not None)
+    assert cluster.processes[2].port == 0  # any free port, since its own did not do
+    assert sum("could not be started: the port is in use; trying again" in line for line in cluster.lines) == 2
+    eventually(cluster.agree)
+
+
+def test_random_deaths(start: Callable[..., _Cluster]) -> None:
+    cluster, draw = start(HALVES, 6), random.Random(0)
+    for _ in range(30):
+        n = draw.randrange(3)
+        if cluster.processes.workers[n] is not None and n in cluster.processes.watching:
+            cluster.processes.die(n)
+        time.sleep(draw.uniform(0, 0.02))
+    eventually(lambda: [worker and worker.held for worker in cluster.processes.workers] == list(HALVES))
+    eventually(cluster.agree)
+
+
+class _Scheduler:
+    tick_s = 0.01
+
+    def __init__(self) -> None:
+        self.ticks = 0
+
+    def on_tick(self, head: Head) -> None:
+        self.ticks += 1
+        if self.ticks == 1:
+            raise RuntimeError("a bug")
+        if self.ticks == 2:
+            head.adopt(2, 0, 0, 0)
+
+
+def test_a_scheduler_is_asked_again_after_an_error(start: Callable[..., _Cluster]) -> None:
+    scheduler = _Scheduler()
+    cluster = start(HALVES, 4, scheduler=scheduler)
+    eventually(lambda: scheduler.ticks > 3)
+    assert "the scheduler: RuntimeError: a bug" in cluster.lines
+    assert (0, 0) in cluster.processes[2].held and cluster.agree()
+
+
+def test_what_a_plan_becomes() -> None:
+    spec = make_spec(layers=2, experts=4)
+    cluster = make_cluster([[3], [2, 3]], slot_bytes=spec.slot_bytes)
+    placed_GLE = np.zeros((3, 2, 4), bool)
+    placed_GLE[0, 0, :3] = placed_GLE[1, 1, :2] = placed_GLE[2, 1, 1:] = True
+    plan = make_plan(spec, cluster, placed_GLE)
+    assert held_by(plan, 0) == ((0, 0), (0, 1), (0, 2))
+    assert held_by(plan, 1) == ((1, 0), (1, 1), (1, 2), (1, 3))  # once, though two GPUs have it
+
+
+def _settings(reference: Path, *, slots: int = 128, options: Any = None, port: int = 8000, **cluster: Any) -> Any:
+    spec = read_spec(reference)
+    placed_GLE = np.zeros((2, 8, 32), bool)
+    placed_GLE[0, :, :16] = placed_GLE[1, :, 16:] = True
+    machines = make_cluster([[slots], [slots]], slot_bytes=spec.slot_bytes, link_bytes_s=1e6, link_latency_s=0.5)
+    return worker_settings(
+        "reference",
+        make_plan(spec, machines, placed_GLE),
+        token=b"t" * 16,
+        endpoints=Endpoints(port=port),
+        options=options or ServeOptions(),
+        limits=ServerOptions(),
+        cluster=ClusterOptions(**cluster),
+    )
+
+
+def test_settings_of_each_server(reference: Path) -> None:
+    first, second = _settings(reference, slots=150, emulate_links=True, call_timeout_s=3.0)
+    assert (first.capacity, len(first.held), first.port, second.port) == (150, 128, 8000, 8001)
+    assert first.links == {1: (1e6, 0.5)} and second.links == {0: (1e6, 0.5)}
+    assert first.distance[1] == pytest.approx(2 * (0.5 + 4 * 192 / 1e6)) and first.calls.timeout_s == 3.0
+    assert _settings(reference)[0].links == {}
+    assert "tttt" not in repr(first)  # a token is not for logs
+    with pytest.raises(UsageError, match="devices is 2, expected 1"):
+        _settings(reference, options=ServeOptions(devices=2))
+    with pytest.raises(UsageError, match="state is for policies that learn"):
+        _settings(reference, options=ServeOptions(state="x"))
+    with pytest.raises(UsageError, match="port 65535 leaves none for the last server"):
+        _settings(reference, port=65535)
+    with pytest.raises(CapacityError, match=r"puts .* bytes of experts on GPU 0"):
+        _settings(reference, slots=127)
+    with pytest.raises(MismatchError, match="make the plan again for this model"):
+        worker_settings(
+            "reference",
+            _other_plan(make_spec()),
+            token=b"",
+            endpoints=Endpoints(),
+            options=ServeOptions(),
+            limits=ServerOptions(),
+            cluster=ClusterOptions(),
+        )
+
+
+def _other_plan(spec: Any) -> PlacementPlan:
+    placed_GLE = np.ones((1, spec.num_layers, spec.num_experts), bool)
+    return make_plan(spec, make_cluster([[spec.total_experts]], slot_bytes=spec.slot_bytes), placed_GLE)
+
+
+def test_tokens(tmp_path: Path) -> None:
+    made = read_token(ClusterOptions(), {})
+    assert len(made) == 32 and made != read_token(ClusterOptions(), {})
+    assert read_token(ClusterOptions(), {"MOETOOL_CLUSTER_TOKEN": "abcdefghijklmnop\n"}) == b"abcdefghijklmnop"
+    file = tmp_path / "token"
+    options = ClusterOptions(token_file=str(file))
+    with pytest.raises(UsageError, match="cannot read the cluster's token from"):
+        read_token(options, {})
+    file.write_text("short")
+    with pytest.raises(UsageError, match="has 5 characters, expected at least 16"):
+        read_token(options, {"MOETOOL_CLUSTER_TOKEN": "abcdefghijklmnop"})
+
+
+def test_options_that_make_no_sense() -> None:
+    with pytest.raises(UsageError, match=r"cluster.ping_s is 0, expected more than 0"):
+        ClusterOptions(ping_s=0)
+    with pytest.raises(UsageError, match=r"cluster.slots is -1, expected 0 or more"):
+        ClusterOptions(slots=-1)
+
+
+def test_the_own_address_on_the_way_to_another() -> None:
+    assert own_address("127.0.0.1:6379") == "127.0.0.1"

@@ -1,0 +1,163 @@
+"""What other people's packed checkpoints may say and hold: each variant is read, or refused by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import save_file
+
+from moetool.errors import MismatchError, UsageError
+from moetool.models.packed import Scheme, quantization_config, round_weight, to_tensors
+from moetool.models.packing import Packing, packing_of
+from moetool.models.shards import Shards
+
+PATH = Path("model")
+
+
+def _config(quantization: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    config = quantization_config(Scheme(), [])
+    config["config_groups"]["group_0"]["weights"] |= weights
+    return {"quantization_config": config | (quantization or {})}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "is quantized \\(mxfp4\\)"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}, "int-quantized"),
+        (_config(num_bits=3), "3 bits"),
+        (_config(type="float"), "float"),
+        (_config(strategy="tensor"), "by tensor"),
+        (_config(strategy=None, group_size=None), "by tensor"),
+        (_config(group_size=None), "by group with a group_size of None"),
+        (_config(actorder="group"), "orders its groups"),
+        (_config(actorder=True), "orders its groups"),
+        (_config(actorder="dynamic"), "orders its groups"),
+        (_config({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}), "rounds keys and values"),
+        (_config({"sparsity_config": {"format": "sparse-24-bitmask"}}), "sparsity"),
+        (_config({"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}), "transforms"),
+        (_config({"config_groups": {}}), "widths? of \\[\\] bits|weights of \\[\\] bits"),
+    ],
+)
+def test_other_ways_to_quantize_are_refused(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        packing_of(config, PATH)
+
+
+def test_two_widths_in_one_model_are_refused() -> None:
+    config = _config()
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_1"] = {"weights": groups["group_0"]["weights"] | {"num_bits": 8}, "targets": ["re:.*attn.*"]}
+    with pytest.raises(UsageError, match="mixes weights of \\[4, 8\\] bits"):
+        packing_of(config, PATH)
+    groups["group_1"] = {"weights": groups["group_0"]["weights"], "format": "int-quantized"}
+    with pytest.raises(UsageError, match="stores a part of its weights as int-quantized"):
+        packing_of(config, PATH)
+    groups["group_1"] = {"weights": groups["group_0"]["weights"], "input_activations": {"num_bits": 8}}
+    with pytest.raises(UsageError, match="also rounds activations"):
+        packing_of(config, PATH)
+
+
+@pytest.mark.parametrize(
+    ("weights", "groups"),
+    [
+        ({}, 64),
+        ({"num_bits": 8}, 64),
+        ({"strategy": None, "group_size": 32}, 32),
+        ({"strategy": None, "group_size": -1}, 0),
+        ({"strategy": "channel", "group_size": None}, 0),
+        ({"actorder": "weight"}, 64),
+        ({"actorder": None, "symmetric": False}, 64),
+    ],
+    ids=str,
+)
+def test_what_a_config_says(weights: dict[str, Any], groups: int) -> None:
+    found = packing_of(_config({"sparsity_config": {}, "transform_config": {}}, **weights), PATH)
+    symmetric = frozenset({weights.get("symmetric", True)})
+    bits = weights.get("num_bits", 4)
+    assert found == Packing(bits=bits, groups=frozenset({groups}), symmetric=symmetric, as_stored=False)
+    assert packing_of({}, PATH) is None
+
+
+PACKING = Packing(bits=4, groups=frozenset({16}), symmetric=frozenset({True}), as_stored=False)
+
+
+def _saved(folder: Path, scheme: Scheme, change: Callable[[dict[str, torch.Tensor]], Any] = lambda _: None) -> Path:
+    weight = torch.randn(12, 48, generator=torch.Generator().manual_seed(3))
+    tensors = to_tensors("a.weight", round_weight(weight, scheme, torch.bfloat16), scheme.bits)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_act_order_is_refused_by_name(tmp_path: Path) -> None:
+    order = torch.arange(48, dtype=torch.int32) // 16
+    path = _saved(tmp_path, Scheme(group=16), lambda tensors: tensors.update({"a.weight_g_idx": order}))
+    with pytest.raises(UsageError, match=r"orders the groups of a weight by activation \(a.weight_g_idx\)"):
+        Shards(path, packing=PACKING)
+
+
+@pytest.mark.parametrize("shape", [[12, 40], [11, 48], [48, 12], [12]], ids=str)
+def test_a_shape_that_contradicts_the_packed_weight_is_refused(shape: list[int], tmp_path: Path) -> None:
+    path = _saved(tmp_path, Scheme(group=16), lambda tensors: tensors.update({"a.weight_shape": torch.tensor(shape)}))
+    with pytest.raises(MismatchError, match=r"a.weight_packed is I32 of shape .* weight_shape beside it says"):
+        Shards(path, packing=PACKING)
+
+
+def test_a_missing_shape_is_what_the_words_hold(tmp_path: Path) -> None:
+    path = _saved(tmp_path, Scheme(group=16), lambda tensors: tensors.pop("a.weight_shape"))
+    assert Shards(path, packing=PACKING).tensors["a.weight"].shape == (12, 48)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "packing", "reason"),
+    [
+        (Scheme(group=8), {}, "has 6 scales a row of 48 inputs, expected groups of 16"),
+        (Scheme(group=16), {"groups": frozenset({0})}, "expected groups of whole rows"),
+        (Scheme(group=16, symmetric=False), {}, "has zero points .* and the config expects none"),
+        (Scheme(group=16), {"symmetric": frozenset({False})}, "has no zero points .* and the config expects them"),
+        (Scheme(group=16, bits=8), {}, "weight_shape beside it says"),
+    ],
+)
+def test_tensors_that_contradict_the_config_are_refused(
+    scheme: Scheme, packing: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    fields = {"bits": 4, "groups": PACKING.groups, "symmetric": PACKING.symmetric, "as_stored": False} | packing
+    with pytest.raises(MismatchError, match=reason):
+        Shards(_saved(tmp_path, scheme), packing=Packing(**fields))
+
+
+def test_zero_points_of_another_shape_are_refused(tmp_path: Path) -> None:
+    zero = torch.zeros(12, 3, dtype=torch.int8)  # not packed
+    path = _saved(
+        tmp_path, Scheme(group=16, symmetric=False), lambda tensors: tensors.update({"a.weight_zero_point": zero})
+    )
+    with pytest.raises(MismatchError, match=r"has zero points as I8 of shape .12, 3., expected I32 of .2, 3."):
+        Shards(path, packing=Packing(bits=4, groups=PACKING.groups, symmetric=frozenset({False}), as_stored=False))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "columns"), [(4, 20), (8, 18), (2, 48)])
+def test_whole_rows_by_compressed_tensors_own_compressor(
+    bits: int, columns: int, symmetric: bool, tmp_path: Path
+) -> None:
+    """A scale a row, and rows that end inside a word."""
+    args = QuantizationArgs(num_bits=bits, type="int", strategy="channel", symmetric=symmetric)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    weight = torch.randn(12, columns, generator=torch.Generator().manual_seed(1))
+    scale = weight.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 0.5)
+    zero = torch.zeros(12, 1, dtype=torch.int8) if symmetric else torch.ones(12, 1, dtype=torch.int8)
+    theirs = PackedQuantizationCompressor.compress(
+        {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}, scheme
+    )
+    expected = PackedQuantizationCompressor.decompress(theirs, scheme)["weight"]
+    save_file({f"a.{name}": tensor.contiguous() for name, tensor in theirs.items()}, tmp_path / "model.safetensors")
+    packing = Packing(bits=bits, groups=frozenset({0}), symmetric=frozenset({symmetric}), as_stored=False)
+    shards = Shards(tmp_path, packing=packing)
+    assert shards.tensors["a.weight"].shape == (12, columns)
+    assert torch.equal(shards.load("a.weight"), expected)
+    shards.close()

@@ -1,0 +1,77 @@
+"""What figures of simulated runs are drawn from, against numbers made by hand."""
+
+import pytest
+
+from moetool.report.figures import simulated
+from moetool.simulation.results import Served, Simulated
+
+
+def _run(latencies_s: list[float], started_s: list[float] | None = None) -> Simulated:
+    started = started_s or [0.0] * len(latencies_s)
+    served = tuple(
+        Served(
+            server="s",
+            gpu=0,
+            prompt_tokens=1,
+            new_tokens=1,
+            arrived_s=0.0,
+            started_s=begun,
+            first_s=begun,
+            finished_s=latency,
+        )
+        for latency, begun in zip(latencies_s, started, strict=True)
+    )
+    return Simulated(
+        mode="",
+        seed=0,
+        costs="",
+        served=served,
+        local=0.5,
+        windows=(),
+        utilisation_G=(0.5, 0.25),
+        links=(("s -> t", 10, 0.1), ("t -> s", 20, 0.1)),
+        migrations=(),
+        seconds=10.0,
+    )
+
+
+def test_intervals_are_those_of_students_t() -> None:
+    assert simulated.interval([3.0]) == (3.0, 0.0)
+    mean, half = simulated.interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert mean == 3.0
+    assert half == pytest.approx(2.776 * (2.5 / 5) ** 0.5)  # standard deviation of 1 to 5 is the root of 2.5
+
+
+def test_bars_compare_modes_on_the_same_requests() -> None:
+    """Ratios are taken seed by seed and group by group; a way to look ahead belongs to the mode."""
+    runs = [
+        ({"seed": seed, "gpus": gpus, "lookahead": look, "mode": mode}, _run([latency]))
+        for seed, gpus, look, mode, latency in (
+            ("0", "4", "true", "uniform", 2.0),
+            ("0", "4", "true", "better", 1.0),
+            ("0", "4", "predicted", "uniform", 2.0),
+            ("0", "4", "predicted", "better", 1.5),
+            ("1", "4", "true", "uniform", 10.0),
+            ("1", "4", "true", "better", 9.0),
+            ("0", "8", "true", "uniform", 4.0),
+            ("0", "8", "true", "better", 1.0),
+        )
+    ]
+    ratios = simulated._ratios(runs)
+    assert ratios["4"]["better, true"] == [0.5, 0.9]
+    assert ratios["4"]["better, predicted"] == [0.75]
+    assert ratios["8"] == {"uniform, true": [1.0], "better, true": [0.25]}
+    keys = [sketch.key for sketch in simulated.sketches(runs)]
+    assert keys == ["swept", "by-mode", "relative", "utilisation", "links"]
+
+
+def test_batches_are_those_who_began_together() -> None:
+    found = _run([1.0, 2.0, 4.0, 6.0, 9.0, 9.0], [0.0, 0.0, 2.0, 2.0, 6.0, 6.0])
+    assert simulated.rounds(found) == [1.5, 3.0, 3.0]
+    assert "by-round" in [sketch.key for sketch in simulated.sketches([({"mode": "a"}, found)])]
+    alone = _run([1.0, 2.0, 4.0], [0.0, 0.5, 1.0])
+    assert [sketch.key for sketch in simulated.sketches([({"mode": "a"}, alone)])] == [
+        "over-time",
+        "utilisation",
+        "links",
+    ]
