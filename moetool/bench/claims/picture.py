@@ -31,7 +31,7 @@ def draw(path: Path, claim: Claim, found: Found) -> None:
             panels[1].set_xlabel(found.axes[0])
             panels[1].set_ylabel(found.axes[1])
             panels[1].legend()
-        panels[0].set_title(f"{claim.id}: {claim.experiment} on {found.on}")
+        figure.suptitle(f"{claim.id}: {found.on}", x=0.005, ha="left", fontsize=8)
 
     save(path, max(2.4, 1.0 + _BAR * len(rows)), paint)
 

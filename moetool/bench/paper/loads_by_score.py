@@ -6,7 +6,7 @@ from typing import Literal
 
 from moetool.bench.claims.stage import ALL, Stage
 from moetool.bench.claims.verdict import CannotTestError, Found
-from moetool.bench.paper.policies import Line, measure
+from moetool.bench.paper.policies import Line, look_through, measure
 from moetool.replay import decisions
 from moetool.residency import Step, StepKind
 from moetool.trace.reader import Trace
@@ -58,14 +58,13 @@ def run(stage: Stage, options: Options) -> Found:
     values: dict[str, list[float]] = {}
     traces = []
     for fold in stage.folds:
-        looks = any(line.options.get("look") == "resident" for line in options.lines.values())
-        trace = stage.trace(options.data, fold=fold, resident=options.memory if looks else 0.0)
+        trace = stage.trace(options.data, fold=fold, resident=options.memory if look_through(options.lines) else 0.0)
         traces.append(trace)
         for name, line in options.lines.items():
             counts = _count(stage, trace, line, options, fold)
             for label, value in _values(stage, trace, line, options, counts, fold).items():
                 values.setdefault(f"{name}, {label}" if len(options.lines) > 1 else label, []).append(value)
-    on = f"{stage.on(traces)}; decode, replayed, {options.memory:.3g} of the experts"
+    on = f"{stage.on(traces)}; decode, replayed, {100 * options.memory:g} % of the experts"
     return Found(values=values, unit="%", on=on)
 
 
