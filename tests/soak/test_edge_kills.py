@@ -1,4 +1,4 @@
-"""A cluster of three edge servers under load, of which one after the other is killed: twenty times, at random moments."""
+"""Three edge servers under load, of which one after the other is killed: twenty times, at random moments."""
 
 import os
 import random
