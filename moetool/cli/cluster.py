@@ -23,6 +23,7 @@ class ClusterCommand:
     Attributes:
         values: of `--set`, by name.
         refused: options that mean nothing here, and whether they were given.
+        predictor: of expert parallelism that places for the queue.
     """
 
     model: str
@@ -34,6 +35,7 @@ class ClusterCommand:
     api_key: str | None
     values: Mapping[str, Any]
     refused: Mapping[str, bool]
+    predictor: Path | None = None
 
 
 def serve_cluster(command: ClusterCommand) -> None:
@@ -61,8 +63,9 @@ def require_no_placement(plan: Path) -> None:
 
 def _edge(command: ClusterCommand) -> None:
     """Edge servers that call each other's experts; each has an endpoint of its own."""
-    from moetool.cluster.edge import ClusterOptions, Head, read_token
+    from moetool.cluster.edge import Head
     from moetool.cluster.launch import Workers, parse_where, require_ray
+    from moetool.cluster.options import ClusterOptions, read_token
     from moetool.cluster.placing import Endpoints, beyond_reserved, worker_settings
     from moetool.cluster.worker import build_worker
     from moetool.placement_plan import PlacementPlan
@@ -72,6 +75,10 @@ def _edge(command: ClusterCommand) -> None:
     where = parse_where(command.cluster)
     if command.plan is None:
         raise UsageError("--cluster needs to know where the experts are; give it --plan, from: moetool plan placement")
+    if command.predictor is not None:
+        raise UsageError(
+            "--predictor means nothing with --cluster in mode edge: the plan says who holds what; leave it out"
+        )
     if given := [name for name, is_given in command.refused.items() if is_given]:
         raise UsageError(f"{given[0]} means nothing with --cluster: the plan says what each server holds; leave it out")
     plan = PlacementPlan.load(command.plan)
@@ -104,7 +111,7 @@ def _edge(command: ClusterCommand) -> None:
     settings = watch.begin_with(settings)
     tables.narrate(f"moetool: starting {len(names)} servers")
     threads = max(1, (os.cpu_count() or 1) // len(names)) if where.count else 0
-    workers = Workers(where, build_worker, [{"settings": one} for one in settings], names, threads=threads)
+    workers = Workers(where, build_worker, [{"settings": one} for one in settings], names, threads=threads, late=True)
     head = Head(
         workers,
         settings,
@@ -133,7 +140,25 @@ def _edge(command: ClusterCommand) -> None:
             watch.close()
 
 
-MODES: dict[str, Callable[[ClusterCommand], None]] = {"edge": _edge}
+def _ep(command: ClusterCommand) -> None:
+    """Expert parallelism: ranks in lockstep behind one endpoint."""
+    from moetool.cli.parallel import serve_parallel
+
+    if given := [name for name, is_given in command.refused.items() if is_given]:
+        raise UsageError(f"{given[0]} means nothing with --cluster: the plan says what each server holds; leave it out")
+    serve_parallel(
+        command.model,
+        command.plan,
+        command.cluster,
+        host=command.host,
+        port=command.port,
+        api_key=command.api_key,
+        predictor=command.predictor,
+        values=command.values,
+    )
+
+
+MODES: dict[str, Callable[[ClusterCommand], None]] = {"edge": _edge, "ep": _ep}
 """What `--mode` names."""
 
 

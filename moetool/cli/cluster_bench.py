@@ -10,7 +10,7 @@ import typer
 
 from moetool import durable, tables
 from moetool.config import parse, parse_settings
-from moetool.errors import UsageError
+from moetool.errors import UsageError, unknown_name
 
 
 def register(app: typer.Typer) -> None:
@@ -26,6 +26,9 @@ def cluster(
     line: Annotated[
         list[str], typer.Option(help="alone, redirected, or a planner; all of Prism's, if not given. Repeatable.")
     ] = [],  # noqa: B006
+    mode: Annotated[
+        str, typer.Option(help="edge, or ep: expert parallelism, with vanilla, offline, reactive, ... for --line.")
+    ] = "edge",
     quick: Annotated[bool, typer.Option("--quick", help="Only to see it run: a few short requests.")] = False,
     settings: Annotated[
         list[str],
@@ -35,7 +38,7 @@ def cluster(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier run left there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Edge servers with a task each under Poisson arrivals: placements and single machines, side by side."""
+    """Edge servers with a task each under Poisson arrivals, placements and single machines side by side; or ranks."""
     from moetool.bench.cluster.options import QUICK, ClusterBenchOptions, parse_lines
 
     values = parse_settings(settings)
@@ -44,6 +47,16 @@ def cluster(
         raise UsageError(
             f"--set {next(iter(values), 'bench')!r} is unknown here, expected bench.NAME, as in bench.rounds=5"
         )
+    if mode not in _MODES:
+        raise unknown_name("--mode", mode, _MODES)
+    if mode == "ep":
+        from moetool.cli.parallel_bench import bench_parallel
+
+        sets = [name for text in data for name in text.split(",") if name]
+        bench_parallel(
+            model, data=sets, lines=line, quick=quick, values=given, out=out, overwrite=overwrite, as_json=as_json
+        )
+        return
     options = parse(ClusterBenchOptions, {**(QUICK if quick else {}), **given}, "bench")
     lines = parse_lines(line)
     if out is not None:
@@ -72,6 +85,7 @@ def cluster(
         print_cluster_bench(made)
 
 
+_MODES = ("edge", "ep")
 _RESULTS = "cluster.json"
 _TASKS = ("arithmetic", "ascii_words", "narratives")
 """As Prism's first set-up: three tasks of BIG-bench, here those of the embedded prompts that are most like them."""

@@ -549,7 +549,10 @@ def serve(
         Path | None, typer.Option(help="Of 'moetool plan cache', or with --cluster of 'moetool plan placement'.")
     ] = None,
     cluster: Annotated[str | None, typer.Option(help="local:N, or HOST:PORT of a Ray head: several servers.")] = None,
-    mode: Annotated[str | None, typer.Option(help="What the servers of --cluster do: edge, if not said.")] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="What the servers of --cluster do: edge (if not said), or ep: expert parallelism."),
+    ] = None,
     policy: Annotated[str | None, typer.Option(help="Cache policy; the plan's (or auto), or lru.")] = None,
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor; the plan's.")] = None,
     device_memory: Annotated[
@@ -574,7 +577,7 @@ def serve(
         values |= {} if device is None else {"device": device}
         values |= {} if host_memory is None else {"host_memory_bytes": parse_bytes(host_memory)}
         _require_api_key(api_key)
-        given = {"--policy": policy, "--predictor": predictor, "--device-memory": device_memory, "--log": log}
+        given = {"--policy": policy, "--device-memory": device_memory, "--log": log}
         cli_cluster.serve_cluster(
             cli_cluster.ClusterCommand(
                 model=model,
@@ -586,6 +589,7 @@ def serve(
                 api_key=api_key,
                 values=values,
                 refused={name: value is not None for name, value in given.items()},
+                predictor=predictor,
             )
         )
         return

@@ -41,6 +41,10 @@ class Threads:
     def __len__(self) -> int:
         return len(self._workers)
 
+    def is_started(self, n: int) -> bool:
+        """All are, from the beginning."""
+        return True
+
     def call(self, n: int, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> Any:
         """Call a method of a worker; it takes as long as it takes."""
         return getattr(self._workers[n], method)(*args, **kwargs)
