@@ -23,7 +23,10 @@ def register(app: typer.Typer) -> None:
 
 
 def paper(
-    name: Annotated[str | None, typer.Argument(help="prism, director, duoserve, finemoe or smoe.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="prism, director, duoserve, finemoe or smoe; or a recipe of your own, a .toml file."),
+    ] = None,
     only: Annotated[
         list[str], typer.Option(help='A table or figure, such as "Figure 8"; all, if not given. Repeatable.')
     ] = [],  # noqa: B006 - Typer copies defaults

@@ -295,7 +295,7 @@ def test_outputs_that_cannot_be_written(run: Run, trace: Path, tmp_path: Path) -
 
 
 def test_numbers_that_make_no_sense(run: Run, trace: Path, tmp_path: Path) -> None:
-    for setting in ("kv_tokens=-5", "max_requests=0", "io_threads=0", "threads=-1"):
+    for setting in ("kv_tokens=-5", "max_requests=-1", "io_threads=0", "threads=-1"):
         _one_line(run("serve", "reference", "--port", 0, "--set", setting), 2, setting.split("=")[0], "at least")
     train = ("train", "expert_mlp", "--trace", trace, "--out", tmp_path / "p")
     _one_line(run(*train, "--set", "fit=3"), 2, "expected options by name")
