@@ -167,7 +167,7 @@ def variants(replica: bool) -> list[Variant]:
         ]
     return [
         *found,
-        Variant(name="reactive, always", placement="reactive", always=True, figures=()),
+        Variant(name="reactive-always", placement="reactive", always=True, figures=()),
         *_migrations(),
     ]
 
@@ -175,7 +175,7 @@ def variants(replica: bool) -> list[Variant]:
 def _migrations() -> list[Variant]:
     return [
         Variant(
-            name=f"{how}, always",
+            name=how,
             placement="proactive",
             predictors=("cascade",),
             migrate=how,
