@@ -57,12 +57,13 @@ class Workers:
         names: of the servers. A machine that was started with `ray start --resources '{"moetool:NAME": 1}'` gets the
             server of that name; the others get theirs in the order of their addresses.
         threads: of arithmetic, for each worker's libraries (0 leaves it to them).
+        late: whether servers for which no machine has joined yet are left out until `restart` finds one.
 
     Effects: starts Ray (`local:N`) or joins it, and the processes. `close` ends them, and a Ray that was started here.
 
     Raises:
         UsageError: Ray is not installed, or there is no head at the address.
-        CapacityError: fewer machines than servers.
+        CapacityError: fewer machines than servers, and not `late`; none at all.
     """
 
     def __init__(
@@ -73,13 +74,15 @@ class Workers:
         names: Sequence[str],
         *,
         threads: int = 0,
+        late: bool = False,
     ) -> None:
         self._build, self._arguments = build, [dict(one) for one in arguments]
         self._ray = require_ray()
         self._own = not self._ray.is_initialized()
         self._connect(where)
         self._names, self._threads = tuple(names), threads
-        self._nodes: list[str | None] = [None] * len(names) if where.address is None else self._place()
+        self._joined = where.address is not None
+        self._nodes: list[str | None] = [None] * len(names)
         self._lock = threading.Lock()
         self._actors: list[Any] = [None] * len(names)
         self._generation = [0] * len(names)
@@ -87,13 +90,23 @@ class Workers:
         self._watchers: list[threading.Thread] = []
         try:
             for n in range(len(names)):
-                self._start(n)
+                try:
+                    self._start(n)
+                except CapacityError:
+                    if not late:
+                        raise
+            if not any(self._actors):
+                raise CapacityError(f"no machine has joined the Ray head at {where.address} for a server")
         except BaseException:
             self.close()
             raise
 
     def __len__(self) -> int:
         return len(self._names)
+
+    def is_started(self, n: int) -> bool:
+        """Whether there is, or was, a process for a worker."""
+        return self._actors[n] is not None
 
     def call(self, n: int, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> Any:
         """Call a method of worker `n` and wait for its answer.
@@ -103,16 +116,16 @@ class Workers:
             MoetoolError: no answer in time.
             Exception: what the method raised, as it was raised there.
         """
-        return self._answer(n, self._actors[n].call.remote(method, args, kwargs), method, timeout_s)
+        return self._answer(n, self._actor(n).call.remote(method, args, kwargs), method, timeout_s)
 
     def call_all(self, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
         """Call a method of every worker at once and wait for all answers. Raises: as `call`, the first that failed."""
-        answers = [actor.call.remote(method, args, kwargs) for actor in self._actors]
+        answers = [self._actor(n).call.remote(method, args, kwargs) for n in range(len(self))]
         return [self._answer(n, answer, method, timeout_s) for n, answer in enumerate(answers)]
 
     def pid(self, n: int) -> int:
         """The process of a worker, on its own machine. Raises: WorkerDied."""
-        pid: int = self._answer(n, self._actors[n].pid.remote(), "pid", 60.0)
+        pid: int = self._answer(n, self._actor(n).pid.remote(), "pid", 60.0)
         return pid
 
     def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None:
@@ -120,6 +133,9 @@ class Workers:
 
         Args:
             arguments: of `build`, in place of those of before.
+
+        Raises:
+            CapacityError: no machine is there for it.
         """
         if arguments is not None:
             self._arguments[n] = dict(arguments)
@@ -130,12 +146,14 @@ class Workers:
         """End a worker at once, if it has not ended."""
         with self._lock:
             self._generation[n] += 1  # nobody is told of a death that was asked for
-        self._ray.kill(self._actors[n], no_restart=True)
+        if self._actors[n] is not None:
+            self._ray.kill(self._actors[n], no_restart=True)
 
     def watch(self, on_death: Callable[[int], None]) -> None:
         """From now on have `on_death(n)` called, on a thread of this class, when a worker has ended by itself."""
         for n in range(len(self)):
-            self._watch(n, on_death)
+            if self.is_started(n):
+                self._watch(n, on_death)
 
     def close(self) -> None:
         """Close every worker that lives, end the processes, and Ray if it was started here."""
@@ -155,7 +173,8 @@ class Workers:
 
     def _start(self, n: int) -> None:
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 16}
-        if self._nodes[n] is not None:
+        if self._joined:
+            self._nodes[n] = self._machine(n)
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self._nodes[n], soft=False)
@@ -184,6 +203,11 @@ class Workers:
         """As `watch`, of one worker that was restarted."""
         self._watch(n, on_death)
 
+    def _actor(self, n: int) -> Any:
+        if self._actors[n] is None:
+            raise WorkerDied(f"no machine has joined for server {self._names[n]}")
+        return self._actors[n]
+
     def _answer(self, n: int, answer: Any, method: str, timeout_s: float) -> Any:
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
@@ -209,38 +233,43 @@ class Workers:
             return
         common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "include_dashboard": False}
         if where.address is None:
-            self._ray.init(num_cpus=1, object_store_memory=_STORE_BYTES, **common)
+            # Without an address it would join whatever Ray runs on this machine.
+            self._ray.init(address="local", num_cpus=1, object_store_memory=_STORE_BYTES, **common)
             return
         common.pop("include_dashboard")
         try:
             self._ray.init(address=where.address, **common)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UsageError(
-                f"no Ray head at {where.address} ({first_line(error)}); start one there with: ray start --head"
-            ) from None
+            hint = "start one there with: ray start --head"
+            if "authToken" in str(error) or "AuthToken" in str(error):
+                hint = "it asks for Ray's own token: set RAY_AUTH_MODE=token here as there"
+            raise UsageError(f"no Ray head at {where.address} ({first_line(error)}); {hint}") from None
 
-    def _place(self) -> list[str | None]:
-        """The machine of each server."""
-        nodes = sorted(
-            (node for node in self._ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"]
-        )
+    def _machine(self, n: int) -> str:
+        """The machine for a server: the one it was on, the one with its name, or the first that is nobody's.
+
+        Raises:
+            CapacityError: there is none.
+        """
+        nodes = {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
+        if (before := self._nodes[n]) in nodes:
+            return str(before)
         named = {
-            name.removeprefix("moetool:"): node["NodeID"]
-            for node in nodes
+            name.removeprefix("moetool:"): number
+            for number, node in nodes.items()
             for name in node["Resources"]
             if name.startswith("moetool:")
         }
-        free = [node["NodeID"] for node in nodes if node["NodeID"] not in named.values()]
-        placed: list[str | None] = []
-        for name in self._names:
-            if name not in named and not free:
-                self.close_connection()
-                raise CapacityError(
-                    f"{len(nodes)} machines have joined, and none is left for server {name}; join one with: ray start "
-                    f"--address=HEAD, or plan for fewer servers"
-                )
-            placed.append(named[name] if name in named else free.pop(0))
-        return placed
+        if self._names[n] in named:
+            return str(named[self._names[n]])
+        taken = {*named.values(), *self._nodes}
+        free = sorted((node["NodeManagerAddress"], number) for number, node in nodes.items() if number not in taken)
+        if not free:
+            raise CapacityError(
+                f"{len(nodes)} machines have joined, and none is left for server {self._names[n]}; join one with: ray "
+                f"start --address=HEAD, or plan for fewer servers"
+            )
+        return str(free[0][1])
 
     def close_connection(self) -> None:
         """Leave a Ray that was joined or started here."""

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from moetool.cluster.edge import ClusterOptions
 from moetool.cluster.experts import CallOptions
+from moetool.cluster.options import ClusterOptions
 from moetool.cluster.peers import distances
 from moetool.cluster.worker import WorkerSettings
 from moetool.errors import CapacityError, UsageError

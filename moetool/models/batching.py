@@ -142,10 +142,14 @@ class Batcher:
         """Refuse what cannot run; nothing may fail later inside the batch (`check_request`)."""
         check_request(self.model, self.max_context, prompt, params)
 
-    def add(self, request: int, prompt: list[int], params: SamplingParams) -> None:
-        """Queue a request that `check` has passed and that asks for at least one token."""
+    def add(self, request: int, prompt: list[int], params: SamplingParams, drawn: int = 0) -> None:
+        """Queue a request that `check` has passed and that asks for at least one token.
+
+        Args:
+            drawn: as of `Sampler.add`.
+        """
         self._requests[request] = _Request(prompt, params)
-        self._sampler.add(str(request), params)
+        self._sampler.add(str(request), params, drawn)
 
     def cancel(self, request: int) -> None:
         """Drop a request before the next forward; unknown ones are ignored."""

@@ -104,10 +104,10 @@ class Sequential:
         """Refuse what cannot run (`check_request`)."""
         check_request(self.model, self.max_context, prompt, params)
 
-    def add(self, request: int, prompt: list[int], params: SamplingParams) -> None:
-        """Queue a request that `check` has passed and that asks for at least one token."""
+    def add(self, request: int, prompt: list[int], params: SamplingParams, drawn: int = 0) -> None:
+        """Queue a request that `check` has passed and that asks for at least one token; `drawn` as of `Sampler.add`."""
         self._queue[request] = (prompt, params)
-        self._sampler.add(str(request), params)
+        self._sampler.add(str(request), params, drawn)
 
     def cancel(self, request: int) -> None:
         """Drop a request before the next forward; unknown ones are ignored."""

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from moetool.cluster import edge
-from moetool.cluster.edge import ClusterOptions, Head, read_token
+from moetool.cluster.edge import Head
 from moetool.cluster.launch import WorkerDied
+from moetool.cluster.options import ClusterOptions, read_token
 from moetool.cluster.placing import Endpoints, held_by, worker_settings
 from moetool.cluster.protocol import Holders, Moved, WorkerInfo
 from moetool.cluster.worker import WorkerSettings, own_address
@@ -64,8 +65,9 @@ class _Worker:
 class _Processes:
     """Stands in for the workers' processes; a test kills them and lets them hang."""
 
-    def __init__(self, settings: Sequence[WorkerSettings]) -> None:
-        self.workers: list[_Worker | None] = [_Worker(own) for own in settings]
+    def __init__(self, settings: Sequence[WorkerSettings], late: Sequence[int]) -> None:
+        self.late = set(late)
+        self.workers = [None if n in self.late else _Worker(own) for n, own in enumerate(settings)]
         self.watching: dict[int, Callable[[int], None]] = {}
         self.may_start = threading.Event()
         self.may_start.set()
@@ -91,11 +93,16 @@ class _Processes:
 
     def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None:
         self.may_start.wait(20)
+        if n in self.late:
+            raise CapacityError("no machine")
         if self.fails_to_start[n]:
             self.fails_to_start[n] -= 1
             raise MoetoolError("the port is in use")
         assert arguments is not None
         self.workers[n] = _Worker(arguments["settings"])
+
+    def is_started(self, n: int) -> bool:
+        return n not in self.late
 
     def kill(self, n: int) -> None:
         self.killed.append(n)
@@ -122,7 +129,7 @@ class _Cluster:
             )
             for n, own in enumerate(held)
         ]
-        self.processes = _Processes(settings)
+        self.processes = _Processes(settings, options.pop("late", ()))
         scheduler = options.pop("scheduler", None)
         self.head = Head(
             self.processes,
@@ -255,6 +262,16 @@ def test_a_server_that_fails_to_start_is_tried_again_elsewhere(start: Callable[.
     assert cluster.processes[2].port == 0  # any free port, since its own did not do
     assert sum("could not be started: the port is in use; trying again" in line for line in cluster.lines) == 2
     eventually(cluster.agree)
+
+
+def test_a_server_whose_machine_joins_later(start: Callable[..., _Cluster]) -> None:
+    cluster = start(HALVES, 6, late=[0])
+    eventually(lambda: cluster.covered() == ALL and cluster.agree())
+    assert cluster.head.infos()[0] is None
+    cluster.processes.late.clear()
+    eventually(lambda: [worker and worker.held for worker in cluster.processes.workers] == list(HALVES))
+    eventually(cluster.agree)
+    assert any("server s0 has joined and serves on http://127.0.0.1:5000/v1 with 4" in line for line in cluster.lines)
 
 
 def test_random_deaths(start: Callable[..., _Cluster]) -> None:
