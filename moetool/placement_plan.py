@@ -156,6 +156,26 @@ def experts_of(placed_GLE: np.ndarray) -> tuple[tuple[tuple[int, ...], ...], ...
     )
 
 
+def bare_plan(spec: ModelSpec, cluster: Cluster, placed_GLE: np.ndarray, planner: str, seed: int = 0) -> PlacementPlan:
+    """A placement that is in force or thought of, without what a plan's file says of its making."""
+    return PlacementPlan(
+        spec=spec,
+        cluster=cluster,
+        planner=planner,
+        options={},
+        seed=seed,
+        experts_LG=experts_of(placed_GLE),
+        starts="round_robin",
+        costs="",
+        objective="",
+        value=0.0,
+        lower_bound=None,
+        traces=(),
+        profile_sha256=None,
+        planning_s=0.0,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
     """One step of a migration.

@@ -78,10 +78,12 @@ class Predictor(moetool.predictor.Predictor):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the replica's weights as they lie in memory; while it runs one weight is unpacked at a time."""
-        from moetool.models.packed_memory import held_bytes
+        """Bytes of the replica's weights as they lie in memory, and of the one expert that is unpacked at a time."""
+        from moetool.models.packed_memory import held_bytes, unpacking_bytes
 
-        return 0 if self._replica is None else held_bytes(self._replica.model)
+        if self._replica is None:
+            return 0
+        return held_bytes(self._replica.model) + unpacking_bytes(self._replica.model, torch.float32)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Predictor":
         """A twin with requests of its own; both run one replica."""

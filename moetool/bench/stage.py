@@ -215,7 +215,8 @@ def prompts_of(path: Path, data: tuple[str, ...], seen: Collection[str], options
     """Prompts for a model that routes by itself, from each set of the data in turn.
 
     Args:
-        seen: `dataset/prompt_id` of those that something was made from, which are left out.
+        seen: what those that something was made from are known by (`moetool.trace.same_prompts`), or their
+            `dataset/prompt_id`; they are left out.
 
     Raises:
         UsageError: there are too few.

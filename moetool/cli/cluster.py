@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moetool import tables
+from moetool.cli.watch import Watch
 from moetool.config import parse
 from moetool.errors import UsageError, unknown_name
 
@@ -22,6 +23,7 @@ class ClusterCommand:
     Attributes:
         values: of `--set`, by name.
         refused: options that mean nothing here, and whether they were given.
+        predictor: of expert parallelism that places for the queue.
     """
 
     model: str
@@ -33,6 +35,7 @@ class ClusterCommand:
     api_key: str | None
     values: Mapping[str, Any]
     refused: Mapping[str, bool]
+    predictor: Path | None = None
 
 
 def serve_cluster(command: ClusterCommand) -> None:
@@ -72,6 +75,10 @@ def _edge(command: ClusterCommand) -> None:
     where = parse_where(command.cluster)
     if command.plan is None:
         raise UsageError("--cluster needs to know where the experts are; give it --plan, from: moetool plan placement")
+    if command.predictor is not None:
+        raise UsageError(
+            "--predictor means nothing with --cluster in mode edge: the plan says who holds what; leave it out"
+        )
     if given := [name for name, is_given in command.refused.items() if is_given]:
         raise UsageError(f"{given[0]} means nothing with --cluster: the plan says what each server holds; leave it out")
     plan = PlacementPlan.load(command.plan)
@@ -83,6 +90,7 @@ def _edge(command: ClusterCommand) -> None:
         )
     values = dict(command.values)
     own = parse(ClusterOptions, values.pop("cluster", {}), "--set cluster")
+    watch = Watch(values, plan, lambda line: tables.narrate(f"moetool: {line}"))
     limits = parse(ServerOptions, values.pop("server", {}), "--set server")
     options = parse(ServeOptions, values, "--set")
     require_ray()
@@ -100,6 +108,7 @@ def _edge(command: ClusterCommand) -> None:
             f"moetool: warning: the dense weights and the KV cache of server {name} take {tables.count(needs, 'B')}, "
             f"and the plan's cluster reserves {tables.count(has, 'B')} for them"
         )
+    settings = watch.begin_with(settings)
     tables.narrate(f"moetool: starting {len(names)} servers")
     threads = max(1, (os.cpu_count() or 1) // len(names)) if where.count else 0
     workers = Workers(where, build_worker, [{"settings": one} for one in settings], names, threads=threads, late=True)
@@ -110,6 +119,7 @@ def _edge(command: ClusterCommand) -> None:
         plan.spec.num_experts_L,
         options=own,
         narrate=lambda line: tables.narrate(f"moetool: {line}"),
+        scheduler=watch.scheduler,
     )
     with _interrupts() as interrupts:
         try:
@@ -121,14 +131,34 @@ def _edge(command: ClusterCommand) -> None:
                     f"moetool: {names[info.server]} is serving on {info.url}/v1 with {held} of "
                     f"{plan.spec.total_experts} experts, room for {slots}"
                 )
+            watch.open()
             interrupts.wait()
             tables.narrate("moetool: finishing the running requests; Ctrl-C again stops at once")
             interrupts.during(lambda: head.drain(limits.drain_timeout_s + 15.0), stop_at=2)
         finally:
             head.close()
+            watch.close()
 
 
-MODES: dict[str, Callable[[ClusterCommand], None]] = {"edge": _edge}
+def _ep(command: ClusterCommand) -> None:
+    """Expert parallelism: ranks in lockstep behind one endpoint."""
+    from moetool.cli.parallel import serve_parallel
+
+    if given := [name for name, is_given in command.refused.items() if is_given]:
+        raise UsageError(f"{given[0]} means nothing with --cluster: the plan says what each server holds; leave it out")
+    serve_parallel(
+        command.model,
+        command.plan,
+        command.cluster,
+        host=command.host,
+        port=command.port,
+        api_key=command.api_key,
+        predictor=command.predictor,
+        values=command.values,
+    )
+
+
+MODES: dict[str, Callable[[ClusterCommand], None]] = {"edge": _edge, "ep": _ep}
 """What `--mode` names."""
 
 

@@ -21,6 +21,7 @@ import typer
 
 from moetool import __version__, assets, durable, tables
 from moetool.cli import cluster as cli_cluster
+from moetool.cli import cluster_bench as cli_cluster_bench
 from moetool.cli import paper as cli_paper
 from moetool.cli import placement as cli_placement
 from moetool.cli import report as cli_report
@@ -50,6 +51,7 @@ app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
 app.add_typer(reference_app, name="reference")
+cli_cluster_bench.register(bench_app)
 cli_paper.register(bench_app)
 cli_placement.register(plan_app)
 cli_simulate.register(app)
@@ -547,7 +549,10 @@ def serve(
         Path | None, typer.Option(help="Of 'moetool plan cache', or with --cluster of 'moetool plan placement'.")
     ] = None,
     cluster: Annotated[str | None, typer.Option(help="local:N, or HOST:PORT of a Ray head: several servers.")] = None,
-    mode: Annotated[str | None, typer.Option(help="What the servers of --cluster do: edge, if not said.")] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="What the servers of --cluster do: edge (if not said), or ep: expert parallelism."),
+    ] = None,
     policy: Annotated[str | None, typer.Option(help="Cache policy; the plan's (or auto), or lru.")] = None,
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor; the plan's.")] = None,
     device_memory: Annotated[
@@ -572,7 +577,7 @@ def serve(
         values |= {} if device is None else {"device": device}
         values |= {} if host_memory is None else {"host_memory_bytes": parse_bytes(host_memory)}
         _require_api_key(api_key)
-        given = {"--policy": policy, "--predictor": predictor, "--device-memory": device_memory, "--log": log}
+        given = {"--policy": policy, "--device-memory": device_memory, "--log": log}
         cli_cluster.serve_cluster(
             cli_cluster.ClusterCommand(
                 model=model,
@@ -584,6 +589,7 @@ def serve(
                 api_key=api_key,
                 values=values,
                 refused={name: value is not None for name, value in given.items()},
+                predictor=predictor,
             )
         )
         return

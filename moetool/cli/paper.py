@@ -23,11 +23,16 @@ def register(app: typer.Typer) -> None:
 
 
 def paper(
-    name: Annotated[str | None, typer.Argument(help="prism, director, duoserve, finemoe or smoe.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="prism, director, duoserve, finemoe or smoe; or a recipe of your own, a .toml file."),
+    ] = None,
     only: Annotated[
         list[str], typer.Option(help='A table or figure, such as "Figure 8"; all, if not given. Repeatable.')
     ] = [],  # noqa: B006 - Typer copies defaults
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: seconds, and too little to decide much.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny sizes: a minute, and too little to decide much.")
+    ] = False,
     trace: Annotated[
         list[str], typer.Option(help="NAME=DIR: instead of traces of the embedded model. Repeatable.")
     ] = [],  # noqa: B006

@@ -158,7 +158,7 @@ class Timeline:
         self._prompt_began: dict[int, int] = {}
         self._prompt_took: dict[int, int] = {}
         self._decodes: list[int] = []
-        self._requests: dict[int, int] = {}  # nanoseconds of the forwards that a request took part in
+        self._requests: dict[int, list[int]] = {}  # nanoseconds of a request's forwards, with prompt tokens and without
 
     def begin_forward(self, info: ForwardInfo, steps: Iterable[Step]) -> None:
         """A forward begins, with these prefetches."""
@@ -220,7 +220,7 @@ class Timeline:
         elapsed = self.now - self._began
         tally.elapsed += elapsed
         for request in dict.fromkeys(info.request_T):
-            self._requests[request] = self._requests.get(request, 0) + elapsed
+            self._requests.setdefault(request, [0, 0])[not info.prefill] += elapsed
         for tier, stream in self._streams.items():
             busy, read_bytes = stream.busy_until(self.now), stream.read_bytes
             seen_busy, seen_bytes = self._seen.get(tier, (0, 0))
@@ -249,7 +249,7 @@ class Timeline:
             ttft_p95_s=ttft_p95,
             tpot_p50_s=tpot_p50,
             tpot_p95_s=tpot_p95,
-            request_s={request: ns / 1e9 for request, ns in self._requests.items()},
+            request_s={request: (a / 1e9, b / 1e9) for request, (a, b) in self._requests.items()},
         )
 
     def _predict(self, info: ForwardInfo) -> None:

@@ -81,7 +81,7 @@ class Timing:
         ttft_p95_s: the same for 95 % of them.
         tpot_p50_s: time per output token, of the forwards without prompt tokens; None without such forwards.
         tpot_p95_s: the same for 95 % of them.
-        request_s: by request, of all forwards that it took part in.
+        request_s: by request, of the forwards with prompt tokens that it took part in, and of those without.
     """
 
     prefill: Spent
@@ -91,7 +91,7 @@ class Timing:
     ttft_p95_s: float | None
     tpot_p50_s: float | None
     tpot_p95_s: float | None
-    request_s: Mapping[int, float]
+    request_s: Mapping[int, tuple[float, float]]
 
     @property
     def total(self) -> Spent:

@@ -36,6 +36,12 @@ class _Request:
     prompt: list[int]
     params: SamplingParams
     done: int = 0  # new tokens that were reported
+    admitted: bool = False  # handed to the manager
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the KV cache that it takes at its full length."""
+        return -(-(len(self.prompt) + self.params.max_tokens) // PAGE_TOKENS)
 
 
 class Batcher:
@@ -48,6 +54,8 @@ class Batcher:
         max_requests: requests that are forwarded together; the rest queue.
         kv_tokens: tokens that the KV cache has to hold, over all requests together.
         max_batch_tokens: tokens of one forward; longer prompts arrive in chunks.
+        unreserved: so many requests are let in however long they may get: where the KV cache turns out too small, one
+            of them begins again. More than these only as far as it holds all at their full length.
 
     Attributes:
         kv_tokens: tokens that the KV cache holds.
@@ -59,7 +67,15 @@ class Batcher:
         UsageError: transformers refuses continuous batching for this family.
     """
 
-    def __init__(self, model: Any, *, max_requests: int, kv_tokens: int, max_batch_tokens: int = 512) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_requests: int,
+        kv_tokens: int,
+        max_batch_tokens: int = 512,
+        unreserved: int | None = None,
+    ) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, ContinuousBatchingConfig, GenerationConfig
 
         AttentionInterface.register(_ATTENTION, paged_attention)
@@ -67,6 +83,7 @@ class Batcher:
         self.model = model
         self.on_forward: Callable[[Batch], None] | None = None
         self.max_requests = max_requests
+        self._unreserved = max_requests if unreserved is None else unreserved
         self._eos = eos_ids(model)
         self._requests: dict[int, _Request] = {}
         self._forward_id = 0
@@ -125,23 +142,21 @@ class Batcher:
         """Refuse what cannot run; nothing may fail later inside the batch (`check_request`)."""
         check_request(self.model, self.max_context, prompt, params)
 
-    def add(self, request: int, prompt: list[int], params: SamplingParams) -> None:
-        """Queue a request that `check` has passed and that asks for at least one token."""
+    def add(self, request: int, prompt: list[int], params: SamplingParams, drawn: int = 0) -> None:
+        """Queue a request that `check` has passed and that asks for at least one token.
+
+        Args:
+            drawn: as of `Sampler.add`.
+        """
         self._requests[request] = _Request(prompt, params)
-        self._sampler.add(str(request), params)
-        self._manager.add_request(
-            prompt,
-            request_id=str(request),
-            max_new_tokens=params.max_tokens,
-            streaming=True,
-            eos_token_id=-1 if params.ignore_eos else sorted(self._eos) or -1,
-        )
+        self._sampler.add(str(request), params, drawn)
 
     def cancel(self, request: int) -> None:
         """Drop a request before the next forward; unknown ones are ignored."""
-        if self._requests.pop(request, None) is not None:
+        if (found := self._requests.pop(request, None)) is not None:
             self._sampler.remove(str(request))
-            self._manager.cancel_request(str(request))
+            if found.admitted:
+                self._manager.cancel_request(str(request))
 
     def step(self) -> list[Output]:
         """Run one forward and report its new tokens, ended requests and failures.
@@ -151,6 +166,7 @@ class Batcher:
         outputs: list[Output] = []
         prepared = False
         try:
+            self._admit()
             if not self._processor.prepare_next_batch():
                 return outputs
             prepared = True
@@ -174,6 +190,29 @@ class Batcher:
         logits = score_prompt(self.model, request, prompt, self._forward_id, self.on_forward)
         self._forward_id += 1
         return logits
+
+    def _admit(self) -> None:
+        """Hand requests to the manager, in the order in which they came."""
+        inside = [request for request in self._requests.values() if request.admitted]
+        if len(inside) == len(self._requests):
+            return
+        free_pages = self.kv_tokens // PAGE_TOKENS - sum(request.num_pages for request in inside)
+        num_inside = len(inside)
+        for number, request in self._requests.items():
+            if request.admitted:
+                continue
+            if num_inside >= self._unreserved and (num_inside >= self.max_requests or request.num_pages > free_pages):
+                return
+            self._manager.add_request(
+                request.prompt,
+                request_id=str(number),
+                max_new_tokens=request.params.max_tokens,
+                streaming=True,
+                eos_token_id=-1 if request.params.ignore_eos else sorted(self._eos) or -1,
+            )
+            request.admitted = True
+            num_inside += 1
+            free_pages -= request.num_pages
 
     def _build(self) -> None:
         from transformers.generation.continuous_batching.cb_logits_processors import (

@@ -93,6 +93,14 @@ class ExpertFiles:
             )
             self._fields.append(field)
             self.slot_bytes = offset + field.num_bytes
+        self._roles: list[dict[str, list[_Field]]] = [{} for _ in form.parts]
+        for field in self._fields:
+            self._roles[field.part].setdefault(field.role, []).append(field)
+        if any("weight" in roles and "words" in roles for roles in self._roles):
+            raise MismatchError(
+                f"{layers[0].path} packs a part of each expert's first product and not the rest; moetool serves models "
+                "whose experts are packed as a whole"
+            )
         for layer in layers:
             if [part.shape for part in layer.form.parts] != self._shapes:
                 raise MismatchError(
@@ -121,23 +129,25 @@ class ExpertFiles:
 
     def views(self, slot: torch.Tensor) -> tuple[torch.Tensor | PackedWeight, ...]:
         """The parts of the expert in a slot, as `ExpertForm.parts` orders them."""
-        found: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in self._shapes]
-        columns = {(field.part, field.block): field.columns for field in self._fields}
-        for field in self._fields:
-            flat = slot[field.offset : field.offset + field.num_bytes]
-            found[field.part].setdefault(field.block, {})[field.role] = flat.view(field.dtype).view(field.shape)
         parts: list[torch.Tensor | PackedWeight] = []
-        for shape, blocks in zip(self._shapes, found, strict=True):
-            if "weight" not in blocks[0]:
-                made = [
-                    Block(block["words"], block["scale"], block.get("zero"), columns[len(parts), number])
-                    for number, block in blocks.items()
-                ]
-                parts.append(PackedWeight(tuple(made), self.shards.bits))
+        for shape, roles in zip(self._shapes, self._roles, strict=True):
+            if "weight" in roles:
+                parts.append(_lying_together(slot, roles["weight"]).view(shape))
                 continue
-            first = min((f for f in self._fields if f.part == len(parts)), key=lambda f: f.offset)
-            end = first.offset + torch.Size(shape).numel() * first.dtype.itemsize
-            parts.append(slot[first.offset : end].view(first.dtype).view(shape))  # its tensors lie side by side
+            words, bits = roles["words"], self.shards.bits
+            # Tensors that lie together are unpacked together, unless zero points end inside a word between them.
+            together = "zero" not in roles or all(field.shape[0] * bits % 32 == 0 for field in words[:-1])
+            blocks = [slice(None)] if together else [slice(i, i + 1) for i in range(len(words))]
+            made = [
+                Block(
+                    _lying_together(slot, words[block]),
+                    _lying_together(slot, roles["scale"][block]),
+                    _lying_together(slot, roles["zero"][block]) if "zero" in roles else None,
+                    words[0].columns,
+                )
+                for block in blocks
+            ]
+            parts.append(PackedWeight(tuple(made), bits))
         return tuple(parts)
 
     def stacked(self, layer: MoeLayer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -238,6 +248,13 @@ class ExpertFiles:
         if tensor.shape != shape:
             raise MismatchError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)} by the config")
         return tensor
+
+
+def _lying_together(slot: torch.Tensor, fields: list[_Field]) -> torch.Tensor:
+    """Tensors that follow each other in a slot, as one: one under the other."""
+    first = fields[0]
+    flat = slot[first.offset : first.offset + sum(field.num_bytes for field in fields)]
+    return flat.view(first.dtype).view(sum(field.shape[0] for field in fields), *first.shape[1:])
 
 
 def _dtype(tensor: Tensor, name: str) -> torch.dtype:

@@ -4,7 +4,7 @@ Most families decorate their experts with transformers' experts interface, and t
 say everything. The few that do not are told by class name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -82,10 +82,23 @@ class ExpertForm:
             x: its tokens.
             weights: one tensor for each part; unpacked, and widened to the type of `x`, where that is needed.
         """
-        up, *rest = (weight.to(x.dtype) for weight in weights)
-        up_bias, down, down_bias = rest if len(rest) == 3 else (None, rest[0], None)
-        hidden = self.gate(_linear(x, up, up_bias, self.up_transposed))
-        output = _linear(hidden, down, down_bias, self.down_transposed)
+        return self._second(self.gate(self._first(x, weights)), weights)
+
+    def compute_each(
+        self, xs: Sequence[torch.Tensor], weights: Sequence[tuple[torch.Tensor | PackedWeight, ...]]
+    ) -> list[torch.Tensor]:
+        """The outputs of several experts, to the bit those of `compute`: what acts on rows alone is done at once."""
+        first = torch.cat([self._first(x, each) for x, each in zip(xs, weights, strict=True)])
+        hidden = self.gate(first).split([len(x) for x in xs])
+        return [self._second(x, each) for x, each in zip(hidden, weights, strict=True)]
+
+    def _first(self, x: torch.Tensor, weights: tuple[torch.Tensor | PackedWeight, ...]) -> torch.Tensor:
+        bias = weights[1].to(x.dtype) if len(weights) == 4 else None
+        return _linear(x, weights[0].to(x.dtype), bias, self.up_transposed)
+
+    def _second(self, hidden: torch.Tensor, weights: tuple[torch.Tensor | PackedWeight, ...]) -> torch.Tensor:
+        down, bias = (weights[2], weights[3].to(hidden.dtype)) if len(weights) == 4 else (weights[1], None)
+        output = _linear(hidden, down.to(hidden.dtype), bias, self.down_transposed)
         return output if self.finish is None else self.finish(output)
 
 

@@ -20,6 +20,7 @@ FORMAT = "pack-quantized"
 METHOD = "compressed-tensors"
 PACKED, SCALE, ZERO, SHAPE = "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"
 ORDER = "weight_g_idx"
+_CHUNK = 2**18  # numbers that are unpacked at a time
 BITS = (2, 4, 8)  # those of which none lies across two words
 
 
@@ -173,8 +174,20 @@ class Block(NamedTuple):
 
     def dense(self, bits: int) -> torch.Tensor:
         """The weight, in the type of its scales."""
+        out = torch.empty(len(self.words), self.columns, dtype=self.scale.dtype, device=self.words.device)
+        self.into(out, bits)
+        return out
+
+    def into(self, out: torch.Tensor, bits: int) -> None:
+        """Write the weight to `out`, as the type of its scales has it; some rows at a time, so that they stay in the
+        processor's cache between one step and the next.
+        """
         zero = None if self.zero is None else unpack(self.zero.T, bits, len(self.words)).T
-        return _dense(unpack(self.words, bits, self.columns), self.scale, zero)
+        rows = max(1, _CHUNK // self.columns)
+        for first in range(0, len(self.words), rows):
+            part = slice(first, first + rows)
+            values = unpack(self.words[part], bits, self.columns)
+            out[part] = _dense(values, self.scale[part], None if zero is None else zero[part])
 
     @property
     def nbytes(self) -> int:
@@ -190,13 +203,22 @@ class PackedWeight(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         """The dense weight. It is made in the type of the scales, as transformers makes experts, then widened."""
-        made = [block.dense(self.bits).to(dtype) for block in self.blocks]
-        return made[0] if len(made) == 1 else torch.cat(made)
+        first = self.blocks[0]
+        rows = [len(block.words) for block in self.blocks]
+        out = torch.empty(sum(rows), first.columns, dtype=dtype, device=first.words.device)
+        for block, part in zip(self.blocks, out.split(rows), strict=True):
+            block.into(part, self.bits)
+        return out
 
     @property
     def nbytes(self) -> int:
         """Bytes that it takes, packed."""
         return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def numel(self) -> int:
+        """Numbers that it holds."""
+        return sum(len(block.words) * block.columns for block in self.blocks)
 
 
 def quantization_config(scheme: Scheme, ignore: list[str], experts: Scheme | None = None) -> dict[str, Any]:

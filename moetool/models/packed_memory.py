@@ -19,8 +19,8 @@ _PACKED = "packed_weights"  # what holds them, on the module whose weights they 
 def load_packed(path: Path, dtype: torch.dtype) -> LoadedModel:
     """The decoder of a packed checkpoint: linear modules and experts packed, embeddings as stored, the rest as `dtype`.
 
-    It has no output head, for those who look at gates alone: call `get_decoder()`. Besides `held_bytes` it takes, while
-    it runs, what one expert or one linear module takes unpacked, twice.
+    It has no output head, for those who look at gates alone: call `get_decoder()`. Besides `held_bytes` it takes
+    `unpacking_bytes` while it runs.
 
     Raises:
         MismatchError: the files do not make the model.
@@ -65,6 +65,15 @@ def held_bytes(model: Any) -> int:
         for weights in getattr(module, _PACKED, ()):
             total += sum(weight.nbytes for weight in weights)
     return total
+
+
+def unpacking_bytes(model: Any, dtype: torch.dtype) -> int:
+    """Bytes that the largest expert or linear module takes unpacked; 0 for a model without packed weights."""
+    largest = 0
+    for module in model.modules():
+        for weights in getattr(module, _PACKED, ()):
+            largest = max(largest, sum(weight.numel for weight in weights))
+    return largest * dtype.itemsize
 
 
 def _keep_linear(module: Any, block: Block, bits: int) -> None:

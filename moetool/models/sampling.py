@@ -25,10 +25,10 @@ class _Choice:
 
     __slots__ = ("broken", "drawn", "logprobs_V", "params", "seed")
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, drawn: int) -> None:
         self.params = params
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
-        self.drawn = 0
+        self.drawn = drawn
         self.broken = False
         self.logprobs_V: Tensor | None = None
 
@@ -40,9 +40,14 @@ class Sampler:
         self._vocab_size = vocab_size
         self._choices: dict[str, _Choice] = {}
 
-    def add(self, request: str, params: SamplingParams) -> None:
-        """Take in a request."""
-        self._choices[request] = _Choice(params)
+    def add(self, request: str, params: SamplingParams, drawn: int = 0) -> None:
+        """Take in a request.
+
+        Args:
+            drawn: tokens of its answer that were made elsewhere and are now the end of its prompt; those to come are
+                chosen as if they had been made here.
+        """
+        self._choices[request] = _Choice(params, drawn)
 
     def remove(self, request: str) -> None:
         """Forget a request."""

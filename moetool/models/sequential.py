@@ -33,12 +33,18 @@ def one_at_a_time(config: Any) -> bool:
 
 
 def open_batcher(
-    model: Any, *, max_requests: int, kv_tokens: int, max_batch_tokens: int = 512
+    model: Any, *, max_requests: int, kv_tokens: int, max_batch_tokens: int = 512, unreserved: int | None = None
 ) -> "Batcher | Sequential":
     """The batcher that the model's family can be served by; arguments as for `Batcher`."""
     if one_at_a_time(model.config.get_text_config()):
         return Sequential(model, kv_tokens=kv_tokens)
-    return Batcher(model, max_requests=max_requests, kv_tokens=kv_tokens, max_batch_tokens=max_batch_tokens)
+    return Batcher(
+        model,
+        max_requests=max_requests,
+        kv_tokens=kv_tokens,
+        max_batch_tokens=max_batch_tokens,
+        unreserved=unreserved,
+    )
 
 
 class Sequential:
@@ -98,10 +104,10 @@ class Sequential:
         """Refuse what cannot run (`check_request`)."""
         check_request(self.model, self.max_context, prompt, params)
 
-    def add(self, request: int, prompt: list[int], params: SamplingParams) -> None:
-        """Queue a request that `check` has passed and that asks for at least one token."""
+    def add(self, request: int, prompt: list[int], params: SamplingParams, drawn: int = 0) -> None:
+        """Queue a request that `check` has passed and that asks for at least one token; `drawn` as of `Sampler.add`."""
         self._queue[request] = (prompt, params)
-        self._sampler.add(str(request), params)
+        self._sampler.add(str(request), params, drawn)
 
     def cancel(self, request: int) -> None:
         """Drop a request before the next forward; unknown ones are ignored."""

@@ -117,9 +117,10 @@ def windows(seconds: Sequence[float], window_s: float) -> int:
 def order_moves(spec: ModelSpec, cluster: Cluster, old_GLE: np.ndarray, new_GLE: np.ndarray) -> list[Move]:
     """Moves after each of which every expert has a place and every GPU fits.
 
-    GPUs take turns: copy what fits; else drop what has another copy and is not wanted. Where none can go on, an expert
-    steps aside: to a GPU that has room and waits for nothing, or else to the memory of its host, which computes it
-    there until it has arrived.
+    GPUs take turns: copy what fits, first what another wants to be rid of; else drop what has another copy and is not
+    wanted. Where none can go on, an expert steps aside: to a GPU that has room and waits for nothing, or else to the
+    memory of its host, which computes it there until it has arrived. Where hosts have no room either, a GPU gives up a
+    copy that it wants and another GPU has, and gets it back later.
 
     Raises:
         CapacityError: no room to step aside.
@@ -137,11 +138,15 @@ class _Mover:
             self.held.setdefault((layer, expert), set()).add(g)
         self.adds = [[(p[0], p[1]) for p in np.argwhere(new_GLE[g] & ~old_GLE[g]).tolist()] for g in range(num_gpus)]
         self.drops = [[(p[0], p[1]) for p in np.argwhere(old_GLE[g] & ~new_GLE[g]).tolist()] for g in range(num_gpus)]
+        unwanted_LE = (old_GLE & ~new_GLE).any(axis=0)
+        for places in self.adds:
+            places.sort(key=lambda place: not unwanted_LE[place])
         sizes_L = np.array(spec.expert_bytes_L)
         used_G = old_GLE.sum(axis=2) @ sizes_L
         self.free = [gpu.expert_bytes - int(used) for gpu, used in zip(cluster.gpus, used_G, strict=True)]
         self.host_free = [server.host_memory_bytes for server in cluster.servers]
         self.staged: dict[_Place, int] = {}  # and the server whose memory holds it
+        self.given_up: set[tuple[int, _Place]] = set()  # each copy at most once, so that there is an end
         self.moves: list[Move] = []
 
     def run(self) -> list[Move]:
@@ -173,6 +178,8 @@ class _Mover:
         waiting = [(g, place) for g, places in enumerate(self.adds) if places for place in self.drops[g]]
         if any(self._put_aside(g, place) for g, place in waiting):
             return
+        if any(self._give_up(g) for g, places in enumerate(self.adds) if places):
+            return
         size = min(self._size(place) for _, place in waiting)
         hosts = sorted({self.cluster.servers[self.server_G[g]].name for g, _ in waiting})
         raise CapacityError(
@@ -198,6 +205,17 @@ class _Mover:
         self._note("stage", place, g, -1, size, seconds)
         self._release(g, place)
         return True
+
+    def _give_up(self, g: int) -> bool:
+        """Drop a copy that is to be here in the end, while another GPU has one; false if there is none."""
+        for place, holders in self.held.items():
+            if g in holders and len(holders) > 1 and (g, place) not in self.given_up:
+                self.given_up.add((g, place))
+                self.adds[g].append(place)
+                self.drops[g].append(place)
+                self._drop(g, place)
+                return True
+        return False
 
     def _copy(self, g: int, place: _Place) -> None:
         size, gpu = self._size(place), self.cluster.gpus[g]

@@ -39,8 +39,13 @@ def from_prompts(prompts: Sequence[Prompt], tokenizer: Any, *, length: int, max_
         max_tokens: of the blocks that scales are chosen on; a quarter of it for those that judge.
 
     Raises:
-        UsageError: the text is too short.
+        UsageError: the text is too short, or `max_tokens` less than the least number of blocks.
     """
+    if max_tokens < LEAST_BLOCKS * length:
+        raise UsageError(
+            f"max_tokens is {max_tokens:,}, expected at least {LEAST_BLOCKS * length:,}: {LEAST_BLOCKS} blocks of "
+            f"{length}; set it higher, or a shorter length"
+        )
     order = np.random.default_rng(seed).permutation(len(prompts)).tolist()
     judged = [prompts[i] for i in order[::_JUDGED]]
     mine = [prompts[i] for place, i in enumerate(order) if place % _JUDGED]

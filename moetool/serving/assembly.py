@@ -11,10 +11,11 @@ import torch
 from moetool import durable
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.fleet import Learners, Pool, build_policies, open_pool, split_slots, without_pinned
+from moetool.models.batching import Batcher
 from moetool.models.decoding import kv_cache_bytes
 from moetool.models.families import require_substitutable
 from moetool.models.loading import CPU, LoadedModel, load_lazy, load_tokenizer, parse_devices, parse_dtype, use_threads
-from moetool.models.sequential import open_batcher
+from moetool.models.sequential import Sequential, open_batcher
 from moetool.models.spec import dense_bytes, locate, read_config
 from moetool.plan import CachePlan
 from moetool.policy import MIN_SLOTS, build_policy, policy_class
@@ -29,7 +30,9 @@ from moetool.serving.stores import Stores
 from moetool.trace.reader import KEEP
 from moetool.types import ModelSpec
 
-_LEAST = {"devices": 1, "host_memory_bytes": 0, "kv_tokens": 16, "max_requests": 1, "io_threads": 1, "threads": 0}
+_FEW_REQUESTS = 8
+_MANY_REQUESTS = 64
+_LEAST = {"devices": 1, "host_memory_bytes": 0, "kv_tokens": 16, "max_requests": 0, "io_threads": 1, "threads": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,9 @@ class ServeOptions:
             takes; see `moetool.serving.store.ExpertStore`). It comes on top of the device's memory.
         dtype: data type of everything but the experts, which stay as the checkpoint has them.
         kv_tokens: tokens that the KV cache holds, over all requests; the longest context of one.
-        max_requests: requests that are forwarded together; the rest queue.
+        max_requests: requests that are forwarded together; the rest queue. 0 chooses 8 where not every expert has a
+            slot, because each request more needs more experts at once; where all have one, up to 64, those beyond 8
+            as far as the KV cache holds all of them at their full length.
         io_threads: threads that read experts, for each device.
         threads: threads of the model's own arithmetic (0 chooses).
         policy: options of the cache policy.
@@ -58,7 +63,7 @@ class ServeOptions:
     host_memory_bytes: int = 0
     dtype: str = "float32"
     kv_tokens: int = 4096
-    max_requests: int = 8
+    max_requests: int = 0
     io_threads: int = 2
     threads: int = 0
     policy: dict[str, Any] = field(default_factory=dict)
@@ -154,7 +159,7 @@ def build_engine(
         loaded,
         load_tokenizer(path),
         open_pool(policies, pinned=pinned, limits=limits),
-        open_batcher(loaded.model, max_requests=options.max_requests, kv_tokens=options.kv_tokens),
+        _batcher(loaded, options, resident=slots >= loaded.spec.total_experts),
         model_name=model,
         io_threads=options.io_threads,
         host_memory_bytes=options.host_memory_bytes or None,
@@ -162,6 +167,13 @@ def build_engine(
         save=None if state is None else partial(save_state, state, name, learned),
         open_runtime=open_runtime,
     )
+
+
+def _batcher(loaded: LoadedModel, options: ServeOptions, *, resident: bool) -> Batcher | Sequential:
+    if options.max_requests:
+        return open_batcher(loaded.model, max_requests=options.max_requests, kv_tokens=options.kv_tokens)
+    most = _MANY_REQUESTS if resident else _FEW_REQUESTS
+    return open_batcher(loaded.model, max_requests=most, kv_tokens=options.kv_tokens, unreserved=_FEW_REQUESTS)
 
 
 def open_pooled(

@@ -160,7 +160,11 @@ class Engine:
         return answer.result()
 
     def close(self) -> None:
-        """Cancel what is left, end the thread, write the log."""
+        """Cancel what is left, end the thread, keep what was learned and the log.
+
+        Raises:
+            MoetoolError: one of them could not be written.
+        """
         with self._wake:
             if self.state != "failed":
                 self.state = "draining"
@@ -172,12 +176,15 @@ class Engine:
             self._thread.join()
         self.runtime.close()
         self._batcher.close()
-        try:
-            if self._save is not None:
-                self._save()
-        finally:
-            if self._log is not None:
-                self._log.close()
+        lost: list[str] = []
+        for keep in (self._save, self._log.close if self._log is not None else None):
+            try:
+                if keep is not None:
+                    keep()
+            except MoetoolError as error:
+                lost.append(str(error))
+        if lost:
+            raise MoetoolError("; ".join(lost))
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges by name, for /metrics and for reports."""

@@ -16,12 +16,15 @@ from moetool.models.routing import sorted_routes, to_float16, watch
 from moetool.models.signals import Signals, request_means
 from moetool.models.spec import MoeLayer
 from moetool.residency import Step, StepKind
+from moetool.serving.choices import by_expert
 from moetool.serving.on_host import HostCompute
 from moetool.serving.store import ExpertStore
 from moetool.serving.stores import Stores
 from moetool.types import ForwardInfo, GateEvent
 
 _IMPLEMENTATION = "moetool"
+_FEW_ROWS = 1024
+"""Choices that are computed together at most: what lies between their two products is held for all of them."""
 _MISSES = frozenset({StepKind.LOAD, StepKind.HOST})
 
 
@@ -115,7 +118,7 @@ class ExpertRuntime:
         event = self._event(layer, index_TK, weights_TK)
         if (routed := self.residency.route(event)) is not None:
             event, index_TK, weights_TK = self._reroute(event, routed, index_TK, weights_TK)
-        products = self._products(layer, event, index_TK, lambda expert, rows: hidden_TD[rows // top_k])
+        products = self._products(layer, event, index_TK, lambda experts, places: hidden_TD[places // top_k])
         weighted = products * weights_TK.reshape(-1, 1)  # in the wider type of the two
         return weighted.view(num_tokens, top_k, -1).sum(dim=1).to(hidden_TD.dtype)
 
@@ -148,25 +151,26 @@ class ExpertRuntime:
         layer: MoeLayer,
         event: GateEvent,
         index_TK: torch.Tensor,
-        inputs: Callable[[int, torch.Tensor], torch.Tensor],
+        gather: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """The output [T * K, D] of each token's experts, not yet weighted.
 
         Args:
-            inputs: gives what an expert gets for the places in [T * K] that chose it.
+            gather: what the experts get, by expert and place in [T * K].
         """
+        choices = by_expert(index_TK)
+        x_of = choices.split(gather(choices.experts, choices.places))
         products: torch.Tensor | None = None
-        rows_of = _rows_by_expert(index_TK.cpu(), index_TK.device)
 
         def put(expert: int, output: torch.Tensor) -> None:
             nonlocal products
             if products is None:
                 products = output.new_empty(index_TK.numel(), output.shape[1])
-            products[rows_of[expert]] = output
+            products[choices.span_of[expert]] = output
 
-        self._compute(layer, event, rows_of, inputs, put)
+        self._compute(layer, event, choices.split(choices.places), lambda expert, rows: x_of[expert], put)
         assert products is not None
-        return products
+        return choices.restore(products)
 
     def _compute(
         self,
@@ -180,11 +184,15 @@ class ExpertRuntime:
 
         Args:
             rows_of: by expert the places in [T * K] that chose it.
+            inputs: gives what an expert gets for its places.
         """
         expert_of, num_experts = self.residency.policy.spec.expert_of, layer.form.num_experts
         steps = self.residency.event(event)
         self.uses_L[layer.index] += len(event.needed)
         self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in rows_of for step in steps)
+        if all(step.kind is StepKind.COMPUTE for step in steps) and not isinstance(self.store, Stores):
+            self._compute_resident(layer, steps, rows_of, inputs, put)
+            return
         sent: dict[int, torch.Tensor] | None = None  # inputs on other devices, by expert
         on_host = [expert_of(step.key)[1] for step in steps if step.kind is StepKind.HOST]
         begun: list[tuple[int, Callable[[], torch.Tensor]]] = []  # elsewhere, to be put in their place at the end
@@ -219,6 +227,43 @@ class ExpertRuntime:
         begun += self._begin_on_host(layer, on_host, rows_of, inputs)
         for expert, finished in begun:
             put(expert, finished())
+
+    def _compute_resident(
+        self,
+        layer: MoeLayer,
+        steps: Sequence[Step],
+        rows_of: Mapping[int, torch.Tensor],
+        inputs: Callable[[int, torch.Tensor], torch.Tensor],
+        put: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Compute an event whose experts are all in their slots, as many together as have few rows in all.
+
+        For few rows an expert takes longer to ask for than to compute.
+        """
+        expert_of, form = self.residency.policy.spec.expert_of, layer.form
+        together: list[tuple[int, Step, torch.Tensor]] = []
+
+        def compute() -> None:
+            weights = [self.store.ready(step.key, step.slot) for _, step, _ in together]
+            outputs = form.compute_each([x for _, _, x in together], weights)
+            for (expert, step, _), output in zip(together, outputs, strict=True):
+                self.store.computed(step.slot)
+                put(expert, output)
+
+        num_rows = 0
+        for step in steps:
+            expert = expert_of(step.key)[1]
+            x = inputs(expert, rows_of[expert])
+            if expert >= form.num_experts:
+                put(expert, x)
+                continue
+            if together and num_rows + len(x) > _FEW_ROWS:
+                compute()
+                together, num_rows = [], 0
+            together.append((expert, step, x))
+            num_rows += len(x)
+        if together:
+            compute()
 
     def _send(
         self,
@@ -287,7 +332,7 @@ class ExpertRuntime:
         top_k = layer.top_k
         index_TK, weights_TK = self._chosen.pop(layer.index)
         event = self._event(layer, index_TK, weights_TK)
-        products = self._products(layer, event, index_TK, lambda expert, rows: copies_ETD[expert, rows // top_k])
+        products = self._products(layer, event, index_TK, lambda experts, places: copies_ETD[experts, places // top_k])
         output_ETD = torch.zeros_like(copies_ETD)
         places = torch.arange(index_TK.numel(), device=index_TK.device)
         output_ETD[index_TK.reshape(-1), places // top_k] = products
@@ -313,22 +358,6 @@ def bring(layer: MoeLayer, output: torch.Tensor, device: torch.device) -> torch.
     """An expert's output from where it was computed, and what the family does with it, by weights that are here."""
     output = output.to(device)
     return output if layer.form.finish is None else layer.form.finish(output)
-
-
-def _rows_by_expert(index_TK: torch.Tensor, device: torch.device) -> dict[int, torch.Tensor]:
-    """For each expert the places, in [T * K], that chose it: first choices first, then by token.
-
-    So do the families' own loops order them, and where a row lies can change its last bit.
-
-    Args:
-        index_TK: on the CPU: on a GPU every question of how many would wait for the answer.
-        device: where the places go.
-    """
-    num_tokens, top_k = index_TK.shape
-    ids, order = torch.sort(index_TK.T.reshape(-1), stable=True)
-    places = order % num_tokens * top_k + order // num_tokens
-    experts, counts = torch.unique_consecutive(ids, return_counts=True)
-    return dict(zip(experts.tolist(), places.to(device).split(counts.tolist()), strict=True))
 
 
 def _experts_forward(

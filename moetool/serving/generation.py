@@ -19,6 +19,9 @@ from moetool.serving.refusal import Overloaded, Refusal
 from moetool.serving.server_options import ServerOptions
 from moetool.serving.text import StopStrings, Vocabulary
 
+_FEW = 8
+"""Choices that the engine may have without having begun them, however few it can run."""
+
 
 class ScoredToken(NamedTuple):
     """A token with its log-probability, and where its text begins in the text of its choice."""
@@ -137,6 +140,7 @@ class Exchange:
         self._began = time.perf_counter()
         self._latest = [self._began] * len(jobs)  # when a choice was asked for or had its latest token
         self._ids: dict[int, int] = {}
+        self._begun: set[int] = set()
         self._timer = self._loop.call_at(deadline.at, self.abort, deadline.missed)
 
     @property
@@ -201,6 +205,9 @@ class Exchange:
 
     def _arrived(self, index: int, output: Output, at: float) -> None:
         self._inbox.put_nowait((index, output, at))
+        if index not in self._begun:
+            self._begun.add(index)
+            self._frontend.begun()
         if output.finish is not None:
             self._frontend.release(at - self._began)
 
@@ -209,8 +216,9 @@ class Exchange:
 class Frontend:
     """What all requests of one server share, and the queue that they wait in.
 
-    The engine gets no more choices than it can run, and as many again so that it never waits for more; who is next
-    is decided here (`FairQueue`), clients told apart by their address.
+    The engine gets no more choices than it can run, and as many again so that it never waits for more. Those that it
+    has not begun are fewer than that where it can run many: it may run fewer for want of memory; who is next is decided
+    here (`FairQueue`), clients told apart by their address.
 
     Attributes:
         draining: no new exchanges; those running go on.
@@ -228,6 +236,7 @@ class Frontend:
     scoring: asyncio.Lock = field(default_factory=asyncio.Lock)
     _queue: FairQueue[tuple[Exchange, int]] = field(default_factory=FairQueue)
     _in_engine: int = 0
+    _not_begun: int = 0  # of those in the engine
     _num_scoring: int = 0
     _seconds: float = 1.0  # that a choice took lately
 
@@ -306,6 +315,11 @@ class Frontend:
             if work is None:
                 self._num_scoring -= 1
 
+    def begun(self) -> None:
+        """The engine has given its first word on a choice."""
+        self._not_begun -= 1
+        self._pump()
+
     def release(self, seconds: float) -> None:
         """A choice has left the engine, this long after it was asked for."""
         self._in_engine -= 1
@@ -323,9 +337,13 @@ class Frontend:
             exchange.abort(reason)
 
     def _pump(self) -> None:
-        while len(self._queue) and self._in_engine < 2 * self.engine.max_requests:
+        most = self.engine.max_requests
+        ahead = max(min(_FEW, most), most // 2)
+        while len(self._queue) and self._in_engine < 2 * most and self._not_begun < ahead:
             exchange, index = self._queue.pop()
-            self._in_engine += exchange.submit(index)
+            if exchange.submit(index):
+                self._in_engine += 1
+                self._not_begun += 1
 
     def _scored(self, work: "asyncio.Future[list[TokenLogprob | None]]") -> None:
         self._num_scoring -= 1

@@ -1,6 +1,8 @@
 """From the prompts and messages of a request to token ids that the engine can serve."""
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 from jinja2 import TemplateError
 
@@ -32,6 +34,8 @@ def completion_prompts(engine: EngineLike, body: CompletionRequest) -> list[Prom
     prompts: list[Prompt] = []
     for given in body.prompt:
         text = given if isinstance(given, str) else None
+        if text is not None:
+            _require_short(engine, text, "prompt")
         tokens = engine.tokenizer.encode(given, verbose=False) if isinstance(given, str) else given
         if not tokens:
             raise Refusal("the prompt has no tokens", param="prompt")
@@ -58,11 +62,33 @@ def chat_prompt(engine: EngineLike, body: ChatRequest) -> Prompt:
         text = engine.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
         raise Refusal(f"the model's chat template refuses the messages: {error}", param="messages") from error
+    _require_short(engine, text, "messages")
     # The template has written the special tokens already.
     tokens = engine.tokenizer.encode(text, add_special_tokens=False, verbose=False)
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     room = _room(engine, tokens, wanted, "messages", least=1)
     return Prompt(tokens=tokens, text=text, max_tokens=room if wanted is None else wanted)
+
+
+def _require_short(engine: EngineLike, text: str, param: str) -> None:
+    """Refuse a text that cannot fit whatever its tokens are: to find its tokens could take minutes.
+
+    Raises:
+        Refusal: it has more characters than the context could hold of the longest token.
+    """
+    most = engine.max_context * _longest_token(engine.tokenizer)
+    if len(text) > most:
+        raise Refusal(
+            f"the {param} are {len(text)} characters, and this model's maximum context length of {engine.max_context} "
+            f"tokens holds at most {most}; shorten the {param}",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+@lru_cache(maxsize=4)
+def _longest_token(tokenizer: Any) -> int:
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def echo(vocabulary: Vocabulary, prompt: Prompt, logprobs: list[TokenLogprob | None] | None) -> Piece:

@@ -18,6 +18,8 @@ _MAX_SKIPPED_BYTES = 64 * 2**20
 _MAX_BODIES = 16
 """How many bodies of the largest size are held at one time."""
 
+_FASTAPI_WORDS = "There was an error parsing the body"
+
 
 class Refusal(UsageError):
     """A request that this server does not serve, and which field of it is the reason."""
@@ -69,6 +71,8 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)
+        if message == _FASTAPI_WORDS:
+            message = "the body cannot be read: it is not JSON in UTF-8, or nested too deeply, or has numbers too long"
         if error.status_code in (404, 405):
             message = f"{message}: {request.method} {request.url.path}"
             if request.url.path.startswith("/v1/"):

@@ -41,7 +41,7 @@ class ServerOptions:
     max_queue: int = 256
     request_timeout_s: float = 600.0
     stuck_after_s: float = 120.0
-    max_body_bytes: int = 8 * 2**20
+    max_body_bytes: int = 2 * 2**20
     body_timeout_s: float = 30.0
     max_connections: int = 1024
     idle_timeout_s: float = 60.0

@@ -8,7 +8,7 @@ import numpy as np
 
 from moetool import planner
 from moetool.costing.latency import Latency
-from moetool.placement_plan import PlacementPlan, experts_of
+from moetool.placement_plan import PlacementPlan, bare_plan
 from moetool.planner import Problem
 from moetool.planning.demand import Demand
 from moetool.planning.migration import plan_migration
@@ -239,19 +239,4 @@ class Control:
         return self._guessed[id(route)]
 
     def _as_plan(self, placed_GLE: np.ndarray) -> PlacementPlan:
-        return PlacementPlan(
-            spec=self._spec,
-            cluster=self._cluster,
-            planner=self._mode.planner,
-            options={},
-            seed=self._seed,
-            experts_LG=experts_of(placed_GLE),
-            starts="round_robin",
-            costs=self._latency.name,
-            objective="",
-            value=0.0,
-            lower_bound=None,
-            traces=(),
-            profile_sha256=None,
-            planning_s=0.0,
-        )
+        return bare_plan(self._spec, self._cluster, placed_GLE, self._mode.planner, self._seed)

@@ -5,36 +5,15 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from moetool.cli import main as cli
+from tests.command_line import Run
 from tests.profiles import make_profile
 from tests.synthetic import make_spec
 
 HEAVY = ("torch", "transformers", "lightning", "datasets", "pyarrow", "numpy", "scipy", "pandas", "fastapi", "pydantic")
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line in this process; gives exit code, stdout and stderr."""
-
-    def call(*args: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["moetool", *map(str, args)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as exit:
-            code = exit.code if isinstance(exit.code, int) else 1
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 def _one_line(result: tuple[int, str, str], code: int, *parts: str) -> None:
@@ -295,7 +274,7 @@ def test_outputs_that_cannot_be_written(run: Run, trace: Path, tmp_path: Path) -
 
 
 def test_numbers_that_make_no_sense(run: Run, trace: Path, tmp_path: Path) -> None:
-    for setting in ("kv_tokens=-5", "max_requests=0", "io_threads=0", "threads=-1"):
+    for setting in ("kv_tokens=-5", "max_requests=-1", "io_threads=0", "threads=-1"):
         _one_line(run("serve", "reference", "--port", 0, "--set", setting), 2, setting.split("=")[0], "at least")
     train = ("train", "expert_mlp", "--trace", trace, "--out", tmp_path / "p")
     _one_line(run(*train, "--set", "fit=3"), 2, "expected options by name")

@@ -102,7 +102,9 @@ def test_a_head_that_trickles_is_cut_short(url: str, prelude: bytes) -> None:
     with _open(url) as sock:
         if prelude:
             sock.sendall(prelude)
-            assert b"ok" in sock.recv(65536)
+            answer = b""
+            while b'"ok"' not in answer:
+                answer += sock.recv(65536)
         began = time.monotonic()
         for byte in b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa":
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):

@@ -100,7 +100,7 @@ def fifty(full: Any, tokenizer: Any) -> Any:
     return ids, answers
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [1, 8, 50])
 def test_tokens_are_those_of_the_plain_model(
     batch: int, fifty: Any, reference: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -260,3 +260,13 @@ def test_a_plans_memory_holds_for_other_options_too(reference: Path, tmp_path: P
         metrics = engine.metrics()
         assert dense + metrics["kv_bytes"] + metrics["slots_bytes"] <= plan.device_memory_bytes
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("memory", "given", "together"), [(None, 0, 64), (14_000_000, 0, 8), (None, 3, 3), (14_000_000, 20, 20)]
+)
+def test_how_many_requests_run_together_follows_from_memory(memory: int | None, given: int, together: int) -> None:
+    options = ServeOptions(kv_tokens=512, max_requests=given)
+    made = build_engine("reference", options=options, policy="lru", device_memory_bytes=memory)
+    assert made.max_requests == together
+    made.close()

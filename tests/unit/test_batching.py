@@ -219,3 +219,34 @@ def test_scores_that_are_no_numbers_end_their_request_alone(full: Any, tokenizer
     (ended,) = outputs[0]
     assert (ended.token, ended.finish) == (None, "error") and "not numbers (NaN)" in str(ended.error)
     assert {i: _tokens(outputs[i]) for i in (1, 2, 3)} == {i: _tokens(o) for i, o in run(ids[1:]).items()}
+
+
+@pytest.mark.parametrize(("max_tokens", "together"), [(4, 6), (50, 4), (200, 2)])
+def test_more_requests_run_together_as_far_as_the_cache_holds_them(full: Any, max_tokens: int, together: int) -> None:
+    """Of 16 pages a request takes one, four or thirteen at its full length; two run whatever they take."""
+    batcher = Batcher(full.model, max_requests=6, kv_tokens=256, unreserved=2)
+    seen: list[set[int]] = []
+    batcher.on_forward = lambda batch: seen.append(set(batch.info.request_T))
+    for request in range(9):
+        batcher.add(request, [50 + request] * 5, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    batcher.cancel(8)
+    for _ in range(3):
+        batcher.step()
+    assert seen[0] == set(range(together)) and max(map(len, seen)) == together
+    for request in range(8):
+        batcher.cancel(request)
+    batcher.step()
+    assert batcher.idle and batcher.running == 0
+    batcher.close()
+
+
+def test_all_are_answered_however_few_run_together(full: Any, tokenizer: Any) -> None:
+    ids = _ids(tokenizer)
+    answers = []
+    for unreserved in (1, 4):
+        batcher = Batcher(full.model, max_requests=4, kv_tokens=64, unreserved=unreserved)
+        for request, prompt in enumerate(ids):
+            batcher.add(request, prompt, SamplingParams(max_tokens=10, ignore_eos=True))
+        answers.append({request: _tokens(outputs) for request, outputs in _run(batcher).items()})
+        batcher.close()
+    assert answers[0] == answers[1] and all(len(tokens) == 10 for tokens in answers[0].values())

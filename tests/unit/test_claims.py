@@ -15,7 +15,7 @@ from moetool.costing.pricing import Prices
 from moetool.errors import UsageError
 from tests.synthetic_routes import make_spec, write_trace
 
-PAPERS = ("director", "prism")
+PAPERS = ("director", "duoserve", "finemoe", "prism", "smoe")
 RECIPE = """
 [paper]
 title = "A title"
@@ -81,7 +81,7 @@ def test_what_was_not_measured_is_named() -> None:
 
 
 def test_every_claim_has_a_known_experiment_and_every_experiment_a_claim() -> None:
-    assert set(PAPERS) <= set(names())
+    assert names() == list(PAPERS)
     used = set()
     for name in names():
         paper = read_paper(name)  # parses the options of every claim
@@ -100,6 +100,24 @@ def test_a_recipe_that_is_wrong_is_refused() -> None:
     ):
         with pytest.raises(UsageError, match=message):
             parse_paper(RECIPE.replace(*change), "test")
+
+
+def test_claims_share_a_setup_and_may_say_more() -> None:
+    shared = RECIPE.replace('experiment = "remote_share"', 'setup = "shares"').replace(
+        "[[claim]]",
+        """[setup.shares]
+experiment = "remote_share"
+options = { mbps = 100.0, remote = [0.5] }
+[[claim]]""",
+    )
+    (claim,) = parse_paper(shared, "test").claim
+    assert (claim.experiment, claim.options) == ("remote_share", {"mbps": 100.0, "remote": [0.0, 1.0]})
+    for text, message in (
+        (shared.replace('setup = "shares"', 'setup = "share"'), "did you mean 'shares'"),
+        (RECIPE.replace('experiment = "remote_share"', ""), "either a setup or an experiment"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            parse_paper(text, "test")
 
 
 def test_tables_and_figures_by_name() -> None:
@@ -147,4 +165,3 @@ def test_a_trace_of_the_embedded_model_is_captured_once(tmp_path: Path) -> None:
     assert stage.trace(("arithmetic", "exam")) is trace
     assert sorted(trace.requests["dataset"].to_pylist()) == ["arithmetic", "exam"]
     assert trace.columns >= {"experts", "weights", "logits", "embeddings", "hidden", "ahead"}
-    assert trace.manifest["composition"] == {"kind": "sequential"}

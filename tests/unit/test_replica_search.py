@@ -126,6 +126,8 @@ def test_no_prompt_both_chooses_and_judges() -> None:
     assert torch.equal(made.ids_NS, again.ids_NS)
     with pytest.raises(UsageError, match="expected at least 128 and 16"):
         from_prompts(_prompts(5), _Words(), length=16, max_tokens=512, seed=0)
+    with pytest.raises(UsageError, match="max_tokens is 100, expected at least 128: 8 blocks of 16"):
+        from_prompts(_prompts(30), _Words(), length=16, max_tokens=100, seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,8 @@
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from moetool import assets, config, plugins
@@ -23,6 +24,7 @@ class Sizes:
         requests: that arrive in a simulation, for each cluster of the recipe's own size.
         epochs: of predictors that are fitted.
         rounds: of live measurements.
+        texts: that are fed to the live model, or asked of it, in a round or under a seed.
 
     Raises:
         UsageError: one is below 1.
@@ -34,6 +36,7 @@ class Sizes:
     requests: int = 100
     epochs: int = 12
     rounds: int = 3
+    texts: int = 4
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -49,6 +52,7 @@ class Claim:
         id: the table, figure or section that it is from.
         says: what it says, in the paper's terms.
         printed: the numbers that the paper prints.
+        setup: the name of one that several claims share; it says the experiment, and options that are not said here.
         experiment: a module of `moetool.bench.paper`.
         options: of that.
         derive: values that follow from measured ones (`moetool.bench.claims.verdict.derive`).
@@ -59,11 +63,20 @@ class Claim:
     id: str
     says: str
     printed: str
-    experiment: str
+    setup: str = ""
+    experiment: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     derive: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     check: Check
     here: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What several claims have in common: an experiment, and options of it."""
+
+    experiment: str
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +94,7 @@ class Paper:
     Attributes:
         sizes, quick: how much is done, and how much of it for a quick look.
         machine: assumed costs of the machine that replays are timed on.
+        setup: what claims share, by name.
         claim: the claims, in the order of the paper.
     """
 
@@ -88,6 +102,7 @@ class Paper:
     sizes: Sizes
     quick: Sizes
     machine: AssumedMachine = field(default_factory=AssumedMachine)
+    setup: Mapping[str, Setup] = field(default_factory=dict)
     claim: tuple[Claim, ...]
 
 
@@ -97,11 +112,16 @@ def names() -> list[str]:
 
 
 def read_paper(name: str) -> Paper:
-    """A paper's recipe.
+    """A paper's recipe, or one of somebody's own, by a path that ends in `.toml`.
 
     Raises:
-        UsageError: no such paper; the recipe names an unknown experiment, or says what none takes.
+        UsageError: no such paper or file; the recipe names an unknown experiment, or says what none takes.
     """
+    if name.endswith(".toml"):
+        try:
+            return parse_paper(Path(name).read_text(encoding="utf-8"), name)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read the recipe {name}: {error}") from None
     if name not in names():
         raise unknown_name("paper", name, names())
     text = assets.path("recipes", "papers", f"{name}.toml").read_text(encoding="utf-8")
@@ -115,10 +135,23 @@ def parse_paper(text: str, where: str) -> Paper:
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{where} is no TOML: {error}") from None
     paper = config.parse(Paper, values, where)
+    paper = replace(paper, claim=tuple(_filled(claim, paper.setup, where) for claim in paper.claim))
     for claim in paper.claim:
         module = plugins.load("experiment", claim.experiment)
         config.parse(module.Options, claim.options, f"{where}, {claim.id}, {claim.experiment}")
     return paper
+
+
+def _filled(claim: Claim, setups: Mapping[str, Setup], where: str) -> Claim:
+    """A claim with what its setup says. Raises: UsageError for an unknown setup, or neither it nor an experiment."""
+    if bool(claim.setup) == bool(claim.experiment):
+        raise UsageError(f"{where}, {claim.id}: expected either a setup or an experiment")
+    if not claim.setup:
+        return claim
+    if claim.setup not in setups:
+        raise unknown_name(f"setup of {claim.id}", claim.setup, setups)
+    setup = setups[claim.setup]
+    return replace(claim, experiment=setup.experiment, options={**setup.options, **claim.options})
 
 
 def choose(claims: Sequence[Claim], only: Sequence[str]) -> list[Claim]:

@@ -11,17 +11,20 @@ import numpy as np
 
 from moetool.bench.claims.machine import AssumedMachine
 from moetool.bench.claims.recipe import Sizes
+from moetool.bench.claims.verdict import CannotTestError
 from moetool.capture.run import CaptureOptions, capture
 from moetool.learning.training import train
 from moetool.predictor import Predictor, load_predictor
 from moetool.prompts import gather
 from moetool.replay import replay
+from moetool.trace.edit import head
 from moetool.trace.reader import Trace
 
 MODEL = "reference"
 KEEP = ("topk", "logits", "embeddings", "hidden", "ahead")
 ALL = tuple(gather.names())
 """The embedded prompt sets."""
+_AT_ONCE = 8  # prompts that are captured together, where it does not matter: it takes half the time
 HISTORY = 0.7
 """Share of the requests that come before those that are measured: FineMoE's 7:3."""
 
@@ -52,25 +55,40 @@ class Stage:
         """Seeds of everything that has one."""
         return range(self.sizes.seeds)
 
-    def trace(self, data: Sequence[str] = ALL, *, new_tokens: int = 0, batch: int = 1, fold: int = 0) -> Trace:
-        """A trace over some prompt sets, mixed, every column kept; the first of the given ones, if any.
+    @property
+    def folds(self) -> range:
+        """Parts of the prompts that are measured one by one; a trace that is given is one."""
+        return range(1) if self.given else self.seeds
+
+    def trace(
+        self, data: Sequence[str] = ALL, *, new_tokens: int = 0, batch: int = 1, fold: int = 0, resident: float = 0.0
+    ) -> Trace:
+        """A trace over some prompt sets, mixed, with the columns of `KEEP`; the first of the given ones, if any.
 
         Args:
             new_tokens: decoded for each prompt (0: as the sizes say).
-            batch: requests that are forwarded together.
+            batch: requests that are forwarded together, where the trace is replayed as recorded; 1 is for replays of
+                one request after the other.
             fold: another one takes other prompts of the sets.
+            resident: keep the column `resident` too, which reckons with this share of each layer's experts.
         """
         if self.given:
             return self.once(f"given {next(iter(self.given))}", lambda: Trace(next(iter(self.given.values()))))
         new_tokens = new_tokens or self.sizes.new_tokens
-        name = f"trace-{'-'.join(data) if len(data) < len(ALL) else 'all'}-{new_tokens}-{batch}-{fold}"
+        name = f"trace-{'-'.join(data) if len(data) < len(ALL) else 'all'}-{new_tokens}-{batch}-{fold}-{resident:g}"
 
         def make() -> Trace:
             self.on_note(f"capturing {', '.join(data)}")
             count = self.sizes.prompts
             texts = [prompt for one in data for prompt in list(gather.load([one]))[fold * count : (fold + 1) * count]]
             order = np.random.default_rng(fold).permutation(len(texts))
-            options = CaptureOptions(max_new_tokens=new_tokens, batch_size=batch, keep=KEEP, threads=1)
+            options = CaptureOptions(
+                max_new_tokens=new_tokens,
+                batch_size=batch if batch > 1 else _AT_ONCE,
+                keep=(*KEEP, "resident") if resident else KEEP,
+                resident=resident or 0.5,
+                threads=1,
+            )
             return Trace(capture(MODEL, [texts[i] for i in order], self.work / name, options).out)
 
         return self.once(name, make)
@@ -105,6 +123,19 @@ class Stage:
         folder = self.trained(name, trace, **how)
         made: Predictor = self.once(f"loaded {folder}", lambda: load_predictor(folder))
         return made
+
+    def history(self, trace: Trace, batch: int = 1) -> tuple[Trace, frozenset[int]]:
+        """The requests of a trace that come first, as a trace of its own, and those that are left to measure on.
+
+        Args:
+            batch: requests that were forwarded together are not parted.
+        """
+        numbers = requests_of(trace)
+        cut = max(batch, round(HISTORY * len(numbers) / batch) * batch)
+        if cut >= len(numbers):
+            raise CannotTestError(f"{trace.path} has {len(numbers)} requests, too few to have some come before others")
+        part = self.once(f"history {trace.path} {cut}", lambda: head(trace, self.folder("history"), requests=cut))
+        return part, frozenset(numbers[cut:])
 
     def folder(self, name: str) -> Path:
         """A path in `work` that nothing else uses."""

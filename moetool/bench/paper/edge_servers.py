@@ -1,7 +1,8 @@
 """Servers of an edge cluster, each with its own requests, under ways to place experts: Prism's testbed, simulated."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from moetool import config
@@ -54,7 +55,8 @@ def run(stage: Stage, options: Options) -> Found:
         next(iter(traces.values())).spec, list(traces), options.servers, options.memory, options.mbps
     )
     swept = {**options.sweep, "mode": options.modes, "seed": [str(seed) for seed in stage.seeds]}
-    runs = run_grid(
+    make = partial(
+        run_grid,
         traces,
         cluster,
         swept,
@@ -64,6 +66,7 @@ def run(stage: Stage, options: Options) -> Found:
         config.parse(SimulationOptions, options.simulation, "simulation"),
         costs=config.parse(AssumedCosts, options.costs, "costs"),
     )
+    runs = stage.once(f"edge {replace(options, measure='latency')}", make)
     values: dict[str, list[float]] = {}
     curves: dict[str, Curve] = {}
     for at, found in runs:

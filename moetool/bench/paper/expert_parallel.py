@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -83,7 +84,8 @@ def run(stage: Stage, options: Options) -> Found:
         for seed in stage.seeds:
             world = read_world(dict.fromkeys(names, trace), cluster, replace(base, seed=seed, admission="rounds"))
             for label, one in options.runs.items():
-                found = simulate(
+                make = partial(
+                    simulate,
                     world,
                     one.mode,
                     options.arrivals,
@@ -92,6 +94,8 @@ def run(stage: Stage, options: Options) -> Found:
                     costs=costs,
                     planner_options=_QUICK if one.mode.startswith("director") else {},
                 )
+                same = replace(options, measure="latency", runs={}, gpus=())
+                found = stage.once(f"rounds {same} {size} {seed} {count} {one}", make)
                 name = f"{label}, {size} GPUs" if len(options.gpus) > 1 else label
                 values.setdefault(name, []).append(_measure(found, options.measure))
                 if seed == 0 and len(options.gpus) == 1:

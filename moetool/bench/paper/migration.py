@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from moetool import config
@@ -61,7 +62,8 @@ def run(stage: Stage, options: Options) -> Found:
         for way, replan_s in zip(WAYS, (options.replan_s, 0.0), strict=True):
             chosen = replace(base, seed=seed, replan_s=replan_s)
             world = replace(read_world(traces, cluster, chosen), history=read_world(before, cluster, chosen).history)
-            found = simulate(world, options.mode, options.arrivals, count, chosen, costs=costs)
+            make = partial(simulate, world, options.mode, options.arrivals, count, chosen, costs=costs)
+            found = stage.once(f"migration {replace(options, measure='latency')} {seed} {way}", make)
             values[way].append(found.mean_s if options.measure == "latency" else found.local)
             curves.setdefault(way, over_time(found))
     return Found(

@@ -88,4 +88,4 @@ def _offloaded(stage: Stage, trace: Trace, policy: str, share: float) -> list[fl
     """Seconds of each request on a server that goes through the trace."""
     budget = int(share * trace.spec.total_experts) * trace.spec.slot_bytes
     row = stage.replayed(trace, policy, budget, frozenset(requests_of(trace)))
-    return list(row.timing.request_s.values())
+    return [sum(seconds) for seconds in row.timing.request_s.values()]

@@ -38,14 +38,14 @@ class Options:
         measure: `match`, the share of the k experts that are among the predicted k; `exact`, of all k; `one`, of one
             or more; `foretold`, the match of what is said of a prompt before it runs; `size`, bytes as a share of the
             routed experts'.
-        distances: prefetch distances.
+        distance: layers ahead.
         phase: `prefill`, `decode` or `all`.
     """
 
     data: tuple[str, ...] = ALL
     lines: Mapping[str, Line]
     measure: Literal["match", "exact", "one", "foretold", "size"] = "match"
-    distances: tuple[int, ...] = (1,)
+    distance: int = 1
     phase: Literal["prefill", "decode", "all"] = "all"
 
 
@@ -58,23 +58,9 @@ def run(stage: Stage, options: Options) -> Found:
         traces[str(trace.path)] = trace
         for seed in stage.seeds:
             found = _evaluated(stage, trace, one, seed)
-            for distance in options.distances:
-                label = f"{name}, {distance} ahead" if len(options.distances) > 1 else name
-                values.setdefault(label, []).append(_value(found, options, distance))
-    curves = {}
-    if len(options.distances) > 1:
-        means = {label: sum(each) / len(each) for label, each in values.items()}
-        far = tuple(map(float, options.distances))
-        curves = {
-            name: (far, tuple(100 * means[f"{name}, {distance} ahead"] for distance in options.distances))
-            for name in options.lines
-        }
+            values.setdefault(name, []).append(_value(found, options))
     return Found(
-        values=values,
-        unit="%",
-        on=f"{stage.on(list(traces.values()))}; scored on requests that were held out",
-        curves=curves,
-        axes=("layers ahead", f"{options.measure}, %"),
+        values=values, unit="%", on=f"{stage.on(list(traces.values()))}; scored on requests that were held out"
     )
 
 
@@ -85,13 +71,13 @@ def _evaluated(stage: Stage, trace: Trace, line: Line, seed: int) -> Evaluation:
     return found
 
 
-def _value(found: Evaluation, options: Options, distance: int) -> float:
+def _value(found: Evaluation, options: Options) -> float:
     if options.measure == "size":
         return found.expert_bytes_share
     if options.measure == "foretold":
         assert found.foretold is not None, "a predictor that foretells"
         return _score(found.foretold.scores, options.phase, 0).match
-    score = _score(found.scores, options.phase, distance)
+    score = _score(found.scores, options.phase, options.distance)
     return {"match": score.match, "exact": score.exact, "one": score.at_least_one}[options.measure]
 
 

@@ -1,0 +1,130 @@
+"""Users of the servers: requests that arrive when they do, whether or not the last one has been answered."""
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import numpy as np
+
+_GIVE_UP_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coming:
+    """A request that will arrive.
+
+    Attributes:
+        at_s: after the beginning.
+        server: that its user talks to.
+        task: whose prompts it has one of.
+        prompt: the place of that.
+    """
+
+    at_s: float
+    server: int
+    task: int
+    prompt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """A request that is over.
+
+    Attributes:
+        seconds: from its arrival to its answer.
+        went_to: the server that answered.
+        text: None: it failed.
+    """
+
+    coming: Coming
+    seconds: float
+    went_to: int
+    text: str | None
+
+
+def draw(
+    requests: int, gap_s: float, prompts: Sequence[int], rng: np.random.Generator, task_of: Sequence[int] | None = None
+) -> list[Coming]:
+    """So many requests at each server, each server's a Poisson process of its own; prompts come in a random order.
+
+    Args:
+        prompts: how many each task has.
+        task_of: the task of each server; its own number without it.
+    """
+    coming = []
+    for server in range(len(prompts)):
+        task = server if task_of is None else task_of[server]
+        order = np.concatenate([rng.permutation(prompts[task]) for _ in range(-(-requests // prompts[task]))])
+        times = np.cumsum(rng.exponential(gap_s, requests)).tolist()
+        coming += [
+            Coming(at_s=at_s, server=server, task=task, prompt=int(prompt))
+            for at_s, prompt in zip(times, order.tolist(), strict=False)
+        ]
+    return sorted(coming, key=lambda one: (one.at_s, one.server))
+
+
+def drive(
+    urls: Sequence[str],
+    coming: Sequence[Coming],
+    texts: Sequence[Sequence[str]],
+    new_tokens: int,
+    *,
+    model: str,
+    redirect: bool = False,
+) -> list[Answered]:
+    """Send every request when it arrives, and wait for all answers.
+
+    Args:
+        urls: by server.
+        texts: prompts by task.
+        redirect: send a request to the server with the fewest that are not over, its own among equals.
+    """
+    running = [0] * len(urls)
+    lock = threading.Lock()
+    answered: list[Answered] = []
+    threads = []
+    began = time.monotonic()
+    for one in coming:
+        time.sleep(max(0.0, began + one.at_s - time.monotonic()))
+        with lock:
+            goes_to = min(range(len(urls)), key=lambda n: (running[n], n != one.server)) if redirect else one.server
+            running[goes_to] += 1
+
+        def send(one: Coming = one, goes_to: int = goes_to) -> None:
+            text = _ask(urls[goes_to], model, texts[one.task][one.prompt], new_tokens)
+            seconds = time.monotonic() - began - one.at_s
+            with lock:
+                running[goes_to] -= 1
+                answered.append(Answered(coming=one, seconds=seconds, went_to=goes_to, text=text))
+
+        threads.append(threading.Thread(target=send, daemon=True))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(_GIVE_UP_S)
+    return answered
+
+
+def warm(urls: Sequence[str], model: str, text: str, each: Callable[[int], object] = lambda n: None) -> None:
+    """One short request at every server, whose first is always slower."""
+    for n, url in enumerate(urls):
+        _ask(url, model, text, 2)
+        each(n)
+
+
+def _ask(url: str, model: str, text: str, new_tokens: int) -> str | None:
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=_GIVE_UP_S)
+    body = {"model": model, "prompt": text, "max_tokens": new_tokens, "temperature": 0}
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        content = answer.read()
+        return str(json.loads(content)["choices"][0]["text"]) if answer.status == 200 else None
+    except (OSError, http.client.HTTPException, ValueError, LookupError):
+        return None
+    finally:
+        connection.close()

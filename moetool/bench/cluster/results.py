@@ -1,0 +1,368 @@
+"""What a bench of a cluster found: Prism's tables of it, and the figures."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moetool import tables
+from moetool.bench.cluster.options import ALONE, REDIRECTED, ClusterBenchOptions
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NAIVE = "redundant"
+"""Prism's "Naive Collaboration": experts at random, called where they are."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LineRun:
+    """One line in one round.
+
+    Attributes:
+        gap_s, link: the setting (`ClusterBenchOptions`).
+        latencies: by server the seconds of its users' requests.
+        failed: requests that got no answer.
+        redirected: requests that another server answered.
+        other_texts: answers that differ from the first one to the same prompt.
+        local: share of expert calls computed at home; None of servers by themselves.
+        expected_local: the same by the traces of the same prompts, as long as nothing migrates.
+        call_s: what a remote call cost, measured.
+        sent_bytes: between servers.
+        windows: of `moetool.cluster.chronicle.Chronicle`.
+        began_s: when the first of them began.
+        decisions: every one whether to migrate.
+        changed_s: when tasks changed servers, after the beginning; None: they did not.
+    """
+
+    line: str
+    number: int
+    gap_s: float
+    link: float
+    latencies: list[list[float]]
+    failed: int
+    redirected: int
+    other_texts: int
+    local: float | None = None
+    expected_local: float | None = None
+    call_s: float | None = None
+    sent_bytes: float = 0.0
+    windows: list[dict[str, Any]] = field(default_factory=list)
+    began_s: float | None = None
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    changed_s: float | None = None
+
+    @property
+    def mean_s(self) -> float:
+        """Over all requests; infinite if none was answered."""
+        every = [seconds for server in self.latencies for seconds in server]
+        return statistics.fmean(every) if every else float("inf")
+
+    def server_s(self, n: int) -> float:
+        """Over one server's."""
+        return statistics.fmean(self.latencies[n]) if self.latencies[n] else float("inf")
+
+    def shares(self) -> tuple[list[float], list[float]]:
+        """Seconds after the beginning, and the share computed at home until then since the point before."""
+        times, shares = [], []
+        for window in self.windows:
+            local, calls = sum(window["local"]), sum(window["local"]) + sum(window["remote"])
+            if calls:
+                times.append(window["until_s"] - (self.began_s or 0.0))
+                shares.append(local / calls)
+        return times, shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What the simulator says of a line.
+
+    Attributes:
+        by_server: mean latency by the server's name.
+    """
+
+    line: str
+    gap_s: float
+    link: float
+    mean_s: float
+    by_server: dict[str, float]
+    local: float
+
+
+@dataclass(slots=True, kw_only=True)
+class ClusterBench:
+    """The whole of it.
+
+    Attributes:
+        slots: experts that each server has room for, of
+        total_experts.
+        expert_s: an expert takes for one token, as profiled.
+        even_bytes_s: rate at which a hidden state takes as long on a link.
+        runs: every line in every round and setting.
+        shifts: with migration and without, when tasks change servers.
+    """
+
+    model: str
+    command: str
+    tasks: tuple[str, ...]
+    lines: tuple[str, ...]
+    options: ClusterBenchOptions
+    slots: tuple[int, ...]
+    total_experts: int
+    expert_s: float
+    even_bytes_s: float
+    machine: Any
+    load_before: float | None
+    load_after: float | None = None
+    runs: list[LineRun] = field(default_factory=list)
+    shifts: list[LineRun] = field(default_factory=list)
+    simulated: list[Simulation] = field(default_factory=list)
+
+    def of(self, line: str, gap_s: float | None = None, link: float | None = None) -> list[LineRun]:
+        """The rounds of a line in a setting; the tables' without one."""
+        gap_s = self.options.gaps_s[0] if gap_s is None else gap_s
+        link = self.options.links[0] if link is None else link
+        return [run for run in self.runs if (run.line, run.gap_s, run.link) == (line, gap_s, link)]
+
+    def paired(self, line: str, against: str) -> list[float]:
+        """Mean latency over that of another line, round by round."""
+        others = {run.number: run.mean_s for run in self.of(against)}
+        return [run.mean_s / others[run.number] for run in self.of(line) if run.number in others]
+
+    def row(self, line: str) -> dict[str, Any]:
+        """A line of Prism's tables: medians over rounds, and the least and the most of the rounds' means."""
+        runs = self.of(line)
+        every = [seconds for run in runs for server in run.latencies for seconds in server]
+        ordered = sorted(every)
+        best = self.lines[-1]
+        ratios = self.paired(line, best)
+        said = next((one for one in self.simulated if one.line == line), None)
+        return {
+            "line": line,
+            "servers_s": [statistics.median(run.server_s(n) for run in runs) for n in range(len(self.tasks))],
+            "mean_s": statistics.median(run.mean_s for run in runs),
+            "least_s": min(run.mean_s for run in runs),
+            "most_s": max(run.mean_s for run in runs),
+            "p95_s": ordered[int(0.95 * (len(ordered) - 1))] if ordered else None,
+            "ratio": statistics.median(ratios) if ratios else None,
+            "ratios": ratios,
+            "local": _median([run.local for run in runs]),
+            "expected_local": _median([run.expected_local for run in runs]),
+            "call_s": _median([run.call_s for run in runs]),
+            "migrations": sum(decision["made"] for run in runs for decision in run.decisions),
+            "failed": sum(run.failed for run in runs),
+            "other_texts": sum(run.other_texts for run in runs),
+            "redirected": sum(run.redirected for run in runs),
+            "simulated_s": None if said is None else said.mean_s,
+            "simulated_local": None if said is None else said.local,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Rows and raw values."""
+        return {
+            "kind": "cluster_bench",
+            "model": self.model,
+            "command": self.command,
+            "tasks": list(self.tasks),
+            "options": asdict(self.options),
+            "slots": list(self.slots),
+            "total_experts": self.total_experts,
+            "expert_s": self.expert_s,
+            "even_bytes_s": self.even_bytes_s,
+            "machine": self.machine if isinstance(self.machine, dict) else asdict(self.machine),
+            "load": [self.load_before, self.load_after],
+            "rows": [self.row(line) for line in self.lines],
+            "runs": [asdict(run) for run in self.runs],
+            "shifts": [asdict(run) for run in self.shifts],
+            "simulated": [asdict(one) for one in self.simulated],
+        }
+
+
+def print_cluster_bench(made: ClusterBench) -> None:
+    """Prism's tables, in miniature."""
+    rows = {line: made.row(line) for line in made.lines}
+    first = [line for line in (ALONE, REDIRECTED, NAIVE) if line in rows]
+    if len(first) > 1:
+        _print_latencies(
+            made,
+            "single machines with their own disks, and naive collaboration (Prism, Table I)",
+            [rows[n] for n in first],
+        )
+    placed = [rows[line] for line in made.lines if line not in (ALONE, REDIRECTED)]
+    if placed:
+        _print_latencies(made, "placements (Prism, Table II)", placed)
+        tables.print_table(
+            "expert calls computed at home: live, by the traces of the same requests, and simulated",
+            ["placement", "live", "by traces", "simulated", "a remote call", "migrations", "simulated mean"],
+            [
+                [
+                    row["line"],
+                    *(_percent(row[name]) for name in ("local", "expected_local", "simulated_local")),
+                    "-" if row["call_s"] is None else f"{row['call_s'] * 1e6:,.0f} us",
+                    str(row["migrations"]),
+                    _seconds(row["simulated_s"]),
+                ]
+                for row in placed
+            ],
+        )
+    settings = list(dict.fromkeys((run.gap_s, run.link) for run in made.runs))
+    if len(settings) > 1:
+        tables.print_table(
+            "mean latency and calls at home by the gap between requests and the rate of links",
+            ["line", *(f"{gap_s:g} s, x{link:g}" for gap_s, link in settings)],
+            [[line, *(_cell(made.of(line, gap_s, link)) for gap_s, link in settings)] for line in made.lines],
+        )
+    for run in made.shifts:
+        times, shares = run.shares()
+        before = [share for at, share in zip(times, shares, strict=True) if at <= (run.changed_s or 0.0)]
+        after = [share for at, share in zip(times, shares, strict=True) if at > (run.changed_s or 0.0)]
+        moved = sum(decision["made"] for decision in run.decisions)
+        how = f"with migration ({moved} made)" if run.decisions else "without"
+        print(
+            f"tasks change servers, {how}: mean {run.mean_s:.3g} s; at home {_percent(_mean(before))} before, "
+            f"{_percent(_mean(after))} after, {_percent(shares[-1] if shares else None)} at the end"
+        )
+    slots = ", ".join(map(str, made.slots))
+    print(
+        f"{made.model}: {slots} of {made.total_experts} experts on {', '.join(made.tasks)}; an expert takes "
+        f"{made.expert_s * 1e6:,.0f} us for a token, so links carry {tables.count(made.even_bytes_s, 'B')}/s; "
+        f"{made.options.rounds} rounds of {made.options.requests} requests a server; "
+        f"{'processes' if made.options.where == 'ray' else 'threads of one process'} on one machine; load "
+        f"{made.load_before} to {made.load_after}"
+    )
+    if wrong := sum(row["other_texts"] for row in rows.values()):
+        print(f"{wrong} answers differ from the first to the same prompt: other requests were forwarded beside them")
+
+
+def save_figures(made: ClusterBench, folder: Path) -> list[Path]:
+    """Figures that the runs have something for, as SVG files.
+
+    Effects: writes into `folder`.
+    """
+    from moetool.report import drawing
+
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted: list[tuple[str, Callable[[Figure], None]]] = []
+    if any(run.windows for run in made.runs):
+        wanted.append(("local.svg", lambda figure: _over_time(figure, made)))
+    if made.shifts:
+        wanted.append(("shift.svg", lambda figure: _shifts(figure, made)))
+    if len({(run.gap_s, run.link) for run in made.runs}) > 1:
+        wanted.append(("sweep.svg", lambda figure: _sweeps(figure, made)))
+    for name, paint in wanted:
+        drawing.save(folder / name, 3.6, paint)
+    return [folder / name for name, _ in wanted]
+
+
+def _over_time(figure: "Figure", made: ClusterBench) -> None:
+    """Prism's Fig. 6: calls at home over time, of the first round."""
+    from moetool.report.drawing import line as draw_line
+
+    axes: Axes = figure.subplots()
+    placed = [run for run in made.runs if run.windows and run.number == 0 and run in made.of(run.line)]
+    for number, run in enumerate(placed):
+        times, shares = run.shares()
+        draw_line(axes, times, [100 * share for share in shares], number, run.line)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("computed at home, %")
+    axes.set_ylim(0, 100)
+    axes.legend(ncols=3)
+
+
+def _shifts(figure: "Figure", made: ClusterBench) -> None:
+    """Prism's Fig. 7: with migration and without, when tasks change servers."""
+    from moetool.report.drawing import GREY
+    from moetool.report.drawing import line as draw_line
+
+    panels: Any = figure.subplots(1, 2)
+    for number, run in enumerate(made.shifts):
+        name = "with migration" if number == 0 else "without"
+        times, shares = run.shares()
+        draw_line(panels[0], times, [100 * share for share in shares], number, name)
+        panels[1].bar(
+            [n + 0.4 * number for n in range(len(made.tasks))],
+            [run.server_s(n) for n in range(len(made.tasks))],
+            0.38,
+            label=name,
+            color=("#0072b2", "#d55e00")[number],
+        )
+        for decision in run.decisions:
+            if decision["made"] and decision["done_s"]:
+                panels[0].axvline(decision["done_s"] - (run.began_s or 0.0), color=GREY, linestyle=":")
+    panels[0].axvline(made.shifts[0].changed_s, color=GREY)
+    panels[0].set_xlabel("seconds; line: tasks change servers, dotted: migrated")
+    panels[0].set_ylabel("computed at home, %")
+    panels[0].set_ylim(0, 100)
+    panels[0].legend()
+    panels[1].set_xticks([n + 0.2 for n in range(len(made.tasks))], made.tasks)
+    panels[1].set_ylabel("mean latency, s")
+
+
+def _sweeps(figure: "Figure", made: ClusterBench) -> None:
+    from moetool.report.drawing import line as draw_line
+
+    axes = [
+        ("mean seconds between a server's requests", sorted(made.options.gaps_s), lambda x: (x, None)),
+        (
+            "rate of links (1: a hidden state takes as long as an expert)",
+            sorted(made.options.links),
+            lambda x: (None, x),
+        ),
+    ]
+    axes = [one for one in axes if len(one[1]) > 1]
+    panels: Any = figure.subplots(1, len(axes), squeeze=False)[0]
+    for panel, (label, values, setting) in zip(panels, axes, strict=True):
+        for number, name in enumerate(made.lines):
+            found = [[run.mean_s for run in made.of(name, *setting(value))] for value in values]
+            draw_line(panel, values, [statistics.median(one) if one else float("nan") for one in found], number, name)
+        panel.set_xlabel(label)
+        panel.set_ylabel("mean latency, s")
+        panel.set_ylim(bottom=0)
+    panels[0].legend(ncols=2)
+
+
+def _print_latencies(made: ClusterBench, title: str, rows: list[dict[str, Any]]) -> None:
+    tables.print_table(
+        f"{title}: mean latency, medians over rounds; ratios within rounds",
+        ["line", *made.tasks, "mean", "rounds", "p95", f"x {made.lines[-1]}", "failed"],
+        [
+            [
+                row["line"],
+                *(_seconds(value) for value in row["servers_s"]),
+                _seconds(row["mean_s"]),
+                f"{row['least_s']:.3g} to {row['most_s']:.3g}",
+                _seconds(row["p95_s"]),
+                "-"
+                if row["ratio"] is None
+                else f"{row['ratio']:.2f} ({min(row['ratios']):.2f} to {max(row['ratios']):.2f})",
+                str(row["failed"]),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _cell(runs: list[LineRun]) -> str:
+    if not runs:
+        return "-"
+    local = _median([run.local for run in runs])
+    return _seconds(statistics.median(run.mean_s for run in runs)) + ("" if local is None else f", {local:.1%}")
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _mean(values: list[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g} s"

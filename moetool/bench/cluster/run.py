@@ -1,0 +1,261 @@
+"""The bench of a cluster: every line once a round, all lines of a round under the same arrivals."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moetool.bench.cluster.driving import Answered, Coming, draw, drive, warm
+from moetool.bench.cluster.options import ALONE, REDIRECTED, STATIC, ClusterBenchOptions
+from moetool.bench.cluster.results import ClusterBench, LineRun, Simulation
+from moetool.bench.cluster.stage import ClusterStage, prepare
+from moetool.bench.cluster.stand import Stand, open_alone, open_stand
+from moetool.cluster.scheduler import Options
+from moetool.machine import load_average, read_machine
+from moetool.placement_plan import PlacementPlan
+from moetool.planning.demand import read_demand
+from moetool.serving.assembly import ServeOptions
+from moetool.types import Cluster
+
+_POLLS = 5  # reports of each server between two decisions
+
+
+def bench_cluster(
+    model: str,
+    tasks: Sequence[str],
+    lines: Sequence[str],
+    options: ClusterBenchOptions,
+    *,
+    command: str = "",
+    narrate: Callable[[str], object] = lambda line: None,
+    on_progress: Callable[[int], None] | None = None,
+) -> ClusterBench:
+    """Run it.
+
+    Args:
+        tasks: prompt sets, one a server.
+        lines: of `parse_lines`.
+        command: as a person would give it again.
+        on_progress: called with the share that is done, in percent.
+
+    Effects: captures traces into a folder that is gone at the end; starts servers and ends them.
+
+    Raises:
+        UsageError: the tasks do not fit the servers.
+        MoetoolError: a server could not be started, or lacks room.
+        CapacityError: the servers' memory does not hold every expert once.
+    """
+    serve = ServeOptions(kv_tokens=2048, max_requests=4, threads=1)
+    with tempfile.TemporaryDirectory(prefix="moetool-bench-") as folder:
+        stage = prepare(model, tasks, options, Path(folder))
+        settings = [(gap_s, options.links[0]) for gap_s in options.gaps_s]
+        settings += [(options.gaps_s[0], link) for link in options.links[1:]]
+        made = ClusterBench(
+            model=model,
+            command=command,
+            tasks=stage.tasks,
+            lines=tuple(lines),
+            options=options,
+            slots=tuple(stage.slots(share) for share in options.memory),
+            total_experts=stage.spec.total_experts,
+            expert_s=stage.expert_s,
+            even_bytes_s=stage.even_bytes_s,
+            machine=read_machine(),
+            load_before=load_average(),
+        )
+        with ExitStack() as undo:
+            alone = None
+            if {ALONE, REDIRECTED} & set(lines):
+                alone = undo.enter_context(open_alone(model, made.slots, serve, options.where, stage.tasks))
+            total = len(settings) * options.rounds * len(lines)
+            for link in options.links:
+                cluster = stage.cluster(options, link)
+                plans = stage.plans(cluster, lines, options.seed)
+                gaps_s = [gap_s for gap_s, at in settings if at == link]
+                with ExitStack() as inner:
+                    stand = None
+                    if plans:
+                        spare = plans.get("uniform") or stage.plans(cluster, ["uniform"], options.seed)["uniform"]
+                        stand = inner.enter_context(open_stand(model, spare, serve, options.where))
+                        warm(stand.urls, model, stage.texts[0][0])
+                    runner = _Runner(stage, options, stand, alone, plans, link)
+                    for gap_s in gaps_s:
+                        for number in range(options.rounds):
+                            for line in _turned(lines, number):
+                                narrate(
+                                    f"round {number + 1} of {options.rounds}: {line}, gap {gap_s:g} s, link {link:g}"
+                                )
+                                made.runs.append(runner.run(line, number, gap_s))
+                                if on_progress is not None:
+                                    on_progress(100 * len(made.runs) // total)
+                    if options.shift and plans and link == options.links[0]:
+                        made.shifts += [runner.shift(list(plans)[-1], moves) for moves in (True, False)]
+                for gap_s in gaps_s:
+                    made.simulated += [
+                        _simulate(stage, cluster, options, line, plan, gap_s, link) for line, plan in plans.items()
+                    ]
+        made.load_after = load_average()
+    return made
+
+
+def _turned(lines: Sequence[str], number: int) -> list[str]:
+    """Every round begins with another line."""
+    start = number % len(lines)
+    return [*lines[start:], *lines[:start]]
+
+
+class _Runner:
+    """Runs lines on servers that are up.
+
+    Attributes:
+        texts: the answer to each prompt, by (task, prompt), the first time.
+    """
+
+    def __init__(
+        self,
+        stage: ClusterStage,
+        options: ClusterBenchOptions,
+        stand: Stand | None,
+        alone: Any,
+        plans: dict[str, PlacementPlan],
+        link: float,
+    ) -> None:
+        self._stage, self._options, self._stand, self._alone = stage, options, stand, alone
+        self._plans, self._link = plans, link
+        self._texts: dict[tuple[int, int], str] = {}
+
+    def run(self, line: str, number: int, gap_s: float) -> LineRun:
+        """One line in one round."""
+        rng = np.random.default_rng([self._options.seed, number])
+        coming = draw(self._options.requests, gap_s, [len(texts) for texts in self._stage.texts], rng)
+        if line in self._plans:
+            moves = self._options.migrate and line not in STATIC
+            return self._placed(line, coming, number, gap_s, moves)
+        urls = [self._alone.call(n, "url") for n in range(len(self._alone))]
+        answered = drive(
+            urls,
+            coming,
+            self._stage.texts,
+            self._options.new_tokens,
+            model=self._stage.model,
+            redirect=line == REDIRECTED,
+        )
+        return self._note(line, number, gap_s, answered)
+
+    def shift(self, line: str, moves: bool) -> LineRun:
+        """Tasks that change servers when half of the requests have come: each server's to the one before it."""
+        counts = [len(texts) for texts in self._stage.texts]
+        rng = np.random.default_rng([self._options.seed, 10**6])
+        gap_s = self._options.gaps_s[0]
+        before = draw(self._options.requests, gap_s, counts, rng)
+        task_of = [(n + 1) % len(counts) for n in range(len(counts))]
+        after = draw(self._options.requests, gap_s, counts, rng, task_of)
+        start_s = before[-1].at_s
+        late = [replace(one, at_s=start_s + one.at_s) for one in after]
+        made = self._placed(line, [*before, *late], 0, gap_s, moves)
+        made.changed_s = start_s
+        return made
+
+    def _placed(self, line: str, coming: Sequence[Coming], number: int, gap_s: float, moves: bool) -> LineRun:
+        assert self._stand is not None
+        plan, interval_s = self._plans[line], self._options.interval_s
+        self._stand.arrange(plan)
+        options = Options(
+            interval_s=interval_s,
+            poll_s=interval_s / _POLLS,
+            half_life_s=interval_s,
+            planner=line,
+            decide="eq4" if moves else "never",
+            seed=self._options.seed,
+        )
+        with self._stand.watched(plan, options) as scheduler:
+            answered = drive(
+                self._stand.urls,
+                coming,
+                self._stage.texts,
+                self._options.new_tokens,
+                model=self._stage.model,
+            )
+        made = self._note(line, number, gap_s, answered)
+        seen = scheduler.chronicle.summary()
+        made.local = scheduler.chronicle.local
+        made.windows = seen["windows"]
+        made.began_s = seen["began_s"]
+        made.sent_bytes = float(np.sum(seen["bytes"]))
+        made.call_s = scheduler.statistics.call_s
+        made.decisions = [decision.to_json() for decision in scheduler.chronicle.decisions]
+        if all(one.task == one.server for one in coming):
+            drawn = [[one.prompt for one in coming if one.server == n] for n in range(len(self._stage.tasks))]
+            made.expected_local = self._stage.expected_local(plan, drawn)
+        return made
+
+    def _note(self, line: str, number: int, gap_s: float, answered: Sequence[Answered]) -> LineRun:
+        other = 0
+        for one in answered:
+            if one.text is not None:
+                at = one.coming.task, one.coming.prompt
+                other += self._texts.setdefault(at, one.text) != one.text
+        return LineRun(
+            line=line,
+            number=number,
+            gap_s=gap_s,
+            link=self._link,
+            latencies=[
+                [one.seconds for one in answered if one.coming.server == n and one.text is not None]
+                for n in range(len(self._stage.tasks))
+            ],
+            failed=sum(one.text is None for one in answered),
+            redirected=sum(one.went_to != one.coming.server for one in answered),
+            other_texts=other,
+        )
+
+
+def _simulate(
+    stage: ClusterStage,
+    cluster: Cluster,
+    options: ClusterBenchOptions,
+    line: str,
+    plan: PlacementPlan,
+    gap_s: float,
+    link: float,
+) -> Simulation:
+    """What the simulator says of a line, from the same traces, placement, profile and law of arrivals."""
+    from moetool.simulation.running import Options as SimulationOptions
+    from moetool.simulation.running import World, simulate
+    from moetool.simulation.workload import read_source
+
+    sources = {
+        n: read_source(trace, lambda place: True, decode_tokens=max(1, options.new_tokens - 1))
+        for n, trace in enumerate(stage.served.values())
+    }
+    world = World(
+        spec=stage.spec,
+        cluster=cluster,
+        sources=sources,
+        history=read_demand(stage.planned, cluster),
+        history_sources=sources,
+    )
+    found = simulate(
+        world,
+        line,
+        f"poisson:{gap_s}s",
+        options.requests * len(stage.tasks),
+        SimulationOptions(
+            seed=options.seed,
+            split=1.0,
+            decode_tokens=max(1, options.new_tokens - 1),
+            replan_s=options.interval_s if options.migrate and line not in STATIC else 0.0,
+            seats=4,
+            value_bytes=4,
+            window_s=options.interval_s,
+        ),
+        profile=stage.profile,
+        plan=plan,
+    )
+    return Simulation(
+        line=line, gap_s=gap_s, link=link, mean_s=found.mean_s, by_server=found.mean_by_server, local=found.local
+    )

@@ -1,0 +1,147 @@
+"""What all lines of a cluster bench have in common: prompts, traces, costs, the cluster, and the placements."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from moetool.bench.cluster.options import ALONE, REDIRECTED, ClusterBenchOptions
+from moetool.costing.costs import CostProfile
+from moetool.errors import UsageError
+from moetool.models.spec import locate, read_spec
+from moetool.placement_plan import PlacementPlan
+from moetool.planning.demand import loads
+from moetool.planning.placing import plan_placement
+from moetool.prompts.gather import Prompt, gather
+from moetool.trace.edit import split
+from moetool.trace.reader import Trace
+from moetool.types import Cluster, Gpu, ModelSpec, Server
+
+_PARTS = ("planned", "served")
+_WIRE_BYTES = 4
+"""Of one number of a hidden state between servers, which compute in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterStage:
+    """What runs are made of.
+
+    Attributes:
+        tasks: of each server.
+        texts: the prompts that are served, by server.
+        planned: traces that placements are made from, by the name of the server.
+        served: traces of the prompts that are served.
+        profile: what computing costs here.
+        expert_s: one expert for one token, of the profile unless the options say.
+        even_bytes_s: the rate at which a hidden state takes as long.
+    """
+
+    model: str
+    spec: ModelSpec
+    tasks: tuple[str, ...]
+    texts: tuple[tuple[str, ...], ...]
+    planned: Mapping[str, Trace]
+    served: Mapping[str, Trace]
+    profile: CostProfile
+    expert_s: float
+    even_bytes_s: float
+
+    def cluster(self, options: ClusterBenchOptions, link: float) -> Cluster:
+        """Servers with the memory of the options, and links of so many times the even rate."""
+        return Cluster(
+            servers=tuple(
+                Server(name=task, gpus=(Gpu(memory_bytes=self.slots(share) * self.spec.slot_bytes),))
+                for task, share in zip(self.tasks, options.memory, strict=True)
+            ),
+            link_bytes_s=self.even_bytes_s * link,
+        )
+
+    def slots(self, share: float) -> int:
+        """Experts in a share of the memory that all of them take."""
+        return min(self.spec.total_experts, int(share * self.spec.total_experts))
+
+    def plans(self, cluster: Cluster, lines: Sequence[str], seed: int) -> dict[str, PlacementPlan]:
+        """The placement of each line that has one."""
+        from moetool.planning.placing import Setting
+
+        names = [name for name in lines if name not in (ALONE, REDIRECTED)]
+        return {name: plan_placement(self.planned, cluster, name, {}, setting=Setting(seed=seed))[0] for name in names}
+
+    def expected_local(self, plan: PlacementPlan, drawn: Sequence[Sequence[int]]) -> float:
+        """The share of expert calls that a placement computes at home, of these requests, by their traces.
+
+        Args:
+            drawn: by server the places of the prompts that its requests had.
+        """
+        local = pairs = 0.0
+        for n, trace in enumerate(self.served.values()):
+            numbers = trace.requests["request"].to_pylist()
+            counts = np.bincount(drawn[n], minlength=len(numbers))
+            for number, tokens_LE in loads(trace, set(numbers)):
+                weight = counts[numbers.index(number)]
+                pairs += weight * tokens_LE.sum()
+                local += weight * tokens_LE[plan.placed_GLE[n]].sum()
+        return float(local / pairs) if pairs else 0.0
+
+
+def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work: Path) -> ClusterStage:
+    """Read the prompts, capture them, and measure what computing costs.
+
+    Args:
+        work: a folder for the traces.
+
+    Raises:
+        UsageError: too few prompts, or not one task for each server.
+        As `capture` and `gather`.
+    """
+    from moetool.capture.plan import CaptureOptions
+    from moetool.capture.run import capture
+    from moetool.costing.profile import profile as measure
+
+    if len(tasks) != len(options.memory) or len(set(tasks)) != len(tasks):
+        raise UsageError(
+            f"{len(tasks)} sets of prompts for {len(options.memory)} servers; give each server a set of its own with "
+            f"--data, or as many with --set bench.memory"
+        )
+    spec = read_spec(locate(model))
+    parts: tuple[dict[str, list[Prompt]], ...] = ({}, {})
+    for task in tasks:
+        found = [_cut(prompt, options.prompt_tokens) for prompt in gather([task], max_prompts=options.prompts).prompts]
+        if len(found) < 2:
+            raise UsageError(f"{task} has {len(found)} prompt, expected at least 2: one to plan from, one to serve")
+        for part in (0, 1):
+            parts[part][task] = found[part::2]
+    names = {task: Path(task).stem for task in tasks}
+    every = [
+        replace(prompt, task=f"{part}-{n}")
+        for part, by_task in zip(_PARTS, parts, strict=True)
+        for n, task in enumerate(tasks)
+        for prompt in by_task[task]
+    ]
+    how = CaptureOptions(max_new_tokens=options.new_tokens, batch_size=8, keep=("topk",), threads=1)
+    made = capture(model, every, work / "trace", how)
+    if made.skipped:
+        raise UsageError(
+            f"{made.skipped} prompts do not fit into the context of {model}; cut them with --set "
+            f"bench.prompt_tokens=200"
+        )
+    traces = split(Trace(work / "trace"), work / "parts", by="task")
+    planned, served = ({names[task]: traces[f"{part}-{n}"] for n, task in enumerate(tasks)} for part in _PARTS)
+    profile = measure(model, dtype="float32", seconds=options.profile_s, threads=1, scratch=work)
+    expert_s = options.expert_us * 1e-6 or profile.on("cpu").expert(1)
+    return ClusterStage(
+        model=model,
+        spec=spec,
+        tasks=tuple(names.values()),
+        texts=tuple(tuple(prompt.text for prompt in parts[1][task]) for task in tasks),
+        planned=planned,
+        served=served,
+        profile=profile,
+        expert_s=expert_s,
+        even_bytes_s=spec.hidden_size * _WIRE_BYTES / expert_s,
+    )
+
+
+def _cut(prompt: Prompt, words: int) -> Prompt:
+    return replace(prompt, text=" ".join(prompt.text.split(" ")[-words:])) if words else prompt

@@ -1,0 +1,235 @@
+"""The servers of a cluster bench: those that call each other, and those that are by themselves."""
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from moetool.cluster.deciding import pooled, steps_to
+from moetool.cluster.edge import ClusterOptions, Head, Processes
+from moetool.cluster.experts import CallOptions
+from moetool.cluster.placing import Endpoints, held_by, worker_settings
+from moetool.cluster.scheduler import Options, Scheduler
+from moetool.cluster.worker import build_worker
+from moetool.errors import MoetoolError
+from moetool.models.spec import locate, read_spec
+from moetool.placement_plan import PlacementPlan
+from moetool.policy import MIN_SLOTS
+from moetool.serving.assembly import ServeOptions, build_engine, fixed_bytes
+from moetool.serving.copies import stride_of
+from moetool.serving.server import Server, bind
+from moetool.serving.server_options import ServerOptions
+
+Build = Callable[..., Any]
+
+
+class Threads:
+    """Workers of this process, for `moetool.cluster.edge.Head`: nothing is started anew, and nothing dies."""
+
+    def __init__(self, build: Build, arguments: Sequence[Mapping[str, Any]]) -> None:
+        self._workers: list[Any] = []
+        try:
+            for one in arguments:
+                self._workers.append(build(**one))
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def is_started(self, n: int) -> bool:
+        """All are, from the beginning."""
+        return True
+
+    def call(self, n: int, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> Any:
+        """Call a method of a worker; it takes as long as it takes."""
+        return getattr(self._workers[n], method)(*args, **kwargs)
+
+    def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None:
+        """Raises: MoetoolError."""
+        raise MoetoolError("a worker of this process cannot be started anew")
+
+    def kill(self, n: int) -> None:
+        """Nothing: a thread cannot be ended from outside."""
+
+    def watch_again(self, n: int, on_death: Callable[[int], None]) -> None:
+        """Nothing: it lives as long as this process."""
+
+    def close(self) -> None:
+        """End all."""
+        for worker in self._workers:
+            worker.close()
+
+
+class Alone:
+    """A server by itself: the experts that fit by the policy lru, the rest on its disk.
+
+    Effects: as `moetool.cluster.worker.Worker`.
+    """
+
+    def __init__(self, model: str, slots: int, options: ServeOptions) -> None:
+        path = locate(model)
+        slot_bytes = stride_of(read_spec(path).slot_bytes)
+        memory = sum(fixed_bytes(path, options)) + max(MIN_SLOTS, slots) * slot_bytes
+        self._engine = build_engine(model, options=options, policy="lru", device_memory_bytes=memory)
+        self._engine.start()
+        self._url = ""
+        self._ready = threading.Event()
+        self._server = Server(self._engine, bind("127.0.0.1", 0), on_ready=self._on_ready, options=ServerOptions())
+        self._thread = threading.Thread(target=self._server.serve_forever, name="alone", daemon=True)
+        self._thread.start()
+
+    def url(self) -> str:
+        """Once it serves. Raises: MoetoolError if it does not."""
+        if not self._ready.wait(60.0):
+            raise MoetoolError("a server by itself does not serve")
+        return self._url
+
+    def share_found(self) -> float | None:
+        """Share of the experts that were in memory when they were needed, since the beginning."""
+        rate: float | None = self._engine.stats()["hit_rate"]
+        return rate
+
+    def close(self) -> None:
+        """End."""
+        self._server.interrupt()
+        self._thread.join(10.0)
+        self._engine.close()
+
+    def _on_ready(self, url: str) -> None:
+        self._url = url
+        self._ready.set()
+
+
+def build_alone(model: str, slots: int, options: ServeOptions) -> Alone:
+    """A server by itself in this process; for `moetool.cluster.launch.Workers`."""
+    return Alone(model, slots, options)
+
+
+class Stand:
+    """Edge servers that stay up while placements come and go, each with its own scheduler.
+
+    Args:
+        head: of the servers, started.
+        spare: a placement that every other one can be reached from.
+    """
+
+    def __init__(self, head: Head, spare: PlacementPlan, turn: "_Turn") -> None:
+        self.head, self._spare, self._turn = head, spare, turn
+
+    @property
+    def urls(self) -> list[str]:
+        """Of each server's endpoint."""
+        return [info.url for info in self.head.infos() if info is not None]
+
+    def arrange(self, plan: PlacementPlan) -> None:
+        """Have each server hold what a plan says, without a server or an expert being away for a moment.
+
+        Raises:
+            MoetoolError: there is no way there.
+        """
+        for target in (plan, self._spare, plan):
+            wanted = {n: frozenset(held_by(target, n)) for n in range(len(self.head.names))}
+            held = dict(enumerate(self.head.held()))
+            if held == wanted:
+                if target is plan:
+                    return
+                continue
+            slots = {n: info.slots for n, info in enumerate(self.head.infos()) if info is not None}
+            for step in steps_to(plan.spec, pooled(plan.spec, plan.cluster, slots), held, wanted):
+                if step.kind == "copy":
+                    self.head.adopt(step.server, *step.place, -1)
+                else:
+                    self.head.drop(step.server, *step.place)
+        wanted = {n: frozenset(held_by(plan, n)) for n in range(len(self.head.names))}
+        if dict(enumerate(self.head.held())) != wanted:
+            raise MoetoolError("the servers have no room to go from one placement to the next; give them more memory")
+
+    @contextmanager
+    def watched(self, plan: PlacementPlan, options: Options) -> Iterator[Scheduler]:
+        """A scheduler from now on; when the block ends it has heard everything, and is switched off."""
+        scheduler = Scheduler(plan.spec, plan.cluster, options)
+        self.head.stats()  # what was before is nobody's
+        self._turn.take(scheduler)
+        try:
+            yield scheduler
+        finally:
+            self._turn.take(None)
+            while scheduler.migrating:
+                scheduler.on_tick(self.head)
+            scheduler.report(self.head)
+
+
+class _Turn:
+    """The scheduler whose turn it is."""
+
+    tick_s = 0.02
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._scheduler: Scheduler | None = None
+
+    def take(self, scheduler: Scheduler | None) -> None:
+        """From now on this one; returns when the one before is through."""
+        with self._lock:
+            self._scheduler = scheduler
+
+    def on_tick(self, head: Head) -> None:
+        """Ask the one whose turn it is."""
+        with self._lock:
+            if self._scheduler is not None:
+                self._scheduler.on_tick(head)
+
+
+@contextmanager
+def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, where: str) -> Iterator[Stand]:
+    """The servers of a plan's cluster, which hold what it says, with its links emulated.
+
+    Effects: starts them, and Ray where they are processes; ends both.
+    """
+    options = ClusterOptions(emulate_links=True, ping_s=5.0, hang_s=120.0, call_timeout_s=60.0)
+    settings = worker_settings(
+        model,
+        spare,
+        token=secrets.token_bytes(32),
+        endpoints=Endpoints(),
+        options=serve,
+        limits=ServerOptions(),
+        cluster=options,
+    )
+    settings = [replace(one, calls=CallOptions(timeout_s=60.0, last_resort=False)) for one in settings]
+    names = [server.name for server in spare.cluster.servers]
+    turn = _Turn()
+    processes = open_processes(where, build_worker, [{"settings": one} for one in settings], names)
+    head = Head(processes, settings, names, spare.spec.num_experts_L, options=options, scheduler=turn)
+    try:
+        head.start()
+        yield Stand(head, spare, turn)
+    finally:
+        head.close()
+
+
+@contextmanager
+def open_alone(
+    model: str, slots: Sequence[int], serve: ServeOptions, where: str, names: Sequence[str]
+) -> Iterator[Any]:
+    """Servers by themselves, each with so many slots; gives their `Processes`."""
+    with ExitStack() as undo:
+        arguments = [{"model": model, "slots": count, "options": serve} for count in slots]
+        processes = open_processes(where, build_alone, arguments, names)
+        undo.callback(processes.close)
+        yield processes
+
+
+def open_processes(where: str, build: Build, arguments: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Processes:
+    """Workers in processes of their own (`ray`), or in this one (`threads`)."""
+    if where == "threads":
+        return Threads(build, arguments)
+    from moetool.cluster.launch import Where, Workers
+
+    threads = max(1, (os.cpu_count() or 1) // len(names))
+    return Workers(Where(count=len(names)), build, arguments, names, threads=threads)

@@ -1,0 +1,59 @@
+"""How undecided routing looks at the level of an iteration and of a whole request: FineMoE's Figure 3."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from moetool.bench.claims.stage import ALL, Stage
+from moetool.bench.claims.verdict import CannotTestError, Curve, Found
+from moetool.report.measures import popularity, spread
+from moetool.report.sample import ReportOptions, read_router_entropy, read_routes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is measured.
+
+    Attributes:
+        data: prompt sets; the given trace takes their place.
+        measure: `levels`, bits of the routers' probabilities of an iteration and of a request's mean; `growth`, bits
+            of the experts that so many iterations of a request used together.
+        steps: iterations for `growth`, the nearest that were counted.
+        new_tokens: of each request (0: as the sizes say).
+    """
+
+    data: tuple[str, ...] = ALL
+    measure: Literal["levels", "growth"] = "levels"
+    steps: tuple[int, ...] = (1, 10, 24)
+    new_tokens: int = 0
+
+
+def run(stage: Stage, options: Options) -> Found:
+    """Entropy in bits, mean over layers and requests; another part of the prompts for each seed.
+
+    Source: FineMoE § 2.4 (`moetool.report.measures.spread`, `moetool.report.sample.read_router_entropy`).
+    """
+    values: dict[str, list[float]] = {}
+    curves: dict[str, Curve] = {}
+    traces = []
+    for fold in stage.folds:
+        trace = stage.trace(options.data, new_tokens=options.new_tokens, fold=fold)
+        traces.append(trace)
+        chosen = replace(ReportOptions(), seed=fold)
+        routes = read_routes(trace, chosen)
+        if options.measure == "levels":
+            router = read_router_entropy(trace, routes, chosen)
+            if router is None:
+                raise CannotTestError(f"{trace.path} has no logits")
+            values.setdefault("iteration", []).append(float(np.nanmean(router.token_QL)))
+            values.setdefault("request", []).append(float(np.nanmean(router.request_QL)))
+            continue
+        made = spread(routes, popularity(routes))
+        bits_N = np.nanmean(made.growth_QN, axis=0)
+        for step in options.steps:
+            nearest = min(range(len(made.steps)), key=lambda i: abs(made.steps[i] - step))
+            values.setdefault(f"{step} iterations", []).append(float(bits_N[nearest]))
+        if fold == 0:
+            curves["experts used together"] = tuple(map(float, made.steps)), tuple(bits_N.tolist())
+    return Found(values=values, unit="bits", on=stage.on(traces), curves=curves, axes=("iterations", "bits"))

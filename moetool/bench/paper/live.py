@@ -1,0 +1,83 @@
+"""Cache policies in a live engine on this machine, by the clock: what `moetool bench serve` measures, by rounds."""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from moetool.bench.claims.stage import ALL, MODEL, Stage
+from moetool.bench.claims.verdict import CannotTestError, Found
+from moetool.bench.serve import bench_serve
+from moetool.bench.stage import BenchOptions, Subject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What runs.
+
+    Attributes:
+        data: prompt sets.
+        policies: cache policies.
+        options: of policies, by name.
+        predictor: for those that predict; trained on a trace of other prompts of the same sets.
+        memory: for experts, as a share of all of them.
+        new_tokens: of each request.
+        measure: `latency` of a request, `ttft`, `tpot`, or `booking`, the policy's own share of a later token's time.
+    """
+
+    data: tuple[str, ...] = ALL
+    policies: tuple[str, ...]
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    predictor: str = ""
+    memory: str = "25%"
+    new_tokens: int = 16
+    measure: Literal["latency", "ttft", "tpot", "booking"] = "latency"
+
+
+def run(stage: Stage, options: Options) -> Found:
+    """Time the policies in paired rounds; a value for each round, in place of seeds.
+
+    Effects: sets torch's number of threads to one.
+
+    Raises:
+        CannotTestError: traces were given: what they were made of is not here to run.
+    """
+    if stage.given:
+        raise CannotTestError("a live run takes the model itself, and only traces of one were given")
+    predictor = None
+    if options.predictor:
+        predictor = stage.trained(options.predictor, stage.trace(options.data))
+    key = f"live {options.data} {options.policies} {options.predictor} {options.memory} {stage.sizes.texts}"
+    made = stage.once(
+        f"{key} {options.new_tokens} {options.options}",
+        lambda: bench_serve(
+            Subject(model=MODEL, data=options.data, predictor=predictor, work=stage.folder("bench")),
+            policies=options.policies,
+            budgets=[options.memory],
+            options=BenchOptions(
+                rounds=stage.sizes.rounds,
+                requests=stage.sizes.texts,
+                new_tokens=options.new_tokens,
+                threads=1,
+                offload=False,
+            ),
+            policy_options=options.options,
+        ),
+    )
+    values = {
+        line.policy: [_value(each, options) for each in line.rounds]
+        for line in made.lines
+        if line.rounds and (options.measure != "booking" or line.policy in options.policies)
+    }
+    unit = {"latency": "s", "ttft": "ms", "tpot": "ms", "booking": "%"}[options.measure]
+    on = f"{MODEL} live on {made.machine.cpu}, {stage.sizes.texts} requests of {options.new_tokens} new tokens a round"
+    return Found(values=values, unit=unit, on=on)
+
+
+def _value(found: Mapping[str, Any], options: Options) -> float:
+    prompt_s, later_s = (statistics.fmean(found[phase]["seconds"]) for phase in ("prefill", "decode"))
+    if options.measure == "booking":
+        return float(found["decode"]["booking_s"]) / sum(found["decode"]["seconds"])
+    if options.measure == "latency":
+        return prompt_s + (options.new_tokens - 1) * later_s
+    return 1e3 * (prompt_s if options.measure == "ttft" else later_s)

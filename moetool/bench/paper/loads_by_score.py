@@ -1,0 +1,132 @@
+"""Which of the router's choices have to be loaded, top scores or low: SMoE's Table I, Figures 15 and 17."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from moetool.bench.claims.stage import ALL, Stage
+from moetool.bench.claims.verdict import CannotTestError, Found
+from moetool.bench.paper.policies import Line, look_through, measure
+from moetool.replay import decisions
+from moetool.residency import Step, StepKind
+from moetool.trace.reader import Trace
+from moetool.types import ForwardInfo, GateEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is counted, in decode, one request after the other.
+
+    Attributes:
+        data: prompt sets, mixed; a given trace takes their place.
+        lines: policies by name.
+        memory: for experts, as a share of all of them; of each layer, for a policy that looks ahead through residents.
+        alpha: a chosen expert is low-score below (1 + alpha) times the (k+1)-th highest score.
+        measure: `loads`, the share of the low-score and of the top-score choices that were neither resident nor
+            replaced; `time`, what loading each kind takes of a token on the assumed machine, beside computing;
+            `ahead`, the share of the prefetched experts that the router then gave a top score, and that it chose.
+    """
+
+    data: tuple[str, ...] = ALL
+    lines: Mapping[str, Line]
+    memory: float = 0.375
+    alpha: float = 0.3
+    measure: Literal["loads", "time", "ahead"] = "loads"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Count:
+    """Counts over decode, of low-score (0) and top-score (1) choices.
+
+    Attributes:
+        chosen, loaded: by kind.
+        ahead, ahead_top, ahead_chosen: prefetched experts, and those among them.
+    """
+
+    chosen: list[int] = field(default_factory=lambda: [0, 0])
+    loaded: list[int] = field(default_factory=lambda: [0, 0])
+    ahead: int = 0
+    ahead_top: int = 0
+    ahead_chosen: int = 0
+
+
+def run(stage: Stage, options: Options) -> Found:
+    """Count under every policy; another part of the prompts for each seed.
+
+    Source: SMoE § IV for what is low-score; Table I's "low-score loading" is on-demand loading of those.
+    """
+    values: dict[str, list[float]] = {}
+    traces = []
+    for fold in stage.folds:
+        trace = stage.trace(options.data, fold=fold, resident=options.memory if look_through(options.lines) else 0.0)
+        traces.append(trace)
+        for name, line in options.lines.items():
+            counts = _count(stage, trace, line, options, fold)
+            for label, value in _values(stage, trace, line, options, counts, fold).items():
+                values.setdefault(f"{name}, {label}" if len(options.lines) > 1 else label, []).append(value)
+    on = f"{stage.on(traces)}; decode, replayed, {100 * options.memory:g} % of the experts"
+    return Found(values=values, unit="%", on=on)
+
+
+def _count(stage: Stage, trace: Trace, line: Line, options: Options, fold: int) -> _Count:
+    """Go through the decisions of a replay beside the events that they are about."""
+    trace.require({"logits"}, "telling low scores from top scores")
+    history, later = stage.history(trace)
+    predictor = stage.predictor(line.predictor, history, seed=fold, **line.fit) if line.predictor else None
+    budget = int(options.memory * trace.spec.total_experts) * trace.spec.slot_bytes
+    steps: dict[tuple[int, int], list[Step]] = {}
+    made = decisions(
+        trace, line.policy, budget, options=line.options, requests=later, predictor=predictor, sequential=True
+    )
+    for forward, layer, step in made:
+        if step.kind is not StepKind.COMPUTE:
+            steps.setdefault((forward, layer), []).append(step)
+    counts = _Count()
+    for info, kinds in _decoded(trace, later, options.alpha):
+        for layer, kind_of in enumerate(kinds):
+            for top in kind_of.values():
+                counts.chosen[top] += 1
+            for kind, key, _, _ in steps.get((info.forward_id, layer), ()):
+                target, expert = trace.spec.expert_of(key)
+                if kind is StepKind.PREFETCH:
+                    counts.ahead += 1
+                    counts.ahead_chosen += expert in kinds[target]
+                    counts.ahead_top += kinds[target].get(expert, False)
+                elif expert in kind_of:
+                    counts.loaded[kind_of[expert]] += 1
+    if not sum(counts.chosen):
+        raise CannotTestError(f"{trace.path} has no new tokens in the requests that are measured")
+    return counts
+
+
+def _decoded(
+    trace: Trace, requests: frozenset[int], alpha: float
+) -> Iterator[tuple[ForwardInfo, list[dict[int, bool]]]]:
+    """Of each forward without prompt tokens and each layer the chosen experts, and whether their score is a top one."""
+    for info, events in trace.forwards(sequential=True, columns={"logits"}, requests=requests):
+        if not info.prefill:
+            yield info, [_kinds(event, alpha) for event in events]
+
+
+def _kinds(event: GateEvent, alpha: float) -> dict[int, bool]:
+    assert event.scores_TE is not None, "logits were asked for"
+    (scores_E,), (chosen,) = event.scores_TE, event.experts_TK
+    following = float(sorted(scores_E.tolist(), reverse=True)[len(chosen)])
+    return {expert: float(scores_E[expert]) >= (1 + alpha) * following for expert in chosen}
+
+
+def _values(stage: Stage, trace: Trace, line: Line, options: Options, counts: _Count, fold: int) -> dict[str, float]:
+    if options.measure == "ahead":
+        if not counts.ahead:
+            raise CannotTestError(f"{line.policy} prefetched nothing on {trace.path}")
+        return {"top-score": counts.ahead_top / counts.ahead, "chosen": counts.ahead_chosen / counts.ahead}
+    if options.measure == "loads":
+        return {
+            kind: loaded / max(1, chosen)
+            for kind, loaded, chosen in zip(("low-score", "top-score"), counts.loaded, counts.chosen, strict=True)
+        }
+    measured = measure(stage, trace, line, options.memory, 1, fold)
+    low_s, top_s = (loaded * stage.machine.load_s for loaded in counts.loaded)
+    compute_s = measured.compute_s
+    whole = low_s + top_s + compute_s
+    return {"low-score loading": low_s / whole, "top-score loading": top_s / whole, "computing": compute_s / whole}

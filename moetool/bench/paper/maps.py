@@ -1,0 +1,80 @@
+"""What stored expert maps are worth: likeness, hit rates, sizes. FineMoE's Figures 8, 9, 16(a) and 18."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moetool.bench.claims.stage import ALL, Stage
+from moetool.bench.claims.verdict import CannotTestError, Curve, Found
+from moetool.planning.maps import Likeness, MapReport, plan_maps
+from moetool.trace.reader import Trace
+
+KINDS = ("semantic", "trajectory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is measured.
+
+    Attributes:
+        data: prompt sets; the given trace takes their place.
+        capacities: of the store, in maps.
+        measure: `pearson`, the correlation of likeness and hit rate; `rise`, the mean hit rate of the pairs in the
+            lowest and in the highest fifth of the likeness that has any; `best`, the mean likeness of the best map;
+            `bytes`, megabytes of a store of so many maps, by what those that it holds take.
+    """
+
+    data: tuple[str, ...] = ALL
+    capacities: tuple[int, ...] = (1024,)
+    measure: Literal["pearson", "rise", "best", "bytes"] = "pearson"
+
+
+def run(stage: Stage, options: Options) -> Found:
+    """Make a store of each capacity for each seed, which draws the requests that are held out.
+
+    Source: FineMoE § 4.2.3, § 6.7, § 6.8 (`moetool.planning.maps.plan_maps`).
+    """
+    trace = stage.trace(options.data)
+    values: dict[str, list[float]] = {}
+    curves: dict[str, Curve] = {}
+    for seed in stage.seeds:
+        for capacity in options.capacities:
+            made = _report(stage, trace, capacity, seed)
+            if options.measure == "bytes":
+                values.setdefault(f"{capacity} maps", []).append(made.bytes / made.maps * capacity / 1e6)
+                continue
+            for kind, likeness in zip(KINDS, (made.meaning, made.path), strict=True):
+                if likeness is None:
+                    raise CannotTestError(f"{trace.path} has no embeddings")
+                for name, value in _values(kind, likeness, options.measure).items():
+                    label = f"{name}, {capacity} maps" if len(options.capacities) > 1 else name
+                    values.setdefault(label, []).append(value)
+                if seed == 0 and options.measure in ("pearson", "rise"):
+                    filled = [each for each in likeness.bins if each[3]]
+                    curves[kind] = tuple(each[0] for each in filled), tuple(100 * each[2] for each in filled)
+    unit = {"pearson": "", "rise": "%", "best": "", "bytes": "MB"}[options.measure]
+    return Found(
+        values=values,
+        unit=unit,
+        on=f"{stage.on([trace])}; maps of the training requests, iterations of held-out ones",
+        curves=curves,
+        axes=("likeness, from", "hit rate, %"),
+    )
+
+
+def _report(stage: Stage, trace: Trace, capacity: int, seed: int) -> MapReport:
+    made: MapReport = stage.once(
+        f"maps {trace.path} {capacity} {seed}",
+        lambda: plan_maps(trace.path, stage.folder("maps"), options={"capacity": capacity}, seed=seed),
+    )
+    return made
+
+
+def _values(kind: str, likeness: Likeness, measure: str) -> dict[str, float]:
+    if measure == "best":
+        return {kind: likeness.best}
+    if measure == "pearson":
+        if likeness.pearson is None:
+            raise CannotTestError(f"the {kind} likeness or its hit rate does not vary")
+        return {kind: likeness.pearson}
+    filled = [each[2] for each in likeness.bins if each[3]]
+    return {f"{kind}, least alike": filled[0], f"{kind}, most alike": filled[-1]}

@@ -1,0 +1,74 @@
+"""Requests that arrive at one server under cache policies that begin with nothing: FineMoE's Figure 11."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from moetool.bench.claims.queueing import mean_by_server, serve_in_turn
+from moetool.bench.claims.stage import ALL, Stage, requests_of
+from moetool.bench.claims.verdict import Curve, Found
+from moetool.bench.paper.policies import Line
+from moetool.simulation.arrivals import read_arrivals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is served.
+
+    Attributes:
+        data: prompt sets, mixed; the given trace takes their place.
+        lines: policies by name; none has seen a request before, and predictors are trained on another part of the
+            prompts.
+        memory: for experts, as a share of all of them.
+        busy: share of the time that the server computes under the first policy, which sets the rate of arrivals.
+        arrivals: a file of arrivals in place of a Poisson process; its lengths are not used.
+    """
+
+    data: tuple[str, ...] = ALL
+    lines: Mapping[str, Line]
+    memory: float = 0.25
+    busy: float = 0.7
+    arrivals: str = ""
+
+
+def run(stage: Stage, options: Options) -> Found:
+    """Mean seconds from arrival to the last token, one request at a time, as replayed on the assumed machine.
+
+    Source: FineMoE § 6.3. Deviation: arrivals are Poisson unless a file is given, and requests have their own lengths.
+    """
+    values: dict[str, list[float]] = {}
+    curves: dict[str, Curve] = {}
+    traces = []
+    for fold in stage.folds:
+        trace = stage.trace(options.data, fold=fold)
+        traces.append(trace)
+        requests = frozenset(requests_of(trace))
+        budget = int(options.memory * trace.spec.total_experts) * trace.spec.slot_bytes
+        coming: list[float] = []
+        for name, line in options.lines.items():
+            predictor = None
+            if line.predictor:
+                other = stage.trace(options.data, fold=(fold + 1) % max(2, len(stage.folds)))
+                how = {"seed": fold, "options": line.predictor_options, **line.fit}
+                predictor = stage.predictor(line.predictor, other, **how)
+            row = stage.replayed(
+                trace, line.policy, budget, requests, options={line.policy: line.options}, predictor=predictor
+            )
+            takes = [sum(seconds) for seconds in row.timing.request_s.values()]
+            if not coming:
+                rate = f"poisson:{1e6 * float(np.mean(takes)) / options.busy:.0f}us"
+                rng = np.random.default_rng(fold)
+                coming = [one.at_s for one in read_arrivals(options.arrivals or rate, [0], len(takes), rng)]
+            served = serve_in_turn([(at_s, 0, each) for at_s, each in zip(coming, takes, strict=False)], 1)
+            values.setdefault(name, []).append(mean_by_server(served)[-1])
+            if fold == 0:
+                ends = sorted(seconds for _, seconds in served)
+                curves[name] = tuple(ends), tuple(100 * (place + 1) / len(ends) for place in range(len(ends)))
+    return Found(
+        values=values,
+        unit="s",
+        on=f"{stage.on(traces)}; replayed on the assumed machine, one request at a time",
+        curves=curves,
+        axes=("seconds from arrival", "requests, %"),
+    )

@@ -1,0 +1,69 @@
+"""What the text loses by substituting experts: SMoE's Table IV, with cross-entropy in place of accuracy."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from moetool.bench.claims.stage import ALL, MODEL, Stage
+from moetool.bench.claims.verdict import CannotTestError, Curve, Found
+from moetool.models.spec import locate, read_spec
+from moetool.prompts import gather
+from moetool.serving.alpha import AlphaOptions, plan_alpha
+from moetool.serving.assembly import ServeOptions, fixed_bytes
+
+_ANY_S = 1e6  # seconds a token that every alpha keeps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is fed.
+
+    Attributes:
+        data: prompt sets; their prompts and answers are the text.
+        alphas: besides 0.
+        memory: for experts, as a share of all of them.
+        tokens: of a text.
+        measure: `nats` a token, or `same`, the share of the tokens whose likeliest next token is that of alpha 0.
+    """
+
+    data: tuple[str, ...] = ALL
+    alphas: tuple[float, ...] = (0.35, 0.6)
+    memory: float = 0.375
+    tokens: int = 48
+    measure: Literal["nats", "same"] = "nats"
+
+
+def run(stage: Stage, options: Options) -> Found:
+    """Feed texts token by token at each alpha; other texts for each seed.
+
+    Raises:
+        CannotTestError: traces were given: a text is fed to the model itself.
+    """
+    if stage.given:
+        raise CannotTestError("texts are fed to the model itself, and only traces of one were given")
+    path = locate(MODEL)
+    spec = read_spec(path)
+    serve = ServeOptions(kv_tokens=2048, threads=1)
+    memory = sum(fixed_bytes(path, serve)) + int(options.memory * spec.total_experts) * spec.slot_bytes
+    sets = [gather.load([name]) for name in options.data]
+    texts = [f"{p.text} {p.answer or ''}" for several in zip(*sets, strict=False) for p in several]
+    chosen = AlphaOptions(alphas=options.alphas, tokens=options.tokens, texts=stage.sizes.texts, rounds=1)
+    values: dict[str, list[float]] = {}
+    curves: dict[str, Curve] = {}
+    for seed in stage.seeds:
+        mine = texts[seed :: len(stage.seeds)]
+        make = partial(plan_alpha, MODEL, mine, memory, _ANY_S, serve=serve, options=chosen)
+        _, points = stage.once(f"alphas {options.data} {chosen} {options.memory} {seed}", make)
+        for point in points:
+            value = point.nats if options.measure == "nats" else point.same
+            values.setdefault(f"alpha {point.alpha:g}", []).append(value)
+        if seed == 0:
+            alphas = tuple(point.alpha for point in points)
+            curves["nats a token"] = alphas, tuple(point.nats for point in points)
+    return Found(
+        values=values,
+        unit="nats" if options.measure == "nats" else "%",
+        on=f"{MODEL} live, {stage.sizes.texts} texts of {options.tokens} tokens, {100 * options.memory:g} % of experts",
+        curves=curves,
+        axes=("alpha", "nats a token"),
+    )

@@ -1,0 +1,458 @@
+"""Expert parallelism measured: placement modes, predictors, planners and ways to migrate, on the same batches.
+
+Source: DIRECTOR § VIII, Figures 6, 7, 8, 10 and 11 in miniature. Four ranks on few cores hide imbalance, since whoever
+waits leaves its core to the others; so the time of experts and of links is emulated (`RankOptions`): waited, not
+computed, in proportion to the rows that are really computed and the bytes that are really sent.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moetool import planner
+from moetool.cluster.parallel.control import Control, Facts, Predictor, measured_latency
+from moetool.cluster.parallel.head import Head
+from moetool.cluster.parallel.members import Launcher
+from moetool.cluster.parallel.opening import ParallelOptions, open_head, open_predictors, uniform, with_buffer
+from moetool.cluster.parallel.rank import RankOptions
+from moetool.errors import MoetoolError, UsageError, unknown_name
+from moetool.models.spec import locate, read_spec
+from moetool.placement_plan import PlacementPlan, experts_of
+from moetool.planner import Problem
+from moetool.planning.demand import Demand, held_out, loads, planned_share
+from moetool.prompts import gather
+from moetool.request import Output, SamplingParams
+from moetool.trace.reader import Trace
+from moetool.types import Cluster, Gpu, ModelSpec, Server
+
+QUICK = {"batches": 2, "rounds": 1, "prompts": 6, "seats": 1, "prompt_tokens": 12, "new_tokens": 2, "epochs": 1}
+"""Options of a run that only shows that everything works."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What is measured.
+
+    Attributes:
+        data: prompt sets; each is a task.
+        prompts: of each set; every other one is history.
+        prompt_tokens: prompts are cut after so many.
+        new_tokens: decoded by each request.
+        ranks: GPUs, all of one server.
+        seats: requests of a batch on each.
+        batches: of each run; the first, for which nothing can be foretold, is not counted.
+        tasks: that the requests of one batch are of, drawn anew for each: what is hot changes from batch to batch.
+        room: experts that the GPUs hold, as a multiple of the model's.
+        rounds: every variant runs once in each, in an order that turns.
+        epochs: of the cascade's training.
+        replica: whether to make and measure the 4-bit replica too.
+        expert_token_s: emulated seconds of an expert's row.
+        link_bytes_s: emulated rate of each rank's way out.
+        seed: of batches and planners.
+    """
+
+    data: tuple[str, ...] = ("all",)
+    prompts: int = 24
+    prompt_tokens: int = 48
+    new_tokens: int = 4
+    ranks: int = 4
+    seats: int = 4
+    batches: int = 6
+    tasks: int = 2
+    room: float = 1.5
+    rounds: int = 3
+    epochs: int = 12
+    replica: bool = False
+    expert_token_s: float = 1e-4
+    link_bytes_s: float = 20e6
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"prompts": 4, "prompt_tokens": 2, "new_tokens": 1, "ranks": 2, "seats": 1, "batches": 2, "tasks": 1}
+        for name, value in {**least, "rounds": 1, "epochs": 1, "room": 1.05}.items():
+            if getattr(self, name) < value:
+                raise UsageError(f"bench {name} is {getattr(self, name)}, expected at least {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to run the batches.
+
+    Attributes:
+        name: in tables.
+        placement: as of `Control`.
+        predictors: names of those that it may ask.
+        planner: that places anew.
+        migrate: how experts move.
+        always: whether they move whatever that is expected to cost.
+        figures: of the paper, in which it stands.
+    """
+
+    name: str
+    placement: str
+    predictors: tuple[str, ...] = ()
+    planner: str = "director"
+    migrate: str = "overlap"
+    always: bool = False
+    figures: tuple[int, ...] = (7, 8)
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """A variant in one round; sums and means over the batches but the first.
+
+    Attributes:
+        batch_s: of each batch.
+        latency_s: mean of the requests, from being asked for, all at once, to their last token.
+        hottest: rows on the fullest GPU, summed over steps and layers.
+        rows: of all GPUs.
+        sent_GG: bytes of rows from GPU to GPU.
+        ready_s: that batches waited for experts to be in place.
+        waited_s: that all-to-alls waited for pieces of experts.
+        moved_bytes: of experts.
+        during_exchange: of these, in an all-to-all.
+        asked: how often each predictor decided, and
+        placed: how often the placement changed.
+        predict_s, plan_s: of a decision, mean.
+    """
+
+    batch_s: list[float]
+    latency_s: float
+    hottest: int
+    rows: int
+    sent_GG: list[list[int]]
+    ready_s: float
+    waited_s: float
+    moved_bytes: int
+    during_exchange: int
+    asked: dict[str, int]
+    placed: int
+    predict_s: float
+    plan_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """What was measured: by variant a run of each round; and what `moetool simulate` says of the same."""
+
+    options: BenchOptions
+    variants: list[Variant]
+    runs: dict[str, list[Run]]
+    simulated: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return asdict(self)
+
+
+def variants(replica: bool) -> list[Variant]:
+    """All that is compared."""
+    found = [
+        Variant(name="vanilla", placement="vanilla"),
+        Variant(name="offline", placement="offline", figures=(7, 8, 11)),
+        Variant(name="reactive", placement="reactive"),
+        Variant(name="proactive", placement="proactive", predictors=("cascade",), figures=(7, 8, 10, 11)),
+        Variant(name="oracle", placement="proactive", predictors=("oracle",), figures=(10,)),
+        Variant(name="annealing", placement="proactive", predictors=("cascade",), planner="annealing", figures=(11,)),
+    ]
+    if replica:
+        found += [
+            Variant(name="replica", placement="proactive", predictors=("replica",), figures=(10,)),
+            Variant(name="both", placement="proactive", predictors=("cascade", "replica"), figures=(10,)),
+        ]
+    return [
+        *found,
+        Variant(name="reactive-always", placement="reactive", always=True, figures=()),
+        *_migrations(),
+    ]
+
+
+def _migrations() -> list[Variant]:
+    return [
+        Variant(
+            name=how,
+            placement="proactive",
+            predictors=("cascade",),
+            migrate=how,
+            always=True,
+            figures=(6,),
+        )
+        for how in ("stop", "pipelined", "overlap")
+    ]
+
+
+def bench_parallel(
+    model: str,
+    options: BenchOptions,
+    launcher: Launcher,
+    work: Path,
+    *,
+    only: Sequence[str] = (),
+    simulated: bool = True,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> Bench:
+    """Measure.
+
+    Args:
+        launcher: of the ranks.
+        work: a folder for the trace, the cascade and the replica; what is there from a run of the same options is used.
+        only: names of variants; all without.
+        on_progress: told how many percent are done.
+
+    Raises:
+        UsageError: an unknown variant, or too few prompts.
+    """
+    chosen = [one for one in variants(options.replica) if not only or one.name in only]
+    known = [one.name for one in variants(options.replica)]
+    if unknown := next((name for name in only if name not in known), None):
+        raise unknown_name("variant", unknown, known)
+    spec = read_spec(locate(model))
+    cluster = _cluster(spec, options)
+    subject = _Subject(model, spec, cluster, options, work)
+    needed = {name for one in chosen for name in one.predictors}
+    predictors = subject.predictors(needed)
+    on_progress(10)
+    room = with_buffer(cluster, spec, 0)
+    offline_GLE = subject.offline(room)
+    ranks = RankOptions(
+        seats=options.seats,
+        kv_tokens=options.seats * (options.prompt_tokens + options.new_tokens + 16) + 64,
+        threads=1,
+        expert_token_s=options.expert_token_s,
+        link_bytes_s=options.link_bytes_s,
+        timeout_s=60.0,
+    )
+    head = open_head(model, _plan(spec, cluster, offline_GLE), launcher, ParallelOptions(gather_s=5.0), ranks)
+    bench = Bench(options=options, variants=chosen, runs={one.name: [] for one in chosen})
+    try:
+        head.start()
+        requests = subject.batches(head.tokenizer)
+        on_progress(20)
+        _run(head, requests[: options.ranks * options.seats], options)  # warms up
+        done = 0
+        for number in range(options.rounds):
+            turn = number % len(chosen)
+            for one in [*chosen[turn:], *chosen[:turn]]:
+                control = Control(
+                    one.placement,
+                    spec,
+                    room,
+                    planner_name=one.planner,
+                    predictors=[Predictor(name, predictors[name]) for name in one.predictors],
+                    always=one.always,
+                    seed=options.seed,
+                )
+                start_GLE = uniform(spec, room) if one.placement == "vanilla" else offline_GLE
+                head.use(control, start_GLE, one.migrate)
+                bench.runs[one.name].append(_run(head, requests, options))
+                done += 1
+                on_progress(20 + 75 * done // (len(chosen) * options.rounds))
+    finally:
+        head.close()
+    if simulated:
+        bench.simulated = subject.simulated()
+    return bench
+
+
+def _run(head: Head, requests: Sequence[list[int]], options: BenchOptions) -> Run:
+    """All requests at once, in the order of their batches; nothing else runs."""
+    ended: dict[int, float] = {}
+    failed: list[str] = []
+    over = threading.Event()
+
+    def sink(output: Output) -> None:
+        if output.finish is not None:
+            if output.finish == "error":
+                failed.append(output.error or "")
+            ended[len(ended)] = time.perf_counter()
+            if len(ended) == len(requests):
+                over.set()
+
+    began = time.perf_counter()
+    params = SamplingParams(max_tokens=options.new_tokens, ignore_eos=True)
+    for prompt in requests:
+        head.submit(prompt, params, sink)
+    while not over.wait(1.0):
+        if head.state != "ready":
+            raise MoetoolError(f"the ranks have ended: the engine is {head.state}")
+    head.settle()
+    if failed:
+        raise MoetoolError(f"{len(failed)} requests failed: {failed[0]}")
+    counted = head.batches[1:] or head.batches
+    asked: dict[str, int] = {}
+    for decision in head.decisions:
+        asked[decision.saw] = asked.get(decision.saw, 0) + 1
+    return Run(
+        batch_s=[record.seconds for record in counted],
+        latency_s=float(np.mean([at - began for at in ended.values()])),
+        hottest=sum(record.hottest for record in counted),
+        rows=sum(record.rows for record in counted),
+        sent_GG=np.sum([record.sent_GG for record in counted], axis=0).tolist(),
+        ready_s=sum(record.ready_s for record in counted),
+        waited_s=sum(record.waited_s for record in counted),
+        moved_bytes=sum(record.moved_bytes for record in counted),
+        during_exchange=sum(record.moved_during_exchange for record in counted),
+        asked=asked,
+        placed=sum(decision.made for decision in head.decisions),
+        predict_s=float(np.mean([d.predict_s for d in head.decisions])) if head.decisions else 0.0,
+        plan_s=float(np.mean([d.plan_s for d in head.decisions])) if head.decisions else 0.0,
+    )
+
+
+class _Subject:
+    """The requests, their routes, and what is made of the history."""
+
+    def __init__(self, model: str, spec: ModelSpec, cluster: Cluster, options: BenchOptions, work: Path) -> None:
+        self._model, self._spec, self._cluster, self._options, self._work = model, spec, cluster, options, work
+        found = gather.load(list(options.data))
+        self._prompts: list[gather.Prompt] = []
+        for dataset in dict.fromkeys(prompt.dataset for prompt in found):
+            of = [prompt for prompt in found if prompt.dataset == dataset][: options.prompts]
+            self._prompts += [replace(prompt, input_tokens=options.prompt_tokens) for prompt in of]
+        self._served = held_out(planned_share(0.5))
+        self._trace = self._capture()
+
+    def batches(self, tokenizer: Any) -> list[list[int]]:
+        """The prompts of all batches in order, held out of the history."""
+        rng = np.random.default_rng(self._options.seed)
+        by_task: dict[str, list[list[int]]] = {}
+        for prompt in (prompt for place, prompt in enumerate(self._prompts) if self._served("", place)):
+            ids = tokenizer(prompt.text)["input_ids"][: self._options.prompt_tokens]
+            by_task.setdefault(prompt.dataset, []).append(ids)
+        size = self._options.ranks * self._options.seats
+        chosen: list[list[int]] = []
+        for _ in range(self._options.batches):
+            tasks = rng.choice(sorted(by_task), min(self._options.tasks, len(by_task)), replace=False).tolist()
+            pool = [ids for task in tasks for ids in by_task[task]]
+            picked = rng.choice(len(pool), size, replace=len(pool) < size)
+            chosen += [pool[place] for place in picked]
+        return chosen
+
+    def offline(self, room: Cluster) -> np.ndarray:
+        """DIRECTOR's placement for the history."""
+        uses = planned_share(0.5)
+        past = [request for place, request in enumerate(self._numbers()) if uses("", place)]
+        tokens_GLE = np.zeros((len(room.gpus), self._spec.num_layers, self._spec.num_experts))
+        gpu = {request: place % len(room.gpus) for place, request in enumerate(past)}
+        for request, tokens_LE in loads(self._trace, set(past)):
+            tokens_GLE[gpu[request]] += tokens_LE
+        demand = Demand(spec=self._spec, cluster=room, tokens_GLE=tokens_GLE)
+        facts = Facts(row_s=self._options.expert_token_s, link_bytes_s=self._options.link_bytes_s, move_bytes_s=1.0)
+        latency = measured_latency(room, self._spec, facts)
+        problem = Problem(demand=demand, latency=latency, seed=self._options.seed)
+        return planner.place("director", problem, {"kicks": 0, "relaxation": 0})
+
+    def predictors(self, names: set[str]) -> Mapping[str, Callable[[Sequence[int], int], np.ndarray]]:
+        """Those that are asked for, trained or made now where they are not there yet."""
+        found: dict[str, Callable[[Sequence[int], int], np.ndarray]] = {}
+        if "oracle" in names:
+            found["oracle"] = self._oracle()
+        for name in names - {"oracle"}:
+            folder = self._work / name
+            if not folder.is_dir():
+                self._make(name, folder)
+            (opened,) = open_predictors([str(folder)], self._spec)
+            found[name] = opened._foretell
+        return found
+
+    def simulated(self) -> dict[str, dict[str, float]]:
+        """What `moetool simulate` says of requests drawn from the same trace, all at once."""
+        from moetool.simulation.costs import AssumedCosts
+        from moetool.simulation.running import Options, read_world, simulate
+
+        o = self._options
+        options = Options(
+            seed=o.seed, prompt_tokens=o.prompt_tokens, decode_tokens=o.new_tokens, seats=o.seats, value_bytes=4
+        )
+        world = read_world({"node": self._trace}, with_buffer(self._cluster, self._spec, 0), options)
+        costs = AssumedCosts(expert_s=0.0, expert_token_s=o.expert_token_s)
+        modes = {
+            "vanilla": "uniform",
+            "offline": "director-offline",
+            "reactive": "director-reactive",
+            "proactive": "director-proactive",
+        }
+        size = o.ranks * o.seats * o.batches
+        told = {}
+        for name, mode in modes.items():
+            rounds = replace(options, admission="rounds")
+            run = simulate(world, mode, "every:1ms", size, rounds, costs=costs)
+            told[name] = {"latency_s": run.mean_s, "sent_bytes": float(run.sent_bytes), "local": run.local}
+        return told
+
+    def _capture(self) -> Trace:
+        from moetool.capture.run import CaptureOptions, capture
+
+        folder = self._work / "trace"
+        if not folder.is_dir():
+            made = CaptureOptions(max_new_tokens=self._options.new_tokens, batch_size=8, keep=("topk",))
+            capture(self._model, self._prompts, folder, made)
+        trace = Trace(folder)
+        if len(trace.requests) != len(self._prompts):
+            raise UsageError(f"{folder} is of other prompts; give another folder with --work, or remove it")
+        return trace
+
+    def _numbers(self) -> list[int]:
+        numbers: list[int] = self._trace.requests["request"].to_pylist()
+        return numbers
+
+    def _make(self, name: str, folder: Path) -> None:
+        if name == "cascade":
+            from moetool.learning.training import train
+
+            train("cascade", self._work / "trace", folder, seed=self._options.seed, max_epochs=self._options.epochs)
+        else:
+            from moetool import plugins
+
+            plugins.load("predictor", "awq_replica").make(self._model, list(self._options.data), folder, {})
+
+    def _oracle(self) -> Callable[[Sequence[int], int], np.ndarray]:
+        """The routes that were recorded, by the prompt's text."""
+        from moetool.models.loading import load_tokenizer
+
+        tokenizer = load_tokenizer(locate(self._model))
+        places = {
+            (row["dataset"], row["prompt_id"]): row["request"]
+            for row in self._trace.requests.select(["dataset", "prompt_id", "request"]).to_pylist()
+        }
+        whole: dict[int, np.ndarray] = {}
+        for request, tokens_LE in loads(self._trace, set(self._numbers())):
+            whole[request] = whole.get(request, 0) + tokens_LE
+        known = {
+            tuple(tokenizer(prompt.text)["input_ids"][: self._options.prompt_tokens]): whole[
+                places[prompt.dataset, prompt.prompt_id]
+            ]
+            for prompt in self._prompts
+        }
+        return lambda prompt, new_tokens: known[tuple(prompt)]
+
+
+def _cluster(spec: ModelSpec, options: BenchOptions) -> Cluster:
+    slots = int(np.ceil(spec.total_experts * options.room / options.ranks))
+    gpu = Gpu(memory_bytes=slots * spec.slot_bytes)
+    server = Server(name="node", gpus=(gpu,) * options.ranks, gpu_link_bytes_s=options.link_bytes_s)
+    return Cluster(servers=(server,), link_bytes_s=options.link_bytes_s)
+
+
+def _plan(spec: ModelSpec, cluster: Cluster, placed_GLE: np.ndarray) -> PlacementPlan:
+    return PlacementPlan(
+        spec=spec,
+        cluster=cluster,
+        planner="director",
+        options={},
+        seed=0,
+        experts_LG=experts_of(placed_GLE),
+        starts="round_robin",
+        costs="emulated",
+        objective="",
+        value=0.0,
+        lower_bound=None,
+        traces=(),
+        profile_sha256=None,
+        planning_s=0.0,
+    )

@@ -1,0 +1,91 @@
+"""The command `moetool bench cluster`."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moetool import durable, tables
+from moetool.config import parse, parse_settings
+from moetool.errors import UsageError, unknown_name
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `moetool bench`."""
+    app.command()(cluster)
+
+
+def cluster(
+    model: Annotated[str, typer.Argument(help="'reference', a folder in Hugging Face format, or a hub name.")],
+    data: Annotated[
+        list[str], typer.Option(help="Prompt sets or files, one a server; arithmetic, ascii_words and narratives.")
+    ] = [],  # noqa: B006 - Typer copies defaults
+    line: Annotated[
+        list[str], typer.Option(help="alone, redirected, or a planner; all of Prism's, if not given. Repeatable.")
+    ] = [],  # noqa: B006
+    mode: Annotated[
+        str, typer.Option(help="edge, or ep: expert parallelism, with vanilla, offline, reactive, ... for --line.")
+    ] = "edge",
+    quick: Annotated[bool, typer.Option("--quick", help="Only to see it run: a few short requests.")] = False,
+    settings: Annotated[
+        list[str],
+        typer.Option("--set", help="bench.rounds, bench.requests, bench.gaps_s, bench.links, ... Repeatable."),
+    ] = [],  # noqa: B006
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the results (JSON) and the figures.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier run left there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Edge servers with a task each under Poisson arrivals, placements and single machines side by side; or ranks."""
+    from moetool.bench.cluster.options import QUICK, ClusterBenchOptions, parse_lines
+
+    values = parse_settings(settings)
+    given = values.pop("bench", {})
+    if values or not isinstance(given, dict):
+        raise UsageError(
+            f"--set {next(iter(values), 'bench')!r} is unknown here, expected bench.NAME, as in bench.rounds=5"
+        )
+    if mode not in _MODES:
+        raise unknown_name("--mode", mode, _MODES)
+    if mode == "ep":
+        from moetool.cli.parallel_bench import bench_parallel
+
+        sets = [name for text in data for name in text.split(",") if name]
+        bench_parallel(
+            model, data=sets, lines=line, quick=quick, values=given, out=out, overwrite=overwrite, as_json=as_json
+        )
+        return
+    options = parse(ClusterBenchOptions, {**(QUICK if quick else {}), **given}, "bench")
+    lines = parse_lines(line)
+    if out is not None:
+        durable.require_absent(out / _RESULTS, overwrite)
+        durable.require_writable(out / _RESULTS)
+    from moetool.bench.cluster.results import print_cluster_bench, save_figures
+    from moetool.bench.cluster.run import bench_cluster
+
+    tasks = [name for text in data for name in text.split(",") if name] or list(_TASKS)
+    with tables.progress(f"benching {model}", 100) as on_progress:
+        made = bench_cluster(
+            model,
+            tasks,
+            lines,
+            options,
+            command=shlex.join(["moetool", *sys.argv[1:]]),
+            on_progress=on_progress,
+        )
+    if out is not None:
+        durable.write_text(out / _RESULTS, json.dumps(made.to_json(), indent=1) + "\n")
+        figures = save_figures(made, out)
+        tables.narrate(f"moetool: {', '.join(str(path) for path in (out / _RESULTS, *figures))}")
+    if as_json:
+        tables.print_json(made.to_json())
+    else:
+        print_cluster_bench(made)
+
+
+_MODES = ("edge", "ep")
+_RESULTS = "cluster.json"
+_TASKS = ("arithmetic", "ascii_words", "narratives")
+"""As Prism's first set-up: three tasks of BIG-bench, here those of the embedded prompts that are most like them."""

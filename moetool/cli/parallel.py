@@ -1,0 +1,74 @@
+"""`moetool serve --cluster … --mode ep`: expert parallelism, one endpoint for all ranks."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moetool import tables
+from moetool.config import parse
+from moetool.errors import UsageError
+
+
+def serve_parallel(
+    model: str,
+    plan_path: Path | None,
+    cluster: str,
+    *,
+    host: str,
+    port: int,
+    api_key: str | None,
+    predictor: Path | None,
+    values: Mapping[str, Any],
+) -> None:
+    """Serve a model on ranks in lockstep until it is interrupted.
+
+    Raises:
+        UsageError: no plan, another number of ranks than the plan has GPUs, or an option that means nothing here.
+    """
+    from moetool.cluster.launch import parse_where
+    from moetool.cluster.parallel.launching import RayRanks
+    from moetool.cluster.parallel.opening import open_head, read_settings
+    from moetool.placement_plan import PlacementPlan
+    from moetool.serving import server
+    from moetool.serving.server_options import ServerOptions
+    from moetool.serving.status_line import status_line
+
+    where = parse_where(cluster)
+    if plan_path is None:
+        raise UsageError("--cluster needs to know where the experts are; give it --plan, from: moetool plan placement")
+    plan = PlacementPlan.load(plan_path)
+    num_ranks = len(plan.cluster.gpus)
+    if where.count not in (None, num_ranks):
+        raise UsageError(
+            f"--cluster {cluster} starts {where.count} ranks, and the plan is for {num_ranks} GPUs; write "
+            f"local:{num_ranks}, or plan for another cluster"
+        )
+    rest = dict(values)
+    allowed = parse(ServerOptions, rest.pop("server", {}), "--set server")
+    if predictor is not None:
+        rest["predictors"] = [str(predictor), *rest.get("predictors", ())]
+        rest.setdefault("placement", "proactive")
+    options, ranks = read_settings(rest)
+    names = [
+        f"{server.name}/{place}" if len(server.gpus) > 1 else server.name
+        for server in plan.cluster.servers
+        for place in range(len(server.gpus))
+    ]
+    launcher = RayRanks(where, names, threads=1 if where.count else 0)
+    sock = server.bind(host, port)
+    head = None
+    try:
+        head = open_head(model, plan, launcher, options, ranks, toward=where.address or "")
+        tables.narrate(f"moetool: starting {num_ranks} ranks")
+        head.start()
+        for name, held in zip(names, head.stats()["experts_held"], strict=True):
+            tables.narrate(f"moetool: rank {name} holds {held} of {plan.spec.total_experts} experts")
+        url = f"moetool: placement {options.placement}, {ranks.seats} requests of a batch on each rank; serving on"
+        with status_line(head):
+            server.run(
+                head, sock, on_ready=lambda at: tables.narrate(f"{url} {at}/v1"), options=allowed, api_key=api_key
+            )
+    finally:
+        sock.close()
+        if head is not None:
+            head.close()

@@ -1,0 +1,65 @@
+"""`moetool bench cluster --mode ep`: DIRECTOR's comparisons on ranks of this machine."""
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moetool import durable, tables
+from moetool.config import parse
+from moetool.errors import UsageError
+
+_RESULTS = "cluster-ep.json"
+
+
+def bench_parallel(
+    model: str,
+    *,
+    data: Sequence[str] = (),
+    lines: Sequence[str] = (),
+    quick: bool = False,
+    values: Mapping[str, Any],
+    out: Path | None = None,
+    overwrite: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Measure, print, and write results and figures into `out`.
+
+    Args:
+        data: prompt sets; all that are embedded without.
+        lines: names of `moetool.bench.parallel.variants`; all without.
+        quick: small, to see that it works.
+        values: of `BenchOptions` by name, and `work`: a folder that keeps the trace and the predictors.
+
+    Raises:
+        UsageError: an unknown option or variant, or Ray is not installed.
+    """
+    from moetool.bench.parallel import QUICK, BenchOptions
+    from moetool.bench.parallel import bench_parallel as run
+    from moetool.bench.parallel_results import draw, print_parallel_bench
+    from moetool.cluster.launch import Where
+    from moetool.cluster.parallel.launching import RayRanks
+
+    given = {**(QUICK if quick else {}), **values, **({"data": list(data)} if data else {})}
+    work = given.pop("work", None)
+    options = parse(BenchOptions, given, "bench")
+    if out is not None:
+        durable.require_absent(out / _RESULTS, overwrite)
+        durable.require_writable(out / _RESULTS)
+    launcher = RayRanks(Where(count=options.ranks), [f"rank {n}" for n in range(options.ranks)], threads=1)
+    with tempfile.TemporaryDirectory() as scratch, tables.progress(f"benching {model}", 100) as on_progress:
+        folder = Path(scratch if work is None else str(work))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot make the folder {folder}: {error.strerror}") from None
+        bench = run(model, options, launcher, folder, only=lines, on_progress=on_progress)
+    if out is not None:
+        durable.write_text(out / _RESULTS, json.dumps(bench.to_json(), indent=1) + "\n")
+        figures = draw(bench, out)
+        tables.narrate(f"moetool: {', '.join(str(path) for path in (out / _RESULTS, *figures))}")
+    if as_json:
+        tables.print_json(bench.to_json())
+    else:
+        print_parallel_bench(bench)

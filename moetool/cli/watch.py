@@ -1,0 +1,59 @@
+"""What goes with `moetool serve --cluster --mode edge`: the scheduler, and the page about what it sees."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from moetool.config import parse
+
+if TYPE_CHECKING:
+    from moetool.cluster.worker import WorkerSettings
+    from moetool.placement_plan import PlacementPlan
+
+
+class Watch:
+    """The scheduler of a cluster and its page.
+
+    Args:
+        values: of `--set`; those of `scheduler` and `dashboard` are taken out.
+        narrate: told what a person should know.
+
+    Effects: `open` serves the page; `close` ends it and keeps the scheduler's state.
+
+    Raises:
+        UsageError: an unknown or wrong option.
+        MismatchError: the scheduler's state is of another model or cluster.
+    """
+
+    def __init__(self, values: dict[str, Any], plan: "PlacementPlan", narrate: Callable[[str], object]) -> None:
+        from moetool.cluster import dashboard
+        from moetool.cluster.scheduler import Options, Scheduler
+
+        options = parse(Options, values.pop("scheduler", {}), "--set scheduler")
+        self._page_options = parse(dashboard.Options, values.pop("dashboard", {}), "--set dashboard")
+        self._narrate = narrate
+        self._page: dashboard.Dashboard | None = None
+        self.scheduler = Scheduler(plan.spec, plan.cluster, options, narrate=narrate)
+
+    def begin_with(self, settings: "list[WorkerSettings]") -> "list[WorkerSettings]":
+        """Workers' settings with what they held when the state was kept, if it was, in place of the plan's."""
+        held = self.scheduler.in_force
+        if held is None or any(len(places) > one.capacity for places, one in zip(held, settings, strict=True)):
+            return settings
+        self._narrate(f"going on from {self.scheduler.options.state}: its placement takes the place of the plan's")
+        return [replace(one, held=tuple(sorted(places))) for one, places in zip(settings, held, strict=True)]
+
+    def open(self) -> None:
+        """Serve the page, unless it is switched off. Raises: UsageError if the port is taken."""
+        from moetool.cluster.dashboard import Dashboard
+
+        if self._page_options.port >= 0:
+            host, port = self._page_options.host, self._page_options.port
+            self._page = Dashboard(self.scheduler.snapshot, host, port)
+            self._narrate(f"the cluster is to be seen on {self._page.url}")
+
+    def close(self) -> None:
+        """End the page, and keep the state."""
+        if self._page is not None:
+            self._page.close()
+        self.scheduler.save()

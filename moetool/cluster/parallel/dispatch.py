@@ -1,0 +1,275 @@
+"""An MoE layer over the ranks: rows to whoever has their expert, products there, and back for the sum at home."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from moetool.cluster.parallel.group import Group, GroupBroken
+from moetool.cluster.parallel.routing import destinations
+from moetool.cluster.parallel.shelf import Shelf
+from moetool.cluster.parallel.windows import Link, Windows
+from moetool.errors import MoetoolError, first_line
+from moetool.fleet import Pool
+from moetool.models.loading import LoadedModel
+from moetool.models.spec import MoeLayer
+from moetool.serving.experts import ExpertRuntime
+from moetool.serving.store import ExpertStore
+from moetool.types import GateEvent
+
+_FORGET = 0.5
+"""How much of a foretold phase is the last one of its kind, and not those before."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What a rank counts over a batch.
+
+    Attributes:
+        steps: in lockstep with the others, its own work or not.
+        rows_SL: rows of experts computed here, by step and layer, whoever they were of.
+        tokens_LE: uses of experts by its own tokens.
+        sent: bytes of rows sent to each GPU of the cluster, both ways of the all-to-all.
+        expert_s: seconds of computing experts.
+        dense_s: seconds of computing everything else.
+        exchange_s: seconds in all-to-alls, waiting for slower ranks included.
+    """
+
+    tokens_LE: np.ndarray
+    sent: list[int]
+    steps: int = 0
+    rows_SL: list[list[int]] = field(default_factory=list)
+    expert_s: float = 0.0
+    dense_s: float = 0.0
+    exchange_s: float = 0.0
+
+
+class ParallelRuntime(ExpertRuntime):
+    """Computes a model's MoE layers together with other ranks.
+
+    All ranks go through the layers in lockstep, each with the tokens of its own batch; one that has none takes part
+    with no rows (`sit_out`). A layer takes an all-to-all of counts, one of rows with uneven splits, and one back.
+
+    Rows of one rank and one expert form one product, wherever it is computed, and the weighted sum is taken at home in
+    the order of the token's top-k, both as in `ExpertRuntime`: so for one composition of a rank's batch the result is
+    the same to the bit as that of a single machine, under every placement and while experts move.
+
+    Args:
+        residency, store: as of `ExpertRuntime`; no expert goes through them, since held ones lie on the shelf.
+        shelf: the experts held here.
+        gpu: this rank's number in the cluster.
+        server_G: the server of each GPU.
+        windows: told of compute phases and all-to-alls.
+        link: emulates the rank's way out.
+        expert_token_s: emulates an expert's computing: seconds a row, slept and not computed.
+
+    Attributes:
+        group: of the generation that runs; None between generations.
+        placed_GLE: the placement in force.
+        tally: since `count_anew`.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        residency: Pool,
+        store: ExpertStore,
+        shelf: Shelf,
+        *,
+        gpu: int,
+        server_G: Sequence[int],
+        windows: Windows,
+        link: Link,
+        expert_token_s: float = 0.0,
+    ) -> None:
+        super().__init__(loaded, residency, store)
+        self.shelf, self.windows = shelf, windows
+        self._spec, self._layers = loaded.spec, loaded.layers
+        self._gpu, self._server_G, self._link = gpu, tuple(server_G), link
+        self._expert_token_s = expert_token_s
+        self._width = int(loaded.model.config.get_text_config().hidden_size)
+        self._dtype = next(iter(loaded.model.parameters())).dtype
+        self._device = loaded.device
+        self._next = 0
+        self._members: list[int] = []
+        self._to_LE: np.ndarray | None = None
+        self._row_s = expert_token_s
+        self._dense_before_s: dict[int, float] = {}
+        self._began = time.perf_counter()
+        self.group: Group | None = None
+        self.placed_GLE: np.ndarray
+        self.tally: Tally
+        self.count_anew()
+
+    def join(self, group: Group, members: Sequence[int], placed_GLE: np.ndarray) -> None:
+        """Work in a new generation.
+
+        Args:
+            members: the GPU of each of the group's ranks.
+        """
+        self.group, self._members, self._next = group, list(members), 0
+        self.place(placed_GLE)
+
+    def place(self, placed_GLE: np.ndarray) -> None:
+        """Compute by another placement from the next step on; every rank must do so before the same step."""
+        self.placed_GLE = placed_GLE
+        self._to_LE = destinations(placed_GLE, self._server_G)[self._gpu]
+
+    def count_anew(self) -> Tally:
+        """Begin a new tally; gives the old one."""
+        old = getattr(self, "tally", None)
+        shape = (self._spec.num_layers, self._spec.num_experts)
+        self.tally = Tally(tokens_LE=np.zeros(shape, np.int64), sent=[0] * len(self._server_G))
+        return old or self.tally
+
+    def begin_step(self) -> None:
+        """A step of all ranks begins."""
+        self._next = 0
+        self._began = time.perf_counter()
+        self.tally.steps += 1
+        self.tally.rows_SL.append([0] * self._spec.num_layers)
+        self.windows.open(self._dense_before_s.get(0, 0.0))
+
+    def end_step(self) -> None:
+        """Take part in the layers that this rank has nothing for, or where its forward failed.
+
+        Raises:
+            GroupBroken: a rank is gone.
+        """
+        while self._next < self._spec.num_layers:
+            self._exchange(self._layers[self._next], {}, {})
+
+    def _compute(
+        self,
+        layer: MoeLayer,
+        event: GateEvent,
+        rows_of: Mapping[int, torch.Tensor],
+        inputs: Callable[[int, torch.Tensor], torch.Tensor],
+        put: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        if layer.index != self._next:
+            raise RuntimeError(f"MoE layer {layer.index} in place of {self._next}: ranks are in lockstep")
+        self.uses_L[layer.index] += len(event.needed)
+        parts = {expert: inputs(expert, rows) for expert, rows in rows_of.items()}
+        identical = [expert for expert in parts if expert >= layer.form.num_experts]
+        for expert in identical:
+            put(expert, parts.pop(expert))
+        outputs = self._exchange(layer, parts, rows_of)
+        for expert, output in outputs.items():
+            put(expert, output if layer.form.finish is None else layer.form.finish(output))
+
+    def _exchange(
+        self, layer: MoeLayer, parts: dict[int, torch.Tensor], rows_of: Mapping[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Each expert's output for this rank's rows of it; and the other ranks' rows are computed."""
+        group, tally = self.group, self.tally
+        assert group is not None and self._to_LE is not None, "no generation runs"
+        try:
+            index = layer.index
+            counts_RE = torch.zeros(group.size, self._spec.num_experts, dtype=torch.int64)
+            rank_of = {gpu: rank for rank, gpu in enumerate(self._members)}
+            order = sorted((rank_of[int(self._to_LE[index, expert])], expert) for expert in parts)
+            for rank, expert in order:
+                counts_RE[rank, expert] = len(parts[expert])
+                tally.tokens_LE[index, expert] += len(parts[expert])
+            rows_XD = torch.cat([parts[expert] for _, expert in order]) if order else self._no_rows()
+            send_R = counts_RE.sum(dim=1).tolist()
+            self._note_dense(index)
+
+            self._begin_exchange()
+            theirs_RE = group.counts(counts_RE)
+            receive_R = theirs_RE.sum(dim=1).tolist()
+            self._leave(send_R, rows_XD)
+            got_YD = group.exchange(rows_XD, send_R, receive_R)
+            self._end_exchange(len(got_YD) * self._row_s)
+
+            products_YD = self._compute_held(layer, got_YD, theirs_RE)
+
+            self._begin_exchange()
+            self._leave(receive_R, products_YD)
+            back_XD = group.exchange(products_YD, receive_R, send_R)
+            self._end_exchange(self._dense_before_s.get((index + 1) % self._spec.num_layers, 0.0))
+        except GroupBroken:
+            raise
+        except Exception as error:  # the others wait for rows that will not come: none of this generation goes on
+            group.broken = group.broken or error
+            group.abort()
+            raise GroupBroken(f"GPU {self._gpu} cannot compute its part ({first_line(error)})") from error
+        self._next = index + 1
+        self._began = time.perf_counter()
+        lengths = [len(parts[expert]) for _, expert in order]
+        return dict(zip([expert for _, expert in order], back_XD.split(lengths), strict=True)) if order else {}
+
+    def _compute_held(self, layer: MoeLayer, got_YD: torch.Tensor, theirs_RE: torch.Tensor) -> torch.Tensor:
+        """The products of the rows that came, laid out as they came: by rank, then by expert."""
+        began = time.perf_counter()
+        rows = len(got_YD)
+        form = replace(layer.form, finish=None)
+        places: dict[int, list[tuple[int, int]]] = {}
+        start = 0
+        for rank, expert in torch.nonzero(theirs_RE).tolist():
+            end = start + int(theirs_RE[rank, expert])
+            places.setdefault(expert, []).append((start, end))
+            start = end
+        out_YD = torch.empty_like(got_YD)
+        for expert, spans in places.items():
+            key = self._spec.expert_key(layer.index, expert)
+            if key not in self.shelf:
+                raise MoetoolError(f"expert {expert} of MoE layer {layer.index} is not on GPU {self._gpu}")
+            weights = self.shelf.weights(key)
+            for start, end in spans:  # a product for each source; fresh memory, aligned as it is at home
+                out_YD[start:end] = form.compute(got_YD[start:end].clone(), weights)
+        if self._expert_token_s and rows:
+            time.sleep(max(0.0, rows * self._expert_token_s - (time.perf_counter() - began)))
+        if out_YD.is_cuda:
+            torch.cuda.current_stream(out_YD.device).synchronize()
+        taken_s = time.perf_counter() - began
+        self.tally.expert_s += taken_s
+        self.tally.rows_SL[-1][layer.index] += rows
+        if rows:
+            self._row_s += _FORGET * (taken_s / rows - self._row_s)
+        return out_YD
+
+    def _no_rows(self) -> torch.Tensor:
+        return torch.empty(0, self._width, dtype=self._dtype, device=self._device)
+
+    def _note_dense(self, index: int) -> None:
+        taken_s = time.perf_counter() - self._began
+        self.tally.dense_s += taken_s
+        before_s = self._dense_before_s.get(index, taken_s)
+        self._dense_before_s[index] = before_s + _FORGET * (taken_s - before_s)
+
+    def _begin_exchange(self) -> None:
+        self.windows.close()
+        self._began = time.perf_counter()
+
+    def _end_exchange(self, next_s: float) -> None:
+        self.tally.exchange_s += time.perf_counter() - self._began
+        self.windows.open(next_s)
+
+    def _leave(self, rows_R: Sequence[int], rows_XD: torch.Tensor) -> None:
+        """Count what leaves this GPU, and take the emulated time of it."""
+        row_bytes = rows_XD.shape[1] * rows_XD.element_size()
+        away = 0
+        for rank, rows in enumerate(rows_R):
+            gpu = self._members[rank]
+            if gpu != self._gpu:
+                self.tally.sent[gpu] += rows * row_bytes
+                away += rows * row_bytes
+        self._link.send(away)
+
+
+def tally_to_json(tally: Tally) -> dict[str, Any]:
+    """A tally as a JSON object; `tokens_LE` as lists."""
+    return {
+        "steps": tally.steps,
+        "rows_SL": tally.rows_SL,
+        "tokens_LE": tally.tokens_LE.tolist(),
+        "sent": tally.sent,
+        "expert_s": tally.expert_s,
+        "dense_s": tally.dense_s,
+        "exchange_s": tally.exchange_s,
+    }

@@ -1,0 +1,56 @@
+"""Ranks as processes: through Ray, on this machine or on several."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from moetool.cluster.launch import Where, Workers
+from moetool.cluster.parallel.rank import build_rank
+
+
+class RayRanks:
+    """The head's `Launcher` over `moetool.cluster.launch.Workers`.
+
+    Args:
+        where: as of `Workers`.
+        names: of the ranks.
+        threads: of arithmetic, for each rank's libraries.
+        timeout_s: to build a rank.
+    """
+
+    def __init__(self, where: Where, names: Sequence[str], *, threads: int = 0, timeout_s: float = 180.0) -> None:
+        self._where, self._names, self._threads, self._timeout_s = where, names, threads, timeout_s
+        self._workers: Workers | None = None
+        self._on_death: Callable[[int], None] = lambda gpu: None
+        self._lock = threading.Lock()
+
+    def launch(self, arguments: Sequence[Mapping[str, Any]], on_death: Callable[[int], None]) -> None:
+        """Start all and wait until each is built. Raises: as `Workers`, and what building raised."""
+        self._on_death = on_death
+        self._workers = Workers(self._where, build_rank, arguments, self._names, threads=self._threads)
+        self._workers.call_all("ready", timeout_s=self._timeout_s)
+        self._workers.watch(on_death)
+
+    def restart(self, gpu: int) -> None:
+        """A new process in place of one that has ended."""
+        with self._lock:
+            if self._workers is not None:
+                self._workers.restart(gpu)
+                self._workers.watch_again(gpu, self._on_death)
+
+    def kill(self, gpu: int) -> None:
+        """End a process at once."""
+        if self._workers is not None:
+            self._workers.kill(gpu)
+
+    def pid(self, gpu: int) -> int:
+        """A rank's process, on its own machine."""
+        assert self._workers is not None
+        return self._workers.pid(gpu)
+
+    def close(self) -> None:
+        """End all."""
+        with self._lock:
+            workers, self._workers = self._workers, None
+        if workers is not None:
+            workers.close()

@@ -1,0 +1,185 @@
+"""Which ranks are there, and how those that are form the next generation."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from moetool.cluster.parallel.channel import Channel, Closed
+
+_ALIVE_S = 2.0
+"""A rank that does not answer for so long when a new generation is called is ended."""
+_FORM_S = 60.0
+"""And one that then does not join for so long: it may have experts to read."""
+
+
+class Launcher(Protocol):
+    """Who starts the ranks' processes."""
+
+    def launch(self, arguments: Sequence[Mapping[str, Any]], on_death: Callable[[int], None]) -> None:
+        """Start all ranks, each with its arguments of `build_rank`.
+
+        Args:
+            on_death: may be called when a rank has ended, from any thread; its connection mostly says so first.
+
+        Raises:
+            MoetoolError: one cannot be built.
+        """
+
+    def restart(self, gpu: int) -> None:
+        """A new process for a rank whose old one has ended."""
+
+    def kill(self, gpu: int) -> None:
+        """End a rank's process at once."""
+
+    def close(self) -> None:
+        """End all."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A rank that has said hello.
+
+    Attributes:
+        channel: to it.
+        peer: where it gives experts to others.
+        alive, holds, formed: the newest generation that it was heard of in, that it holds its experts for, and that
+            it has joined.
+    """
+
+    channel: Channel
+    peer: tuple[str, int]
+    alive: int = 0
+    holds: int = 0
+    formed: int = 0
+
+
+class Members:
+    """The ranks of a head; belongs to the head's thread.
+
+    A generation is called by an order (`call`) to all that are there. Each says that it is alive, at once; that it
+    holds the experts that it is to hold; and, when all do and are told to join, that it has. Whoever is silent is
+    ended. A rank that is gone is started again, and waits for the next call.
+
+    Args:
+        post: puts an event into the head's queue.
+
+    Attributes:
+        ranks: those that are there, by GPU.
+        members: those of the present generation.
+        generation: its number.
+        whole: whether all of them have joined it.
+        joined: when each generation was whole.
+    """
+
+    def __init__(self, num_gpus: int, launcher: Launcher, post: Callable[[str, Any], None]) -> None:
+        self.ranks: dict[int, _Rank] = {}
+        self.members: list[int] = []
+        self.generation = 0
+        self.whole = False
+        self.joined: dict[int, float] = {}
+        self._num_gpus, self._launcher, self._post = num_gpus, launcher, post
+        self._coming_back: set[int] = set()
+        self._called = 0.0
+        self._deadline: float | None = None
+
+    @property
+    def there(self) -> list[int]:
+        """The ranks that are there, in this generation or not yet."""
+        return sorted(self.ranks)
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody is there and nobody is being started again."""
+        return not self.ranks and not self._coming_back
+
+    def greet(self, gpu: int, channel: Channel, peer: Sequence[Any]) -> None:
+        """A rank has said hello."""
+        self._coming_back.discard(gpu)
+        self.ranks[gpu] = _Rank(channel, (peer[0], peer[1]))
+
+    def knows(self, gpu: int | None, channel: Channel) -> bool:
+        """Whether this is the connection of a rank that is there."""
+        return gpu in self.ranks and self.ranks[gpu].channel is channel
+
+    def lose(self, gpu: int) -> bool:
+        """A rank is gone; it is started again. Whether it was a member."""
+        del self.ranks[gpu]
+        self._coming_back.add(gpu)
+        threading.Thread(target=self._restart, args=(gpu,), name=f"restart-{gpu}", daemon=True).start()
+        return gpu in self.members
+
+    def died(self, gpu: int) -> None:
+        """A process has ended, perhaps before it has said hello."""
+        if gpu in self.ranks:
+            self.ranks[gpu].channel.close()
+        self._coming_back.discard(gpu)
+
+    def call(self, order: Mapping[str, Any]) -> None:
+        """Have all that are there form the next generation.
+
+        Args:
+            order: what else they are told: the placement and its version.
+        """
+        self.members, self.whole, self._deadline = self.there, False, None
+        if not self.members:
+            return
+        self.generation += 1
+        self._called = time.monotonic()
+        self._deadline = self._called + _ALIVE_S
+        peers = [list(self.ranks[g].peer) if g in self.ranks else None for g in range(self._num_gpus)]
+        self.tell({**order, "kind": "form", "members": self.members, "peers": peers})
+
+    def heard(self, gpu: int, kind: str, generation: int) -> bool:
+        """A member has said how far it is. Whether the generation is whole now."""
+        rank = self.ranks[gpu]
+        setattr(rank, kind, generation)
+        if generation != self.generation or kind == "alive":
+            return False
+        if not all(g in self.ranks and getattr(self.ranks[g], kind) == generation for g in self.members):
+            return False
+        if kind == "holds":
+            self.tell({"kind": "join"})
+            return False
+        self.whole, self._deadline = True, None
+        self.joined[generation] = time.monotonic()
+        return True
+
+    def end_silent(self) -> None:
+        """End ranks that do not answer, or do not join in time; their connections then say that they are gone."""
+        now = time.monotonic()
+        if self._deadline is None or now < self._deadline:
+            return
+        ranks = {gpu: self.ranks[gpu] for gpu in self.members if gpu in self.ranks}
+        silent = [gpu for gpu, rank in ranks.items() if rank.alive < self.generation]
+        if not silent and now - self._called > _FORM_S:
+            silent = [gpu for gpu, rank in ranks.items() if rank.formed < self.generation]
+        self._deadline = now + _FORM_S
+        for gpu in silent:
+            with contextlib.suppress(Exception):
+                self._launcher.kill(gpu)
+            ranks[gpu].channel.close()
+
+    def send(self, gpu: int, message: Mapping[str, Any]) -> None:
+        """To one rank, if it is there; the generation's number goes with it."""
+        if gpu in self.ranks:
+            with contextlib.suppress(Closed):  # its thread says so
+                self.ranks[gpu].channel.send({"generation": self.generation, **message})
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """To all members."""
+        for gpu in self.members:
+            self.send(gpu, message)
+
+    def dismiss(self) -> None:
+        """Have all that are there end."""
+        for gpu in self.there:
+            self.send(gpu, {"kind": "stop"})
+
+    def _restart(self, gpu: int) -> None:
+        try:
+            self._launcher.restart(gpu)
+        except Exception:  # it stays away, and the others go on
+            self._post("died", gpu)

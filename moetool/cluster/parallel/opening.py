@@ -1,0 +1,171 @@
+"""From a placement plan and options to a head: what `moetool serve --mode ep` and the bench start."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moetool import config, planner
+from moetool.cluster.parallel.channel import near_address
+from moetool.cluster.parallel.control import PLACEMENTS, Control, Predictor
+from moetool.cluster.parallel.head import Head
+from moetool.cluster.parallel.members import Launcher
+from moetool.cluster.parallel.rank import RankOptions
+from moetool.costing.latency import unit_latency
+from moetool.errors import UsageError, unknown_name
+from moetool.models.loading import load_tokenizer
+from moetool.models.spec import locate, read_config, read_spec
+from moetool.placement_plan import PlacementPlan
+from moetool.planner import Problem
+from moetool.planning.demand import Demand
+from moetool.predictor import load_predictor
+from moetool.types import Cluster, ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelOptions:
+    """What `--set` sets of expert parallelism, besides `RankOptions`.
+
+    Attributes:
+        placement: `vanilla`: uniform, whatever the plan says; `offline`: the plan, as it is; `reactive`: from the
+            plan, then for the last batch; `proactive`: from the plan, then for the batch that waits.
+        predictors: folders of trained predictors for `proactive`; the cheapest first, such as a cascade and an
+            awq_replica.
+        planner: places anew.
+        planner_options: its options.
+        buffer_experts: of a GPU's room that placements made while serving leave free, for experts that arrive before
+            others are given up (0: half of what the cluster has beyond one copy of each expert, at least 1).
+        always: place anew whether that is expected to pay or not.
+        gather_s: how long a batch that is not full waits for more requests.
+        seed: of planners.
+    """
+
+    placement: str = "offline"
+    predictors: tuple[str, ...] = ()
+    planner: str = "director"
+    planner_options: dict[str, Any] = field(default_factory=dict)
+    buffer_experts: int = 0
+    always: bool = False
+    gather_s: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.placement not in PLACEMENTS:
+            raise unknown_name("--set placement", self.placement, PLACEMENTS)
+        if self.buffer_experts < 0 or self.gather_s < 0:
+            raise UsageError("buffer_experts and gather_s are 0 or more")
+
+
+def read_settings(values: Mapping[str, Any]) -> tuple[ParallelOptions, RankOptions]:
+    """What of `--set` is about the head and what about the ranks. Raises: UsageError for anything else."""
+    left = dict(values)
+    ranks = {f.name: left.pop(f.name) for f in fields(RankOptions) if f.name in left}
+    known = {f.name for f in fields(ParallelOptions)}
+    if stray := next((name for name in left if name not in known), None):
+        raise unknown_name("--set", stray, [*known, *(f.name for f in fields(RankOptions))])
+    return config.parse(ParallelOptions, left, "--set"), config.parse(RankOptions, ranks, "--set")
+
+
+def with_buffer(cluster: Cluster, spec: ModelSpec, buffer_experts: int) -> Cluster:
+    """The cluster as planners may fill it while serving: less than there is by the double buffer.
+
+    Raises:
+        CapacityError: what is left does not hold every expert once.
+    """
+    slots_G = np.minimum(cluster.slots_G(spec.slot_bytes), spec.total_experts)
+    spare = int(slots_G.sum()) - spec.total_experts
+    buffer = buffer_experts or max(1, spare // (2 * len(slots_G)))
+    servers = tuple(
+        replace(
+            server,
+            gpus=tuple(
+                replace(gpu, reserved_bytes=gpu.reserved_bytes + buffer * spec.slot_bytes) for gpu in server.gpus
+            ),
+        )
+        for server in cluster.servers
+    )
+    smaller = replace(cluster, servers=servers)
+    planner.require_room(spec, smaller)
+    return smaller
+
+
+def uniform(spec: ModelSpec, cluster: Cluster) -> np.ndarray:
+    """The placement of DIRECTOR's vanilla baseline."""
+    tokens_GLE = np.zeros((len(cluster.gpus), spec.num_layers, spec.num_experts))
+    tokens_GLE[:] = np.arange(spec.num_experts) < np.array(spec.num_experts_L)[:, None]
+    demand = Demand(spec=spec, cluster=cluster, tokens_GLE=tokens_GLE)
+    return planner.place("uniform", Problem(demand=demand, latency=unit_latency(cluster)))
+
+
+def open_predictors(folders: Sequence[str], spec: ModelSpec) -> list[Predictor]:
+    """Trained predictors that say from a prompt what a request will use.
+
+    Raises:
+        UsageError: there is none, or it says nothing before a request runs.
+        MismatchError: it is of another model.
+    """
+    opened = []
+    for folder in folders:
+        found = load_predictor(Path(folder))
+        spec.require_same(found.spec, "the model", "the predictor")
+        if not found.foretells:
+            raise UsageError(
+                f"{found.name} says nothing of a request before it runs; the queue is foretold by cascade, "
+                f"single_transformer or awq_replica"
+            )
+        opened.append(Predictor(found.name, found.workload))
+    return opened
+
+
+def open_head(
+    model: str,
+    plan: PlacementPlan,
+    launcher: Launcher,
+    options: ParallelOptions,
+    ranks: RankOptions,
+    *,
+    toward: str = "",
+) -> Head:
+    """A head that is not started.
+
+    Args:
+        toward: HOST:PORT of the Ray head that other machines have joined; empty where all is on this machine.
+
+    Raises:
+        UsageError: an unknown planner, or a predictor that does not foretell.
+        MismatchError: plan, predictors and model do not belong together.
+        CapacityError: the cluster has no room for a double buffer.
+    """
+    path = locate(model)
+    spec = read_spec(path)
+    plan.check(spec)
+    planner.find(options.planner)
+    cluster = plan.cluster
+    moves = options.placement in ("reactive", "proactive")
+    room = with_buffer(cluster, spec, options.buffer_experts) if moves else cluster
+    control = Control(
+        options.placement,
+        spec,
+        room,
+        planner_name=options.planner,
+        options=options.planner_options,
+        predictors=open_predictors(options.predictors, spec) if options.placement == "proactive" else (),
+        always=options.always,
+        seed=options.seed,
+    )
+    host, _, port = toward.rpartition(":")
+    return Head(
+        model,
+        spec,
+        cluster,
+        uniform(spec, cluster) if options.placement == "vanilla" else plan.placed_GLE,
+        control,
+        launcher,
+        tokenizer=load_tokenizer(path),
+        vocab_size=int(read_config(path).get_text_config().vocab_size),
+        rank_options=asdict(ranks),
+        host=near_address(host, int(port)) if host else "127.0.0.1",
+        gather_s=options.gather_s,
+    )

@@ -1,0 +1,89 @@
+"""What a batch of all ranks came to."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from moetool.types import Cluster
+
+
+@dataclass(slots=True, kw_only=True)
+class BatchRecord:
+    """A batch that has run.
+
+    Attributes:
+        number: from 0.
+        requests: in it.
+        seconds: from its announcement to its end, as the head saw it.
+        ready_s: of these, waiting for experts to be in place.
+        waited_s: all-to-alls waited for pieces of experts, the longest of the ranks.
+        steps: forwards in lockstep.
+        hottest: rows on the fullest GPU, summed over steps and layers.
+        rows: of all GPUs.
+        sent_GG: bytes of rows from GPU to GPU.
+        moved_bytes: of experts that arrived while it ran, or since the one before it ended.
+        moved_during_exchange: of these, in an all-to-all.
+        version: of the placement at its end.
+        tokens_GLE: uses of experts by each GPU's own tokens.
+        expert_s, dense_s, exchange_s: means over the ranks.
+    """
+
+    number: int
+    requests: int
+    seconds: float
+    ready_s: float
+    waited_s: float
+    steps: int
+    hottest: int
+    rows: int
+    sent_GG: np.ndarray
+    moved_bytes: int
+    moved_during_exchange: int
+    version: int
+    tokens_GLE: np.ndarray
+    expert_s: float
+    dense_s: float
+    exchange_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """All but `tokens_GLE`."""
+        values = {name: value for name, value in asdict(self).items() if name != "tokens_GLE"}
+        return {**values, "sent_GG": self.sent_GG.tolist()}
+
+
+def record_of(
+    number: int, requests: int, seconds: float, done: Mapping[int, Mapping[str, Any]], cluster: Cluster
+) -> BatchRecord:
+    """What the ranks said when the batch had ended, put together.
+
+    Args:
+        done: each rank's message, by GPU.
+    """
+    tallies = {gpu: message["tally"] for gpu, message in done.items()}
+    rows_GSL = np.array([tally["rows_SL"] for tally in tallies.values()], np.int64)
+    num_gpus = len(cluster.gpus)
+    shape = np.array(next(iter(tallies.values()))["tokens_LE"]).shape
+    sent_GG, tokens_GLE = np.zeros((num_gpus, num_gpus), np.int64), np.zeros((num_gpus, *shape), np.int64)
+    for gpu, tally in tallies.items():
+        sent_GG[gpu] = tally["sent"]
+        tokens_GLE[gpu] = tally["tokens_LE"]
+    return BatchRecord(
+        number=number,
+        requests=requests,
+        seconds=seconds,
+        ready_s=max(message["ready_s"] for message in done.values()),
+        waited_s=max(message["waited_s"] for message in done.values()),
+        steps=max(tally["steps"] for tally in tallies.values()),
+        hottest=int(rows_GSL.max(axis=0).sum()) if rows_GSL.size else 0,
+        rows=int(rows_GSL.sum()),
+        sent_GG=sent_GG,
+        moved_bytes=sum(message["moved"]["bytes"] for message in done.values()),
+        moved_during_exchange=sum(message["moved"]["during_exchange"] for message in done.values()),
+        version=max(message["version"] for message in done.values()),
+        tokens_GLE=tokens_GLE,
+        expert_s=float(np.mean([tally["expert_s"] for tally in tallies.values()])),
+        dense_s=float(np.mean([tally["dense_s"] for tally in tallies.values()])),
+        exchange_s=float(np.mean([tally["exchange_s"] for tally in tallies.values()])),
+    )

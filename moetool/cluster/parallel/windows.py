@@ -1,0 +1,110 @@
+"""Compute phases, in which experts may be on the move, and all-to-alls, in which they may not."""
+
+import threading
+import time
+
+
+class Windows:
+    """The compute phases of one rank.
+
+    The rank's own thread opens and closes them; whoever moves experts holds the open one while a piece is on its way,
+    and `close` waits for that. A piece is sized to what is left of the phase as it was foretold.
+
+    Args:
+        strict: whether pieces wait for a phase. Otherwise they go whenever they like: the pipelined migration of
+            DIRECTOR's Figure 6 b.
+
+    Attributes:
+        exchanges: all-to-alls that have begun.
+        exchanging: whether one is under way.
+        waited_s: that `close` waited for pieces.
+
+    Source: DIRECTOR § V-B.
+    """
+
+    def __init__(self, strict: bool = True) -> None:
+        self.strict = strict
+        self.exchanges = 0
+        self.exchanging = False
+        self.waited_s = 0.0
+        self._changed = threading.Condition()
+        self._open = True
+        self._holders = 0
+        self._end = float("inf")
+        self._used = False
+
+    def open(self, seconds: float) -> None:
+        """A compute phase begins that will take about so long."""
+        with self._changed:
+            self.exchanging = False
+            self._open, self._used = True, False
+            self._end = time.perf_counter() + seconds
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """An all-to-all is about to begin; returns once no piece is on its way."""
+        with self._changed:
+            self._open = False
+            if self.strict and self._holders:
+                began = time.perf_counter()
+                while self._holders:
+                    self._changed.wait()
+                self.waited_s += time.perf_counter() - began
+            self.exchanging = True
+            self.exchanges += 1
+
+    def hold(self, timeout_s: float) -> float | None:
+        """Keep the phase open for a piece.
+
+        Returns:
+            Seconds that are left of the phase; 0 for a first piece that has to fit whatever is left; None where no
+            phase came in time or what is left of this one is nothing.
+        """
+        deadline = time.perf_counter() + timeout_s
+        with self._changed:
+            while True:
+                left_s = float("inf") if not self.strict else self._end - time.perf_counter()
+                if not self.strict or (self._open and (left_s > 0 or not self._used)):
+                    self._holders += 1
+                    self._used = True
+                    return max(0.0, left_s)
+                wait_s = deadline - time.perf_counter()
+                if wait_s <= 0 or not self._changed.wait(wait_s):
+                    return None
+
+    def try_hold(self) -> bool:
+        """As `hold` for a piece that another rank asks for now; it has looked at the time."""
+        with self._changed:
+            if self.strict and not self._open:
+                return False
+            self._holders += 1
+            return True
+
+    def release(self) -> None:
+        """The piece is there."""
+        with self._changed:
+            self._holders -= 1
+            self._changed.notify_all()
+
+
+class Link:
+    """One way out that has a rate, for emulation: what is sent queues on it.
+
+    Args:
+        bytes_s: its rate; 0 leaves everything as fast as it is.
+    """
+
+    def __init__(self, bytes_s: float = 0.0) -> None:
+        self.bytes_s = bytes_s
+        self._lock = threading.Lock()
+        self._free = 0.0
+
+    def send(self, num_bytes: int) -> None:
+        """Wait as long as these bytes take, after those that were sent before."""
+        if not self.bytes_s or not num_bytes:
+            return
+        with self._lock:
+            now = time.perf_counter()
+            self._free = max(now, self._free) + num_bytes / self.bytes_s
+            wait_s = self._free - now
+        time.sleep(wait_s)

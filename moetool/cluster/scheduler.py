@@ -1,0 +1,408 @@
+"""The global scheduler: asks the workers what happens, places anew when that pays, and moves experts one by one."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from moetool import durable, planner
+from moetool.cluster.chronicle import Chronicle
+from moetool.cluster.deciding import Decision, Place, Step, pooled, steps_to, think
+from moetool.cluster.launch import WorkerDied
+from moetool.cluster.protocol import Moved, WorkerInfo, WorkerStats
+from moetool.cluster.statistics import Statistics
+from moetool.errors import MismatchError, MoetoolError, UsageError, first_line, unknown_name
+from moetool.types import Cluster, ModelSpec
+
+_SCHEMA_VERSION = 1
+_SAVE_S = 30.0
+_GLANCE_S = 0.2
+_BREATH_S = 0.005
+_DECIDES = ("eq4", "always", "never")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What `--set scheduler.NAME=VALUE` sets.
+
+    Attributes:
+        interval_s: between two decisions.
+        poll_s: between two reports of each worker.
+        planner: that places anew.
+        options: of the planner.
+        decide: `eq4`: migrate if Prism's Eq. 4 says so; `always`; `never`: watch only.
+        horizon_s: how long a placement is taken to last, for Eq. 4 (0: the interval).
+        half_life_s: after so long what was routed and called counts half (0: never).
+        compute_s: how long seconds of computing are averaged.
+        share: of the time that migrating may keep links busy; after each copy as much of a pause follows.
+        seed: of planners that draw.
+        state: file that everything is kept in, so that the next start goes on where this one was (empty: none).
+
+    Raises:
+        UsageError: a value that makes no sense.
+    """
+
+    interval_s: float = 300.0
+    poll_s: float = 5.0
+    planner: str = "prism_exact"
+    options: dict[str, Any] = field(default_factory=dict)
+    decide: str = "eq4"
+    horizon_s: float = 0.0
+    half_life_s: float = 300.0
+    compute_s: float = 30.0
+    share: float = 0.5
+    seed: int = 0
+    state: str = ""
+
+    def __post_init__(self) -> None:
+        planner.find(self.planner)
+        if self.decide not in _DECIDES:
+            raise unknown_name("--set scheduler.decide", self.decide, _DECIDES)
+        for name in ("interval_s", "poll_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UsageError(f"--set scheduler.{name}: found {getattr(self, name)}, expected seconds above 0")
+        for name in ("horizon_s", "half_life_s", "compute_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise UsageError(f"--set scheduler.{name}: found {getattr(self, name)}, expected seconds, 0 or more")
+        if not 0 < self.share <= 1:
+            raise UsageError(f"--set scheduler.share: found {self.share}, expected above 0 and at most 1")
+
+
+class Servers(Protocol):
+    """What is asked of whoever keeps the cluster alive (`moetool.cluster.edge.Head`), by the number of the server."""
+
+    def infos(self) -> Sequence[WorkerInfo | None]:
+        """What each said of itself when it came; None: it is not there just now."""
+        ...
+
+    def held(self) -> Sequence[frozenset[Place]]:
+        """What each holds now."""
+        ...
+
+    def stats(self) -> Sequence[WorkerStats | None]:
+        """What each counted since it was last asked; None: it gave no answer."""
+        ...
+
+    def adopt(self, server: int, layer: int, expert: int, source: int) -> Moved:
+        """Have a server hold an expert from now on, and tell all of it."""
+        ...
+
+    def drop(self, server: int, layer: int, expert: int) -> None:
+        """Tell all that a server holds an expert no longer, then have it drop it; refused if nobody else has it."""
+        ...
+
+
+class Scheduler:
+    """Watches a cluster and keeps its placement good.
+
+    It takes no decision by a clock of its own: `tick` is told the time, does what is due and says when it wants to be
+    called again. What servers hold is what they are known to hold, never what was wished for: a server that dies in
+    the middle of a migration ends it, and the next decision starts from what is there.
+
+    Args:
+        spec: of the model that is served.
+        cluster: the plan's.
+        narrate: told what a person should know.
+        clock: for `on_tick`: seconds since 1970, since they are kept over a restart.
+
+    Attributes:
+        tick_s: how long to wait before the next `on_tick`.
+        in_force: what each server held when the state was kept, for a cluster that ended meanwhile; None: not known,
+            or some expert was held by nobody.
+
+    Raises:
+        MismatchError: the state is of another model or cluster.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        cluster: Cluster,
+        options: Options,
+        *,
+        narrate: Callable[[str], object] = lambda line: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.spec, self.cluster, self.options = spec, cluster, options
+        num_servers = len(cluster.servers)
+        self.statistics = Statistics(spec, num_servers, half_life_s=options.half_life_s, compute_s=options.compute_s)
+        self.chronicle = Chronicle(num_servers, max(options.poll_s, 10.0 if options.interval_s > 60 else 0.0))
+        self.tick_s = 0.0
+        self._state, self._narrate, self._clock = Path(options.state) if options.state else None, narrate, clock
+        self._lock = threading.Lock()
+        self._polled_s = self._decided_s = self._next_move_s = self._saved_s = float("-inf")
+        self._seen_s: dict[int, float] = {}
+        self._steps: list[Step] = []
+        self._target: dict[int, frozenset[Place]] | None = None
+        self._moving: Decision | None = None
+        self._now_s: float | None = None
+        self._resume = False
+        self._servers: Servers | None = None
+        self._shown: dict[str, Any] | None = None
+        self.in_force: list[frozenset[Place]] | None = None
+        if self._state is not None:
+            durable.require_writable(self._state)
+            if self._state.exists():
+                self._restore(self._state)
+
+    @property
+    def migrating(self) -> bool:
+        """Whether experts are on the move."""
+        return self._target is not None
+
+    def on_tick(self, head: Servers) -> None:
+        """`tick`, now."""
+        try:
+            self.tick_s = max(_BREATH_S, self.tick(head, self._clock()))
+        except MoetoolError:
+            self.tick_s = self.options.poll_s
+            raise
+
+    def tick(self, servers: Servers, now_s: float) -> float:
+        """Do what is due; gives the seconds until there is more to do.
+
+        Args:
+            now_s: seconds since 1970.
+        """
+        with self._lock:
+            self._servers, self._now_s = servers, now_s
+            if self._decided_s == float("-inf"):
+                self._decided_s = now_s  # the first decision comes after an interval
+            if now_s - self._polled_s >= self.options.poll_s:
+                self._polled_s = now_s
+                self._poll(servers, now_s)
+                if now_s - self._saved_s >= _SAVE_S:
+                    self._save()
+            if self._resume:
+                self._resume = False
+                self._go_on(servers, now_s)
+            if self.migrating:
+                if now_s >= self._next_move_s:
+                    self._move(servers, now_s)
+            elif self.options.decide != "never" and now_s - self._decided_s >= self.options.interval_s:
+                self._decide(servers, now_s)
+            report_s = self._polled_s + self.options.poll_s
+            act_s = self._next_move_s if self.migrating else self._decided_s + self.options.interval_s
+            if not self.migrating and act_s <= now_s:  # it cannot be decided just now
+                act_s = report_s
+            return max(0.0, min(report_s, act_s) - now_s)
+
+    def report(self, servers: Servers) -> None:
+        """Ask every server now what it counted."""
+        with self._lock:
+            self._servers, self._now_s = servers, self._clock()
+            self._poll(servers, self._now_s)
+
+    def save(self) -> None:
+        """Write the state now."""
+        with self._lock:
+            self._save()
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that a page about the cluster shows, as a JSON object. While an expert moves, as it was before."""
+        if not self._lock.acquire(timeout=_GLANCE_S if self._shown else -1):
+            assert self._shown is not None
+            return self._shown
+        try:
+            num_servers = len(self.cluster.servers)
+            infos = self._servers.infos() if self._servers is not None else [None] * num_servers
+            held = self._servers.held() if self._servers is not None else [frozenset()] * num_servers
+            spec = self.spec
+            self._shown = {
+                "now_s": self._now_s,
+                "model": spec.name,
+                "layers": list(spec.layer_ids_L),
+                "experts": list(spec.num_experts_L),
+                "pairs": sum(spec.top_k_L),
+                "planner": self.options.planner,
+                "decide": self.options.decide,
+                "interval_s": self.options.interval_s,
+                "next_decision_s": None if self._now_s is None else self._decided_s + self.options.interval_s,
+                "horizon_s": self._horizon_s,
+                "call_s": self.statistics.call_s,
+                "expert_s": self.statistics.expert_s,
+                "tokens_s": self.statistics.tokens_s,
+                "since_s": self.statistics.since_s,
+                "moves_left": len(self._steps),
+                "uncovered": spec.total_experts - len(frozenset[Place]().union(*held)),
+                "servers": [
+                    {
+                        "name": server.name,
+                        "serves": info is not None,
+                        "url": None if info is None else info.url,
+                        "slots": None if info is None else info.slots,
+                        "held": sorted(places),
+                    }
+                    for server, info, places in zip(self.cluster.servers, infos, held, strict=True)
+                ],
+                "wanted": [
+                    [round(float(value), 1) for value in tokens_LE.ravel()] for tokens_LE in self.statistics.tokens_NLE
+                ],
+                **self.chronicle.summary(),
+            }
+            return self._shown
+        finally:
+            self._lock.release()
+
+    @property
+    def _horizon_s(self) -> float:
+        return self.options.horizon_s or self.options.interval_s
+
+    def _poll(self, servers: Servers, now_s: float) -> None:
+        for stats in servers.stats():
+            if stats is not None:
+                self._seen_s[stats.server] = now_s
+                self.statistics.add(stats, now_s)
+                self.chronicle.add(stats, now_s)
+
+    def _decide(self, servers: Servers, now_s: float) -> None:
+        slots, held = _there(servers)
+        # One that is being restarted is waited for; one that stays away is planned without.
+        if any(now_s - seen_s < self.options.interval_s for n, seen_s in self._seen_s.items() if n not in slots):
+            return
+        if len(frozenset[Place]().union(*held.values())) < self.spec.total_experts:
+            return
+        self._decided_s = now_s
+        thought = think(
+            self.statistics,
+            self.cluster,
+            held,
+            slots,
+            now_s,
+            name=self.options.planner,
+            options=self.options.options,
+            horizon_s=self._horizon_s,
+            seed=self.options.seed,
+        )
+        decision = thought.decision
+        self.chronicle.decide(decision)
+        if thought.steps and (decision.worth_it or self.options.decide == "always"):
+            decision.made = True
+            decision.outcome = "under way"
+            self._steps, self._target, self._moving = list(thought.steps), dict(thought.target), decision
+            self._next_move_s = now_s
+            self._narrate(
+                f"{decision.copies} experts move: {decision.saved_s:,.1f} s of remote calls saved over "
+                f"{self._horizon_s:g} s, against {decision.cost_s:,.1f} s"
+            )
+        self._save()
+
+    def _move(self, servers: Servers, now_s: float) -> None:
+        """The next step of the migration: a copy, with the drops that come before it."""
+        assert self._moving is not None and self._target is not None
+        pause_s = 0.0
+        while self._steps:
+            slots, held = _there(servers)
+            if gone := sorted(self._target.keys() - slots.keys()):
+                self._end(now_s, f"broken off: server {self.cluster.servers[gone[0]].name} has gone")
+                return
+            step = self._steps.pop(0)
+            try:
+                if step.kind == "copy":
+                    pause_s = self._copy(servers, step, slots, held)
+                    break
+                if step.place in held[step.server]:
+                    servers.drop(step.server, *step.place)
+            except WorkerDied as error:
+                self._end(now_s, f"broken off: {first_line(error)}")
+                return
+            except MoetoolError as error:
+                self._moving.skipped += 1
+                self._narrate(f"expert {step.place[1]} of MoE layer {step.place[0]} is not moved: {first_line(error)}")
+        self._next_move_s = now_s + pause_s
+        if not self._steps:
+            left = f"; {self._moving.skipped} moves skipped" if self._moving.skipped else ""
+            self._end(now_s, f"done{left}")
+
+    def _copy(self, servers: Servers, step: Step, slots: dict[int, int], held: dict[int, frozenset[Place]]) -> float:
+        """Bring an expert to a server and tell all; gives the seconds until the next may move."""
+        assert self._moving is not None
+        server, place = step.server, step.place
+        if place in held[server]:
+            return 0.0
+        if len(held[server]) >= slots[server]:
+            self._moving.skipped += 1  # an earlier drop was not to be: its expert had no other place left
+            return 0.0
+        moved = servers.adopt(server, *place, self._nearest(server, place, held))
+        self.statistics.moved(server, moved)
+        return moved.seconds / self.options.share
+
+    def _nearest(self, server: int, place: Place, held: dict[int, frozenset[Place]]) -> int:
+        """Who sends the expert: over the fastest link, as the plan has them; -1 if nobody else has it."""
+        sources = [n for n, places in held.items() if n != server and place in places]
+        return min(sources, key=lambda n: (-self.cluster.link(n, server)[0], n), default=-1)
+
+    def _end(self, now_s: float, outcome: str) -> None:
+        assert self._moving is not None
+        self._moving.outcome, self._moving.done_s = outcome, now_s
+        self._narrate(f"the migration of experts: {outcome}")
+        self._steps, self._target, self._moving = [], None, None
+        self.statistics.changed(now_s)
+        self._save()
+
+    def _go_on(self, servers: Servers, now_s: float) -> None:
+        """Order anew what is left of a migration that an earlier scheduler began."""
+        assert self._target is not None
+        slots, held = _there(servers)
+        if self._target.keys() <= held.keys():
+            room = {n: max(slots[n], len(held[n]), len(places)) for n, places in self._target.items()}
+            self._steps = steps_to(self.spec, pooled(self.spec, self.cluster, room), held, self._target)
+        self._next_move_s = now_s
+        if not self._steps:
+            self._end(now_s, "broken off when the scheduler was started again")
+
+    def _save(self) -> None:
+        if self._state is None or self._now_s is None:
+            return
+        self._saved_s = self._now_s
+        values = {
+            "kind": "scheduler_state",
+            "schema_version": _SCHEMA_VERSION,
+            "revision": self.spec.revision,
+            "servers": [server.name for server in self.cluster.servers],
+            "decided_s": self._decided_s,
+            "target": None if self._target is None else {str(n): sorted(places) for n, places in self._target.items()},
+            "held": None if self._servers is None else [sorted(places) for places in self._servers.held()],
+            "statistics": self.statistics.to_json(),
+            "chronicle": self.chronicle.to_json(),
+        }
+        durable.write_text(self._state, json.dumps(values, allow_nan=False) + "\n")
+
+    def _restore(self, path: Path) -> None:
+        advice = "remove it or name another file"
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            found = values["kind"], values["schema_version"]
+            if found != ("scheduler_state", _SCHEMA_VERSION):
+                raise MismatchError(
+                    f"{path} holds {found[0]} of version {found[1]}, expected scheduler_state; {advice}"
+                )
+            if values["revision"] != self.spec.revision:
+                raise MismatchError(f"{path} is of another model than {self.spec.name}; {advice}")
+            if values["servers"] != [server.name for server in self.cluster.servers]:
+                raise MismatchError(f"{path} is of the servers {', '.join(values['servers'])}; {advice}")
+            self.statistics.restore(values["statistics"])
+            self.chronicle.restore(values["chronicle"])
+            self._decided_s = float(values["decided_s"])
+            held = [frozenset((layer, expert) for layer, expert in places) for places in values["held"] or ()]
+            if len(frozenset[Place]().union(*held)) == self.spec.total_experts:
+                self.in_force = held
+            if values["target"] is not None:
+                self._target = {
+                    int(n): frozenset((layer, expert) for layer, expert in places)
+                    for n, places in values["target"].items()
+                }
+                self._moving = self.chronicle.decisions[-1]
+                self._resume = True
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise MismatchError(f"{path} is no scheduler state ({first_line(error)}); {advice}") from None
+
+
+def _there(servers: Servers) -> tuple[dict[int, int], dict[int, frozenset[Place]]]:
+    """Of the servers that are there: how many experts each has room for, and what it holds."""
+    held = dict(enumerate(servers.held()))
+    slots = {n: max(info.slots, len(held[n])) for n, info in enumerate(servers.infos()) if info is not None}
+    return slots, {n: held[n] for n in slots}

@@ -1,0 +1,85 @@
+"""`moetool serve --cluster --mode ep`: what is refused, in one line, before any rank is started."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetool.cli import main as cli
+from moetool.cli.parallel_bench import bench_parallel
+from moetool.errors import MismatchError, UsageError
+from tests.edge_process import write_plan
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the embedded model, for three GPUs."""
+    return write_plan(tmp_path_factory.mktemp("plan") / "placement.json")
+
+
+@pytest.fixture
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plan: Path
+) -> Callable[..., tuple[int, str]]:
+    """Run `moetool serve --mode ep` in this process; gives the code and the last line."""
+
+    def call(*args: Any, cluster: str = "local:3") -> tuple[int, str]:
+        given = ["--plan", plan, "--cluster", cluster, "--mode", "ep", "--port", "0", *args]
+        monkeypatch.setattr(sys, "argv", ["moetool", "serve", "reference", *map(str, given)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        *_, line = captured.err.strip().splitlines()
+        assert captured.out == ""
+        return int(ended.value.code or 0), line
+
+    return call
+
+
+def test_what_does_not_fit_the_plan(refused: Callable[..., tuple[int, str]]) -> None:
+    code, line = refused(cluster="local:2")
+    assert code == 2 and "starts 2 ranks, and the plan is for 3 GPUs; write local:3" in line
+    code, line = refused("--policy", "lru")
+    assert code == 2 and "--policy means nothing with --cluster" in line
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("placment=vanilla", "did you mean 'placement'"),
+        ("placement=reactiv", "did you mean 'reactive'"),
+        ("migrate=stopp", "did you mean 'stop'"),
+        ("seats=0", "seats"),
+        ("planner=directer", "did you mean 'director'"),
+        ("placement=proactive", "--predictor DIR"),
+        ("server.port=1", "server"),
+    ],
+)
+def test_settings(refused: Callable[..., tuple[int, str]], setting: str, said: str) -> None:
+    code, line = refused("--set", setting)
+    assert code == 2 and said in line
+
+
+def test_a_predictor_that_is_none(refused: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    code, line = refused("--predictor", tmp_path / "none")
+    assert code == 2 and "no predictor at" in line
+
+
+def test_without_ray(refused: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    code, line = refused()
+    assert code == 2 and "pip install 'moetool[cluster]'" in line
+
+
+def test_the_bench_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="rond"):
+        bench_parallel("reference", values={"rond": 1})
+    with pytest.raises(UsageError, match="did you mean 'vanilla'"):
+        bench_parallel("reference", values={}, lines=["vanila"])
+    with pytest.raises(UsageError, match="at least 2"):
+        bench_parallel("reference", values={"ranks": 1})
+    (tmp_path / "cluster-ep.json").write_text("{}")
+    with pytest.raises((UsageError, MismatchError), match="overwrite"):
+        bench_parallel("reference", values={}, out=tmp_path)

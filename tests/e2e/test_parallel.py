@@ -1,0 +1,212 @@
+"""Expert parallelism with ranks in threads: the same text as one machine, whatever moves and whoever dies."""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moetool.cluster.parallel.control import Control, Decision, Facts, Waiting
+from moetool.cluster.parallel.head import Head
+from moetool.errors import CapacityError, UsageError
+from moetool.models.spec import read_spec
+from moetool.request import SamplingParams, Unavailable
+from tests import engines
+from tests.ranks import Answers, ThreadRanks, open_head, striped
+
+GPUS = 3
+TEXTS = ["The capital of France", "def add(a, b):", "12 + 30 =", "Once upon", "the court found", "import os"]
+
+
+class Restless(Control):
+    """Places at random before every batch, whatever it costs."""
+
+    def __init__(self, head: Head, slots: int) -> None:
+        super().__init__("offline", head.spec, head.cluster)
+        self._rng = np.random.default_rng(0)
+        self._slots = slots
+
+    @property
+    def decides(self) -> bool:
+        return True
+
+    @property
+    def looks_ahead(self) -> bool:
+        return True
+
+    def decide(self, batch: Sequence[Waiting], placed_GLE: np.ndarray, facts: Facts) -> Decision:
+        new_GLE = np.zeros_like(placed_GLE)
+        for layer in range(self._spec.num_layers):
+            order = self._rng.permutation(self._spec.num_experts)
+            for place, expert in enumerate(order):
+                new_GLE[place % GPUS, layer, expert] = True
+            new_GLE[0, layer, order[1]] = True  # and one copy
+        copies = int((new_GLE & ~placed_GLE).sum())
+        return Decision(
+            saw="nothing",
+            predict_s=0.0,
+            plan_s=0.0,
+            gain_s=1.0,
+            cost_s=0.0,
+            copies=copies,
+            bytes=copies * self._spec.slot_bytes,
+            made=True,
+            placed_GLE=new_GLE,
+        )
+
+
+@pytest.fixture(scope="module")
+def head(reference: Path, tokenizer: Any) -> Iterator[Head]:
+    """Three ranks with two seats each, room for a third more than one copy of each expert."""
+    made = open_head(reference, tokenizer, gpus=GPUS, slots=120, seats=2)
+    made._gather_s = 0.2
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Any) -> list[list[int]]:
+    """Two for each rank."""
+    return [tokenizer(text)["input_ids"] for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def alone(reference: Path, tokenizer: Any, prompts: list[list[int]]) -> list[tuple[list[list[int]], list[Any]]]:
+    """Tokens and logits of a single machine, for the requests of each rank as one batch."""
+    engine = engines.engine(reference, tokenizer, "lru", 256, max_requests=2)
+    found = [engines.generate(engine, prompts[g::GPUS], 6) for g in range(GPUS)]
+    engine.close()
+    return found
+
+
+def _same_as_alone(head: Head, prompts: list[list[int]], alone: Any, rounds: int = 1) -> None:
+    """Serve full batches; every rank's logits are a single machine's to the bit."""
+    logits: list[list[torch.Tensor]] = [[] for _ in range(GPUS)]
+    hooks = [
+        head._launcher.ranks[g]._loaded.model.lm_head.register_forward_hook(
+            lambda m, a, out, g=g: logits[g].append(out.clone())
+        )
+        for g in range(GPUS)
+    ]
+    answers = Answers(head)
+    requests = [answers.ask(prompt, 6) for _ in range(rounds) for prompt in prompts]
+    tokens = answers.wait(requests)
+    head.settle()
+    for hook in hooks:
+        hook.remove()
+    for g in range(GPUS):
+        expected_tokens, expected_logits = alone[g]
+        for start in range(0, len(tokens), len(prompts)):
+            assert tokens[start : start + len(prompts)][g::GPUS] == expected_tokens
+        assert len(logits[g]) == rounds * len(expected_logits)
+        for found, expected in zip(logits[g], expected_logits * rounds, strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("placement", ["striped", "replicas", "one has all"])
+def test_ranks_give_a_single_machines_logits(head: Head, prompts: Any, alone: Any, placement: str) -> None:
+    placed_GLE = striped(head.spec, GPUS, replicas=5 if placement == "replicas" else 0)
+    if placement == "one has all":
+        placed_GLE[:] = False
+        placed_GLE[1] = True
+    head.use(Control("offline", head.spec, head.cluster), placed_GLE)
+    _same_as_alone(head, prompts, alone)
+    record = head.batches[-1]
+    uses = record.tokens_GLE.sum()
+    assert record.rows == uses == sum(6 - 1 + len(prompt) for prompt in prompts) * sum(head.spec.top_k_L)
+    if placement == "one has all":
+        assert record.hottest == record.rows  # all of it on one GPU
+        assert (record.sent_GG > 0).tolist() == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
+    row_bytes = 192 * 4
+    away = record.tokens_GLE[(0, 2), :].sum() if placement == "one has all" else None
+    if away is not None:
+        assert record.sent_GG.sum() == 2 * away * row_bytes  # there and back
+
+
+@pytest.mark.parametrize("slots", [120, 88], ids=["one stage", "many stages"])
+def test_text_is_the_same_while_experts_move(head: Head, prompts: Any, alone: Any, slots: int) -> None:
+    head._slots_G = (slots,) * GPUS
+    head.use(Restless(head, slots), striped(head.spec, GPUS))
+    _same_as_alone(head, prompts, alone, rounds=3)
+    assert len(head.decisions) == 2  # for every batch but the first
+    moved = sum(record.moved_bytes for record in head.batches)
+    assert moved == sum(decision.bytes for decision in head.decisions) > 0
+    assert sum(record.moved_during_exchange for record in head.batches) == 0
+    held = [rank._shelf for rank in head._launcher.ranks.values()]  # type: ignore[attr-defined]
+    placed_GLE = head.decisions[-1].placed_GLE
+    assert [len(shelf.keys) for shelf in held] == placed_GLE.sum(axis=(1, 2)).tolist()
+
+
+def test_a_rank_that_dies_is_done_without_and_taken_back(head: Head, prompts: Any, alone: Any) -> None:
+    head._slots_G = (120,) * GPUS
+    head.use(Control("offline", head.spec, head.cluster), striped(head.spec, GPUS))
+    answers = Answers(head)
+    seeded = {"temperature": 1.0, "seed": 7}
+    calm = answers.wait([answers.ask(prompts[0], 24), answers.ask(prompts[1], 24, **seeded)])
+    answers.tokens.clear()
+    generation, failures = head._ranks.generation, head.metrics()["failures"]
+    requests = [answers.ask(prompts[0], 24), answers.ask(prompts[1], 24, **seeded)]
+    answers.wait_for_tokens(6)
+    died = time.monotonic()
+    head._launcher.kill(2)
+    assert answers.wait(requests) == calm  # nothing is lost and nothing said twice
+    assert all(answers.ends[request].finish == "length" for request in requests)
+    assert head._ranks.joined[generation + 1] - died < 10
+    assert head.metrics()["requests_retried"] > 0 and head.metrics()["failures"] == failures + 1
+    while head.metrics()["ranks"] < GPUS:
+        assert time.monotonic() - died < 30
+        time.sleep(0.05)
+    answers.wait([answers.ask(prompts[0], 2)])
+    _same_as_alone(head, prompts, alone)
+
+
+def test_what_cannot_be_served_is_refused_and_what_is_cancelled_ends(head: Head, prompts: Any) -> None:
+    with pytest.raises(UsageError, match="empty"):
+        head.check([], SamplingParams(max_tokens=1))
+    with pytest.raises(UsageError, match="4096"):
+        head.check([4096], SamplingParams(max_tokens=1))
+    with pytest.raises(CapacityError, match="1,024"):
+        head.check([1] * 1000, SamplingParams(max_tokens=100))
+    answers = Answers(head)
+    running, waiting = [answers.ask(prompts[0], 200) for _ in range(6)], answers.ask(prompts[0], 200)
+    answers.wait_for_tokens(1)
+    for request in (*running, waiting):
+        head.cancel(request)
+    answers.wait([*running, waiting])
+    assert {output.finish for output in answers.ends.values()} == {"cancelled"}
+    assert answers.wait([answers.ask(prompts[0], 0)]) == [[]]
+
+
+def test_prompts_are_scored_as_by_one_machine(
+    head: Head, prompts: Any, reference: Path, tokenizer: Any, full: Any
+) -> None:
+    found = head.prompt_logprobs(prompts[0], 2)
+    with torch.inference_mode():
+        logits_TV = full.model(torch.tensor([prompts[0]])).logits[0].log_softmax(-1)
+    assert found[0] is None and len(found) == len(prompts[0])
+    for t, token in enumerate(prompts[0][1:]):
+        assert found[t + 1] is not None and found[t + 1].logprob == pytest.approx(float(logits_TV[t, token]), abs=1e-4)
+        assert [pair[0] for pair in found[t + 1].top] == logits_TV[t].topk(2).indices.tolist()
+
+
+def test_a_rank_that_cannot_be_built_says_why(tokenizer: Any, reference: Path) -> None:
+    with pytest.raises(UsageError, match="dtype"):
+        open_head(reference, tokenizer, gpus=1, dtype="float99", launcher=ThreadRanks())
+    assert read_spec(reference).num_layers == 8
+
+
+def test_without_any_rank_nobody_is_left_waiting(reference: Path, tokenizer: Any, prompts: Any) -> None:
+    launcher = ThreadRanks(restarts=False)
+    head = open_head(reference, tokenizer, gpus=1, launcher=launcher)
+    answers = Answers(head)
+    request = answers.ask(prompts[0], 500)
+    answers.wait_for_tokens(1)
+    launcher.kill(0)
+    answers.wait([request])
+    assert answers.ends[request].finish == "error" and head.state == "failed"
+    with pytest.raises(Unavailable):
+        head.submit(prompts[0], SamplingParams(max_tokens=1), lambda output: None)
+    head.close()

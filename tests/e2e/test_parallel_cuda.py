@@ -1,0 +1,42 @@
+"""Expert parallelism over NCCL, with as many ranks as there are GPUs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moetool.cluster.parallel.group import Group
+from tests import engines
+from tests.ranks import Answers, open_head, striped
+
+pytestmark = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@needs_gpu
+def test_rows_travel_over_nccl() -> None:
+    group = Group(dist.HashStore(), 1, 0, 1, device=torch.device("cuda", 0), timeout_s=30.0)
+    rows_XD = torch.arange(12.0, device="cuda").view(4, 3)
+    assert torch.equal(group.exchange(rows_XD, [4], [4]), rows_XD)
+    assert group.counts(torch.tensor([[1, 2]])).tolist() == [[1, 2]]
+    group.abort()
+
+
+@needs_gpu
+def test_ranks_on_gpus_give_one_gpus_text(reference: Path, tokenizer: Any) -> None:
+    gpus = 1  # ranks in threads of one process share its first GPU, and NCCL wants one for each
+    prompts = [tokenizer(text)["input_ids"] for text in ("The capital of France", "def add(a, b):")]
+    engine = engines.engine(reference, tokenizer, "lru", 256, max_requests=2, device=torch.device("cuda", 0))
+    expected, _ = engines.generate(engine, prompts, 8)
+    engine.close()
+    head = open_head(
+        reference, tokenizer, gpus=gpus, placed_GLE=striped(engine.spec, gpus), seats=2, device="cuda", timeout_s=60.0
+    )
+    head._gather_s = 0.5
+    try:
+        answers = Answers(head)
+        assert answers.wait([answers.ask(prompt, 8) for prompt in prompts]) == expected
+    finally:
+        head.close()

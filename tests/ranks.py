@@ -1,0 +1,127 @@
+"""Ranks of expert parallelism as threads of the test's own process."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moetool.cluster.parallel.control import Control
+from moetool.cluster.parallel.head import Head
+from moetool.cluster.parallel.rank import Rank, build_rank
+from moetool.errors import MoetoolError
+from moetool.models.spec import read_spec
+from moetool.request import Output, SamplingParams
+from moetool.types import Cluster, Gpu, ModelSpec, Server
+
+
+class ThreadRanks:
+    """A `Launcher` whose ranks are threads here."""
+
+    def __init__(self, restarts: bool = True) -> None:
+        self.ranks: dict[int, Rank] = {}
+        self.restarts = restarts
+        self._arguments: Sequence[Mapping[str, Any]] = ()
+
+    def launch(self, arguments: Sequence[Mapping[str, Any]], on_death: Callable[[int], None]) -> None:
+        self._arguments = arguments
+        for gpu in range(len(arguments)):
+            self._start(gpu)
+
+    def restart(self, gpu: int) -> None:
+        if not self.restarts:
+            raise MoetoolError("ranks are not started again")
+        self._start(gpu)
+
+    def kill(self, gpu: int) -> None:
+        """As far as a thread can be killed: its connections end."""
+        rank = self.ranks[gpu]
+        rank._abort()
+        rank._head.close()
+
+    def close(self) -> None:
+        for rank in list(self.ranks.values()):
+            rank.close()
+
+    def _start(self, gpu: int) -> None:
+        self.ranks[gpu] = build_rank(**self._arguments[gpu])
+
+
+def cluster_of(spec: ModelSpec, gpus: int, slots: int, servers: int = 1) -> Cluster:
+    """Servers that share so many GPUs, with room for so many experts on each."""
+    gpu = Gpu(memory_bytes=slots * spec.slot_bytes)
+    each = gpus // servers
+    return Cluster(servers=tuple(Server(name=f"s{n}", gpus=(gpu,) * each) for n in range(servers)), link_bytes_s=1e9)
+
+
+def striped(spec: ModelSpec, gpus: int, replicas: int = 0) -> np.ndarray:
+    """Expert e of every layer on GPU e modulo their number, and the first few on the next GPU as well."""
+    placed_GLE = np.zeros((gpus, spec.num_layers, spec.num_experts), bool)
+    for expert in range(spec.num_experts):
+        placed_GLE[expert % gpus, :, expert] = True
+        if expert < replicas:
+            placed_GLE[(expert + 1) % gpus, :, expert] = True
+    return placed_GLE
+
+
+def open_head(
+    reference: Path,
+    tokenizer: Any,
+    *,
+    gpus: int = 3,
+    control: Control | None = None,
+    placed_GLE: np.ndarray | None = None,
+    launcher: Any = None,
+    slots: int = 256,
+    **options: Any,
+) -> Head:
+    """A head over ranks in threads, started."""
+    spec = read_spec(reference)
+    cluster = cluster_of(spec, gpus, slots)
+    head = Head(
+        str(reference),
+        spec,
+        cluster,
+        striped(spec, gpus) if placed_GLE is None else placed_GLE,
+        control or Control("offline", spec, cluster),
+        launcher or ThreadRanks(),
+        tokenizer=tokenizer,
+        vocab_size=4096,
+        rank_options={"kv_tokens": 1024, "threads": 1, **options},
+    )
+    head.start()
+    return head
+
+
+class Answers:
+    """Collects what requests are answered."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self.tokens: dict[int, list[int]] = {}
+        self.ends: dict[int, Output] = {}
+        self._changed = threading.Condition()
+
+    def ask(self, prompt: list[int], max_tokens: int, **params: Any) -> int:
+        """Submit a request."""
+        return self._head.submit(prompt, SamplingParams(max_tokens=max_tokens, **params), self._take)
+
+    def wait(self, requests: Sequence[int], timeout_s: float = 60.0) -> list[list[int]]:
+        """The tokens of each once all have ended."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: all(r in self.ends for r in requests), timeout_s), self.ends
+        return [self.tokens.get(request, []) for request in requests]
+
+    def wait_for_tokens(self, count: int, timeout_s: float = 60.0) -> None:
+        """Until so many tokens have come, of all requests together."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: sum(map(len, self.tokens.values())) >= count, timeout_s)
+
+    def _take(self, output: Output) -> None:
+        with self._changed:
+            if output.token is not None:
+                self.tokens.setdefault(output.request, []).append(output.token)
+            if output.finish is not None:
+                self.ends[output.request] = output
+            self._changed.notify_all()

@@ -1,0 +1,79 @@
+"""The page about a cluster: what it answers, and to whom."""
+
+import http.client
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import moetool.cluster.dashboard as dashboard
+from moetool.errors import UsageError
+from tests.edge_workers import odds
+from tests.unit.test_scheduler import SPEC, World, planned
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    odds_NLE = odds(SPEC, 3)
+    made = World(odds_NLE, planned(odds_NLE, "uniform"))
+    made.pass_s(90)
+    return made
+
+
+@pytest.fixture(scope="module")
+def page(world: World) -> Iterator[dashboard.Dashboard]:
+    made = dashboard.Dashboard(world.scheduler.snapshot)
+    yield made
+    made.close()
+
+
+def ask(page: dashboard.Dashboard, method: str, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection(page.url.removeprefix("http://"), timeout=5)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    found = answer.status, dict(answer.getheaders()), answer.read()
+    connection.close()
+    return found
+
+
+def test_the_state_has_what_the_page_shows(world: World, page: dashboard.Dashboard) -> None:
+    status, headers, content = ask(page, "GET", "/state.json")
+    state = json.loads(content)
+    assert status == 200 and headers["Content-Type"] == "application/json"
+    assert [server["name"] for server in state["servers"]] == ["s0", "s1", "s2"]
+    assert all(len(server["held"]) > 20 and server["serves"] for server in state["servers"])
+    assert state["decisions"][0]["made"] and state["decisions"][0]["saved_s"] > state["decisions"][0]["cost_s"]
+    assert len(state["bytes"]) == 3 and state["bytes"][0][0] == 0 and state["bytes"][0][1] > 0
+    assert 0 < state["local"] < 1 and state["latency"][0]["p50_s"] == 0.1
+    used = set(re.findall(r"\bstate\.(?!json)(\w+)", (Path(dashboard.__file__).parent / "dashboard.html").read_text()))
+    assert used <= state.keys()
+
+
+def test_the_page_fetches_nothing_from_elsewhere(page: dashboard.Dashboard) -> None:
+    status, headers, content = ask(page, "GET", "/")
+    text = content.decode()
+    assert status == 200 and "default-src 'none'" in headers["Content-Security-Policy"]
+    assert set(re.findall(r"https?://[^\"'\s<]+", text)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
+    assert "innerHTML" not in text and re.findall(r"\bsrc=|\bhref=", text) == []
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+def test_nothing_but_get_is_taken(page: dashboard.Dashboard, method: str) -> None:
+    status, headers, _ = ask(page, method, "/state.json")
+    assert (status, headers["Allow"]) == (405, "GET, HEAD")
+
+
+def test_only_this_machine_is_answered(page: dashboard.Dashboard) -> None:
+    assert ask(page, "GET", "/state.json", Host="elsewhere.example")[0] == 421
+    assert ask(page, "GET", "/state.json", Host="127.0.0.1.elsewhere.example:80")[0] == 421
+    assert ask(page, "GET", "/state.json", Host="localhost:1")[0] == 200
+    assert ask(page, "GET", "/../pyproject.toml")[0] == 404
+    status, headers, content = ask(page, "HEAD", "/")
+    assert status == 200 and content == b"" and int(headers["Content-Length"]) > 1000
+
+
+def test_a_port_that_is_taken_is_said(page: dashboard.Dashboard) -> None:
+    with pytest.raises(UsageError, match="choose another port"):
+        dashboard.Dashboard(dict, port=int(page.url.rsplit(":", 1)[1]))

@@ -1,0 +1,142 @@
+"""Who decides on placements in expert parallelism, by hand: what each mode sees, and both sides of a decision."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from moetool.cluster.parallel.control import Control, Decision, Facts, Predictor, Waiting, layers_s, measured_latency
+from moetool.cluster.parallel.opening import ParallelOptions, open_predictors, read_settings, uniform, with_buffer
+from moetool.errors import CapacityError, MismatchError, UsageError
+from moetool.planning.demand import Demand
+from moetool.types import Cluster
+from tests.clusters import make_cluster
+from tests.synthetic import make_spec
+
+SPEC = make_spec(1, 4)
+CLUSTER = make_cluster([[3, 3]], slot_bytes=SPEC.slot_bytes)
+FACTS = Facts(row_s=1e-3, link_bytes_s=1e9, move_bytes_s=1e6)
+BATCH = [Waiting(prompt=[1, 2], new_tokens=1, gpu=0), Waiting(prompt=[3], new_tokens=1, gpu=1)]
+
+
+def placed(*gpus: Sequence[int]) -> np.ndarray:
+    """The experts of each GPU."""
+    placed_GLE = np.zeros((len(gpus), 1, 4), bool)
+    for g, experts in enumerate(gpus):
+        placed_GLE[g, 0, list(experts)] = True
+    return placed_GLE
+
+
+def wanting(*experts: int, tokens: int = 100) -> Predictor:
+    """Foretells that every request needs these."""
+
+    def foretell(prompt: Sequence[int], new_tokens: int) -> np.ndarray:
+        load_LE = np.zeros((1, 4))
+        load_LE[0, list(experts)] = tokens
+        return load_LE
+
+    return Predictor("cascade", foretell)
+
+
+def decide(control: Control, facts: Facts = FACTS, before: np.ndarray | None = None) -> Decision | None:
+    """From a placement that has 0 and 1 together."""
+    return control.decide(BATCH, placed([0, 1], [2, 3]) if before is None else before, facts)
+
+
+def test_vanilla_and_offline_stay_as_they_are() -> None:
+    for name in ("vanilla", "offline"):
+        control = Control(name, SPEC, CLUSTER)
+        control.saw(np.ones((2, 1, 4)))
+        assert not control.decides and decide(control) is None
+
+
+def test_reactive_places_for_the_last_batch_and_proactive_for_the_next() -> None:
+    reactive = Control("reactive", SPEC, CLUSTER)
+    assert decide(reactive) is None  # it has seen nothing
+    reactive.saw(np.array([[[50, 50, 0, 0]], [[50, 50, 0, 0]]]))
+    found = decide(reactive)
+    assert found is not None and found.saw == "batch" and found.made
+    assert sorted(found.placed_GLE[:, 0, :2].sum(axis=1)) == [1, 1] or found.placed_GLE[:, 0, :2].all()
+    proactive = Control("proactive", SPEC, CLUSTER, predictors=[wanting(2, 3)])
+    proactive.saw(np.array([[[50, 50, 0, 0]], [[50, 50, 0, 0]]]))
+    found = decide(proactive)
+    assert found is not None and found.saw == "cascade" and found.made
+    after = found.placed_GLE[:, 0, 2:]
+    assert after.all() or sorted(after.sum(axis=1)) == [1, 1]
+
+
+def test_both_sides_of_a_decision() -> None:
+    control = Control("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1)])
+    found = decide(control)
+    assert found is not None
+    # 200 tokens of 0 and 200 of 1, all on GPU 0: 400 ms. Apart, or with copies: 200 ms.
+    assert found.gain_s == pytest.approx(0.2, rel=0.01)
+    gets_G = (found.placed_GLE & ~placed([0, 1], [2, 3])).sum(axis=(1, 2)) * SPEC.slot_bytes
+    assert found.cost_s == pytest.approx(gets_G.max() / 1e6)
+    assert found.bytes == gets_G.sum()
+    dear = Facts(row_s=1e-3, link_bytes_s=1e9, move_bytes_s=gets_G.max() / 0.3)
+    refused = decide(control, dear)
+    assert refused is not None and refused.cost_s == pytest.approx(0.3) and not refused.made
+    hidden = decide(control, Facts(row_s=1e-3, link_bytes_s=1e9, move_bytes_s=gets_G.max() / 0.3, free_s=0.25))
+    assert hidden is not None and hidden.cost_s == pytest.approx(0.05) and hidden.made
+    always = Control("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1)], always=True)
+    found = decide(always, dear)
+    assert found is not None and found.made
+
+
+def test_nothing_moves_for_nothing() -> None:
+    control = Control("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1)], always=True)
+    first = decide(control)
+    assert first is not None
+    again = decide(control, before=first.placed_GLE)
+    assert again is not None and not again.made and again.copies == 0
+
+
+def test_the_better_predictor_is_asked_where_it_costs_less_than_the_gain() -> None:
+    replica = wanting(2, 3)
+    replica.name = "replica"
+    control = Control("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1), replica])
+    found = decide(control)
+    assert found is not None and found.saw == "replica"  # once, to measure it
+    replica.token_s = 1.0  # three tokens: 3 s
+    found = decide(control)
+    assert found is not None and found.saw == "cascade"
+    replica.token_s = 0.01
+    found = decide(control)
+    assert found is not None and found.saw == "replica"
+
+
+def test_layers_cost_what_the_system_model_says() -> None:
+    tokens_GLE = np.zeros((2, 1, 4))
+    tokens_GLE[0, 0] = [10, 0, 4, 0]
+    latency = measured_latency(CLUSTER, SPEC, Facts(row_s=2.0, link_bytes_s=4.0 * SPEC.hidden_size, move_bytes_s=1.0))
+    demand = Demand(spec=SPEC, cluster=CLUSTER, tokens_GLE=tokens_GLE)
+    # 10 rows at home, 4 away: computing 2 s a row on the fuller GPU, a second for each row that is sent, both ways.
+    assert layers_s(latency, demand, placed([0, 1], [2, 3])) == pytest.approx(20 + 2 * 4)
+
+
+def test_a_cluster_without_room_for_a_buffer_is_refused() -> None:
+    assert with_buffer(CLUSTER, SPEC, 0).slots_G(SPEC.slot_bytes) == (2, 2)
+    with pytest.raises(CapacityError, match="short"):
+        with_buffer(CLUSTER, SPEC, 2)
+    with pytest.raises(CapacityError, match="short"):
+        with_buffer(make_cluster([[2, 2]], slot_bytes=SPEC.slot_bytes), SPEC, 0)
+
+
+def test_uniform_is_even() -> None:
+    cluster: Cluster = make_cluster([[3, 3]], slot_bytes=SPEC.slot_bytes)
+    assert uniform(SPEC, cluster).sum(axis=(1, 2)).tolist() == [2, 2]
+
+
+def test_settings_are_sorted_and_strange_ones_refused(tmp_path: object) -> None:
+    options, ranks = read_settings({"placement": "reactive", "seats": 2, "planner_options": {"kicks": 1}})
+    assert options.placement == "reactive" and ranks.seats == 2 and options.planner_options == {"kicks": 1}
+    with pytest.raises(UsageError, match="did you mean 'placement'"):
+        read_settings({"placment": "reactive"})
+    with pytest.raises(UsageError, match="did you mean 'reactive'"):
+        read_settings({"placement": "reactiv"})
+    with pytest.raises(UsageError, match="--predictor"):
+        Control("proactive", SPEC, CLUSTER)
+    with pytest.raises((UsageError, MismatchError)):
+        open_predictors([str(tmp_path)], SPEC)
+    assert ParallelOptions().placement == "offline"
