@@ -1,0 +1,129 @@
+"""`moetool bench cluster`: a quick run in one process, and what it refuses."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetool.bench.cluster.figures import save_figures
+from moetool.bench.cluster.options import ALONE, PLACEMENTS, REDIRECTED, ClusterBenchOptions, parse_lines
+from moetool.bench.cluster.results import ClusterBench, LineRun, print_cluster_bench
+from moetool.cli import main as cli
+from moetool.errors import UsageError
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process; gives exit code, stdout and stderr."""
+
+    def call(*args: Any) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["moetool", "bench", "cluster", "reference", *map(str, args)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as exit:
+            code = exit.code if isinstance(exit.code, int) else 1
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.mark.slow
+def test_a_quick_run_has_tables_results_and_figures(tmp_path: Path, call: Run) -> None:
+    out = tmp_path / "bench"
+    code, printed, said = call(
+        *("--quick", "--line", "alone,redirected,redundant,prism_exact", "--set", "bench.where=threads"),
+        *("--set", "bench.prompt_tokens=6", "--out", out),
+    )
+    assert code == 0, said
+    for words in ("Table I", "Table II", "by traces", "prism_exact", "alone, redirected"):
+        assert words in printed
+    found = json.loads((out / "cluster.json").read_text())
+    rows = {row["line"]: row for row in found["rows"]}
+    assert list(rows) == ["alone", "alone, redirected", "redundant", "prism_exact"]
+    assert all(row["failed"] == 0 and len(row["servers_s"]) == 3 for row in rows.values())
+    for name in ("redundant", "prism_exact"):
+        assert rows[name]["local"] == pytest.approx(rows[name]["expected_local"], abs=0.01)
+    assert rows["prism_exact"]["local"] > rows["redundant"]["local"]
+    assert found["slots"] == [76, 76, 153] and found["expert_s"] == pytest.approx(2e-4)
+    assert (out / "local.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--line", "prsm"], "prism"),
+        (["--set", "bench.where=cloud"], "ray"),
+        (["--set", "bench.rounds=0"], "at least 1"),
+        (["--set", "rounds=3"], "bench.NAME"),
+        (["--set", "bench.gaps_s=[]"], "above 0"),
+        (["--data", "arithmetic,code"], "2 sets of prompts for 3 servers"),
+        (["--data", "arithmetic,arithmetic,code"], "a set of its own"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_a_line(arguments: list[str], says: str, call: Run) -> None:
+    code, _, said = call(*arguments)
+    assert code == 2 and says in said and "\n" not in said.strip()
+
+
+def test_lines_by_name() -> None:
+    assert parse_lines([]) == (ALONE, REDIRECTED, *PLACEMENTS)
+    assert parse_lines(["prism,alone", "redirected", "prism"]) == ("prism", ALONE, REDIRECTED)
+    with pytest.raises(UsageError):
+        parse_lines(["on_demand"])
+
+
+def test_rows_are_medians_of_rounds_and_ratios_are_within_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = ClusterBench(
+        model="m",
+        command="",
+        tasks=("a", "b"),
+        lines=("uniform", "prism"),
+        options=ClusterBenchOptions(gaps_s=(1.0, 2.0)),
+        slots=(1, 2),
+        total_experts=3,
+        expert_s=1e-4,
+        even_bytes_s=1e6,
+        machine={},
+        load_before=None,
+    )
+    for number, (uniform, prism) in enumerate([(2.0, 1.0), (9.0, 3.0), (4.0, 4.0)]):
+        made.runs += [run("uniform", number, uniform), run("prism", number, prism)]
+    made.runs += [run("prism", 0, 7.0, gap_s=2.0), run("uniform", 0, 8.0, gap_s=2.0)]
+    shifted = run("prism", 0, 1.0)
+    shifted.changed_s = 4.0
+    made.shifts = [shifted, shifted]
+    row = made.row("uniform")
+    assert (row["mean_s"], row["least_s"], row["most_s"]) == (4.0, 2.0, 9.0)
+    assert row["ratios"] == [2.0, 3.0, 1.0] and row["ratio"] == 2.0
+    assert row["servers_s"] == [3.0, 5.0]
+    assert row["local"] == 0.75
+    print_cluster_bench(made)
+    assert "tasks change servers" in capsys.readouterr().out
+    assert [path.name for path in save_figures(made, tmp_path)] == ["local.svg", "shift.svg", "sweep.svg"]
+
+
+def run(line: str, number: int, mean_s: float, gap_s: float = 1.0) -> LineRun:
+    """Two servers, one a second slower and one a second quicker than the mean; 3 of 4 calls at home."""
+    window: dict[str, Any] = {"until_s": 105.0, "local": [2, 1], "remote": [1, 0]}
+    return LineRun(
+        line=line,
+        number=number,
+        gap_s=gap_s,
+        link=1.0,
+        latencies=[[mean_s - 1], [mean_s + 1]],
+        failed=0,
+        redirected=0,
+        other_texts=0,
+        local=0.75,
+        windows=[window],
+        began_s=100.0,
+    )
