@@ -227,7 +227,9 @@ def bench_parallel(
         link_bytes_s=options.link_bytes_s,
         timeout_s=60.0,
     )
-    head = open_head(model, _plan(spec, cluster, offline_GLE), launcher, ParallelOptions(gather_s=5.0), ranks)
+    head = open_head(
+        model, _plan(spec, cluster, offline_GLE), launcher, ParallelOptions(gather_s=5.0, patience_s=60.0), ranks
+    )
     bench = Bench(options=options, variants=chosen, runs={one.name: [] for one in chosen})
     try:
         head.start()

@@ -62,7 +62,8 @@ def cluster(
     if out is not None:
         durable.require_absent(out / _RESULTS, overwrite)
         durable.require_writable(out / _RESULTS)
-    from moetool.bench.cluster.results import print_cluster_bench, save_figures
+    from moetool.bench.cluster.figures import save_figures
+    from moetool.bench.cluster.results import print_cluster_bench
     from moetool.bench.cluster.run import bench_cluster
 
     tasks = [name for text in data for name in text.split(",") if name] or list(_TASKS)

@@ -1,6 +1,5 @@
 """The global scheduler: asks the workers what happens, places anew when that pays, and moves experts one by one."""
 
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,13 +10,13 @@ from typing import Any, Protocol
 from moetool import durable, planner
 from moetool.cluster.chronicle import Chronicle
 from moetool.cluster.deciding import Decision, Place, Step, pooled, steps_to, think
+from moetool.cluster.kept import Kept, reading
 from moetool.cluster.launch import WorkerDied
 from moetool.cluster.protocol import Moved, WorkerInfo, WorkerStats
 from moetool.cluster.statistics import Statistics
-from moetool.errors import MismatchError, MoetoolError, UsageError, first_line, unknown_name
+from moetool.errors import MoetoolError, UsageError, first_line, unknown_name
 from moetool.types import Cluster, ModelSpec
 
-_SCHEMA_VERSION = 1
 _SAVE_S = 30.0
 _GLANCE_S = 0.2
 _BREATH_S = 0.005
@@ -146,7 +145,8 @@ class Scheduler:
         if self._state is not None:
             durable.require_writable(self._state)
             if self._state.exists():
-                self._restore(self._state)
+                with reading(self._state):
+                    self._restore(Kept.load(self._state, spec, cluster))
 
     @property
     def migrating(self) -> bool:
@@ -358,47 +358,23 @@ class Scheduler:
         if self._state is None or self._now_s is None:
             return
         self._saved_s = self._now_s
-        values = {
-            "kind": "scheduler_state",
-            "schema_version": _SCHEMA_VERSION,
-            "revision": self.spec.revision,
-            "servers": [server.name for server in self.cluster.servers],
-            "decided_s": self._decided_s,
-            "target": None if self._target is None else {str(n): sorted(places) for n, places in self._target.items()},
-            "held": None if self._servers is None else [sorted(places) for places in self._servers.held()],
-            "statistics": self.statistics.to_json(),
-            "chronicle": self.chronicle.to_json(),
-        }
-        durable.write_text(self._state, json.dumps(values, allow_nan=False) + "\n")
+        Kept(
+            decided_s=self._decided_s,
+            target=self._target,
+            held=None if self._servers is None else self._servers.held(),
+            statistics=self.statistics.to_json(),
+            chronicle=self.chronicle.to_json(),
+        ).save(self._state, self.spec, self.cluster)
 
-    def _restore(self, path: Path) -> None:
-        advice = "remove it or name another file"
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            found = values["kind"], values["schema_version"]
-            if found != ("scheduler_state", _SCHEMA_VERSION):
-                raise MismatchError(
-                    f"{path} holds {found[0]} of version {found[1]}, expected scheduler_state; {advice}"
-                )
-            if values["revision"] != self.spec.revision:
-                raise MismatchError(f"{path} is of another model than {self.spec.name}; {advice}")
-            if values["servers"] != [server.name for server in self.cluster.servers]:
-                raise MismatchError(f"{path} is of the servers {', '.join(values['servers'])}; {advice}")
-            self.statistics.restore(values["statistics"])
-            self.chronicle.restore(values["chronicle"])
-            self._decided_s = float(values["decided_s"])
-            held = [frozenset((layer, expert) for layer, expert in places) for places in values["held"] or ()]
-            if len(frozenset[Place]().union(*held)) == self.spec.total_experts:
-                self.in_force = held
-            if values["target"] is not None:
-                self._target = {
-                    int(n): frozenset((layer, expert) for layer, expert in places)
-                    for n, places in values["target"].items()
-                }
-                self._moving = self.chronicle.decisions[-1]
-                self._resume = True
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise MismatchError(f"{path} is no scheduler state ({first_line(error)}); {advice}") from None
+    def _restore(self, kept: Kept) -> None:
+        self.statistics.restore(kept.statistics)
+        self.chronicle.restore(kept.chronicle)
+        self._decided_s = kept.decided_s
+        if kept.held is not None and len(frozenset[Place]().union(*kept.held)) == self.spec.total_experts:
+            self.in_force = list(kept.held)
+        if kept.target is not None and self.chronicle.decisions:
+            self._target, self._moving = dict(kept.target), self.chronicle.decisions[-1]
+            self._resume = True
 
 
 def _there(servers: Servers) -> tuple[dict[int, int], dict[int, frozenset[Place]]]:

@@ -45,6 +45,7 @@ class Statistics:
         self._half_N = np.zeros(num_servers, np.int64)
         self._seconds = 0.0
         self._decayed_s: float | None = None
+        self._restored = False
         self._call = np.zeros(2)  # seconds, pairs
         self._call_s: float | None = None
         self._computed_N = np.zeros((num_servers, 3))  # seconds, pairs, since when
@@ -175,16 +176,17 @@ class Statistics:
         self._call_s = values["call_s"]
         self._expert_s_N = np.array([np.nan if value is None else value for value in values["expert_s"]], float)
         self.since_s, self._decayed_s = values["since_s"], values["decayed_s"]
-        self._seconds = float(values["seconds"])
+        self._seconds, self._restored = float(values["seconds"]), True
 
     def _decay(self, now_s: float) -> None:
         if self._decayed_s is None:
             self._decayed_s = self.since_s = now_s
             self._computed_N[:, 2] = now_s
         passed_s = max(0.0, now_s - self._decayed_s)
+        counted_s, self._restored = 0.0 if self._restored else passed_s, False  # nobody counted before it was restored
         kept = 0.5 ** (passed_s / self._half_life_s) if self._half_life_s else 1.0
         self._tokens_HNLE *= kept
-        self._seconds = self._seconds * kept + passed_s
+        self._seconds = self._seconds * kept + counted_s
         self._call *= kept
         self._decayed_s = max(now_s, self._decayed_s)
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from moetool.bench.cluster.figures import save_figures
 from moetool.bench.cluster.options import ALONE, PLACEMENTS, REDIRECTED, ClusterBenchOptions, parse_lines
-from moetool.bench.cluster.results import ClusterBench, LineRun, print_cluster_bench, save_figures
+from moetool.bench.cluster.results import ClusterBench, LineRun, print_cluster_bench
 from moetool.cli import main as cli
 from moetool.errors import UsageError
 

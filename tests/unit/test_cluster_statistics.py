@@ -99,6 +99,12 @@ def test_statistics_come_back_as_they_were_and_another_cluster_is_refused() -> N
     again = Statistics(SPEC, 2)
     again.restore(kept)
     assert again.to_json() == statistics.to_json()
+    statistics.add(report(1, 7), 15.0)
+    again.restore(json.loads(json.dumps(statistics.to_json())))
+    rate = again.tokens_s
+    again.add(report(1, 0), 615.0)  # ten minutes later, two half-lives, in which nobody counted
+    assert again.tokens_s == pytest.approx(rate)
+    assert again.tokens_NLE.sum() == pytest.approx(statistics.tokens_NLE.sum() / 4, rel=1e-3)
     with pytest.raises(MismatchError, match="another file"):
         Statistics(SPEC, 3).restore(kept)
     with pytest.raises(MismatchError, match="start it with the plan's model"):

@@ -31,7 +31,6 @@ def bench_cluster(
     options: ClusterBenchOptions,
     *,
     command: str = "",
-    narrate: Callable[[str], object] = lambda line: None,
     on_progress: Callable[[int], None] | None = None,
 ) -> ClusterBench:
     """Run it.
@@ -86,9 +85,6 @@ def bench_cluster(
                     for gap_s in gaps_s:
                         for number in range(options.rounds):
                             for line in _turned(lines, number):
-                                narrate(
-                                    f"round {number + 1} of {options.rounds}: {line}, gap {gap_s:g} s, link {link:g}"
-                                )
                                 made.runs.append(runner.run(line, number, gap_s))
                                 if on_progress is not None:
                                     on_progress(100 * len(made.runs) // total)

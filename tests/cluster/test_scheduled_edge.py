@@ -1,0 +1,89 @@
+"""`moetool serve --cluster local:3` with its scheduler: experts move to whose users want them, and it can be seen."""
+
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.edge_process import NAMES, PROMPTS, EdgeProcess, edge_cluster
+from tests.engines import engine, generate
+from tests.servers import eventually, get, post
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
+MAX_TOKENS = 6
+FAST = ("scheduler.interval_s=5", "scheduler.poll_s=0.5", "scheduler.half_life_s=5")
+
+
+class Users:
+    """A server's users ask one thing, again and again, each server's another."""
+
+    def __init__(self, cluster: EdgeProcess, right: dict[str, str]) -> None:
+        self._cluster, self._right = cluster, right
+        self.answered = 0
+        self.wrong: list[Any] = []
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=pair) for pair in zip(NAMES, PROMPTS, strict=True)]
+
+    def __enter__(self) -> "Users":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _ask(self, name: str, prompt: str) -> None:
+        body = {"model": "reference", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
+        while not self._stop.is_set():
+            status, answer = post(self._cluster.urls[name], "/v1/completions", body)
+            if status != 200 or answer["choices"][0]["text"] != self._right[prompt]:
+                self.wrong.append((name, status, answer))
+            self.answered += 1
+
+
+def test_experts_move_under_load_and_no_answer_changes(reference: Path, tokenizer: Any, tmp_path: Path) -> None:
+    alone = engine(reference, tokenizer, "lru", 256)
+    right = {}
+    for prompt in PROMPTS:
+        (tokens,), _ = generate(alone, [tokenizer(prompt)["input_ids"]], MAX_TOKENS)
+        right[prompt] = tokenizer.decode(tokens, skip_special_tokens=True)
+    alone.close()
+    state_file = tmp_path / "state.json"
+    settings = [part for name in (*FAST, f"scheduler.state={state_file}") for part in ("--set", name)]
+    with edge_cluster(tmp_path, *settings) as cluster:
+        eventually(lambda: "the cluster is to be seen on" in cluster.narration)
+        found = re.search(r"to be seen on (http://\S+)", cluster.narration)
+        assert found is not None
+
+        def state() -> Any:
+            return json.loads(get(found[1], "/state.json")[2])
+
+        def done() -> list[Any]:
+            return [one for one in state()["decisions"] if one["made"] and one["outcome"] == "done"]
+
+        with Users(cluster, right) as users:
+            eventually(done, within_s=120)
+            answered = users.answered
+            eventually(lambda: users.answered > answered + 9, within_s=60)
+            eventually(lambda: sum(map(share, state()["windows"][-3:])) / 3 > 0.7, within_s=60)
+        seen, first = state(), done()[0]
+        assert not users.wrong and seen["uncovered"] == 0
+        assert first["copies"] > 10 and first["measured"] and first["saved_s"] > first["cost_s"]
+        assert first["local_after"] > first["local_before"]
+        assert all(server["serves"] and server["url"] in cluster.urls.values() for server in seen["servers"])
+        assert all(latency["p95_s"] > 0 and latency["failed"] == 0 for latency in seen["latency"])
+    kept = json.loads(state_file.read_text())
+    assert kept["servers"] == list(NAMES) and kept["chronicle"]["decisions"][0]["copies"] == first["copies"]
+    assert len({tuple(place) for held in kept["held"] for place in held}) == 256
+
+
+def share(window: Any) -> float:
+    """Of expert calls at home."""
+    local, remote = sum(window["local"]), sum(window["remote"])
+    return local / (local + remote) if local + remote else 0.0
