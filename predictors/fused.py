@@ -9,7 +9,9 @@ the resident experts alone (`resident_forward`) is not among them: it takes abou
 are what costs little.
 
 It goes on learning while it is asked: the memory takes in each forward, at once for its own request and for the others
-when that is over; `offset` follows, in the same way, the gradient of the loss of what was said of the next layer.
+when that is over; `offset` follows, in the same way, the gradient of the loss of what was said of the next layer. And
+where a single signal has lately been right more often, the experts are ranked as it ranks them
+(`moetool.learning.path_trust.Record`): on a task unlike those that it was fitted on, the best of its parts may be one.
 
 Source: ours. Fitted in one go: the network learns from most of the training requests; the trust, by binary
 cross-entropy, from every eighth, which the network never learns from and whose paths the memory hides while it is

@@ -44,7 +44,7 @@ class EdgeProcess:
     """A running cluster of three servers.
 
     Attributes:
-        urls: of each server, by its name.
+        urls: of each server, by its name; those that serve so far.
     """
 
     def __init__(self, arguments: list[str], stderr: IO[str]) -> None:
@@ -52,11 +52,15 @@ class EdgeProcess:
         command = [sys.executable, "-m", "moetool.cli.main", "serve", "reference", "--cluster", "local:3", *arguments]
         path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.popen = subprocess.Popen(command, stderr=stderr, env={**os.environ, "PYTHONPATH": path})
-        deadline = time.monotonic() + 240
-        while len(found := dict(_SERVING.findall(self.narration))) < len(NAMES):
+        self.urls: dict[str, str] = {}
+
+    def wait(self) -> None:
+        """Until every server serves."""
+        deadline = time.monotonic() + 600
+        while len(self.urls) < len(NAMES):
             assert self.popen.poll() is None and time.monotonic() < deadline, self.narration
             time.sleep(0.1)
-        self.urls = found
+            self.urls = dict(_SERVING.findall(self.narration))
 
     @property
     def narration(self) -> str:
@@ -94,6 +98,7 @@ def edge_cluster(folder: Path, *arguments: str) -> Iterator[EdgeProcess]:
         try:
             given = ["--plan", str(plan), "--port", "0", "--set", "kv_tokens=512", *arguments]
             cluster = EdgeProcess(given, stderr)
+            cluster.wait()
             yield cluster
             left = cluster.processes()
             cluster.popen.send_signal(signal.SIGINT)

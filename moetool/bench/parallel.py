@@ -167,7 +167,7 @@ def variants(replica: bool) -> list[Variant]:
         ]
     return [
         *found,
-        Variant(name="reactive, always", placement="reactive", always=True, figures=()),
+        Variant(name="reactive-always", placement="reactive", always=True, figures=()),
         *_migrations(),
     ]
 
@@ -175,7 +175,7 @@ def variants(replica: bool) -> list[Variant]:
 def _migrations() -> list[Variant]:
     return [
         Variant(
-            name=f"{how}, always",
+            name=how,
             placement="proactive",
             predictors=("cascade",),
             migrate=how,
@@ -227,7 +227,9 @@ def bench_parallel(
         link_bytes_s=options.link_bytes_s,
         timeout_s=60.0,
     )
-    head = open_head(model, _plan(spec, cluster, offline_GLE), launcher, ParallelOptions(gather_s=5.0), ranks)
+    head = open_head(
+        model, _plan(spec, cluster, offline_GLE), launcher, ParallelOptions(gather_s=5.0, patience_s=60.0), ranks
+    )
     bench = Bench(options=options, variants=chosen, runs={one.name: [] for one in chosen})
     try:
         head.start()

@@ -83,7 +83,7 @@ def print_parallel_bench(bench: Bench) -> None:
             ],
             moved,
         )
-    stop, overlap = "stop, always", "overlap, always"
+    stop, overlap = "stop", "overlap"
     if stop in bench.runs and overlap in bench.runs:
         median, low, high = paired(bench, overlap, stop, batch_s)
         print(f"overlapped against stop-the-world, paired: {median:.3f} of its time ({low:.2f} to {high:.2f})")

@@ -30,7 +30,9 @@ def paper(
     only: Annotated[
         list[str], typer.Option(help='A table or figure, such as "Figure 8"; all, if not given. Repeatable.')
     ] = [],  # noqa: B006 - Typer copies defaults
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes: seconds, and too little to decide much.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny sizes: a minute, and too little to decide much.")
+    ] = False,
     trace: Annotated[
         list[str], typer.Option(help="NAME=DIR: instead of traces of the embedded model. Repeatable.")
     ] = [],  # noqa: B006

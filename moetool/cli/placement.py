@@ -143,7 +143,7 @@ def stream(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a request, one request a GPU in each batch.")] = 64,
     batches: Annotated[int, typer.Option(min=2, help="How many batches to serve.")] = 20,
     predictor: Annotated[
-        Path | None, typer.Option(help="Folder of a trained predictor; a regression without one.")
+        Path | None, typer.Option(help="Folder of a trained predictor; recall of earlier tokens without one.")
     ] = None,
     settings: Settings = [],  # noqa: B006
     as_json: Json = False,

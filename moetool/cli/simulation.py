@@ -36,7 +36,9 @@ def simulate(
         Path | None, typer.Option(help="The placement to begin with; the mode's planner's, if none.")
     ] = None,
     profile: Annotated[Path | None, typer.Option(help="A cost profile; assumed costs without one.")] = None,
-    predictor: Annotated[Path | None, typer.Option(help="For --set lookahead=predicted; else a regression.")] = None,
+    predictor: Annotated[
+        Path | None, typer.Option(help="For --set lookahead=predicted; else recall of earlier tokens.")
+    ] = None,
     sweep: Annotated[
         list[str],
         typer.Option(

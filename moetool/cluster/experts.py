@@ -4,19 +4,20 @@ import hashlib
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import torch
 
 from moetool.cluster.frames import LinkError, Message
+from moetool.cluster.holding import Holding
 from moetool.cluster.meter import Meter
 from moetool.cluster.peers import Peers
 from moetool.cluster.protocol import Holders, Moved
 from moetool.cluster.rows import read_rows, rows_bytes, rows_head
 from moetool.cluster.transport import Refused
-from moetool.errors import CapacityError, MismatchError, MoetoolError
+from moetool.errors import MismatchError, MoetoolError
 from moetool.fleet import Pool
 from moetool.models.loading import LoadedModel
 from moetool.models.spec import MoeLayer
@@ -75,15 +76,16 @@ class PlacedRuntime(ExpertRuntime):
         loaded, residency, store: as for `ExpertRuntime`; one device, and a policy that needs no more of an event than
             its experts.
         held: (layer, expert) that are here from the start.
-        capacity: how many may be. Those that the pool has no slot for are read from disk when they are needed.
+        capacity: how many may be (`Holding`).
         peers: the other servers.
         meter: counts.
 
-    Effects: reads what is held into the pool; returns when it is there. `close` closes `peers` too.
+    Attributes:
+        holding: what is held here.
 
-    Raises:
-        CapacityError: more is held than the capacity.
-        MoetoolError: an expert cannot be read.
+    Effects: as of `Holding`. `close` closes `peers` too.
+
+    Raises: as `Holding`.
     """
 
     def __init__(
@@ -99,34 +101,22 @@ class PlacedRuntime(ExpertRuntime):
         options: CallOptions | None = None,
     ) -> None:
         assert isinstance(residency, Residency) and isinstance(store, ExpertStore), "one device"
-        if len(held) > capacity:
-            raise CapacityError(
-                f"server {peers.server} is to hold {len(held)} experts and has room for {capacity}; plan again with: "
-                "moetool plan placement"
-            )
         super().__init__(loaded, residency, store)
-        self.capacity = capacity
         self.spec = loaded.spec
         self._layers = loaded.layers
-        self._pool, self._slots = residency, store
+        self._slot_bytes, self._device = store.files.slot_bytes, store.copies.device
         self._peers, self._meter = peers, meter
         self._options = options or CallOptions()
-        self._computing = threading.Lock()  # the pool and the store
-        self._changing = threading.Lock()  # what is held
-        self._held = frozenset(self.spec.expert_key(*at) for at in held)
+        self._changing = threading.Lock()
         self._holders = Holders(
             version=-1, servers_LE=tuple(((),) * num for num in self.spec.num_experts_L), peers=(None,)
         )
-        steps = [step for key in sorted(self._held) if (step := residency.bring(key)) is not None]
-        for step in steps:
-            store.load(step.key, step.slot, prefetch=False)
-        for step in steps:
-            store.ready(step.key, step.slot)
+        self.holding = Holding(peers.server, loaded.spec, residency, store, held, capacity)
 
     @property
     def held(self) -> tuple[tuple[int, int], ...]:
         """(layer, expert) that are held here, ascending."""
-        return tuple(self.spec.expert_of(key) for key in sorted(self._held))
+        return tuple(self.spec.expert_of(key) for key in self.holding)
 
     def set_holders(self, holders: Holders) -> None:
         """From the next layer on, others are called where this says; one that is older than its own is ignored.
@@ -143,34 +133,18 @@ class PlacedRuntime(ExpertRuntime):
 
     def adopt(self, layer: int, expert: int, source: int) -> Moved:
         """Hold an expert from now on; as `moetool.cluster.protocol.EdgeWorker.adopt`."""
-        key = self._key(layer, expert)
         began = time.monotonic()
-        with self._changing:
-            if key in self._held:
-                return Moved(source=-1, bytes=0, seconds=0.0)
-            if len(self._held) >= self.capacity:
-                raise CapacityError(
-                    f"server {self._peers.server} holds {len(self._held)} experts and has room for {self.capacity}; "
-                    "drop one first"
-                )
-            data = self._fetch(layer, expert, source) if source not in (-1, self._peers.server) else None
-            found = -1 if data is None else source
-            data = self._read(key) if data is None else data
-            with self._computing:
-                if (step := self._pool.bring(key)) is not None:
-                    self._slots.put(key, step.slot, data)
-            self._held |= {key}
-        if found >= 0:
-            self._meter.migrated(data.numel())
-        return Moved(source=found, bytes=data.numel(), seconds=time.monotonic() - began)
+        elsewhere = source not in (-1, self._peers.server)
+        fetched, num_bytes = self.holding.add(
+            self._key(layer, expert), lambda: self._fetch(layer, expert, source) if elsewhere else None
+        )
+        if fetched:
+            self._meter.migrated(num_bytes)
+        return Moved(source=source if fetched else -1, bytes=num_bytes, seconds=time.monotonic() - began)
 
     def drop(self, layer: int, expert: int) -> None:
         """Hold an expert no longer; what is being computed with it is finished first."""
-        key = self._key(layer, expert)
-        with self._changing:
-            self._held -= {key}
-            with self._computing:
-                self._pool.forget(key)
+        self.holding.remove(self._key(layer, expert))
 
     def handle(self, message: Message) -> Message:
         """Answer another server: `compute` rows with the experts that are held here, or give an expert (`fetch`).
@@ -186,11 +160,11 @@ class PlacedRuntime(ExpertRuntime):
         raise MoetoolError(f"{kind!r} is nothing that this version of moetool does for others")
 
     def begin_forward(self, info: ForwardInfo) -> None:
-        with self._computing:
+        with self.holding.computing:
             super().begin_forward(info)
 
     def end_forward(self) -> None:
-        with self._computing:
+        with self.holding.computing:
             super().end_forward()
 
     def close(self) -> None:
@@ -211,7 +185,7 @@ class PlacedRuntime(ExpertRuntime):
         self._meter.needed(layer.index, pairs)
         waiting, tried = dict(pairs), defaultdict[int, set[int]](set)
         while waiting:
-            here = [expert for expert in waiting if self._key(layer.index, expert) in self._held]
+            here = [expert for expert in waiting if self._key(layer.index, expert) in self.holding]
             groups, nowhere = self._assign(layer, {e: n for e, n in waiting.items() if e not in here}, tried)
             calls = [self._call(layer, server, group, rows_of, inputs) for server, group in groups.items()]
             try:
@@ -299,17 +273,16 @@ class PlacedRuntime(ExpertRuntime):
             borrowed: they are not held: read from disk for this once. Otherwise those that are no longer held are left.
         """
         keys = {self._key(layer.index, expert): expert for expert in rows_of}
-        with self._computing:
-            found = [expert for key, expert in keys.items() if borrowed or key in self._held]
+        with self.holding.computing:
+            found = [expert for key, expert in keys.items() if borrowed or key in self.holding]
             if found:
                 began = time.perf_counter()
                 mine = replace(event, experts_TK=(tuple(found),), weights_TK=None, scores_TE=None)
                 try:
                     super()._compute(layer, mine, rows_of, inputs, put)
                 finally:
-                    for key in keys if borrowed else ():
-                        if key not in self._held:
-                            self._pool.forget(key)
+                    if borrowed:
+                        self.holding.give_back(keys)
                 pairs = sum(len(rows_of[expert]) for expert in found)
                 self._meter.computed(pairs, time.perf_counter() - began, own=own)
         if borrowed:
@@ -327,11 +300,11 @@ class PlacedRuntime(ExpertRuntime):
             raise MoetoolError("an expert without weights was asked for")
         bare = replace(layer, form=replace(layer.form, finish=None))  # which is taken where the rows came from
         event = GateEvent(forward=_FOR_OTHERS, layer=layer.index, experts_TK=(tuple(rows),))
-        device = self._slots.copies.device
         with torch.inference_mode():
             outputs: dict[int, torch.Tensor] = {}
             self._compute_here(
-                *(bare, event, rows, lambda expert, places: rows[expert].to(device), outputs.__setitem__), own=False
+                *(bare, event, rows, lambda expert, places: rows[expert].to(self._device), outputs.__setitem__),
+                own=False,
             )
             if not outputs:
                 return Message(head={"layer": layer.index, "experts": [], "rows": [], "dtype": "float32", "width": 1})
@@ -345,13 +318,9 @@ class PlacedRuntime(ExpertRuntime):
             known = 0 <= layer < self.spec.num_layers and 0 <= expert < self.spec.num_experts_L[layer]
         except (KeyError, TypeError, ValueError):
             known = False
-        if not known or key not in self._held:
+        if not known or key not in self.holding:
             raise MoetoolError("an expert was asked for that is not held here")
-        with self._computing:
-            slot = self._pool.slot_of.get(key)
-            data = None if slot is None else self._slots.bytes_of(key, slot)
-        if data is None:
-            data = self._read(key)
+        data = self.holding.bytes_of(key)
         view = data.numpy().data
         return Message(head={"sha256": hashlib.sha256(view).hexdigest()}, parts=[view])
 
@@ -364,34 +333,9 @@ class PlacedRuntime(ExpertRuntime):
         except (LinkError, Refused, TimeoutError):
             return None
         (part,) = answer.parts or (b"",)
-        if len(part) != self._slots.files.slot_bytes or hashlib.sha256(part).hexdigest() != answer.head.get("sha256"):
+        if len(part) != self._slot_bytes or hashlib.sha256(part).hexdigest() != answer.head.get("sha256"):
             return None
         return torch.frombuffer(part, dtype=torch.uint8)
 
-    def _read(self, key: int) -> torch.Tensor:
-        """The bytes of an expert from the own disk. Raises: MoetoolError where that fails twice."""
-        data = torch.zeros(self._slots.files.slot_bytes, dtype=torch.uint8)
-        try:
-            self._slots.files.read_into(key, data)
-        except OSError:
-            try:
-                self._slots.files.read_into(key, data)
-            except OSError as error:
-                layer, expert = self.spec.expert_of(key)
-                raise MoetoolError(
-                    f"cannot read expert {expert} of layer {self.spec.layer_ids_L[layer]}: {error}"
-                ) from error
-        return data
-
     def _key(self, layer: int, expert: int) -> int:
         return self.spec.expert_key(layer, expert)
-
-
-def experts_on(servers_LE: Iterable[Iterable[Collection[int]]], server: int) -> tuple[tuple[int, int], ...]:
-    """(layer, expert) that a server has by a table of holders."""
-    return tuple(
-        (layer, expert)
-        for layer, experts in enumerate(servers_LE)
-        for expert, servers in enumerate(experts)
-        if server in servers
-    )

@@ -233,15 +233,17 @@ class Workers:
             return
         common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "include_dashboard": False}
         if where.address is None:
+            # Without an address it would join whatever Ray runs on this machine.
             self._ray.init(address="local", num_cpus=1, object_store_memory=_STORE_BYTES, **common)
             return
         common.pop("include_dashboard")
         try:
             self._ray.init(address=where.address, **common)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UsageError(
-                f"no Ray head at {where.address} ({first_line(error)}); start one there with: ray start --head"
-            ) from None
+            hint = "start one there with: ray start --head"
+            if "authToken" in str(error) or "AuthToken" in str(error):
+                hint = "it asks for Ray's own token: set RAY_AUTH_MODE=token here as there"
+            raise UsageError(f"no Ray head at {where.address} ({first_line(error)}); {hint}") from None
 
     def _machine(self, n: int) -> str:
         """The machine for a server: the one it was on, the one with its name, or the first that is nobody's.

@@ -142,7 +142,7 @@ class Worker:
             url=self._url,
             peer=self._listener.address,
             held=self._runtime.held,
-            slots=self._runtime.capacity,
+            slots=self._runtime.holding.capacity,
         )
 
     def stats(self) -> WorkerStats:

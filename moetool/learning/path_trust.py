@@ -1,20 +1,69 @@
 """Fused predictions while a model runs: fitted trust in the signals of a path, moved by how they fare.
 
 What `predictors/fused.py` fits is used here without torch, and goes on learning: each request moves an `Offset` of the
-trust after each of its tokens, by what was said of the next layer; the others hear of it when the request is over.
+trust after each of its tokens, by what was said of the next layer; the others hear of it when the request is over. So
+they do of its `Record`: where one of `ALONE` has lately been right more often than the fused logits, for a layer from
+some distance, the experts are ranked as that signal ranks them.
 
-Shapes: D distances, S signals, G as in `moetool.learning.path_signals`.
+Shapes: D distances, S signals, G as in `moetool.learning.path_signals`; R the fused logits, then `ALONE`; P prompts,
+    then tokens by themselves.
 """
 
 import copy
+import math
 
 import numpy as np
 
-from moetool.learning.path_signals import PathSignals
+from moetool.learning.path_signals import SIGNALS, PathSignals
 from moetool.types import GateEvent
 
 DISTANCES = (1, 2, 3, 4, 6, 8)
 """The distances that trust is fitted for; the others take that of the next one below."""
+
+
+ALONE = ("path", "affinity", "log memory", "ahead")
+"""Signals that may rank the experts by themselves."""
+_ALONE = [SIGNALS.index(name) for name in ALONE]
+_LATELY = 1024  # predictions, of a token each, after which the record has forgotten most of what was before
+_OTHERS = 128  # predictions that the other layers count for
+_LEAD = 0.5  # over the root of the predictions that count: by so much more of the experts must one be right
+
+
+class Record:
+    """How right the fused logits and single signals were lately, for each layer from each distance.
+
+    Shapes: right_PDLR, the decayed sum of shares of a token's experts that were found; seen_PDL, of its tokens.
+    """
+
+    __slots__ = ("right_PDLR", "seen_PDL")
+
+    def __init__(self, num_layers: int) -> None:
+        self.right_PDLR = np.zeros((2, len(DISTANCES), num_layers, 1 + len(ALONE)), np.float32)
+        self.seen_PDL = np.zeros((2, len(DISTANCES), num_layers), np.float32)
+
+    def count(self, kind: int, place: int, layer: int, right_TR: np.ndarray) -> None:
+        """Take in the shares that were found of each token's experts."""
+        kept = (1 - 1 / _LATELY) ** len(right_TR)
+        right_R, seen = self.right_PDLR[kind, place, layer], self.seen_PDL[kind, place, layer]
+        self.right_PDLR[kind, place, layer] = kept * right_R + right_TR.sum(axis=0)
+        self.seen_PDL[kind, place, layer] = kept * seen + len(right_TR)
+
+    def leader(self, kind: int, place: int, layer: int) -> int | None:
+        """Which of `ALONE` leads, or None: the fused logits do. Where a layer has told little, the others speak."""
+        right_LR, seen_L = self.right_PDLR[kind, place], self.seen_PDL[kind, place]
+        if not (everywhere := float(seen_L.sum())):
+            return None
+        others = min(everywhere, _OTHERS)
+        right_R = right_LR[layer] + right_LR.sum(axis=0) * (others / everywhere)
+        best = int(right_R[1:].argmax())
+        lead = _LEAD * math.sqrt(float(seen_L[layer]) + others)
+        return best if right_R[1 + best] - right_R[0] > lead else None
+
+    def add(self, began: "Record", now: "Record") -> None:
+        """What a request has found out since it began."""
+        for name in self.__slots__:
+            mine = getattr(self, name)
+            np.maximum(mine + getattr(now, name) - getattr(began, name), 0, out=mine)
 
 
 class Offset:
@@ -52,33 +101,75 @@ class FusedPath:
         self._haste = haste
         self._common = Offset(trust_DS.shape[1])
         self._own: dict[int, tuple[Offset, Offset]] = {}  # of each running request: as it began, and now
-        self.said: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of the layers ahead: signals and logits
+        self._records = Record(signals.num_layers)
+        self._own_records: dict[int, tuple[Record, Record]] = {}
+        self.said: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of the layers ahead: signals and fused logits
+        self._shown: dict[int, np.ndarray] = {}  # what was answered
+        self._asked: dict[int, dict[int, np.ndarray]] = {}  # by coming layer and place of the distance: ranked_TER
 
     def observe(self, event: GateEvent) -> None:
         """Learn from what was said of this layer, then look ahead."""
-        if event.layer and self._haste and event.layer in self.said:
-            self._learn(event)
+        if event.layer and self._haste:
+            if event.layer in self.said:
+                self._learn(event)
+            for place, ranked_TER in self._asked.pop(event.layer, {}).items():
+                self._compare(event, place, ranked_TER)
         self.signals.observe(event)
         if event.layer == 0:
             for request in self.signals.over:
                 began, now = self._own.pop(request)
                 self._common.offset_S += now.offset_S - began.offset_S
                 self._common.power_S += now.power_S - began.power_S
+                self._records.add(*self._own_records.pop(request))
             for request in self.signals.running.keys() - self._own.keys():
                 self._own[request] = copy.deepcopy(self._common), copy.deepcopy(self._common)
-        self.said = {}
+                self._own_records[request] = copy.deepcopy(self._records), copy.deepcopy(self._records)
+            self._asked = {}
+        self.said, self._shown = {}, {}
 
     def logits(self, layer: int) -> np.ndarray:
         """logit_TE of a layer ahead, float32."""
         if layer not in self.said:
             f_TES, sure_TG = self.signals.signals(layer)
             distance = layer - self.signals.layer
-            trust_S = self._trust_DS[sum(d <= distance for d in DISTANCES) - 1] + self._trust_LS[layer]
+            place = sum(d <= distance for d in DISTANCES) - 1
+            trust_S = self._trust_DS[place] + self._trust_LS[layer]
             trust_TS = trust_S + sure_TG @ self._gate_GS
             for request, mine in self.signals.tokens_of.items():
                 trust_TS[mine] += self._own[request][1].offset_S
-            self.said[layer] = f_TES, np.einsum("tes,ts->te", f_TES, trust_TS)
-        return self.said[layer][1]
+            logit_TE = np.einsum("tes,ts->te", f_TES, trust_TS)
+            self.said[layer], self._shown[layer] = (f_TES, logit_TE), logit_TE
+            if self._haste:
+                self._shown[layer] = self._led(place, layer, f_TES, logit_TE)
+                ranked_TER = np.concatenate([logit_TE[..., None], f_TES[..., _ALONE]], axis=2)
+                if distance in DISTANCES:
+                    self._asked.setdefault(layer, {})[place] = ranked_TER
+        return self._shown[layer]
+
+    def _led(self, place: int, layer: int, f_TES: np.ndarray, logit_TE: np.ndarray) -> np.ndarray:
+        """The same logits, in the order of the signal that leads, where one does."""
+        shown_TE = logit_TE
+        for request, mine in self.signals.tokens_of.items():
+            leader = self._own_records[request][1].leader(int(len(mine) == 1), place, layer)
+            if leader is not None:
+                order_TE = np.argsort(-f_TES[mine, :, _ALONE[leader]], axis=1, kind="stable")
+                if shown_TE is logit_TE:
+                    shown_TE = logit_TE.copy()
+                given_TE = np.empty_like(logit_TE[mine])
+                np.put_along_axis(given_TE, order_TE, -np.sort(-logit_TE[mine], axis=1), axis=1)
+                shown_TE[mine] = given_TE
+        return shown_TE
+
+    def _compare(self, event: GateEvent, place: int, ranked_TER: np.ndarray) -> None:
+        """Which experts of this layer each would have found, for the record of each request."""
+        experts_TK = np.asarray(event.experts_TK)
+        top_k = experts_TK.shape[1]
+        chosen_TE = np.zeros(ranked_TER.shape[:2], np.float32)
+        np.put_along_axis(chosen_TE, experts_TK, 1 / top_k, axis=1)
+        best_TKR = np.argpartition(-ranked_TER, min(top_k, ranked_TER.shape[1] - 1), axis=1)[:, :top_k]
+        right_TR = np.take_along_axis(chosen_TE[..., None], best_TKR, axis=1).sum(axis=1)
+        for request, mine in self.signals.tokens_of.items():
+            self._own_records[request][1].count(int(len(mine) == 1), place, event.layer, right_TR[mine])
 
     def _learn(self, event: GateEvent) -> None:
         """One step for each request with one token in this forward."""

@@ -14,6 +14,11 @@ import torch.nn.functional as F
 
 from moetool.models.packed import PackedWeight
 
+_WHOLE_VECTORS = 128
+"""Numbers of a row, gate and up side by side, whose halves are whole vectors of any processor, twice unrolled."""
+_ONE_THREAD = 32_768
+"""Numbers that torch leaves to one thread."""
+
 
 class Call(Enum):
     """How a family calls the module that holds its experts."""
@@ -87,9 +92,17 @@ class ExpertForm:
     def compute_each(
         self, xs: Sequence[torch.Tensor], weights: Sequence[tuple[torch.Tensor | PackedWeight, ...]]
     ) -> list[torch.Tensor]:
-        """The outputs of several experts, to the bit those of `compute`: what acts on rows alone is done at once."""
-        first = torch.cat([self._first(x, each) for x, each in zip(xs, weights, strict=True)])
-        hidden = self.gate(first).split([len(x) for x in xs])
+        """The outputs of several experts, to the bit those of `compute`: where that is sure, one gate does for all.
+
+        A processor takes most of a tensor by vectors and what is left over at its end, or at a thread's, by single
+        numbers, which may round otherwise. So no row may be left over, and one thread must do it all.
+        """
+        firsts = [self._first(x, each) for x, each in zip(xs, weights, strict=True)]
+        width = firsts[0].shape[-1]
+        if width % _WHOLE_VECTORS == 0 and width * sum(map(len, xs)) <= _ONE_THREAD:
+            hidden = self.gate(torch.cat(firsts)).split([len(x) for x in xs])
+        else:
+            hidden = tuple(self.gate(first) for first in firsts)
         return [self._second(x, each) for x, each in zip(hidden, weights, strict=True)]
 
     def _first(self, x: torch.Tensor, weights: tuple[torch.Tensor | PackedWeight, ...]) -> torch.Tensor:

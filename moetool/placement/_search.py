@@ -52,13 +52,13 @@ class Descent:
         self.layer, self.latency = layer, layer.latency
         num_gpus = len(layer.room_G)
         self.num_experts = layer.num_experts
-        self.tokens_XG = np.concatenate([layer.tokens_GE.T, np.zeros((num_gpus, num_gpus))])
-        self.tokens_X = self.tokens_XG.sum(axis=1)
+        # GPUs first: numpy takes sums and maxima over a short last axis element by element.
+        self.tokens_GX = np.concatenate([layer.tokens_GE, np.zeros((num_gpus, num_gpus))], axis=1)
+        self.tokens_X = self.tokens_GX.sum(axis=0)
         self.gpu_X = np.concatenate([gpu_E, np.arange(num_gpus)])
         self.linear = self.latency.linear
         self.slope_GG = self.latency.link_slope_GG
-        self.slope_to = np.ascontiguousarray(self.slope_GG.T)  # rows by the receiving GPU
-        self.recv_XG = self.tokens_XG @ self.slope_GG
+        self.recv_GX = self.slope_GG.T @ self.tokens_GX
         self.both = self.latency.sides == "both"
         # Where a GPU reaches others at unequal cost, an exchange between two others can help it.
         self.uneven = not self.linear or len(np.unique(self.latency.link_GG)) > 2
@@ -121,34 +121,33 @@ class Descent:
     def _scores(self, here: np.ndarray, there: np.ndarray) -> np.ndarray:
         """What the score would be after each swap."""
         g, h = self.gpu_X[here], self.gpu_X[there]
-        more_CG = self.tokens_XG[there] - self.tokens_XG[here]
+        more_GC = self.tokens_GX[:, there] - self.tokens_GX[:, here]
         more = self.tokens_X[there] - self.tokens_X[here]
-        comp_C2 = np.stack([self.load_G[g] + more, self.load_G[h] - more], axis=1)
+        comp_2C = np.stack([self.load_G[g] + more, self.load_G[h] - more])
         if self.linear:
             slope = self.latency.comp_slope_G
-            comp_C2 = comp_C2 * np.stack([slope[g], slope[h]], axis=1)
-            send_CG = self.send_G + more_CG * (self.slope_to[g] - self.slope_to[h])
+            comp_2C = comp_2C * np.stack([slope[g], slope[h]])
+            send_GC = self.send_G[:, None] + more_GC * (self.slope_GG[:, g] - self.slope_GG[:, h])
             if self.both:
-                recv_C2 = np.stack(
+                recv_2C = np.stack(
                     [
-                        self.recv_G[g] + self.recv_XG[there, g] - self.recv_XG[here, g],
-                        self.recv_G[h] + self.recv_XG[here, h] - self.recv_XG[there, h],
-                    ],
-                    axis=1,
+                        self.recv_G[g] + self.recv_GX[g, there] - self.recv_GX[g, here],
+                        self.recv_G[h] + self.recv_GX[h, here] - self.recv_GX[h, there],
+                    ]
                 )
         else:
             speed = np.array(self.latency.speed_G)
-            comp_C2 = along(self.latency.comp, comp_C2) / np.stack([speed[g], speed[h]], axis=1)
-            into_CG = self.latency.link_s(self.flow_GG.T[g] + more_CG, self.latency.link_GG.T[g])
-            out_CG = self.latency.link_s(self.flow_GG.T[h] - more_CG, self.latency.link_GG.T[h])
-            send_CG = self.send_G + into_CG + out_CG - self.comm_GG.T[g] - self.comm_GG.T[h]
-            recv_C2 = np.stack([into_CG.sum(axis=1), out_CG.sum(axis=1)], axis=1)
-        comp = np.maximum(_others(self.comp_G, g, h), comp_C2.max(axis=1))
-        comm = send_CG.max(axis=1)
+            comp_2C = along(self.latency.comp, comp_2C) / np.stack([speed[g], speed[h]])
+            into_GC = self.latency.link_s(self.flow_GG[:, g] + more_GC, self.latency.link_GG[:, g])
+            out_GC = self.latency.link_s(self.flow_GG[:, h] - more_GC, self.latency.link_GG[:, h])
+            send_GC = self.send_G[:, None] + into_GC + out_GC - self.comm_GG[:, g] - self.comm_GG[:, h]
+            recv_2C = np.stack([into_GC.sum(axis=0), out_GC.sum(axis=0)])
+        comp = np.maximum(_others(self.comp_G, g, h), comp_2C.max(axis=0))
+        comm = send_GC.max(axis=0)
         if self.both:
-            comm = np.maximum(comm, np.maximum(_others(self.recv_G, g, h), recv_C2.max(axis=1)))
-        squares = (self.comp_G**2).sum() - self.comp_G[g] ** 2 - self.comp_G[h] ** 2 + (comp_C2**2).sum(axis=1)
-        potential = squares + self.latency.ways * np.einsum("cg,cg->c", send_CG, send_CG)
+            comm = np.maximum(comm, np.maximum(_others(self.recv_G, g, h), recv_2C.max(axis=0)))
+        squares = (self.comp_G**2).sum() - self.comp_G[g] ** 2 - self.comp_G[h] ** 2 + (comp_2C**2).sum(axis=0)
+        potential = squares + self.latency.ways * (send_GC**2).sum(axis=0)
         return np.asarray(self._score(comp, comm, potential))
 
     def swap(self, here: int, there: int) -> None:

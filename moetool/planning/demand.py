@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     Workload = Trace | ExpertCounts
 
+Batch = tuple["Demand", tuple[tuple[str, np.ndarray], ...]]
+"""The demand of a batch, and of each GPU the request's task and its tokens' routes [T, S]."""
 STARTS = ("round_robin", "random", "first")
 _IDLE_TOKENS = 1e-3
 
@@ -207,7 +209,7 @@ def read_batches(
     seed: int,
     uses: Callable[[str, int], bool],
     allowed: "Callable[[Trace], Container[int]] | None" = None,
-) -> Iterator[tuple[Demand, tuple[tuple[str, np.ndarray], ...]]]:
+) -> Iterator[Batch]:
     """Batches that mix the requests of traces: in each, every GPU of the cluster gets one piece of a request.
 
     A request of more than `tokens` tokens is cut into several pieces of so many, which go their own ways; what is left
@@ -215,9 +217,6 @@ def read_batches(
 
     Args:
         allowed: of a trace, the requests that may be used at all (None: every one).
-
-    Gives:
-        The demand of each batch, and of each GPU the request's task and its tokens' routes [T, S].
 
     Raises:
         UsageError: not one batch comes together.

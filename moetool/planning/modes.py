@@ -11,7 +11,8 @@ from moetool import planner
 from moetool.costing.latency import Latency, flows, unit_latency
 from moetool.errors import MismatchError, UsageError
 from moetool.planner import Problem
-from moetool.planning.demand import Demand, held_out, planned_share, read_batches
+from moetool.planning.demand import Batch, Demand, held_out, planned_share, read_batches
+from moetool.planning.recall import Recall
 from moetool.types import Cluster, ModelSpec
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from moetool.predictor import Predictor
     from moetool.trace.reader import Trace
 
-Batch = tuple[Demand, tuple[tuple[str, np.ndarray], ...]]
 Predict = Callable[[Batch], Demand]
 
 
@@ -68,7 +68,7 @@ def run_stream(
     Args:
         tokens: of each request; each GPU gets one request a batch.
         predictor: for the mode `predicted` (`calibrated`); of the held-out requests then only those count that it was
-            not trained on, by its card. Without one the mode predicts by `regressed`.
+            not trained on, by its card. Without one the mode predicts by `moetool.planning.recall.Recall`.
 
     Raises:
         UsageError: too few requests for two batches, or for a history; the predictor has seen all of a trace.
@@ -88,8 +88,9 @@ def run_stream(
     coming = list(islice(read_batches(traces, cluster, tokens, setting.seed, held_out(uses), allowed), batches))
     if len(coming) < 2:
         raise UsageError(f"the held-out requests make {len(coming)} batch, expected at least two; give more traces")
+    predict: Predict
     if predictor is None:
-        predict = regressed(history)
+        predict = Recall(history)
     else:
         traces[0].spec.require_same(predictor.spec, "the trace", "the predictor")
         predict = calibrated(predictor, history)
@@ -111,7 +112,10 @@ def modes(
     predict: Predict | None = None,
     seed: int = 0,
 ) -> list[Mode]:
-    """Each mode on the same batches. The reactive mode begins with the offline placement."""
+    """Each mode on the same batches.
+
+    The reactive mode begins with the offline placement. A prediction by recall remembers the batches that came before.
+    """
 
     def place(demand: Demand) -> np.ndarray:
         return planner.place(name, Problem(demand=demand, latency=latency, seed=seed), dict(options))
@@ -127,7 +131,11 @@ def modes(
         "proactive": proactive,
     }
     if predict is not None:
-        plans["predicted"] = [place(predict(batch)) for batch in coming]
+        plans["predicted"] = []
+        for batch in coming:
+            plans["predicted"].append(place(predict(batch)))
+            if isinstance(predict, Recall):
+                predict.learn(batch)
     means = {
         mode: float(np.mean([cost(latency, batch[0], plan) for batch, plan in zip(coming, placed, strict=True)]))
         for mode, placed in plans.items()

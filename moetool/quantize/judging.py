@@ -64,6 +64,21 @@ def judge(
             loaded.close()
 
 
+@torch.no_grad()
+def logits_of(path: Path, ids_1S: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The logits [S, V] that a checkpoint gives, run layer by layer."""
+    loaded = load_lazy(path, dtype)
+    try:
+        layerwise = Layerwise(loaded)
+        (state,) = layerwise.begin(ids_1S)
+        for number in range(len(layerwise.layers)):
+            with layerwise.experts(number):
+                state = layerwise.run(number, state)
+        return layerwise.logits(state)
+    finally:
+        loaded.close()
+
+
 def _judge(pair: list[Layerwise], ids_NS: torch.Tensor, on_layer: Callable[[int], None] | None) -> Judgement:
     states = [layerwise.begin(ids_NS) for layerwise in pair]
     matches: list[float] = []

@@ -25,7 +25,7 @@ from moetool.models.shards import Shards
 from moetool.models.spec import empty_model, moe_layers, read_config, read_packing, revision, weight_files
 from moetool.quantize.calibration import Calibration
 from moetool.quantize.folding import require_family, rounded_names
-from moetool.quantize.judging import judge
+from moetool.quantize.judging import judge, logits_of
 from moetool.quantize.making import Maker, ReplicaOptions
 
 CARD = "card.json"
@@ -82,7 +82,7 @@ def make_replica(
                 f"{path} or its replica gives logits that are NaN or infinite on the text that it is judged by, "
                 "expected none; try --set dtype=float32, or other --data"
             )
-        reloaded = _check(staged, calibration.judged_NS[:1], judged.logits, dtype)
+        reloaded = _check(staged, calibration.judged_NS[:1], judged.logits if dtype == torch.float32 else None)
         report(steps)
         files = sorted(weight_files(staged))
         card = {
@@ -180,17 +180,24 @@ def _require_layout(path: Path, name: str, made_of: Mapping[str, Source]) -> Non
         )
 
 
-def _check(staged: Path, ids_1S: torch.Tensor, logits_SV: torch.Tensor, dtype: torch.dtype) -> str:
+def _check(staged: Path, ids_1S: torch.Tensor, logits_SV: torch.Tensor | None) -> str:
     """Load the result as anybody would, where it fits into memory unpacked; says who has loaded it.
+
+    Both compute in float32: rounded more coarsely, a router's near tie falls either way.
+
+    Args:
+        logits_SV: those of moetool, where they are known.
 
     Raises:
         MismatchError: transformers misses a tensor, or computes something else than moetool.
     """
     config = read_config(staged)
-    size = sum(parameter.numel() for parameter in empty_model(config, dtype).parameters()) * dtype.itemsize
+    size = 4 * sum(parameter.numel() for parameter in empty_model(config, torch.float32).parameters())
     if 2 * size > memory_bytes()[1]:
         return "moetool"  # `judge` has read every tensor by its name and shape
-    model = load_unpacked(staged, dtype)
+    if logits_SV is None:
+        logits_SV = logits_of(staged, ids_1S, torch.float32)
+    model = load_unpacked(staged, torch.float32)
     with torch.no_grad():
         found_SV = model(input_ids=ids_1S, use_cache=False).logits[0]
     error = (found_SV - logits_SV).abs().max().item()

@@ -188,6 +188,12 @@ class Connection(H11Protocol):
         super().pause_writing()
         self._watch_reader()
 
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._send_timer is not None:  # it reads
+            self._send_timer.cancel()
+            self._send_timer = None
+
     def part(self) -> None:
         """Close a connection that has no request."""
         if self.transport.get_write_buffer_size():
@@ -212,12 +218,12 @@ class Connection(H11Protocol):
     def _watch_reader(self) -> None:
         if self._send_timer is not None:
             return
-        before = self.transport.get_write_buffer_size()
+        before, cycle = self.transport.get_write_buffer_size(), self.cycle
 
         def look() -> None:
             self._send_timer = None
             left = self.transport.get_write_buffer_size()
-            if left >= before:
+            if left >= before and self.cycle is cycle:  # another answer may have added to it
                 self.transport.abort()
             elif left:
                 self._watch_reader()

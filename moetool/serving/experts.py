@@ -238,7 +238,7 @@ class ExpertRuntime:
     ) -> None:
         """Compute an event whose experts are all in their slots, as many together as have few rows in all.
 
-        For few rows an expert takes longer to ask for than to compute.
+        For few rows an expert takes longer to ask for than to compute (`ExpertForm.compute_each`).
         """
         expert_of, form = self.residency.policy.spec.expert_of, layer.form
         together: list[tuple[int, Step, torch.Tensor]] = []

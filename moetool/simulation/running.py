@@ -11,8 +11,9 @@ from moetool.costing.costs import CostProfile
 from moetool.errors import MismatchError, UsageError, unknown_name
 from moetool.placement_plan import PlacementPlan
 from moetool.planner import Problem
-from moetool.planning.demand import Demand, held_out, one_model, planned_share, read_demand
-from moetool.planning.modes import Batch, Predict, calibrated, regressed
+from moetool.planning.demand import Batch, Demand, count_experts, held_out, one_model, planned_share, read_demand
+from moetool.planning.modes import Predict, calibrated
+from moetool.planning.recall import Recall
 from moetool.simulation.arrivals import read_arrivals
 from moetool.simulation.control import DECISIONS, LOOKAHEADS, MIGRATIONS, Control, find_mode
 from moetool.simulation.costs import LINKS, AssumedCosts, assumed, make_network, planning_latency, profiled, token_bytes
@@ -34,7 +35,7 @@ class Options:
     Attributes:
         seed: of arrivals, of the requests drawn, and of planners.
         split: share of each trace's requests that placements are made from; the others are drawn.
-        prompt_tokens: the most that are taken of a prompt (0: all of it).
+        prompt_tokens: the most that are taken of a prompt (0: all of it), also of those that placements are made from.
         decode_tokens: the most that a request decodes.
         pace: gaps between arrivals are divided by this.
         seats: requests that a GPU has under way at a time.
@@ -177,7 +178,12 @@ def read_world(traces: Mapping[str, "Trace"], cluster: Cluster, options: Options
                 into[n] = known[id(trace), past]
             like = (id(trace), len(server.gpus))
             if like not in counted:
-                counted[like] = read_demand({server.name: trace}, Cluster(servers=(server,)), uses).tokens_GLE
+                # Where prompts are cut, placements are made from such requests as are served, not from whole ones.
+                counted[like] = (
+                    _served(spec, len(server.gpus), history_sources[n])
+                    if options.prompt_tokens
+                    else read_demand({server.name: trace}, Cluster(servers=(server,)), uses).tokens_GLE
+                )
             tokens_GLE[first : first + len(server.gpus)] = counted[like]
         first += len(server.gpus)
     return World(
@@ -187,6 +193,14 @@ def read_world(traces: Mapping[str, "Trace"], cluster: Cluster, options: Options
         history=Demand(spec=spec, cluster=cluster, tokens_GLE=tokens_GLE),
         history_sources=history_sources,
     )
+
+
+def _served(spec: ModelSpec, num_gpus: int, source: Source) -> np.ndarray:
+    """The tokens [G, L, E] of a source's requests, each on a GPU in turn."""
+    tokens_GLE = np.zeros((num_gpus, spec.num_layers, spec.num_experts))
+    for number, parts in enumerate(zip(source.prompts, source.replies, strict=True)):
+        tokens_GLE[number % num_gpus] += count_experts(spec, np.concatenate(parts))
+    return tokens_GLE
 
 
 def simulate(
@@ -213,7 +227,7 @@ def simulate(
         planner_options: by name; under a planner's name those for it alone.
         plan: the placement at the beginning; by default the mode's planner places from the history.
         profile: measured costs; assumed ones without.
-        predictor: for `lookahead` = `predicted`; a regression on the history without one.
+        predictor: for `lookahead` = `predicted`; recall of the history without one.
 
     Raises:
         UsageError: an unknown mode, or arrivals that are none.
@@ -298,7 +312,7 @@ def _prediction(world: World, predictor: "Predictor | None") -> Callable[[Route]
     history = [_batch(world.spec, prompts)]
     if predictor is not None:
         world.spec.require_same(predictor.spec, "the traces", "the predictor")
-    predict: Predict = regressed(history) if predictor is None else calibrated(predictor, history)
+    predict: Predict = Recall(history) if predictor is None else calibrated(predictor, history)
 
     def expected(route: Route) -> np.ndarray:
         guess_LE = predict(_batch(world.spec, [route.prompt_TS])).tokens_GLE[0]
@@ -310,8 +324,6 @@ def _prediction(world: World, predictor: "Predictor | None") -> Callable[[Route]
 
 def _batch(spec: ModelSpec, prompts: Sequence[np.ndarray]) -> Batch:
     """Prompts as predictors of batches take them: each on a GPU of its own."""
-    from moetool.planning.demand import count_experts
-
     apart = Cluster(servers=(Server(name="queue", gpus=(Gpu(memory_bytes=1),) * len(prompts)),))
     tokens_GLE = np.stack([count_experts(spec, rows_TS) for rows_TS in prompts])
     return Demand(spec=spec, cluster=apart, tokens_GLE=tokens_GLE), tuple(("", rows_TS) for rows_TS in prompts)

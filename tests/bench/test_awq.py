@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from moetool.capture.run import CaptureOptions, capture
-from moetool.evaluation.evaluate import held_out
 from moetool.evaluation.prediction_time import prompt_time, step_time
+from moetool.evaluation.unseen import held_out
 from moetool.models.loading import LoadedModel, load_tokenizer
 from moetool.predictor import load_predictor
 from moetool.prompts import gather as prompts
@@ -100,7 +100,7 @@ def test_a_pending_request_packed_and_unpacked(
     options = CaptureOptions(max_new_tokens=4, keep=("topk",))
     capture(str(reference), prompts.load(["all"], max_prompts=10), tmp_path / "trace", options)
     trace, (folder, card) = Trace(tmp_path / "trace"), made[64, "awq"]
-    requests, _, _ = held_out(card, trace)
+    requests = held_out(card, trace)
     twins = {
         name: load_predictor(folder, {"awq_replica": {"unpacked": name == "unpacked"}})
         for name in ("packed", "unpacked")

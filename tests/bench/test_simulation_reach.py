@@ -137,8 +137,10 @@ def test_migration_as_in_prism_figure_7(traces: dict[str, Trace]) -> None:
 def test_the_order_of_modes_in_director_figure_7(tmp_path: Path, lookahead: str) -> None:
     """Rounds of one request a GPU, tasks mixed, on eight GPUs of one node; no room for copies, computing dominates.
 
-    DIRECTOR prints its gain over offline placement, and that reactive is mostly worse than offline; the latter is
-    printed here and not asserted.
+    DIRECTOR prints its gain over offline placement, and that reactive is mostly worse than offline. In these rounds of
+    eight short requests the two are alike, so that is asserted where batches are larger
+    (`tests/bench/test_placement_reach.py`), and here that proactive is below both, whether experts move for free or
+    while requests are served.
     """
     files = [ROUTES / f"{task}.parquet" for task in TASKS]
     trace = Trace(import_trace(files, "topk_parquet", tmp_path / "mixed", tokens_as="prefill").out)
@@ -164,10 +166,10 @@ def test_the_order_of_modes_in_director_figure_7(tmp_path: Path, lookahead: str)
             f"{_interval(means[run])[1] * 1e3:.1f} ms, {_interval(gains)[0]:.1%} ± {_interval(gains)[1]:.1%} less than "
             f"uniform"
         )
-    offline = ("director-offline", "free")
-    pairs = [(offline, runs[0])]
+    offline, reactive = ("director-offline", "free"), ("director-reactive", "free")
+    pairs = [(offline, runs[0]), (reactive, runs[0])]
     if lookahead == "true":
-        pairs += [(("director-proactive", "free"), worse) for worse in (offline, ("director-reactive", "free"))]
+        pairs += [(("director-proactive", how), worse) for how in ("free", "overlap") for worse in (offline, reactive)]
     for better, worse in pairs:
         gain, half = _interval(np.subtract(means[worse], means[better]).tolist())
         assert gain > half, (better, worse)

@@ -1,8 +1,27 @@
-"""A trace of the embedded model for the command line to work on."""
+"""The command line in this process, and a trace of the embedded model for it to work on."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.command_line import Run, exit_code
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in this process; gives exit code, stdout and stderr.
+
+    The arguments come after the words of the module's `COMMAND`, where it has one.
+    """
+    command: tuple[str, ...] = getattr(request.module, "COMMAND", ())
+
+    def call(*args: Any) -> tuple[int, str, str]:
+        code = exit_code(monkeypatch, *command, *args)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
 
 
 @pytest.fixture(scope="session")

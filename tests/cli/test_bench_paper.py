@@ -49,7 +49,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("director", "Figure 10"),
         ("duoserve", "Figure 6"),
         ("finemoe", "Figure 9"),
-        ("smoe", "Figure 17"),
+        ("smoe", "Table I"),
     ],
 )
 def test_a_claim_of_each_paper(run: Run, captured: Path, tmp_path: Path, paper: str, only: str) -> None:

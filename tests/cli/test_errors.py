@@ -5,36 +5,15 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from moetool.cli import main as cli
+from tests.command_line import Run
 from tests.profiles import make_profile
 from tests.synthetic import make_spec
 
 HEAVY = ("torch", "transformers", "lightning", "datasets", "pyarrow", "numpy", "scipy", "pandas", "fastapi", "pydantic")
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line in this process; gives exit code, stdout and stderr."""
-
-    def call(*args: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["moetool", *map(str, args)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as exit:
-            code = exit.code if isinstance(exit.code, int) else 1
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 def _one_line(result: tuple[int, str, str], code: int, *parts: str) -> None:

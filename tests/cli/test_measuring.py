@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from moetool.cli import main as cli
 from moetool.costing.costs import CostProfile
+from tests.command_line import exit_code
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, *args: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["moetool", *map(str, args)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 0
+    assert exit_code(monkeypatch, *args) == 0
 
 
 def test_a_profile_is_printed_and_written(

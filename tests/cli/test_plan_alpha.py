@@ -1,30 +1,23 @@
 """`moetool plan alpha`: what it measures, chooses and refuses."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moetool.cli import main as cli
 from moetool.plan import CachePlan
+from tests.command_line import exit_code
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, out: Path, *args: object, **flags: Any) -> int:
     given = {"data": "encyclopedia", "device-memory": "31MB", "target-tpot": "10s", "out": out, **flags}
-    line: list[object] = ["moetool", "plan", "alpha", "reference"]
+    line: list[object] = ["plan", "alpha", "reference"]
     for name, value in given.items():
         line += [f"--{name}", value]
     for setting in ("alphas=[0,0.4,0.8]", "tokens=24", "texts=3", "rounds=1"):
         line += ["--set", setting]
-    line += args  # the last one given wins
-    monkeypatch.setattr(sys, "argv", list(map(str, line)))
-    try:
-        cli.main()
-    except SystemExit as exit:
-        return exit.code if isinstance(exit.code, int) else 1
-    return 0
+    return exit_code(monkeypatch, *line, *args)  # the last one given wins
 
 
 def test_the_least_alpha_that_is_fast_enough_becomes_a_plan(

@@ -1,22 +1,16 @@
 """`moetool plan cache --draw`: the frontier as a picture."""
 
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from moetool.cli import main as cli
 from moetool.plan import CachePlan
+from tests.command_line import exit_code
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["moetool", "plan", "cache", "--device-memory", "31MB", *map(str, args)])
-    try:
-        cli.main()
-    except SystemExit as exit:
-        return exit.code if isinstance(exit.code, int) else 1
-    return 0
+    return exit_code(monkeypatch, "plan", "cache", "--device-memory", "31MB", *args)
 
 
 def test_the_frontier_is_drawn(
@@ -33,9 +27,7 @@ def test_the_frontier_is_drawn(
     first = svg.read_bytes()
     assert _run(monkeypatch, *planning, svg) == 0 and svg.read_bytes() == first
     page = tmp_path / "page.html"
-    monkeypatch.setattr(sys, "argv", ["moetool", "report", str(out), "--out", str(page)])
-    with pytest.raises(SystemExit, match="0"):
-        cli.main()
+    assert exit_code(monkeypatch, "report", out, "--out", page) == 0
     text = page.read_text()
     assert all(point["policy"] in text for point in plan.frontier)
     evidence = {row["policy"]: row for row in plan.evidence}

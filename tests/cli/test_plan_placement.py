@@ -1,36 +1,16 @@
 """`moetool plan placement`, `score`, `compare`, `stream`, `migrate` and `export`, as a user calls them."""
 
 import json
-import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from moetool.cli import main as cli
 from moetool.placement.director import Options
+from tests.command_line import Run
 from tests.synthetic import make_spec, write_trace
 
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command line in this process; gives exit code, stdout and stderr."""
-
-    def call(*args: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["moetool", "plan", *map(str, args)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as exit:
-            code = exit.code if isinstance(exit.code, int) else 1
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+COMMAND = ("plan",)
 
 
 @pytest.fixture(scope="module")

@@ -1,33 +1,23 @@
 """`moetool data`, and what `--data`, `--data-dir` and `--set data.…` refuse."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from moetool.cli import main as cli
 from moetool.prompts import dataset_recipe
 from moetool.prompts import gather as prompts
+from tests.command_line import Run
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["moetool", *map(str, args)])
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
-    captured = capsys.readouterr()
-    code = exit.value.code
-    return (code if isinstance(code, int) else 0), captured.out, captured.err
-
-
-def test_the_sets_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(monkeypatch, capsys, "data", "--json")
+def test_the_sets_are_listed(run: Run) -> None:
+    code, out, _ = run("data", "--json")
     rows = json.loads(out)
     assert code == 0
     assert [row["name"] for row in rows] == prompts.names() + dataset_recipe.names()
     lmsys = next(row for row in rows if row["name"] == "lmsys_chat_1m")
     assert (lmsys["hub"], lmsys["gated"], lmsys["output"]) == ("lmsys/lmsys-chat-1m", True, 127)
-    code, out, _ = run(monkeypatch, capsys, "data")
+    code, out, _ = run("data")
     assert code == 0
     assert all(row["name"] in out for row in rows)
     assert "CC BY-NC 4.0" in out
@@ -50,10 +40,9 @@ def test_what_cannot_be_is_said_in_one_line(
     code: int,
     parts: tuple[str, ...],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
 ) -> None:
-    found, out, err = run(monkeypatch, capsys, "capture", "reference", *arguments, "--out", tmp_path / "t")
+    found, out, err = run("capture", "reference", *arguments, "--out", tmp_path / "t")
     assert (found, out, len(err.strip().splitlines())) == (code, "", 1), err
     assert [part for part in parts if part not in err] == []
     assert not (tmp_path / "t").exists()

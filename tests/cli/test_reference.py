@@ -1,7 +1,6 @@
 """`moetool reference train` at the command line: what it prints, and what it refuses in one line."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,8 @@ from typing import Any
 import pytest
 
 from moetool import assets
-from moetool.cli import main as cli
 from moetool.reference.data import SEPARATOR
+from tests.command_line import exit_code
 
 RECIPE = assets.path("recipes", "reference", "model.toml")
 SMALL = [
@@ -25,13 +24,8 @@ def train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
     """Run the command on a text folder; gives exit code, stdout and stderr."""
 
     def call(data: Path, *args: str, recipe: Path = RECIPE) -> tuple[int, str, str]:
-        line = ["moetool", "reference", "train", "--recipe", recipe, "--data", data, "--out", tmp_path / "model", *args]
-        monkeypatch.setattr(sys, "argv", [str(part) for part in line])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as exit:
-            code = exit.code if isinstance(exit.code, int) else 1
+        line = ("reference", "train", "--recipe", recipe, "--data", data, "--out", tmp_path / "model", *args)
+        code = exit_code(monkeypatch, *line)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 

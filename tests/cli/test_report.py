@@ -1,22 +1,16 @@
 """`moetool report`: what it writes and prints, and what it refuses."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from moetool.cli import main as cli
 from tests import synthetic
+from tests.command_line import exit_code
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["moetool", "report", *map(str, args)])
-    try:
-        cli.main()
-    except SystemExit as exit:
-        return exit.code if isinstance(exit.code, int) else 1
-    return 0
+    return exit_code(monkeypatch, "report", *args)
 
 
 def test_the_page_is_written_and_its_sentences_printed(

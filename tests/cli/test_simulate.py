@@ -1,34 +1,14 @@
 """`moetool simulate`, as a user calls it."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from moetool.cli import main as cli
+from tests.command_line import Run
 from tests.synthetic_routes import make_spec, write_trace
 
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command in this process; gives exit code, stdout and stderr."""
-
-    def call(*args: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["moetool", "simulate", *map(str, args)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as exit:
-            code = exit.code if isinstance(exit.code, int) else 1
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+COMMAND = ("simulate",)
 
 
 @pytest.fixture(scope="module")

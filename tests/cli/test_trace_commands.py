@@ -1,33 +1,13 @@
 """`moetool trace`: what is recorded elsewhere comes in, goes out, and is parted and joined, from the command line."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from moetool.cli import main as cli
 from moetool.trace.reader import Trace
 from tests import foreign, synthetic_routes
+from tests.command_line import Run
 
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*args: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["moetool", "trace", *map(str, args)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as exit:
-            code = exit.code if isinstance(exit.code, int) else 1
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+COMMAND = ("trace",)
 
 
 def test_in_and_out(run: Run, tmp_path: Path) -> None:

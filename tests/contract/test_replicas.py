@@ -394,3 +394,10 @@ def test_a_model_kept_packed_computes_the_same(case: Case) -> None:
     assert torch.allclose(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
     files = sum(file.stat().st_size for file in case.replica.glob("*.safetensors"))
     assert held_bytes(packed.model) <= files < held_bytes(full.model)
+
+
+def test_a_replica_made_in_bfloat16_is_checked_in_float32(tmp_path: Path) -> None:
+    families.save("mixtral", tmp_path / "model")
+    options = replace(OPTIONS, dtype="bfloat16", grid=1)
+    card = make_replica(tmp_path / "model", tmp_path / "replica", CALIBRATION, options)
+    assert card["reloaded_by"] == "transformers"

@@ -5,6 +5,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -190,6 +191,51 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
             eventually(lambda: state.total_requests > 3)
             eventually(lambda: not state.connections and not state.tasks)
             assert state.total_requests < 1500
+
+
+class _Pipe:
+    """A transport and a loop whose time is told to pass."""
+
+    def __init__(self) -> None:
+        self.unread, self.aborted = 0, False
+        self.timers: list[Any] = []
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def call_later(self, seconds: float, call: Any) -> Any:
+        self.timers.append(call)
+        return SimpleNamespace(cancel=lambda: self.timers.remove(call))
+
+    def pass_time(self) -> None:
+        due, self.timers = self.timers, []
+        for call in due:
+            call()
+
+
+def test_a_client_that_reads_slowly_is_not() -> None:
+    pipe: Any = _Pipe()
+    connection = connections.Connection.__new__(connections.Connection)
+    connection._shared = connections.Connections(ServerOptions())
+    connection.loop = connection.transport = pipe
+    connection.flow = SimpleNamespace(pause_writing=lambda: None, resume_writing=lambda: None)  # type: ignore[assignment]
+    connection.cycle, connection._send_timer = None, None  # type: ignore[assignment]
+    for unread in (90_000, 60_000, 30_000):  # it reads, but not enough to be sent more
+        pipe.unread = unread
+        connection.pause_writing() if unread == 90_000 else pipe.pass_time()
+        assert len(pipe.timers) == 1 and not pipe.aborted
+    connection.resume_writing()
+    assert pipe.timers == []
+    pipe.unread = 90_000  # it has read all that, and was sent more
+    connection.pause_writing()
+    connection.cycle = object()  # type: ignore[assignment]
+    pipe.pass_time()
+    assert len(pipe.timers) == 1 and not pipe.aborted
+    pipe.pass_time()
+    assert pipe.timers == [] and pipe.aborted
 
 
 def test_bodies_that_are_too_large_together() -> None:

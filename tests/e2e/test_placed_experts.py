@@ -14,6 +14,7 @@ import torch
 
 from moetool.cluster.experts import CallOptions, PlacedRuntime
 from moetool.cluster.frames import LinkError, Message
+from moetool.cluster.holding import Holding
 from moetool.cluster.links import Links
 from moetool.cluster.meter import Meter
 from moetool.cluster.peers import Peers
@@ -322,7 +323,7 @@ def test_an_answer_to_another_question_is_no_answer(well_again: Nodes, baseline:
 
 def test_a_full_server_takes_no_more(well_again: Nodes, baseline: Any) -> None:
     runtime = well_again[0].runtime
-    runtime.capacity = len(runtime.held)
+    runtime.holding.capacity = len(runtime.held)
     try:
         with pytest.raises(CapacityError, match="server 0 holds 86 experts and has room for 86; drop one first"):
             runtime.adopt(0, 1, source=1)
@@ -331,7 +332,7 @@ def test_a_full_server_takes_no_more(well_again: Nodes, baseline: Any) -> None:
         well_again.publish()
         _check(well_again, baseline)  # nobody holds the dropped one now
     finally:
-        runtime.capacity = 256
+        runtime.holding.capacity = 256
 
 
 def test_a_damaged_expert_is_not_taken(well_again: Nodes, monkeypatch: Any) -> None:
@@ -352,7 +353,7 @@ def test_a_damaged_expert_is_not_taken(well_again: Nodes, monkeypatch: Any) -> N
     assert torch.equal(*found)
 
 
-def test_what_cannot_be_is_refused(thirds: Nodes, lazy: Any) -> None:
+def test_what_cannot_be_is_refused(thirds: Nodes) -> None:
     nodes = thirds
     head = {"do": "compute", "layer": 0, "experts": [0], "rows": [1], "dtype": "float32", "width": 192}
     row = b"\0" * 192 * 4
@@ -381,6 +382,6 @@ def test_what_cannot_be_is_refused(thirds: Nodes, lazy: Any) -> None:
     node = nodes[0]
     parts = node.runtime.residency, node.engine.store
     with pytest.raises(CapacityError, match="server 0 is to hold 256 experts and has room for 255"):
-        PlacedRuntime(lazy, *parts, held=ALL, capacity=255, peers=node.peers, meter=node.meter)  # type: ignore[arg-type]
+        Holding(0, node.runtime.spec, *parts, ALL, 255)  # type: ignore[arg-type]
     with pytest.raises(LinkError):
         nodes[0].peers.call(2, {}, (), timeout_s=0.0).result(5)

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 
 from moetool.capture.run import CaptureOptions, capture
 from moetool.errors import UsageError
+from moetool.models.batching import Batcher
+from moetool.models.decoding import Batch
 from moetool.models.loading import load_full
 from moetool.models.paged_attention import Unwritten
 from moetool.models.recording import GateRecorder
@@ -19,6 +21,7 @@ from moetool.models.resident import ResidentForward, decoder_layers, resident_co
 from moetool.models.signals import Signals
 from moetool.models.spec import empty_model, moe_layers
 from moetool.prompts.gather import Prompt
+from moetool.request import SamplingParams
 from moetool.trace.reader import TokenBatch, Trace
 from tests import families
 
@@ -217,6 +220,32 @@ def test_families_of_the_usual_shape_and_others(family: str, tmp_path: Path) -> 
     loaded.model(input_ids=torch.arange(3, 9)[None], use_cache=False)
     assert [len(logits) for logits in said] == [6] * (len(loaded.layers) - 1)
     beside.close()
+
+
+def test_latent_attention_and_prompts_in_pieces_stay_as_they_are(tmp_path: Path) -> None:
+    families.save("deepseek_v2", tmp_path / "model")
+    loaded = load_full(tmp_path / "model", torch.float32)
+    found: list[list[TokenBatch]] = []
+    for keep in (["logits"], ["logits", "resident"]):
+        batcher = Batcher(loaded.model, max_requests=2, kv_tokens=256, max_batch_tokens=16)
+        recorder = GateRecorder(loaded.model, loaded.layers, keep)
+        batches: list[Batch] = []
+        batcher.on_forward = batches.append
+        for request in range(2):
+            prompt = [(7 * i + request) % 50 + 3 for i in range(20 + 5 * request)]
+            batcher.add(request, prompt, SamplingParams(max_tokens=4, ignore_eos=True))
+        rows = []
+        while not batcher.idle:
+            batcher.step()
+            rows.append(recorder.take(batches[-1])[0])
+        recorder.close()
+        batcher.close()
+        found.append(rows)
+    assert len(found[0]) == len(found[1]) > 4
+    for plain, beside in zip(*found, strict=True):
+        assert np.array_equal(plain.token_id_T, beside.token_id_T)
+        assert np.array_equal(plain.logits_TF, beside.logits_TF)
+        assert beside.resident_TW is not None and beside.resident_TW.any()
 
 
 def test_a_cache_is_left_as_it_was() -> None:

@@ -41,6 +41,7 @@ def test_random_kills(reference: Path, tokenizer: Any, tmp_path: Path) -> None:
             cluster.kill(name)
             _returns(cluster, load, name, killed[name])
             back_s.append(time.monotonic() - began)
+            print(f"{name} back after {back_s[-1]:.1f} s; {dict(load.outcomes)}", flush=True)
     print(f"\n{KILLS} kills {dict(killed)}; outcomes {dict(load.outcomes)}")
     print(f"back after {sorted(back_s)[len(back_s) // 2]:.1f} s in the median, {max(back_s):.1f} at most")
     print(f"the longest that anybody waited for an answer or a refusal: {load.longest_s:.1f} s")

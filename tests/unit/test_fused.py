@@ -9,7 +9,7 @@ import torch
 from moetool.errors import UsageError
 from moetool.evaluation.evaluate import evaluate
 from moetool.learning.path_signals import SIGNALS
-from moetool.learning.path_trust import DISTANCES, Offset
+from moetool.learning.path_trust import ALONE, DISTANCES, Offset, Record
 from moetool.learning.tokens import Tokens, from_rows
 from moetool.predictor import Predictor, build, save
 from moetool.trace.reader import Trace, to_events
@@ -109,6 +109,53 @@ def test_without_room_and_haste_nothing_is_learned() -> None:
             show(predictor, PATH_LK, request=2, position=position)
     assert np.array_equal(said(fixed, PATH_LK, request=3, position=0), first[fixed])
     assert not np.array_equal(said(learning, PATH_LK, request=3, position=0), first[learning])
+
+
+def test_a_record_names_who_leads_where_and_in_what() -> None:
+    record, ahead = Record(3), ALONE.index("ahead")
+    assert record.leader(1, 0, 2) is None  # nothing is known
+    right_TR = np.full((60, 1 + len(ALONE)), 0.5)
+    right_TR[:, 1 + ahead] = 0.7
+    record.count(1, 0, 2, right_TR)
+    assert record.leader(1, 0, 2) == record.leader(1, 0, 1) == ahead  # where a layer has told nothing, the others do
+    assert record.leader(0, 0, 2) is record.leader(1, 1, 2) is None  # of prompts, and from farther: nothing
+    began, common = Record(3), Record(3)
+    common.add(began, record)
+    assert common.leader(1, 0, 2) == ahead
+    record.count(1, 0, 2, 1.2 - right_TR.repeat(60, axis=0))  # of late it is the worse
+    assert record.leader(1, 0, 2) is None
+    common.add(record, began)
+    assert common.seen_PDL.min() == 0
+
+
+def test_experts_are_ranked_as_the_signal_that_leads_ranks_them() -> None:
+    """Later gates that are always right and that trust was never fitted for."""
+    spec = make_spec()
+    following, fixed = counted(spec, ahead=True), counted(spec, ahead=True, haste=0.0)
+    for predictor in (following, fixed):
+        predictor.trust_DS.zero_()
+        predictor.trust_DS[:, SIGNALS.index("popularity")] = 0.25
+    rng = np.random.default_rng(0)
+    found: dict[Predictor, list[float]] = {following: [], fixed: []}
+    for request in range(30):
+        path_LK = [tuple(rng.permutation(8)[:2].tolist()) for _ in range(4)]
+        for predictor, right in found.items():
+            info = ForwardInfo(forward_id=0, request_T=(request,), phase_T=(1,), position_T=(0,))
+            for layer, experts in enumerate(path_LK):
+                ahead_ATE = np.full((3 - layer, 1, 8), 0.01, np.float32)
+                for a in range(3 - layer):
+                    ahead_ATE[a, 0, list(path_LK[layer + 1 + a])] = 0.4
+                weights_TK = np.full((1, 2), 0.5, np.float32)
+                predictor.observe(
+                    GateEvent(
+                        forward=info, layer=layer, experts_TK=(experts,), weights_TK=weights_TK, ahead_ATE=ahead_ATE
+                    )
+                )
+                if layer < 3:
+                    logit_E = predictor.scores(layer + 1)[0]
+                    best = set(np.argsort(-logit_E)[:2].tolist())
+                    right.append(len(best & set(path_LK[layer + 1])) / 2)
+    assert np.mean(found[following][-30:]) == 1.0 and np.mean(found[fixed][-30:]) < 0.5
 
 
 def test_trust_moves_away_from_what_misleads() -> None:

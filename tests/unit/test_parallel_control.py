@@ -1,5 +1,6 @@
 """Who decides on placements in expert parallelism, by hand: what each mode sees, and both sides of a decision."""
 
+import queue
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from moetool.cluster.parallel.control import Control, Decision, Facts, Predictor, Waiting, layers_s, measured_latency
 from moetool.cluster.parallel.opening import ParallelOptions, open_predictors, read_settings, uniform, with_buffer
+from moetool.cluster.parallel.placing import Placing
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.planning.demand import Demand
 from moetool.types import Cluster
@@ -140,3 +142,68 @@ def test_settings_are_sorted_and_strange_ones_refused(tmp_path: object) -> None:
     with pytest.raises((UsageError, MismatchError)):
         open_predictors([str(tmp_path)], SPEC)
     assert ParallelOptions().placement == "offline"
+
+
+def test_a_decision_is_carried_out_once_or_dropped_when_it_is_late() -> None:
+    said: queue.Queue[tuple[str, tuple[int, int, object]]] = queue.Queue()
+    control = Control("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1)], always=True)
+    before = placed([0, 1], [2, 3])
+
+    def open_placing(migrate: str) -> Placing:
+        return Placing(
+            SPEC,
+            CLUSTER,
+            control,
+            before,
+            migrate,
+            link_bytes_s=1e9,
+            row_s=1e-3,
+            post=lambda kind, value: said.put((kind, value)),
+        )
+
+    placing = open_placing("overlap")
+    assert placing.order([0, 1])["version"] == 1
+    placing.ask(5, BATCH, 0.0)
+    assert placing.asked_for(5) and placing.deciding is not None
+    kind, answer = said.get(timeout=10)
+    assert kind == "decided"
+    stages = placing.decided(*answer, 4)  # type: ignore[arg-type]
+    assert [stage["version"] for stage in stages] == list(range(2, placing.version + 1)) != []
+    assert placing.stages() == [] and len(placing.decisions) == 1
+    assert (placing.placed_GLE == placing.decisions[0].placed_GLE).all()
+    late = open_placing("overlap")
+    late.order([0, 1])
+    assert late.decided(*answer, 5) == [] and late.late == 1  # type: ignore[arg-type]
+    assert (late.placed_GLE == before).all()
+    stop = open_placing("stop")
+    stop.order([0, 1])
+    assert stop.decided(*answer, 4) == []  # type: ignore[arg-type]
+    assert len(stop.stages()) == len(stages)  # when the batch has ended
+    lost = open_placing("overlap")
+    lost.order([0, 1])
+    lost.order([1])  # a rank is gone meanwhile
+    assert lost.decided(*answer, 4) == [] and lost.late == 0  # type: ignore[arg-type]
+    assert lost.placed_GLE[1, 0].all()  # the one that is left has all
+
+
+def test_a_control_that_fails_does_not_end_serving() -> None:
+    said: queue.Queue[tuple[str, tuple[int, int, object]]] = queue.Queue()
+
+    def broken(prompt: Sequence[int], new_tokens: int) -> np.ndarray:
+        raise MismatchError("no such token")
+
+    control = Control("proactive", SPEC, CLUSTER, predictors=[Predictor("cascade", broken)])
+    placing = Placing(
+        SPEC,
+        CLUSTER,
+        control,
+        placed([0, 1], [2, 3]),
+        "overlap",
+        link_bytes_s=1e9,
+        row_s=1e-3,
+        post=lambda kind, value: said.put((kind, value)),
+    )
+    placing.order([0, 1])
+    placing.ask(0, BATCH, None)
+    assert placing.decided(*said.get(timeout=10)[1], -1) == []  # type: ignore[arg-type]
+    assert placing.error == "no such token" and placing.deciding is None

@@ -10,7 +10,7 @@ import pytest
 from moetool.cluster.parallel.channel import Channel, Closed, Listener, connect
 from moetool.cluster.parallel.rank import RankOptions
 from moetool.cluster.parallel.routing import destinations, holders_of, placed_of, without
-from moetool.cluster.parallel.stages import Stage, peak, plan_stages
+from moetool.cluster.parallel.stages import Stage, plan_stages
 from moetool.cluster.parallel.windows import Link, Windows
 from moetool.costing.latency import flows
 from moetool.errors import MismatchError, UsageError
@@ -65,6 +65,19 @@ def test_without_a_gpu_its_experts_are_shared_out_and_nothing_else_moves() -> No
     assert not left_GLE[2].any()
     assert (left_GLE[[0, 1, 3]] >= placed_GLE[[0, 1, 3]]).all()
     assert left_GLE.sum() == placed_GLE[[0, 1, 3]].sum() + (~placed_GLE[[0, 1, 3]].any(axis=0)).sum()
+
+
+def peak(old_GLE: np.ndarray, stages: list[Stage]) -> np.ndarray:
+    """The most experts [G] that each GPU holds on the way, what arrives before a switch counted."""
+    now_GLE = old_GLE.copy()
+    peak_G = now_GLE.sum(axis=(1, 2))
+    for stage in stages:
+        arrived_G = now_GLE.sum(axis=(1, 2))
+        for _, _, g, _ in stage.copies:
+            arrived_G[g] += 1
+        peak_G = np.maximum(peak_G, arrived_G)
+        stage.apply(now_GLE)
+    return peak_G
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -38,6 +38,14 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_company() -> None:
     assert _draw(params, LOGITS, 50) == _draw(params, LOGITS, 50, others=3)
 
 
+def test_a_request_that_goes_on_elsewhere_draws_what_it_would_have() -> None:
+    params = SamplingParams(max_tokens=1, temperature=1.0, seed=7)
+    sampler = Sampler(len(LOGITS))
+    sampler.add("me", params, drawn=20)
+    rest = [int(sampler.apply(["me"], LOGITS[None].clone())[0].argmax()) for _ in range(30)]
+    assert rest == _draw(params, LOGITS, 50)[20:]
+
+
 def test_other_seeds_give_other_tokens() -> None:
     flat = torch.zeros(1000)
     draws = {tuple(_draw(SamplingParams(max_tokens=1, temperature=1.0, seed=s), flat, 5)) for s in (0, 1, 2, None)}

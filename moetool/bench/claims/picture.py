@@ -24,19 +24,22 @@ def draw(path: Path, claim: Claim, found: Found) -> None:
 
     def paint(figure: "Figure") -> None:
         panels: Any = figure.subplots(1, 2 if found.curves else 1, squeeze=False)[0]
-        _bars(panels[0], rows, [found.values[name] for name in rows], found.unit)
+        measured = str(claim.options.get("measure", claim.experiment)).replace("_", " ")
+        _bars(panels[0], rows, [found.values[name] for name in rows], found.unit, measured)
         if found.curves:
             for number, (name, (x, y)) in enumerate(found.curves.items()):
                 line(panels[1], x, y, number, name)
             panels[1].set_xlabel(found.axes[0])
             panels[1].set_ylabel(found.axes[1])
-            panels[1].legend()
-        panels[0].set_title(f"{claim.id}: {claim.experiment} on {found.on}")
+            panels[1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+            if found.axes[1].endswith("%"):
+                panels[1].set_ylim(bottom=0)
+        figure.suptitle(f"{claim.id}: {found.on}", x=0.005, ha="left", fontsize=8)
 
     save(path, max(2.4, 1.0 + _BAR * len(rows)), paint)
 
 
-def _bars(axes: "Axes", names: Sequence[str], values: Sequence[Sequence[float]], unit: str) -> None:
+def _bars(axes: "Axes", names: Sequence[str], values: Sequence[Sequence[float]], unit: str, what: str) -> None:
     scale = 100 if unit == "%" else 1
     means, halves = zip(*(interval(each) for each in values), strict=True)
     places = range(len(names))
@@ -46,4 +49,4 @@ def _bars(axes: "Axes", names: Sequence[str], values: Sequence[Sequence[float]],
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel(unit or "value")
+    axes.set_xlabel(f"{what}, {unit}" if unit else what)

@@ -60,19 +60,22 @@ class Stage:
         """Parts of the prompts that are measured one by one; a trace that is given is one."""
         return range(1) if self.given else self.seeds
 
-    def trace(self, data: Sequence[str] = ALL, *, new_tokens: int = 0, batch: int = 1, fold: int = 0) -> Trace:
-        """A trace over some prompt sets, mixed, every column kept; the first of the given ones, if any.
+    def trace(
+        self, data: Sequence[str] = ALL, *, new_tokens: int = 0, batch: int = 1, fold: int = 0, resident: float = 0.0
+    ) -> Trace:
+        """A trace over some prompt sets, mixed, with the columns of `KEEP`; the first of the given ones, if any.
 
         Args:
             new_tokens: decoded for each prompt (0: as the sizes say).
             batch: requests that are forwarded together, where the trace is replayed as recorded; 1 is for replays of
                 one request after the other.
             fold: another one takes other prompts of the sets.
+            resident: keep the column `resident` too, which reckons with this share of each layer's experts.
         """
         if self.given:
             return self.once(f"given {next(iter(self.given))}", lambda: Trace(next(iter(self.given.values()))))
         new_tokens = new_tokens or self.sizes.new_tokens
-        name = f"trace-{'-'.join(data) if len(data) < len(ALL) else 'all'}-{new_tokens}-{batch}-{fold}"
+        name = f"trace-{'-'.join(data) if len(data) < len(ALL) else 'all'}-{new_tokens}-{batch}-{fold}-{resident:g}"
 
         def make() -> Trace:
             self.on_note(f"capturing {', '.join(data)}")
@@ -80,7 +83,11 @@ class Stage:
             texts = [prompt for one in data for prompt in list(gather.load([one]))[fold * count : (fold + 1) * count]]
             order = np.random.default_rng(fold).permutation(len(texts))
             options = CaptureOptions(
-                max_new_tokens=new_tokens, batch_size=batch if batch > 1 else _AT_ONCE, keep=KEEP, threads=1
+                max_new_tokens=new_tokens,
+                batch_size=batch if batch > 1 else _AT_ONCE,
+                keep=(*KEEP, "resident") if resident else KEEP,
+                resident=resident or 0.5,
+                threads=1,
             )
             return Trace(capture(MODEL, [texts[i] for i in order], self.work / name, options).out)
 

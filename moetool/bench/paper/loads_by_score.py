@@ -6,7 +6,7 @@ from typing import Literal
 
 from moetool.bench.claims.stage import ALL, Stage
 from moetool.bench.claims.verdict import CannotTestError, Found
-from moetool.bench.paper.policies import Line, measure
+from moetool.bench.paper.policies import Line, look_through, measure
 from moetool.replay import decisions
 from moetool.residency import Step, StepKind
 from moetool.trace.reader import Trace
@@ -20,7 +20,7 @@ class Options:
     Attributes:
         data: prompt sets, mixed; a given trace takes their place.
         lines: policies by name.
-        memory: for experts, as a share of all of them.
+        memory: for experts, as a share of all of them; of each layer, for a policy that looks ahead through residents.
         alpha: a chosen expert is low-score below (1 + alpha) times the (k+1)-th highest score.
         measure: `loads`, the share of the low-score and of the top-score choices that were neither resident nor
             replaced; `time`, what loading each kind takes of a token on the assumed machine, beside computing;
@@ -58,13 +58,13 @@ def run(stage: Stage, options: Options) -> Found:
     values: dict[str, list[float]] = {}
     traces = []
     for fold in stage.folds:
-        trace = stage.trace(options.data, fold=fold)
+        trace = stage.trace(options.data, fold=fold, resident=options.memory if look_through(options.lines) else 0.0)
         traces.append(trace)
         for name, line in options.lines.items():
             counts = _count(stage, trace, line, options, fold)
             for label, value in _values(stage, trace, line, options, counts, fold).items():
                 values.setdefault(f"{name}, {label}" if len(options.lines) > 1 else label, []).append(value)
-    on = f"{stage.on(traces)}; decode, replayed, {options.memory:.3g} of the experts"
+    on = f"{stage.on(traces)}; decode, replayed, {100 * options.memory:g} % of the experts"
     return Found(values=values, unit="%", on=on)
 
 

@@ -88,7 +88,13 @@ def run(stage: Stage, options: Options) -> Found:
     traces: dict[str, Trace] = {}
     for fold in stage.folds:
         for batch in options.batch:
-            trace = stage.trace(options.data, new_tokens=options.new_tokens, batch=batch, fold=fold)
+            trace = stage.trace(
+                options.data,
+                new_tokens=options.new_tokens,
+                batch=batch,
+                fold=fold,
+                resident=options.memory[0] if look_through(options.lines) else 0.0,
+            )
             traces[str(trace.path)] = trace
             for memory in options.memory:
                 for name, line in options.lines.items():
@@ -104,6 +110,11 @@ def run(stage: Stage, options: Options) -> Found:
         curves=curves,
         axes=("seconds" if options.measure == "latency" else "tokens a second", "requests, %"),
     )
+
+
+def look_through(lines: Mapping[str, Line]) -> bool:
+    """Whether a policy asks what the next router would say after a forward through resident experts."""
+    return any(line.options.get("look") == "resident" for line in lines.values())
 
 
 def measure(stage: Stage, trace: Trace, line: Line, memory: float, batch: int, fold: int) -> Measured:

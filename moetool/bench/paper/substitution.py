@@ -63,7 +63,7 @@ def run(stage: Stage, options: Options) -> Found:
     return Found(
         values=values,
         unit="nats" if options.measure == "nats" else "%",
-        on=f"{MODEL} live, {stage.sizes.texts} texts of {options.tokens} tokens, {options.memory:.3g} of the experts",
+        on=f"{MODEL} live, {stage.sizes.texts} texts of {options.tokens} tokens, {100 * options.memory:g} % of experts",
         curves=curves,
         axes=("alpha", "nats a token"),
     )

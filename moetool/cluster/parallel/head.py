@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 
 from moetool.cluster.parallel.channel import Channel, Listener
-from moetool.cluster.parallel.control import Control, Decision, Facts, Waiting
+from moetool.cluster.parallel.control import Control, Decision, Waiting
 from moetool.cluster.parallel.members import Launcher, Members
+from moetool.cluster.parallel.placing import Placing
 from moetool.cluster.parallel.records import BatchRecord, record_of
-from moetool.cluster.parallel.routing import holders_of, without
-from moetool.cluster.parallel.stages import plan_stages
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError, first_line
 from moetool.request import Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
 from moetool.types import Cluster, ModelSpec
 
 _RETRIES = 3
+_KEPT = 1000
+"""Batches that are remembered."""
 _TICK_S = 0.25
 
 
@@ -62,10 +63,10 @@ class Head:
         rank_options: of `RankOptions`, by name.
         host: this machine's address, as the ranks reach it.
         gather_s: how long a batch that is not full waits for more requests.
+        patience_s: how long a batch waits for a decision about it that is under way.
 
     Attributes:
-        batches: those that have run since `use`.
-        decisions: of the control since then.
+        batches: those that have run since `use`, the last thousand.
 
     Effects: `start` starts the ranks; `close` ends them.
     """
@@ -84,42 +85,53 @@ class Head:
         rank_options: Mapping[str, Any],
         host: str = "127.0.0.1",
         gather_s: float = 0.01,
+        patience_s: float = 1.0,
     ) -> None:
         self.model_name, self.tokenizer, self.vocab_size = model, tokenizer, vocab_size
-        self.spec, self.cluster, self.control = spec, cluster, control
+        self.spec, self.cluster = spec, cluster
         self.state: State = "starting"
         self.max_context = self.max_requests = 0
         self.batches: list[BatchRecord] = []
-        self.decisions: list[Decision] = []
         self._launcher, self._rank_options = launcher, dict(rank_options)
-        self._migrate_how = self._rank_options.get("migrate", "overlap")
-        self._gather_s = gather_s
+        self._gather_s, self._patience_s = gather_s, patience_s
         self._host = host
-        self._exists_LE = np.arange(spec.num_experts) < np.array(spec.num_experts_L)[:, None]
-        self._planned_GLE = self._placed_GLE = placed_GLE
-        self._slots_G = cluster.slots_G(spec.slot_bytes)
         self._events: queue.Queue[tuple[str, Any]] = queue.Queue()
         self._ranks = Members(len(cluster.gpus), launcher, lambda kind, value: self._events.put((kind, value)))
+        self._placing = Placing(
+            spec,
+            cluster,
+            control,
+            placed_GLE,
+            self._rank_options.get("migrate", "overlap"),
+            link_bytes_s=self._rank_options.get("link_bytes_s", 0.0) or cluster.link_bytes_s,
+            row_s=max(self._rank_options.get("expert_token_s", 0.0), 1e-6),
+            post=lambda kind, value: self._events.put((kind, value)),
+        )
         self._lock = threading.Lock()
         self._pending: deque[_Request] = deque()
         self._running: dict[int, _Request] = {}
         self._next_id = 0
-        self._version = 0  # of the newest stage that was made
         self._batch = -1
         self._batch_began: float | None = None
+        self._ended = 0.0  # when the last one had
         self._done: dict[int, dict[str, Any]] = {}
         self._first_token = False
-        self._coming: list[_Request] | None = None  # that are planned for
-        self._deciding = False
-        self._waiting_plan: Decision | None = None  # to be carried out when the batch has ended
         self._store: Any = None
         self._listener: Listener | None = None
         self._thread: threading.Thread | None = None
         self._reason = ""
         self._counts = dict.fromkeys(("prompt", "generated", "forwards", "failures", "retried", "moved"), 0)
         self._during = 0
-        self._seconds: deque[float] = deque(maxlen=8)
-        self._row_s, self._move_s = 0.0, 0.0
+
+    @property
+    def control(self) -> Control:
+        """Who decides."""
+        return self._placing.control
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What was decided since `use`, the last thousand."""
+        return self._placing.decisions
 
     # -- from any thread ---------------------------------------------------------------------------------------
 
@@ -168,7 +180,7 @@ class Head:
     def use(self, control: Control, placed_GLE: np.ndarray, migrate: str | None = None) -> None:
         """Begin anew with another control, placement and way to migrate, when nothing runs; records begin anew."""
         over = threading.Event()
-        self._events.put(("use", (control, placed_GLE, migrate or self._migrate_how, over)))
+        self._events.put(("use", (control, placed_GLE, migrate or self._rank_options.get("migrate", "overlap"), over)))
         while not over.wait(0.1):
             if self.state == "failed":
                 raise MoetoolError(self._reason)
@@ -228,7 +240,8 @@ class Head:
             "generation": self._ranks.generation,
             "batches": self._batch + 1,
             "batch_running_seconds": 0.0 if began is None else time.monotonic() - began,
-            "placement_version": self._version,
+            "placement_version": self._placing.version,
+            "decisions_late": self._placing.late,
             "migrated_bytes": self._counts["moved"],
             "migrated_bytes_during_all_to_all": self._during,
         }
@@ -239,8 +252,9 @@ class Head:
             "placement": self.control.placement,
             "ranks": self._ranks.members,
             "generation": self._ranks.generation,
-            "experts_held": self._placed_GLE.sum(axis=(1, 2)).tolist(),
+            "experts_held": self._placing.placed_GLE.sum(axis=(1, 2)).tolist(),
             "batches": [record.to_json() for record in self.batches[-8:]],
+            "control_error": self._placing.error or None,
             "decisions": [decision.to_json() for decision in self.decisions[-8:]],
             "counters": self.metrics(),
         }
@@ -332,7 +346,8 @@ class Head:
                 if self._ranks.knows(gpu, channel):
                     self._heard(gpu, message)
             case "decided":
-                self._decided(*value)
+                epoch, batch, found = value
+                self._migrate(self._placing.decided(epoch, batch, found, self._batch))
             case "use":
                 self._use(*value)
 
@@ -378,16 +393,9 @@ class Head:
             else:
                 self._pending.appendleft(request)
         self._running.clear()
-        self._batch_began, self._coming, self._waiting_plan = None, None, None
+        self._batch_began = None
         self._done.clear()
-        there = self._ranks.there
-        if there:
-            self._version += 1
-            whole = len(there) == len(self.cluster.gpus)
-            placed_GLE = self._planned_GLE if whole else without(self._planned_GLE, self._exists_LE, there)
-            self._placed_GLE = placed_GLE.copy()
-        order = {"version": self._version, "holders": holders_of(self._placed_GLE), "migrate": self._migrate_how}
-        self._ranks.call(order)
+        self._ranks.call(self._placing.order(self._ranks.there))
 
     def _heard(self, gpu: int, message: dict[str, Any]) -> None:
         generation = message.get("generation", self._ranks.generation)
@@ -441,17 +449,17 @@ class Head:
         if self.state == "starting" or not self._ranks.whole or self._batch_began is not None:
             # A queue that fills the next batch tells all of it at once; one that does not is given time to fill.
             known = self._first_token or len(self._pending) >= self.max_requests
-            if known and self.control.looks_ahead and self._ranks.whole and self._coming is None:
+            if known and self.control.looks_ahead and self._ranks.whole:
                 self._decide()
             return
         if self._ranks.there != self._ranks.members:  # somebody is back, and nothing runs
             self._form()
-        elif self._pending and not self._deciding and self._is_due():
-            if not self.control.looks_ahead and self._coming is None:
+        elif self._pending and self._is_due():
+            if not self.control.looks_ahead:
                 self._decide()
-                if self._deciding:
-                    return
-            self._begin()
+            asked = self._placing.deciding
+            if asked is None or time.monotonic() - max(asked, self._ended) > self._patience_s:
+                self._begin()
 
     def _is_due(self) -> bool:
         full = len(self._pending) * len(self.cluster.gpus) >= self.max_requests * len(self._ranks.members)
@@ -466,64 +474,34 @@ class Head:
         return chosen
 
     def _decide(self) -> None:
-        """Have the control look at the batch that comes, beside this one."""
-        if not self._pending or len(self._ranks.members) < len(self.cluster.gpus) or not self.control.decides:
+        """Have the control look at the batch that comes, once, if all ranks are there to be placed on."""
+        whole = len(self._ranks.members) == len(self.cluster.gpus)
+        coming = self._batch + 1
+        if not whole or not self._pending or not self.control.decides:
             return
-        self._coming = self._choose()
+        if self._placing.asked_for(coming) or self._placing.deciding is not None:
+            return
         waiting = [
             Waiting(
                 prompt=[*request.prompt, *request.made],
                 new_tokens=request.params.max_tokens - len(request.made),
                 gpu=request.gpu,
             )
-            for request in self._coming
+            for request in self._choose()
         ]
-        placed_GLE, facts, generation, control = self._placed_GLE, self._facts(), self._ranks.generation, self.control
-        self._deciding = True
+        began = self._batch_began
+        self._placing.ask(coming, waiting, None if began is None else time.monotonic() - began)
 
-        def decide() -> None:
-            try:
-                found: Any = control.decide(waiting, placed_GLE, facts)
-            except Exception as error:
-                found = error
-            self._events.put(("decided", (generation, found)))
-
-        threading.Thread(target=decide, name="control", daemon=True).start()
-
-    def _decided(self, generation: int, decision: Any) -> None:
-        self._deciding = False
-        if isinstance(decision, Exception):
-            raise decision
-        if decision is None or generation != self._ranks.generation:
-            return
-        self.decisions.append(decision)
-        if decision.made:
-            self._waiting_plan = decision
-            if self._migrate_how != "stop":
-                self._migrate()
-
-    def _migrate(self) -> None:
-        """Send the ranks on their way to the placement that was decided on."""
-        decision, self._waiting_plan = self._waiting_plan, None
-        if decision is None:
-            return
-        stages = plan_stages(
-            self._placed_GLE,
-            decision.placed_GLE,
-            self._slots_G,
-            version=self._version + 1,
-            server_G=self.cluster.server_G,
-        )
-        self._version += len(stages)
-        self._placed_GLE = decision.placed_GLE
-        self._ranks.tell({"kind": "migrate", "stages": [stage.to_json() for stage in stages]})
+    def _migrate(self, stages: list[dict[str, Any]]) -> None:
+        if stages:
+            self._ranks.tell({"kind": "migrate", "stages": stages})
 
     def _begin(self) -> None:
         """Begin the next batch."""
-        self._migrate()
+        self._migrate(self._placing.stages())
         chosen = self._choose()
         self._batch += 1
-        self._batch_began, self._first_token, self._coming = time.monotonic(), False, None
+        self._batch_began, self._first_token = time.monotonic(), False
         shares: dict[int, list[dict[str, Any]]] = {gpu: [] for gpu in self._ranks.members}
         for request in chosen:
             self._pending.popleft()
@@ -543,7 +521,7 @@ class Head:
                 {
                     "kind": "batch",
                     "batch": self._batch,
-                    "version": self._version,
+                    "version": self._placing.version,
                     "requests": shares[gpu],
                 },
             )
@@ -556,44 +534,23 @@ class Head:
             self._batch, self._batch_size, time.monotonic() - self._batch_began, self._done, self.cluster
         )
         moved_s = sum(done["moved"]["seconds"] for done in self._done.values())
-        self._batch_began = None
+        self._batch_began, self._ended = None, time.monotonic()
         self._done = {}
-        self.batches.append(record)
+        self.batches = [*self.batches[-_KEPT:], record]
         self._counts["forwards"] += record.steps
         self._counts["moved"] += record.moved_bytes
         self._during += record.moved_during_exchange
-        self.control.saw(record.tokens_GLE)
-        self._seconds.append(record.dense_s + record.expert_s)
-        if record.rows:
-            self._row_s = record.expert_s * len(self._ranks.members) / record.rows
-        if record.moved_bytes and moved_s:
-            self._move_s = record.moved_bytes / moved_s
-        if not self.control.looks_ahead:
-            self._coming = None
+        self._placing.note(record, moved_s, len(self._ranks.members))
         for request in list(self._running.values()):  # a rank said that all had ended
             self._refuse(request, "the request was lost by its rank")
 
-    def _facts(self) -> Facts:
-        link = self._rank_options.get("link_bytes_s", 0.0) or self.cluster.link_bytes_s
-        began = self._batch_began
-        left_s = 0.0
-        if self.control.looks_ahead and began is not None and self._seconds:
-            left_s = max(0.0, float(np.mean(self._seconds)) - (time.monotonic() - began))
-        overlapped = self._migrate_how != "stop"
-        return Facts(
-            row_s=self._row_s or max(self._rank_options.get("expert_token_s", 0.0), 1e-6),
-            link_bytes_s=link,
-            move_bytes_s=self._move_s or link,
-            free_s=left_s if overlapped else 0.0,
-        )
-
     def _use(self, control: Control, placed_GLE: np.ndarray, migrate: str, over: threading.Event) -> None:
-        if self._batch_began is not None or self._pending or self._deciding:
+        if self._batch_began is not None or self._pending or self._placing.deciding is not None:
             self._events.put(("use", (control, placed_GLE, migrate, over)))
             time.sleep(0.01)
             return
-        self.control, self._planned_GLE, self._migrate_how = control, placed_GLE, migrate
-        self.batches, self.decisions = [], []
+        self._placing.use(control, placed_GLE, migrate)
+        self.batches = []
         self._form()
         threading.Thread(target=self._when_formed, args=(over,), daemon=True).start()
 

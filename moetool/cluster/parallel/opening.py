@@ -39,6 +39,7 @@ class ParallelOptions:
             others are given up (0: half of what the cluster has beyond one copy of each expert, at least 1).
         always: place anew whether that is expected to pay or not.
         gather_s: how long a batch that is not full waits for more requests.
+        patience_s: how long a batch waits for a decision about it that is under way; one that comes later is dropped.
         seed: of planners.
     """
 
@@ -49,13 +50,14 @@ class ParallelOptions:
     buffer_experts: int = 0
     always: bool = False
     gather_s: float = 0.01
+    patience_s: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.placement not in PLACEMENTS:
             raise unknown_name("--set placement", self.placement, PLACEMENTS)
-        if self.buffer_experts < 0 or self.gather_s < 0:
-            raise UsageError("buffer_experts and gather_s are 0 or more")
+        if self.buffer_experts < 0 or min(self.gather_s, self.patience_s) < 0:
+            raise UsageError("buffer_experts, gather_s and patience_s are 0 or more")
 
 
 def read_settings(values: Mapping[str, Any]) -> tuple[ParallelOptions, RankOptions]:
@@ -168,4 +170,5 @@ def open_head(
         rank_options=asdict(ranks),
         host=near_address(host, int(port)) if host else "127.0.0.1",
         gather_s=options.gather_s,
+        patience_s=options.patience_s,
     )

@@ -155,7 +155,6 @@ class Rank:
         self._members: list[int] = []
         self._placed_GLE = np.zeros((0, 0, 0), bool)
         self._moved = asdict(self._migration.moved)  # when the last batch ended
-        self._over = threading.Event()
         self._head = connect(head, token)
         self._head.send(
             {
@@ -184,10 +183,6 @@ class Rank:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=10.0)
-
-    def wait(self) -> None:
-        """Until the head has said stop, or is gone."""
-        self._over.wait()
 
     # -- the thread that hears the head ------------------------------------------------------------------------
 
@@ -235,7 +230,6 @@ class Rank:
         except Closed:
             pass
         finally:
-            self._over.set()
             self._abort()
             self._migration.close()
             self.runtime.close()
@@ -255,6 +249,7 @@ class Rank:
         self._migration.begin(self._version, [tuple(peer) if peer else None for peer in message["peers"]])
         for key in self._shelf.keys - wanted:
             self._shelf.drop(key)
+        self._shelf.most = 0
         for key in sorted(wanted):
             self._shelf.load(key)
         self._windows.open(_FOREVER)

@@ -25,6 +25,8 @@ class BatchRecord:
         sent_GG: bytes of rows from GPU to GPU.
         moved_bytes: of experts that arrived while it ran, or since the one before it ended.
         moved_during_exchange: of these, in an all-to-all.
+        from_disk: experts that a rank had to read from the checkpoint, since their source was gone.
+        held: the most experts that a rank has held in this generation, what arrives before a switch counted.
         version: of the placement at its end.
         tokens_GLE: uses of experts by each GPU's own tokens.
         expert_s, dense_s, exchange_s: means over the ranks.
@@ -41,6 +43,8 @@ class BatchRecord:
     sent_GG: np.ndarray
     moved_bytes: int
     moved_during_exchange: int
+    from_disk: int
+    held: int
     version: int
     tokens_GLE: np.ndarray
     expert_s: float
@@ -81,6 +85,8 @@ def record_of(
         sent_GG=sent_GG,
         moved_bytes=sum(message["moved"]["bytes"] for message in done.values()),
         moved_during_exchange=sum(message["moved"]["during_exchange"] for message in done.values()),
+        from_disk=sum(message["moved"]["from_disk"] for message in done.values()),
+        held=max(message["held"] for message in done.values()),
         version=max(message["version"] for message in done.values()),
         tokens_GLE=tokens_GLE,
         expert_s=float(np.mean([tally["expert_s"] for tally in tallies.values()])),

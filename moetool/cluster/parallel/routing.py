@@ -32,6 +32,8 @@ def without(placed_GLE: np.ndarray, exists_LE: np.ndarray, members: Sequence[int
     shared, for a while with more experts on a GPU than it was planned for.
     """
     left_GLE = np.zeros_like(placed_GLE)
+    if not len(members):
+        return left_GLE
     left_GLE[list(members)] = placed_GLE[list(members)]
     for layer, expert in np.argwhere(exists_LE & ~left_GLE.any(axis=0)).tolist():
         fewest = min(members, key=lambda g: (int(left_GLE[g, layer].sum()), int(left_GLE[g].sum()), g))

@@ -22,7 +22,7 @@ class Shelf:
         device: where they are computed.
 
     Attributes:
-        most: experts that were held at one time.
+        most: experts that were held at one time, since it was set to 0.
     """
 
     def __init__(self, files: ExpertFiles, device: torch.device) -> None:

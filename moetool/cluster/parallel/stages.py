@@ -59,7 +59,7 @@ def plan_stages(
     begins. Otherwise stages but the last are switched as they arrive, which frees the room for the next.
 
     Where no expert that is left fits (replicas have taken the room that others need to pass), the one that exceeds it
-    least goes all the same: a GPU then holds more than `slots_G` for one stage (`peak`).
+    least goes all the same: a GPU then holds more than `slots_G` for one stage.
 
     Args:
         slots_G: experts that each GPU has room for, all layers together.
@@ -99,16 +99,3 @@ def plan_stages(
         last = stages[-1]
         stages[-1] = Stage(version=last.version, copies=last.copies, changes=last.changes, at_batch=True)
     return stages
-
-
-def peak(old_GLE: np.ndarray, stages: Sequence[Stage]) -> np.ndarray:
-    """The most experts [G] that each GPU holds on the way, what arrives before a switch counted."""
-    now_GLE = old_GLE.copy()
-    peak_G = now_GLE.sum(axis=(1, 2))
-    for stage in stages:
-        arrived_G = now_GLE.sum(axis=(1, 2))
-        for _, _, g, _ in stage.copies:
-            arrived_G[g] += 1
-        peak_G = np.maximum(peak_G, arrived_G)
-        stage.apply(now_GLE)
-    return peak_G

@@ -1,0 +1,164 @@
+"""The placement in force, what is being decided about the next one, and what was measured for that."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from moetool.cluster.parallel.control import Control, Decision, Facts, Waiting
+from moetool.cluster.parallel.records import BatchRecord
+from moetool.cluster.parallel.routing import holders_of, without
+from moetool.cluster.parallel.stages import plan_stages
+from moetool.errors import first_line
+from moetool.types import Cluster, ModelSpec
+
+_KEPT = 1000
+"""Decisions that are remembered."""
+
+
+class Placing:
+    """Has the control decide beside the batch that runs, and turns decisions into stages; for the head's thread.
+
+    Args:
+        placed_GLE: the placement to begin with, and of every generation in which all ranks are there.
+        migrate: how experts move (`moetool.cluster.parallel.migration.MIGRATIONS`).
+        link_bytes_s: rate of a GPU's way out, before anything was measured.
+        row_s: seconds of an expert's row, before anything was measured.
+        post: puts an event into the head's queue: `decided`, for `decided`.
+
+    Attributes:
+        control: decides.
+        decisions: what it has decided.
+        late: decisions that came when their batch had begun, and were dropped.
+        error: of the control when it last failed; serving goes on without its decision.
+        placed_GLE: the placement that the newest stage leads to.
+        version: of that stage.
+        deciding: when the decision was asked for that is under way; None: there is none.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        cluster: Cluster,
+        control: Control,
+        placed_GLE: np.ndarray,
+        migrate: str,
+        *,
+        link_bytes_s: float,
+        row_s: float,
+        post: Callable[[str, Any], None],
+    ) -> None:
+        self.decisions: list[Decision] = []
+        self.late = 0
+        self.error = ""
+        self.version = 0
+        self.deciding: float | None = None
+        self._cluster, self._post = cluster, post
+        self._slots_G = cluster.slots_G(spec.slot_bytes)
+        self._exists_LE = np.arange(spec.num_experts) < np.array(spec.num_experts_L)[:, None]
+        self._epoch = 0
+        self._asked_for = -1  # the batch that was last decided about
+        self._next: Decision | None = None  # to be carried out when the batch has ended
+        self._seconds: deque[float] = deque(maxlen=8)
+        self._link_bytes_s, self._row_s, self._move_s = link_bytes_s, row_s, link_bytes_s
+        self.control: Control
+        self.placed_GLE: np.ndarray
+        self.use(control, placed_GLE, migrate)
+
+    def use(self, control: Control, placed_GLE: np.ndarray, migrate: str) -> None:
+        """Begin anew; what was measured stays."""
+        self.control, self._planned_GLE, self.placed_GLE = control, placed_GLE, placed_GLE
+        self._migrate = migrate
+        self.decisions = []
+
+    def order(self, there: Sequence[int]) -> dict[str, Any]:
+        """What a new generation of these GPUs is told. What was being decided is forgotten."""
+        self._epoch += 1
+        self._next = None
+        self._asked_for = -1
+        self.version += 1
+        whole = len(there) == len(self._cluster.gpus)
+        placed_GLE = self._planned_GLE if whole else without(self._planned_GLE, self._exists_LE, there)
+        self.placed_GLE = placed_GLE.copy()
+        return {"version": self.version, "holders": holders_of(placed_GLE), "migrate": self._migrate}
+
+    def asked_for(self, batch: int) -> bool:
+        """Whether a decision was asked for about a batch."""
+        return self._asked_for == batch
+
+    def ask(self, batch: int, waiting: Sequence[Waiting], elapsed_s: float | None) -> None:
+        """Have the control look at a batch that comes, on a thread of its own.
+
+        Args:
+            elapsed_s: since the batch that runs began, if one does.
+        """
+        self._asked_for, self.deciding = batch, time.monotonic()
+        control, placed_GLE, facts, epoch = self.control, self.placed_GLE, self._facts(elapsed_s), self._epoch
+
+        def decide() -> None:
+            try:
+                found: Any = control.decide(waiting, placed_GLE, facts)
+            except Exception as error:
+                found = first_line(error)
+            self._post("decided", (epoch, batch, found))
+
+        threading.Thread(target=decide, name="control", daemon=True).start()
+
+    def decided(self, epoch: int, batch: int, found: "Decision | str | None", running: int) -> list[dict[str, Any]]:
+        """Take in what the control has said; gives the stages to send now.
+
+        Args:
+            running: the last batch that has begun.
+        """
+        self.deciding = None
+        if isinstance(found, str):
+            self.error = found
+        elif found is not None and epoch == self._epoch:
+            if running >= batch:
+                self.late += 1
+                return []
+            self.decisions = [*self.decisions[-_KEPT:], found]
+            if found.made:
+                self._next = found
+                if self._migrate != "stop":
+                    return self.stages()
+        return []
+
+    def stages(self) -> list[dict[str, Any]]:
+        """The way to the placement that was decided on, if that is still to be sent."""
+        decision, self._next = self._next, None
+        if decision is None:
+            return []
+        made = plan_stages(
+            self.placed_GLE,
+            decision.placed_GLE,
+            self._slots_G,
+            version=self.version + 1,
+            server_G=self._cluster.server_G,
+        )
+        self.version += len(made)
+        self.placed_GLE = decision.placed_GLE
+        return [stage.to_json() for stage in made]
+
+    def note(self, record: BatchRecord, moved_s: float, num_ranks: int) -> None:
+        """Measure by a batch that has ended.
+
+        Args:
+            moved_s: that its experts were on their way, summed over the ranks.
+        """
+        self.control.saw(record.tokens_GLE)
+        self._seconds.append(record.dense_s + record.expert_s)
+        if record.rows:
+            self._row_s = record.expert_s * num_ranks / record.rows
+        if record.moved_bytes and moved_s:
+            self._move_s = record.moved_bytes / moved_s
+
+    def _facts(self, elapsed_s: float | None) -> Facts:
+        """Moving costs nothing in what is left of the compute phases of the batch that runs."""
+        left_s = 0.0
+        if elapsed_s is not None and self._seconds and self._migrate != "stop":
+            left_s = max(0.0, float(np.mean(self._seconds)) - elapsed_s)
+        return Facts(row_s=self._row_s, link_bytes_s=self._link_bytes_s, move_bytes_s=self._move_s, free_s=left_s)

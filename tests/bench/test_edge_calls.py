@@ -1,0 +1,67 @@
+"""What a call between edge servers costs, on loopback and between two processes; nothing is asserted of time."""
+
+import multiprocessing
+import socket
+import statistics
+import time
+from typing import Any
+
+from moetool.cluster.frames import Message
+from moetool.cluster.transport import Channel, Listener, listen
+
+TOKEN = b"t" * 32
+SIZES = {"a hidden state, 768 bytes": 768, "an expert, 73,728 bytes": 73_728, "16 MiB": 2**24}
+ROUNDS = {num_bytes: 300 if num_bytes < 2**20 else 20 for num_bytes in SIZES.values()}
+
+
+def _serve(pipe: Any) -> None:
+    listener = Listener(listen("127.0.0.1"), TOKEN, lambda message: Message(head={}, parts=message.parts))
+    echo = socket.create_server(("127.0.0.1", 0))
+    pipe.send((listener.address, echo.getsockname()))
+    sock, _ = echo.accept()
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    buffer = bytearray(max(SIZES.values()))
+    for num_bytes in SIZES.values():
+        for _ in range(ROUNDS[num_bytes]):
+            _receive(sock, memoryview(buffer)[:num_bytes])
+            sock.sendall(memoryview(buffer)[:num_bytes])
+    pipe.recv()
+    listener.close()
+
+
+def _receive(sock: socket.socket, view: memoryview) -> None:
+    while view:
+        view = view[sock.recv_into(view) :]
+
+
+def test_calls_on_loopback() -> None:
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    address, echo = pipe.recv()
+    plain = socket.create_connection(echo)
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    began = time.perf_counter()
+    channel = Channel(1, address, TOKEN, caller=0)
+    channel.call({}, timeout_s=10).result()
+    print(f"\nfirst call, with connection and handshake: {1e3 * (time.perf_counter() - began):.2f} ms")
+    buffer = bytearray(max(SIZES.values()))
+    for name, num_bytes in SIZES.items():
+        data = memoryview(buffer)[:num_bytes]
+        calls, bare = [], []
+        for _ in range(ROUNDS[num_bytes]):  # in turn, so that what else runs here disturbs both alike
+            began = time.perf_counter()
+            channel.call({"do": "compute"}, [data], timeout_s=60).result()
+            between = time.perf_counter()
+            plain.sendall(data)
+            _receive(plain, data)
+            calls.append(between - began)
+            bare.append(time.perf_counter() - between)
+        line = " | ".join(
+            f"{1e3 * statistics.median(some):.3f} ({1e3 * sorted(some)[len(some) // 10]:.3f})" for some in (calls, bare)
+        )
+        print(f"{name} there and back, ms, median (10th percentile): call | bare socket: {line}")
+    channel.close()
+    pipe.send(None)
+    process.join(10)

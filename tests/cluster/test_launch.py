@@ -1,0 +1,57 @@
+"""Workers as Ray actors, with workers that cost nothing to build."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from moetool.cluster.launch import Where, WorkerDied, Workers
+from moetool.errors import MismatchError, MoetoolError
+from tests.launched import build
+from tests.servers import eventually
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    made = Workers(Where(count=2), build, [{"name": "a"}, {"name": "b"}], ["first", "second"], threads=1)
+    yield made
+    made.close()
+
+
+def test_calls_and_what_they_raise(workers: Workers) -> None:
+    assert workers.call(0, "say", "hello") == "a: hello"
+    assert workers.call_all("say", word="you") == ["a: you", "b: you"]
+    with pytest.raises(MismatchError, match="found x"):
+        workers.call(1, "fail")
+    with pytest.raises(MoetoolError, match=r"server first did not answer sleep in 0.1 s"):
+        workers.call(0, "sleep", 1.0, timeout_s=0.1)
+
+
+def test_a_death_is_told_once_and_a_worker_started_anew(workers: Workers) -> None:
+    died: list[int] = []
+    told = threading.Event()
+    workers.watch(lambda n: (died.append(n), told.set()))
+    before = workers.pid(1)
+    with pytest.raises(WorkerDied, match="server second has ended"):
+        workers.call(1, "end")
+    assert told.wait(30)
+    workers.restart(1, {"name": "c"})
+    workers.watch_again(1, lambda n: died.append(n + 10))
+    assert workers.call(1, "say", "hello") == "c: hello" and workers.pid(1) != before
+    workers.kill(1)  # asked for, so nobody is told
+    with pytest.raises(WorkerDied):
+        workers.call(1, "say", "hello")
+    workers.restart(1, {"name": "d"})
+    assert workers.call(1, "say", "hello") == "d: hello"
+    assert died == [1]
+
+
+def test_a_worker_that_cannot_be_built_says_why(workers: Workers) -> None:
+    workers.restart(1, {"name": "wrong"})
+    with pytest.raises(WorkerDied, match=r"server second has ended \(.*found a, expected b; do c\)$"):
+        workers.call(1, "say", "hello")
+    workers.restart(1, {"name": "e"})
+    eventually(lambda: workers.call(1, "say", "hello") == "e: hello")

@@ -1,0 +1,22 @@
+"""The command line, run in this process."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from moetool.cli import main as cli
+
+Run = Callable[..., tuple[int, str, str]]
+"""What the fixture `run` gives: arguments to exit code, stdout and stderr."""
+
+
+def exit_code(monkeypatch: pytest.MonkeyPatch, *args: Any) -> int:
+    """Run `moetool` with these arguments; gives its exit code."""
+    monkeypatch.setattr(sys, "argv", ["moetool", *map(str, args)])
+    try:
+        cli.main()
+    except SystemExit as exit:
+        return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+    return 0

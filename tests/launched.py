@@ -1,0 +1,34 @@
+"""A worker that costs nothing to build, in a module that Ray's processes can import."""
+
+import os
+import time
+
+from moetool.errors import MismatchError
+
+
+class Worker:
+    """Says, fails, sleeps and ends when it is asked to."""
+
+    def __init__(self, name: str) -> None:
+        if name == "wrong":
+            raise MismatchError("found a, expected b; do c")
+        self.name = name
+
+    def say(self, word: str) -> str:
+        return f"{self.name}: {word}"
+
+    def fail(self) -> None:
+        raise MismatchError("found x")
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def end(self) -> None:
+        os._exit(3)
+
+    def close(self) -> None: ...
+
+
+def build(name: str) -> Worker:
+    """One of that name; `wrong` cannot be built."""
+    return Worker(name)
