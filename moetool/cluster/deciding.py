@@ -153,8 +153,8 @@ def think(
 ) -> Thought:
     """Place anew from what was seen, and weigh it against the placement in force.
 
-    Both sides of the gain are counted by halves: a placement made from one half of what was seen is judged on the
-    other. The placement that would come into force is made from both.
+    Both sides of the gain are counted by parts: what was seen in each is judged by a placement made from the others.
+    The placement that would come into force is made from all.
 
     Args:
         cluster: the plan's.
@@ -171,8 +171,8 @@ def think(
     decision = Decision(at_s=now_s, planner=name)
     machines = pooled(spec, statistics.measured(cluster, tuple(range(len(cluster.servers)))), slots)
     demand = statistics.demand(machines, servers)
-    halves = statistics.halves(machines, servers)
-    if demand is None or halves is None or not statistics.tokens_s:
+    folds = statistics.folds(machines, servers)
+    if demand is None or not folds or not statistics.tokens_s:
         decision.outcome = "too little seen"
         return Thought(decision=decision)
     placed_NLE = as_array(spec, [held[n] for n in servers])
@@ -196,9 +196,9 @@ def think(
             return Thought(decision=decision)
         shares = [
             (remote_calls(judge, placed_NLE), remote_calls(judge, _place(name, made, machines, options, seed, spare)))
-            for made, judge in (halves, halves[::-1])
+            for made, judge in folds
         ]
-        judged = sum(float(half.tokens_GLE.sum()) for half in halves)
+        judged = sum(float(judge.tokens_GLE.sum()) for _, judge in folds)
         decision.calls_before = sum(before for before, _ in shares) / judged * calls
         decision.calls_after = sum(after for _, after in shares) / judged * calls
         break

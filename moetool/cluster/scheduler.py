@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from moetool import durable, planner
+from moetool import config, durable, planner
 from moetool.cluster.chronicle import Chronicle
 from moetool.cluster.deciding import Decision, Place, Step, pooled, steps_to, think
 from moetool.cluster.kept import Kept, reading
@@ -57,7 +57,7 @@ class Options:
     state: str = ""
 
     def __post_init__(self) -> None:
-        planner.find(self.planner)
+        config.parse(planner.find(self.planner).Options, self.options, f"planner {self.planner}")
         if self.decide not in _DECIDES:
             raise unknown_name("--set scheduler.decide", self.decide, _DECIDES)
         for name in ("interval_s", "poll_s"):

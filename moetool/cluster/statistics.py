@@ -11,6 +11,8 @@ from moetool.errors import MismatchError
 from moetool.planning.demand import Demand
 from moetool.types import Cluster, Link, ModelSpec
 
+_FOLDS = 4
+_TRACE = 1e-6
 _OLDER_MOVES = 0.8
 
 
@@ -18,8 +20,9 @@ class Statistics:
     """Live statistics of each server, as a plan wants them.
 
     What is routed and called is summed since the placement last changed, and decays: after `half_life_s` it counts
-    half. The routes of alternate reports are kept apart, so that a placement made from one half can be judged by the
-    other: made and judged from the same tokens, any placement looks better than the one in force.
+    half. The routes of every fourth report are kept apart, so that a placement made from the other three can be judged
+    by them: made and judged from the same tokens, any placement looks better than the one in force. (A request that
+    goes on over several reports is on both sides.)
 
     Args:
         num_servers: numbered as in the plan's cluster.
@@ -40,9 +43,9 @@ class Statistics:
         self.spec = spec
         self.since_s: float | None = None
         self._half_life_s, self._compute_s = half_life_s, compute_s
-        shape = (2, num_servers, spec.num_layers, spec.num_experts)
-        self._tokens_HNLE = np.zeros(shape)
-        self._half_N = np.zeros(num_servers, np.int64)
+        shape = (_FOLDS, num_servers, spec.num_layers, spec.num_experts)
+        self._tokens_FNLE = np.zeros(shape)
+        self._reports_N = np.zeros(num_servers, np.int64)
         self._seconds = 0.0
         self._decayed_s: float | None = None
         self._restored = False
@@ -59,14 +62,14 @@ class Statistics:
             MismatchError: it is of another model.
         """
         n = stats.server
-        if stats.tokens_LE.shape != self._tokens_HNLE.shape[2:]:
+        if stats.tokens_LE.shape != self._tokens_FNLE.shape[2:]:
             raise MismatchError(
-                f"server {n} counts {stats.tokens_LE.shape} experts, expected {self._tokens_HNLE.shape[2:]} of "
+                f"server {n} counts {stats.tokens_LE.shape} experts, expected {self._tokens_FNLE.shape[2:]} of "
                 f"{self.spec.name}; start it with the plan's model"
             )
         self._decay(now_s)
-        self._tokens_HNLE[self._half_N[n] % 2, n] += stats.tokens_LE
-        self._half_N[n] += 1
+        self._tokens_FNLE[self._reports_N[n] % _FOLDS, n] += stats.tokens_LE
+        self._reports_N[n] += 1
         self._call += (sum(stats.call_s.values()), sum(stats.call_pairs.values()))
         if stats.expert_pairs:
             self._computed_N[n, :2] += (stats.expert_s, stats.expert_pairs)
@@ -84,7 +87,7 @@ class Statistics:
     def changed(self, now_s: float) -> None:
         """The placement is another from now on: start anew. What a call took is remembered until it is known again."""
         self._call_s = self.call_s
-        self._tokens_HNLE[:] = 0.0
+        self._tokens_FNLE[:] = 0.0
         self._call[:] = 0.0
         self._seconds = 0.0
         self._decayed_s = self.since_s = now_s
@@ -92,7 +95,7 @@ class Statistics:
     @property
     def tokens_NLE(self) -> np.ndarray:
         """(token, expert) pairs of each server's own users, decayed."""
-        tokens_NLE: np.ndarray = self._tokens_HNLE.sum(axis=0)
+        tokens_NLE: np.ndarray = self._tokens_FNLE.sum(axis=0)
         return tokens_NLE
 
     @property
@@ -100,7 +103,7 @@ class Statistics:
         """Tokens of the whole cluster in a second."""
         if self._seconds <= 0:
             return 0.0
-        return float(self._tokens_HNLE.sum()) / sum(self.spec.top_k_L) / self._seconds
+        return float(self._tokens_FNLE.sum()) / sum(self.spec.top_k_L) / self._seconds
 
     @property
     def expert_s(self) -> float | None:
@@ -129,10 +132,20 @@ class Statistics:
         """
         return self._as_demand(cluster, self.tokens_NLE[list(servers)])
 
-    def halves(self, cluster: Cluster, servers: tuple[int, ...]) -> tuple[Demand, Demand] | None:
-        """The same, parted into two that share no report; None while one of them is empty."""
-        parts = [self._as_demand(cluster, tokens_NLE[list(servers)]) for tokens_NLE in self._tokens_HNLE]
-        return None if parts[0] is None or parts[1] is None else (parts[0], parts[1])
+    def folds(self, cluster: Cluster, servers: tuple[int, ...]) -> list[tuple[Demand, Demand]]:
+        """The same, parted: what to make a placement from, and what to judge it by, which shares no report with it.
+
+        All that was routed is judged by once. None while everything came in one report.
+        """
+        every_NLE = self.tokens_NLE
+        parted = [
+            (
+                self._as_demand(cluster, (every_NLE - fold_NLE)[list(servers)]),
+                self._as_demand(cluster, fold_NLE[list(servers)]),
+            )
+            for fold_NLE in self._tokens_FNLE
+        ]
+        return [(made, judge) for made, judge in parted if made is not None and judge is not None]
 
     def measured(self, cluster: Cluster, servers: tuple[int, ...]) -> Cluster:
         """The cluster with the rates at which experts were last seen to move, where any have, both ways together.
@@ -156,7 +169,7 @@ class Statistics:
             "since_s": self.since_s,
             "decayed_s": self._decayed_s,
             "seconds": self._seconds,
-            "tokens": np.round(self._tokens_HNLE, 3).tolist(),
+            "tokens": np.round(self._tokens_FNLE, 3).tolist(),
             "call": self._call.tolist(),
             "call_s": self._call_s,
             "expert_s": [None if np.isnan(value) else float(value) for value in self._expert_s_N],
@@ -165,13 +178,13 @@ class Statistics:
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Go on where `to_json` was. Raises: MismatchError if that was another model or cluster."""
-        tokens_HNLE, moved_NN = np.array(values["tokens"], float), np.array(values["moved"], float)
-        if tokens_HNLE.shape != self._tokens_HNLE.shape or moved_NN.shape != self._moved_NN.shape:
+        tokens_FNLE, moved_NN = np.array(values["tokens"], float), np.array(values["moved"], float)
+        if tokens_FNLE.shape != self._tokens_FNLE.shape or moved_NN.shape != self._moved_NN.shape:
             raise MismatchError(
-                f"the scheduler's state is of {tokens_HNLE.shape[1:]} (server, layer, expert), expected "
-                f"{self._tokens_HNLE.shape[1:]}; remove it or name another file"
+                f"the scheduler's state is of {tokens_FNLE.shape[1:]} (server, layer, expert), expected "
+                f"{self._tokens_FNLE.shape[1:]}; remove it or name another file"
             )
-        self._tokens_HNLE, self._moved_NN = tokens_HNLE, moved_NN
+        self._tokens_FNLE, self._moved_NN = tokens_FNLE, moved_NN
         self._call = np.array(values["call"], float)
         self._call_s = values["call_s"]
         self._expert_s_N = np.array([np.nan if value is None else value for value in values["expert_s"]], float)
@@ -185,10 +198,11 @@ class Statistics:
         passed_s = max(0.0, now_s - self._decayed_s)
         counted_s, self._restored = 0.0 if self._restored else passed_s, False  # nobody counted before it was restored
         kept = 0.5 ** (passed_s / self._half_life_s) if self._half_life_s else 1.0
-        self._tokens_HNLE *= kept
+        self._tokens_FNLE *= kept
         self._seconds = self._seconds * kept + counted_s
         self._call *= kept
         self._decayed_s = max(now_s, self._decayed_s)
 
     def _as_demand(self, cluster: Cluster, tokens_NLE: np.ndarray) -> Demand | None:
+        tokens_NLE = np.where(tokens_NLE > _TRACE, tokens_NLE, 0.0)  # what is left of sums that cancel, or have decayed
         return Demand(spec=self.spec, cluster=cluster, tokens_GLE=tokens_NLE) if tokens_NLE.any() else None

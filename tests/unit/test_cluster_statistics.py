@@ -42,18 +42,17 @@ def test_tokens_a_second_are_right_whatever_is_forgotten() -> None:
         assert statistics.tokens_s == pytest.approx(2.0, rel=0.02)
 
 
-def test_halves_share_no_report() -> None:
+def test_a_placement_is_judged_by_reports_that_it_was_not_made_from() -> None:
     statistics = Statistics(SPEC, 2, half_life_s=0.0)
     cluster = make_cluster([[20], [20]])
-    for second, tokens in enumerate((1, 10, 100, 1000)):
+    for second, tokens in enumerate((1, 10, 100, 1000, 10_000)):
         statistics.add(report(0, tokens), float(second))
         if second == 0:
-            assert statistics.halves(cluster, (0, 1)) is None
-    halves = statistics.halves(cluster, (0, 1))
-    assert halves is not None
-    assert [half.tokens_GLE[0, 0, 1] for half in halves] == [101, 1010]
+            assert statistics.folds(cluster, (0, 1)) == []
+    folds = [[half.tokens_GLE[0, 0, 1] for half in fold] for fold in statistics.folds(cluster, (0, 1))]
+    assert folds == [[1110, 10_001], [11_101, 10], [11_011, 100], [10_111, 1000]]
     whole = statistics.demand(cluster, (0, 1))
-    assert whole is not None and whole.tokens_GLE[0, 0, 1] == 1111
+    assert whole is not None and whole.tokens_GLE[0, 0, 1] == 11_111
     assert statistics.demand(make_cluster([[20]]), (1,)) is None
 
 

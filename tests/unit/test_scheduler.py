@@ -330,6 +330,13 @@ def test_arrays_and_places_are_the_same() -> None:
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
-    for wrong in ({"share": 0.0}, {"interval_s": 0.0}, {"decide": "eq5"}, {"planner": "prsm"}, {"half_life_s": -1.0}):
+    for wrong in (
+        {"options": {"fill": True}},
+        {"share": 0.0},
+        {"interval_s": 0.0},
+        {"decide": "eq5"},
+        {"planner": "prsm"},
+        {"half_life_s": -1.0},
+    ):
         with pytest.raises(UsageError):
             Options(**wrong)

@@ -163,7 +163,7 @@ class _Runner:
         options = Options(
             interval_s=interval_s,
             poll_s=interval_s / _POLLS,
-            half_life_s=interval_s,
+            half_life_s=2 * interval_s,
             planner=line,
             decide="eq4" if moves else "never",
             seed=self._options.seed,
