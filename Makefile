@@ -1,5 +1,6 @@
 # make demo   from nothing to the whole pipeline on the embedded model
 # make test   lint, types and tests
+# make cluster  three servers in Ray: what they answer, and what happens when one dies
 # make soak   ten minutes of clients that come and go, and a kill (MOETOOL_SOAK_MINUTES=1 for less)
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +8,7 @@ BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint bench soak clean
+.PHONY: demo test lint cluster bench soak clean
 
 # torch goes first and by its exact version, so that no other package's range picks another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -27,6 +28,9 @@ lint: $(VENV)/.installed
 # Two at a time, one thread each: two threads that fight over two cores are slower than one.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+cluster: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster -m ray
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/bench -m '' -s

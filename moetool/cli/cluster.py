@@ -70,6 +70,7 @@ def _edge(command: ClusterCommand) -> None:
     from moetool.cluster.worker import build_worker
     from moetool.placement_plan import PlacementPlan
     from moetool.serving.assembly import ServeOptions
+    from moetool.serving.server import address_of, open_to_all
     from moetool.serving.server_options import ServerOptions
 
     where = parse_where(command.cluster)
@@ -108,6 +109,8 @@ def _edge(command: ClusterCommand) -> None:
             f"moetool: warning: the dense weights and the KV cache of server {name} take {tables.count(needs, 'B')}, "
             f"and the plan's cluster reserves {tables.count(has, 'B')} for them"
         )
+    if warning := open_to_all(address_of(command.host), command.api_key):
+        tables.narrate(f"moetool: {warning}")
     settings = watch.begin_with(settings)
     tables.narrate(f"moetool: starting {len(names)} servers")
     threads = max(1, (os.cpu_count() or 1) // len(names)) if where.count else 0

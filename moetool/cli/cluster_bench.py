@@ -52,9 +52,9 @@ def cluster(
     if mode == "ep":
         from moetool.cli.parallel_bench import bench_parallel
 
-        sets = [name for text in data for name in text.split(",") if name]
+        sets, names = ([name for text in texts for name in text.split(",") if name] for texts in (data, line))
         bench_parallel(
-            model, data=sets, lines=line, quick=quick, values=given, out=out, overwrite=overwrite, as_json=as_json
+            model, data=sets, lines=names, quick=quick, values=given, out=out, overwrite=overwrite, as_json=as_json
         )
         return
     options = parse(ClusterBenchOptions, {**(QUICK if quick else {}), **given}, "bench")

@@ -43,7 +43,7 @@ class WorkerSettings:
         held: (layer, expert) that it begins with.
         capacity: how many experts it may hold.
         slots: of its pool, 0: one for each that it may hold. With fewer, the least recently used lie on disk.
-        host: where its users reach it.
+        host: where its users reach it; 0.0.0.0: at every address of its machine.
         port: 0 takes any free one.
         toward: an address of the cluster's head, on whose network the peers are; empty: they are all on this machine.
         token: of the cluster.
@@ -177,6 +177,10 @@ class Worker:
         self._engine.close()
 
     def _on_ready(self, url: str) -> None:
+        settings = self._settings
+        if settings.toward and settings.host in ("0.0.0.0", "::"):  # the URL is for people on other machines too
+            host, port = own_address(settings.toward), url.rpartition(":")[2]
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._url = url
         self._ready.set()
 

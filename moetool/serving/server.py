@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import uvicorn
 
@@ -38,12 +38,7 @@ def bind(host: str, port: int) -> socket.socket:
     """
     if not 0 <= port < 2**16:
         raise UsageError(f"port {port} does not exist; choose one from 0 (any free one) to 65535 with --port")
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise UsageError(f"host {host!r} is no address of this machine ({error}); choose another with --host") from None
-    # `localhost` is an address of either family; clients that know only one mostly know the older.
-    family, kind, protocol, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)
+    family, kind, protocol, _, address = _look_up(host, port)
     sock = socket.socket(family, kind, protocol)
     try:
         # Connections of a server that has just ended do not keep its port.
@@ -57,6 +52,20 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def address_of(host: str) -> str:
+    """The address that `bind` listens at. Raises: UsageError where there is none."""
+    return str(_look_up(host, 0)[4][0])
+
+
+def _look_up(host: str, port: int) -> Any:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise UsageError(f"host {host!r} is no address of this machine ({error}); choose another with --host") from None
+    # `localhost` is an address of either family; clients that know only one mostly know the older.
+    return min(found, key=lambda info: info[0] != socket.AF_INET)
+
+
 def url_of(sock: socket.socket) -> str:
     """Where clients on this machine reach a bound socket."""
     host, port = sock.getsockname()[:2]
@@ -64,6 +73,13 @@ def url_of(sock: socket.socket) -> str:
     if address.is_unspecified:
         host = "::1" if address.version == 6 else "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def open_to_all(address: str, api_key: str | None) -> str:
+    """The warning for a server that others can reach and that asks nobody for a password; empty for all others."""
+    if api_key is not None or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return ""
+    return f"warning: {address} is reachable from other machines, and this server asks nobody for a password"
 
 
 class Server(uvicorn.Server):
@@ -196,9 +212,8 @@ def run(
     Raises:
         MoetoolError: the access log cannot be written.
     """
-    host = sock.getsockname()[0]
-    if api_key is None and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
-        _narrate(f"warning: {host} is reachable from other machines, and this server asks nobody for a password")
+    if warning := open_to_all(sock.getsockname()[0], api_key):
+        _narrate(warning)
     Server(engine, sock, on_ready=on_ready, options=options, aliases=aliases, api_key=api_key).serve_forever()
 
 

@@ -37,11 +37,15 @@ def _options(**more: Any) -> CaptureOptions:
     return CaptureOptions(**{"max_new_tokens": NEW, "keep": ("topk", "logits", "resident"), "resident": SHARE, **more})
 
 
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    out = tmp_path_factory.mktemp("resident") / "trace"
-    capture("reference", _prompts(*TEXTS), out, _options())
+def _captured(full: Any, out: Path, prompts: list[Prompt], **more: Any) -> Trace:
+    """A capture by a model that is in memory already."""
+    capture("reference", prompts, out, _options(**more), open_model=lambda path, dtype, device: full)
     return Trace(out)
+
+
+@pytest.fixture(scope="module")
+def trace(full: Any, tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    return _captured(full, tmp_path_factory.mktemp("resident") / "trace", _prompts(*TEXTS))
 
 
 def _requests(trace: Trace) -> Iterator[TokenBatch]:
@@ -132,45 +136,45 @@ def _copied(cache: Any, config: Any) -> Any:
     return made
 
 
-def test_the_models_own_forward_stays_as_it_is(trace: Trace, tmp_path: Path) -> None:
+def test_the_models_own_forward_stays_as_it_is(trace: Trace, full: Any, tmp_path: Path) -> None:
     """To the bit, in batches and long prompts cut in pieces too; and the rows of a batch are those of it alone."""
     prompts = _prompts(*TEXTS, "a long one " * 150)
-    capture("reference", prompts, tmp_path / "with", _options(batch_size=4))
-    capture("reference", prompts, tmp_path / "without", _options(batch_size=4, keep=("topk", "logits")))
-    for one, other in zip(
-        *(Trace(tmp_path / name).whole_requests(["weights", "logits"]) for name in ("with", "without")), strict=True
-    ):
+    beside = _captured(full, tmp_path / "with", prompts, batch_size=4)
+    plain = _captured(full, tmp_path / "without", prompts, batch_size=4, keep=("topk", "logits"))
+    columns = ["weights", "logits"]
+    for one, other in zip(beside.whole_requests(columns), plain.whole_requests(columns), strict=True):
         for name in ("token_id_T", "experts_TS", "weights_TS", "logits_TF"):
             assert np.array_equal(getattr(one, name), getattr(other, name)), name
-    capture("reference", prompts[1:2], tmp_path / "alone", _options())
-    (alone,) = _requests(Trace(tmp_path / "alone"))
-    assert np.array_equal(alone.resident_TW, list(_requests(trace))[1].resident_TW)
-    assert Trace(tmp_path / "alone").resident == trace.resident == SHARE
+    alone = _captured(full, tmp_path / "alone", prompts[1:2])
+    (rows,) = _requests(alone)
+    assert np.array_equal(rows.resident_TW, list(_requests(trace))[1].resident_TW)
+    assert alone.resident == trace.resident == SHARE
 
 
-def test_more_residents_say_more_and_later_tokens_nothing(trace: Trace, tmp_path: Path) -> None:
+def test_more_residents_say_more_and_later_tokens_nothing(trace: Trace, full: Any, tmp_path: Path) -> None:
     right = {}
-    for share in (0.01, SHARE, 1.0):
-        capture("reference", _prompts(*TEXTS), tmp_path / str(share), _options(resident=share))
-        found = [_right(rows, trace.spec.num_layers) for rows in _requests(Trace(tmp_path / str(share)))]
-        right[share] = float(np.concatenate(found).mean())
-    assert right[0.01] < right[SHARE] < right[1.0] and right[1.0] > 0.99  # all of them: the truth, rounded
-    capture("reference", _prompts(TEXTS[0] + " and then"), tmp_path / "longer", _options())
-    short, (longer,) = next(iter(_requests(trace))), _requests(Trace(tmp_path / "longer"))
+    for share in (0.01, 1.0):
+        made = _captured(full, tmp_path / str(share), _prompts(*TEXTS), resident=share)
+        right[share] = _right(made)
+    assert right[0.01] < _right(trace) < right[1.0] and right[1.0] > 0.99  # all of them: the truth, rounded
+    (longer,) = _requests(_captured(full, tmp_path / "longer", _prompts(TEXTS[0] + " and then")))
+    short = next(iter(_requests(trace)))
     assert short.resident_TW is not None and longer.resident_TW is not None
     prompt = (short.iteration_T == 0).sum() - 1  # its last token may be another one
     assert np.array_equal(short.token_id_T[:prompt], longer.token_id_T[:prompt])
     np.testing.assert_allclose(short.resident_TW[:prompt], longer.resident_TW[:prompt], atol=0.02)
 
 
-def _right(rows: TokenBatch, num_layers: int) -> np.ndarray:
-    """[T, L-1]: share of the next layer's experts that the column ranks first."""
-    assert rows.resident_TW is not None
-    said_TLE = rows.resident_TW.reshape(len(rows), num_layers, -1)[:, :-1]
-    true_TLK = rows.experts_TS.reshape(len(rows), num_layers, -1)[:, 1:].astype(int)
-    best_TLK = np.argsort(-said_TLE, axis=2, kind="stable")[:, :, : true_TLK.shape[2]]
-    made: np.ndarray = (best_TLK[..., None] == true_TLK[:, :, None]).any(3).mean(2)
-    return made
+def _right(trace: Trace) -> float:
+    """Share of the next layer's experts that the column ranks first."""
+    found = []
+    for rows in _requests(trace):
+        assert rows.resident_TW is not None
+        said_TLE = rows.resident_TW.reshape(len(rows), trace.spec.num_layers, -1)[:, :-1]
+        true_TLK = rows.experts_TS.reshape(len(rows), trace.spec.num_layers, -1)[:, 1:].astype(int)
+        best_TLK = np.argsort(-said_TLE, axis=2, kind="stable")[:, :, : true_TLK.shape[2]]
+        found.append((best_TLK[..., None] == true_TLK[:, :, None]).any(3).mean(2))
+    return float(np.concatenate(found).mean())
 
 
 def test_where_it_cannot_be_had_it_is_refused_by_name(lazy: Any, full: Any, tmp_path: Path) -> None:

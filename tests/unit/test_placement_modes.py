@@ -67,7 +67,11 @@ def test_a_stream_has_no_request_that_the_predictor_was_trained_on(tmp_path: Pat
 
     def trained_on(train: list[int]) -> None:
         test = sorted(set(range(12)) - set(train))
-        affinity.card = {"trace": {"sha256": trace.sha256}, "requests": {"train": train, "test": test}}
+        affinity.card = {
+            "trace": {"sha256": trace.sha256},
+            "requests": {"train": train, "test": test},
+            "seen_prompts": [],
+        }
 
     def batches() -> int:
         return run_stream([trace], cluster, "smartmoe", {}, tokens=11, batches=9, predictor=affinity)[0].batches

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BAR = 0.27  # inches
+_FAR = 50  # times the least abscissa, from which an axis is logarithmic
 
 
 def draw(path: Path, claim: Claim, found: Found) -> None:
@@ -30,6 +31,9 @@ def draw(path: Path, claim: Claim, found: Found) -> None:
             for number, (name, (x, y)) in enumerate(found.curves.items()):
                 line(panels[1], x, y, number, name)
             panels[1].set_xlabel(found.axes[0])
+            abscissae = [each for x, _ in found.curves.values() for each in x]
+            if min(abscissae) > 0 and max(abscissae) > _FAR * min(abscissae):
+                panels[1].set_xscale("log")
             panels[1].set_ylabel(found.axes[1])
             panels[1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
             if found.axes[1].endswith("%"):

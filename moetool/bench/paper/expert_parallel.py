@@ -9,7 +9,7 @@ import numpy as np
 
 from moetool import config
 from moetool.bench.claims.stage import Stage
-from moetool.bench.claims.verdict import Curve, Found
+from moetool.bench.claims.verdict import CannotTestError, Curve, Found
 from moetool.errors import UsageError
 from moetool.simulation.costs import AssumedCosts
 from moetool.simulation.results import Simulated
@@ -125,11 +125,15 @@ def _cluster(trace: Trace, size: int, options: Options) -> Cluster:
 
 
 def _rounds(found: Simulated) -> list[tuple[float, float]]:
-    """Of each round when it began and how long its last request took."""
-    ends: dict[float, float] = {}
+    """Of each round that all GPUs have a request in, when it began and how long its last request took.
+
+    The first to come does not wait for others, so the first round has one request, and the last what is left.
+    """
+    ends: dict[float, list[float]] = {}
     for one in found.served:
-        ends[one.started_s] = max(ends.get(one.started_s, 0.0), one.finished_s)
-    return [(began, end - began) for began, end in ends.items()]
+        ends.setdefault(one.started_s, []).append(one.finished_s)
+    whole = len(found.utilisation_G)
+    return [(began, max(end) - began) for began, end in ends.items() if len(end) == whole]
 
 
 def _measure(found: Simulated, measure: str) -> float:
@@ -137,4 +141,7 @@ def _measure(found: Simulated, measure: str) -> float:
         return found.mean_s
     if measure == "throughput":
         return found.tokens_per_s
-    return float(np.std([seconds for _, seconds in _rounds(found)]))
+    whole = [seconds for _, seconds in _rounds(found)]
+    if len(whole) < 2:
+        raise CannotTestError(f"{len(whole)} rounds had a request for every GPU, expected two to tell them apart")
+    return float(np.std(whole))

@@ -126,7 +126,11 @@ class Control:
     the gain that the first foretells is more than the other was measured to take (a major adjustment), and once at the
     beginning, to measure it.
 
-    Deviation: the paper's placement follows every prediction; here it does where the gain foretold exceeds the cost.
+    Deviations:
+        - The paper's placement follows every prediction; here it does where the gain foretold exceeds the cost.
+        - `reactive` sees the last batch when that has ended, so its migrations are waited for, whatever way they take.
+        - Both sides take a batch as one event of each layer, as the paper's T_comp and T_comm do; its forwards may be
+          uneven in other ways.
     """
 
     def __init__(

@@ -45,8 +45,9 @@ class _Request:
 class Head:
     """An `EngineLike` over ranks in lockstep.
 
-    Requests wait in one queue. The next batch is its first `seats` requests for each rank, dealt round robin (the
-    `starts` of a plan); while one batch runs, the control may place for the requests that wait, and their experts move.
+    Requests wait in one queue. The next batch is its first `seats` requests for each rank, dealt round robin (as
+    plans reckon unless told otherwise; a plan for other `starts` is served so too). While one batch runs, the control
+    may place for the requests that wait, and their experts move.
     A batch is static, as DIRECTOR's: whoever comes later waits for its end.
 
     When a rank is gone all others drop what they do and form the next generation without it at once, its experts read
