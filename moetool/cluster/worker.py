@@ -68,7 +68,7 @@ class WorkerSettings:
     options: ServeOptions = field(default_factory=ServeOptions)
     calls: CallOptions = field(default_factory=CallOptions)
     limits: ServerOptions = field(default_factory=ServerOptions)
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
 
 
 class Worker:

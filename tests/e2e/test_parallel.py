@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from moetool.cluster.parallel import members
 from moetool.cluster.parallel.control import Control, Decision, Facts, Waiting
 from moetool.cluster.parallel.head import Head
 from moetool.errors import CapacityError, UsageError
@@ -201,7 +202,10 @@ def test_a_rank_that_cannot_be_built_says_why(tokenizer: Any, reference: Path) -
     assert read_spec(reference).num_layers == 8
 
 
-def test_without_any_rank_nobody_is_left_waiting(reference: Path, tokenizer: Any, prompts: Any) -> None:
+def test_without_any_rank_nobody_is_left_waiting(
+    reference: Path, tokenizer: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "_AGAIN_S", 0.01)
     launcher = ThreadRanks(restarts=False)
     head = open_head(reference, tokenizer, gpus=1, launcher=launcher)
     answers = Answers(head)

@@ -13,6 +13,10 @@ _ALIVE_S = 2.0
 """A rank that does not answer for so long when a new generation is called is ended."""
 _FORM_S = 60.0
 """And one that then does not join for so long: it may have experts to read."""
+_TRIES = 5
+"""So often a rank is started again that does not come to say hello; then it stays away."""
+_AGAIN_S = 0.5
+"""Before the second try; twice as long before each that follows."""
 
 
 class Launcher(Protocol):
@@ -61,7 +65,8 @@ class Members:
 
     A generation is called by an order (`call`) to all that are there. Each says that it is alive, at once; that it
     holds the experts that it is to hold; and, when all do and are told to join, that it has. Whoever is silent is
-    ended. A rank that is gone is started again, and waits for the next call.
+    ended. A rank that is gone is started again, and waits for the next call; if it ends before it has said hello, or
+    cannot be started, it is tried again, five times in all.
 
     Args:
         post: puts an event into the head's queue.
@@ -81,7 +86,8 @@ class Members:
         self.whole = False
         self.joined: dict[int, float] = {}
         self._num_gpus, self._launcher, self._post = num_gpus, launcher, post
-        self._coming_back: set[int] = set()
+        self._tries: dict[int, int] = {}  # of the ranks that are coming back
+        self._starting: set[int] = set()  # of those, whose new process is not there yet
         self._called = 0.0
         self._deadline: float | None = None
 
@@ -93,11 +99,11 @@ class Members:
     @property
     def gone(self) -> bool:
         """Whether nobody is there and nobody is being started again."""
-        return not self.ranks and not self._coming_back
+        return not self.ranks and not self._tries
 
     def greet(self, gpu: int, channel: Channel, peer: Sequence[Any]) -> None:
         """A rank has said hello."""
-        self._coming_back.discard(gpu)
+        self._tries.pop(gpu, None)
         self.ranks[gpu] = _Rank(channel, (peer[0], peer[1]))
 
     def knows(self, gpu: int | None, channel: Channel) -> bool:
@@ -107,15 +113,15 @@ class Members:
     def lose(self, gpu: int) -> bool:
         """A rank is gone; it is started again. Whether it was a member."""
         del self.ranks[gpu]
-        self._coming_back.add(gpu)
-        threading.Thread(target=self._restart, args=(gpu,), name=f"restart-{gpu}", daemon=True).start()
+        self._start_again(gpu)
         return gpu in self.members
 
     def died(self, gpu: int) -> None:
         """A process has ended, perhaps before it has said hello."""
         if gpu in self.ranks:
             self.ranks[gpu].channel.close()
-        self._coming_back.discard(gpu)
+        elif gpu in self._tries and gpu not in self._starting:  # else it is the process before, as is known
+            self._start_again(gpu)
 
     def call(self, order: Mapping[str, Any]) -> None:
         """Have all that are there form the next generation.
@@ -178,8 +184,20 @@ class Members:
         for gpu in self.there:
             self.send(gpu, {"kind": "stop"})
 
-    def _restart(self, gpu: int) -> None:
+    def _start_again(self, gpu: int) -> None:
+        tries = self._tries.pop(gpu, 0)
+        if tries == _TRIES:
+            return  # it stays away, and the others go on
+        self._tries[gpu] = tries + 1
+        self._starting.add(gpu)
+        wait_s = _AGAIN_S * 2 ** (tries - 1) if tries else 0.0
+        threading.Thread(target=self._restart, args=(gpu, wait_s), name=f"restart-{gpu}", daemon=True).start()
+
+    def _restart(self, gpu: int, wait_s: float) -> None:
+        time.sleep(wait_s)
         try:
             self._launcher.restart(gpu)
-        except Exception:  # it stays away, and the others go on
+            self._starting.discard(gpu)
+        except Exception:
+            self._starting.discard(gpu)
             self._post("died", gpu)

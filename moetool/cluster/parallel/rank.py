@@ -187,27 +187,32 @@ class Rank:
     # -- the thread that hears the head ------------------------------------------------------------------------
 
     def _hear(self) -> None:
-        with contextlib.suppress(MoetoolError):
-            while True:
-                message, _ = self._head.receive()
-                match message["kind"]:
-                    case "cancel":
-                        self._cancelled.append(message["request"])
-                    case "migrate":
-                        if message["generation"] == self._generation:
-                            for stage in map(Stage.from_json, message["stages"]):
-                                self._stages.append(stage)
-                                self._migration.ask(stage)
-                    case kind:
-                        if kind in ("form", "stop"):
-                            self._abort()
-                        if kind == "form":
-                            self._say({"kind": "alive", "generation": message["generation"]})
-                        self._inbox.put(message)
-                        if kind == "stop":
-                            return
-        self._abort()
-        self._inbox.put({"kind": "stop"})
+        try:
+            with contextlib.suppress(MoetoolError):
+                while self._heed(self._head.receive()[0]):
+                    pass
+        finally:  # whatever it was: a rank that does not hear does not go on
+            self._abort()
+            self._inbox.put({"kind": "stop"})
+
+    def _heed(self, message: dict[str, Any]) -> bool:
+        """Take in what the head says; whether more is to be heard."""
+        match message["kind"]:
+            case "cancel":
+                self._cancelled.append(message["request"])
+            case "migrate":
+                if message["generation"] == self._generation:
+                    for stage in map(Stage.from_json, message["stages"]):
+                        self._stages.append(stage)
+                        self._migration.ask(stage)
+            case kind:
+                if kind in ("form", "stop"):
+                    self._abort()
+                if kind == "form":
+                    self._say({"kind": "alive", "generation": message["generation"]})
+                self._inbox.put(message)
+                return bool(kind != "stop")
+        return True
 
     def _abort(self) -> None:
         if (group := self.runtime.group) is not None:
@@ -299,6 +304,7 @@ class Rank:
         self._say(
             {
                 "kind": "done",
+                "generation": self._generation,
                 "batch": message["batch"],
                 "seconds": time.perf_counter() - began,
                 "ready_s": ready_s,
@@ -323,6 +329,7 @@ class Rank:
 
     def _agree(self, work: bool) -> list[list[int]]:
         assert self.runtime.group is not None
+        self._migration.require_well()
         return self.runtime.group.gather([work, self._migration.arrived])
 
     def _switch(self, arrived: int, begins: bool) -> None:
