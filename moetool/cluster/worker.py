@@ -1,7 +1,6 @@
 """One edge server: an engine with its own OpenAI endpoint, whose missing experts are computed by the others."""
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from moetool.cluster.links import Bucket, Links
 from moetool.cluster.meter import Meter
 from moetool.cluster.peers import Peers
 from moetool.cluster.protocol import Holders, Moved, WorkerInfo, WorkerStats
-from moetool.cluster.transport import Listener, listen
+from moetool.cluster.transport import Listener, listen, own_address
 from moetool.errors import MismatchError, MoetoolError
 from moetool.fleet import Pool
 from moetool.models.loading import LoadedModel
@@ -189,15 +188,6 @@ class Worker:
 def build_worker(settings: WorkerSettings) -> Worker:
     """A worker in this process; for `moetool.cluster.launch.Workers`."""
     return Worker(settings)
-
-
-def own_address(toward: str) -> str:
-    """The address that this machine has on the way to another (`host:port`, or a host)."""
-    host = toward.rpartition(":")[0] or toward
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as sock:
-        sock.connect(address)  # sends nothing: it only looks up the way
-        return str(sock.getsockname()[0])
 
 
 def message_bytes(spec: ModelSpec, tokens: int) -> int:

@@ -1,5 +1,6 @@
 """Expert parallelism with ranks in threads: the same text as one machine, whatever moves and whoever dies."""
 
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -182,6 +183,16 @@ def test_what_cannot_be_served_is_refused_and_what_is_cancelled_ends(head: Head,
     answers.wait([*running, waiting])
     assert {output.finish for output in answers.ends.values()} == {"cancelled"}
     assert answers.wait([answers.ask(prompts[0], 0)]) == [[]]
+
+
+def test_nothing_listens_where_no_rank_is(head: Head) -> None:
+    rank = head._launcher.ranks[0]  # type: ignore[attr-defined]
+    assert head._listener is not None
+    for port in (head._store.port, head._listener.address[1], rank._migration.address[1]):
+        with socket.create_connection(("127.0.0.1", port), timeout=5.0):
+            pass
+        with pytest.raises(OSError), socket.create_connection(("127.0.0.2", port), timeout=5.0):
+            pass
 
 
 def test_prompts_are_scored_as_by_one_machine(

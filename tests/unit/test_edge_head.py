@@ -18,7 +18,8 @@ from moetool.cluster.launch import WorkerDied
 from moetool.cluster.options import ClusterOptions, read_token
 from moetool.cluster.placing import Endpoints, held_by, worker_settings
 from moetool.cluster.protocol import Holders, Moved, WorkerInfo
-from moetool.cluster.worker import WorkerSettings, message_bytes, own_address
+from moetool.cluster.transport import own_address
+from moetool.cluster.worker import WorkerSettings, message_bytes
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.models.spec import read_spec
 from moetool.placement_plan import PlacementPlan
@@ -387,7 +388,9 @@ def test_options_that_make_no_sense() -> None:
 
 
 def test_the_own_address_on_the_way_to_another() -> None:
-    assert own_address("127.0.0.1:6379") == "127.0.0.1"
+    assert own_address("127.0.0.1:6379") == own_address("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(MoetoolError, match=r"no way from this machine to nowhere\.invalid"):
+        own_address("nowhere.invalid:6379")
 
 
 def test_a_message_may_have_the_rows_of_the_longest_prompt() -> None:

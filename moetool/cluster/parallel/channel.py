@@ -116,17 +116,6 @@ class Channel:
         self.set_timeout(None)
 
 
-def near_address(host: str, port: int) -> str:
-    """This machine's address, as `host` sees it. Raises: Closed where there is no way there."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            sock.connect((host, port))  # a datagram socket: nothing is sent
-            address: str = sock.getsockname()[0]
-            return address
-    except OSError as error:
-        raise Closed(f"no way to {host} port {port} ({error})") from None
-
-
 def connect(address: tuple[str, int], token: bytes) -> Channel:
     """Raises: Closed where nobody listens; MismatchError where the token is another."""
     try:

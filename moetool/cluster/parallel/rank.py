@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moetool.cluster.parallel.channel import Closed, connect, near_address
+from moetool.cluster.parallel.channel import Closed, connect
 from moetool.cluster.parallel.dispatch import ParallelRuntime, tally_to_json
 from moetool.cluster.parallel.group import Group, GroupBroken
 from moetool.cluster.parallel.migration import MIGRATIONS, Migration
@@ -22,6 +22,7 @@ from moetool.cluster.parallel.routing import placed_of
 from moetool.cluster.parallel.shelf import Shelf
 from moetool.cluster.parallel.stages import Stage
 from moetool.cluster.parallel.windows import Link, Windows
+from moetool.cluster.transport import own_address
 from moetool.errors import MoetoolError, UsageError, first_line, unknown_name
 from moetool.models.decoding import Batch
 from moetool.models.loading import load_lazy, parse_device, parse_dtype, use_threads
@@ -119,7 +120,7 @@ class Rank:
         options: RankOptions,
     ) -> None:
         self.gpu, self._options = gpu, options
-        self._host = near_address(*head)  # the way to the head is taken to be the way to the other ranks
+        self._host = own_address(head[0])  # the way to the head is taken to be the way to the other ranks
         loaded = load_lazy(locate(model), parse_dtype(options.dtype), _device(options.device, gpu, server_G))
         assert loaded.files is not None
         use_threads(loaded.model.config.get_text_config(), options.threads)
