@@ -230,6 +230,37 @@ def test_a_rank_that_cannot_be_started_is_tried_again() -> None:
     assert ranks.there == [0]
 
 
+def test_a_rank_that_reads_for_long_is_not_ended_and_a_silent_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, now = Launched(), [1000.0]
+    killed: list[int] = []
+    monkeypatch.setattr(launched, "kill", killed.append)
+    monkeypatch.setattr(members, "monotonic", lambda: now[0])
+    ranks = Members(3, launched, lambda kind, value: None)
+    for gpu in range(3):
+        ranks.greet(gpu, Told(), ("", 0))
+    ranks.call({})
+    for gpu in range(3):
+        ranks.heard(gpu, "alive", 1)
+    ranks.heard(0, "holds", 1)
+    for _ in range(20):  # 0 is through, 1 reads, 2 has stopped
+        now[0] += 5.0
+        ranks.heard(1, "alive", 1)
+        ranks.heard(1, "alive", 0)  # said while it read for the one before
+        ranks.end_silent()
+    assert set(killed) == {2}
+    killed.clear()
+    ranks.heard(2, "holds", 1)
+    ranks.heard(1, "holds", 1)
+    ranks.end_silent()
+    now[0] += 50.0
+    ranks.heard(0, "formed", 1)
+    ranks.end_silent()
+    assert not killed
+    now[0] += 20.0
+    ranks.end_silent()
+    assert killed == [1, 2]
+
+
 @pytest.fixture
 def pair() -> Iterator[tuple[Channel, socket.socket]]:
     with socket.create_server(("127.0.0.1", 0)) as server:

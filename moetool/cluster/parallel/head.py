@@ -121,8 +121,12 @@ class Head:
 
     # -- from any thread ---------------------------------------------------------------------------------------
 
-    def start(self, timeout_s: float = 180.0) -> None:
+    def start(self, timeout_s: float = 180.0, read_s: float = 3600.0) -> None:
         """Start the ranks; ready when this returns.
+
+        Args:
+            timeout_s: for all of them to come.
+            read_s: for them to read their experts after that.
 
         Raises:
             MoetoolError: a rank cannot be built, or does not come in time.
@@ -158,10 +162,11 @@ class Head:
             self._launcher.launch(arguments, lambda gpu: self._events.put(("died", gpu)))
             deadline = time.monotonic() + timeout_s
             while self.state == "starting":
-                if time.monotonic() > deadline:
-                    raise MoetoolError(
-                        f"{len(self._ranks.there)} of {len(arguments)} ranks came within {timeout_s:g} s"
-                    )
+                late_s, there = time.monotonic() - deadline, len(self._ranks.there)
+                if late_s > 0 and there < len(arguments):
+                    raise MoetoolError(f"{there} of {len(arguments)} ranks came within {timeout_s:g} s")
+                if late_s > read_s:
+                    raise MoetoolError(f"the ranks did not read their experts within {read_s:g} s")
                 time.sleep(0.02)
             if self.state == "failed":
                 raise MoetoolError(self._reason)

@@ -2,9 +2,9 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic, sleep
 from typing import Any, Protocol
 
 from moetool.cluster.parallel.channel import Channel, Closed
@@ -12,7 +12,7 @@ from moetool.cluster.parallel.channel import Channel, Closed
 _ALIVE_S = 2.0
 """A rank that does not answer for so long when a new generation is called is ended."""
 _FORM_S = 60.0
-"""And one that then does not join for so long: it may have experts to read."""
+"""And one that then says nothing for so long and has not joined: while it reads experts it says that it is alive."""
 _TRIES = 5
 """So often a rank is started again that does not come to say hello; then it stays away."""
 _AGAIN_S = 0.5
@@ -51,6 +51,7 @@ class _Rank:
         peer: where it gives experts to others.
         alive, holds, formed: the newest generation that it was heard of in, that it holds its experts for, and that
             it has joined.
+        heard_s: when it last said one of these, or was told to join.
     """
 
     channel: Channel
@@ -58,6 +59,7 @@ class _Rank:
     alive: int = 0
     holds: int = 0
     formed: int = 0
+    heard_s: float = 0.0
 
 
 class Members:
@@ -88,7 +90,6 @@ class Members:
         self._num_gpus, self._launcher, self._post = num_gpus, launcher, post
         self._tries: dict[int, int] = {}  # of the ranks that are coming back
         self._starting: set[int] = set()  # of those, whose new process is not there yet
-        self._called = 0.0
         self._deadline: float | None = None
 
     @property
@@ -133,36 +134,40 @@ class Members:
         if not self.members:
             return
         self.generation += 1
-        self._called = time.monotonic()
-        self._deadline = self._called + _ALIVE_S
+        self._deadline = monotonic() + _ALIVE_S
         peers = [list(self.ranks[g].peer) if g in self.ranks else None for g in range(self._num_gpus)]
         self.tell({**order, "kind": "form", "members": self.members, "peers": peers})
 
     def heard(self, gpu: int, kind: str, generation: int) -> bool:
         """A member has said how far it is. Whether the generation is whole now."""
         rank = self.ranks[gpu]
-        setattr(rank, kind, generation)
+        setattr(rank, kind, max(generation, getattr(rank, kind)))  # what a reader says may be of the one before
+        rank.heard_s = monotonic()
         if generation != self.generation or kind == "alive":
             return False
         if not all(g in self.ranks and getattr(self.ranks[g], kind) == generation for g in self.members):
             return False
         if kind == "holds":
+            for g in self.members:
+                self.ranks[g].heard_s = rank.heard_s
             self.tell({"kind": "join"})
             return False
         self.whole, self._deadline = True, None
-        self.joined[generation] = time.monotonic()
+        self.joined[generation] = monotonic()
         return True
 
     def end_silent(self) -> None:
         """End ranks that do not answer, or do not join in time; their connections then say that they are gone."""
-        now = time.monotonic()
+        now = monotonic()
         if self._deadline is None or now < self._deadline:
             return
         ranks = {gpu: self.ranks[gpu] for gpu in self.members if gpu in self.ranks}
         silent = [gpu for gpu, rank in ranks.items() if rank.alive < self.generation]
-        if not silent and now - self._called > _FORM_S:
-            silent = [gpu for gpu, rank in ranks.items() if rank.formed < self.generation]
-        self._deadline = now + _FORM_S
+        if not silent:  # who holds all of its experts waits to be told to join, which is when all others do too
+            step = "formed" if all(rank.holds == self.generation for rank in ranks.values()) else "holds"
+            late = {gpu: rank for gpu, rank in ranks.items() if getattr(rank, step) < self.generation}
+            silent = [gpu for gpu, rank in late.items() if now - rank.heard_s > _FORM_S]
+        self._deadline = now + _ALIVE_S
         for gpu in silent:
             with contextlib.suppress(Exception):
                 self._launcher.kill(gpu)
@@ -194,7 +199,7 @@ class Members:
         threading.Thread(target=self._restart, args=(gpu, wait_s), name=f"restart-{gpu}", daemon=True).start()
 
     def _restart(self, gpu: int, wait_s: float) -> None:
-        time.sleep(wait_s)
+        sleep(wait_s)
         try:
             self._launcher.restart(gpu)
             self._starting.discard(gpu)

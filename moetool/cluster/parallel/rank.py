@@ -36,6 +36,8 @@ from moetool.serving.store import open_store
 
 _FOREVER = float("inf")
 _POLL_S = 0.002
+_ALIVE_S = 5.0
+"""While it reads experts a rank says so often that it is alive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,8 +258,12 @@ class Rank:
         for key in self._shelf.keys - wanted:
             self._shelf.drop(key)
         self._shelf.most = 0
+        said = time.monotonic()
         for key in sorted(wanted):
             self._shelf.load(key)
+            if time.monotonic() - said > _ALIVE_S:
+                said = time.monotonic()
+                self._say({"kind": "alive", "generation": self._generation})
         self._windows.open(_FOREVER)
         self._say({"kind": "holds", "generation": self._generation})
 
