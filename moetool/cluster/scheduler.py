@@ -175,6 +175,9 @@ class Scheduler:
             now_s: seconds since 1970.
         """
         with self._lock:
+            if now_s < max(self._now_s or now_s, self._decided_s):  # the clock was set back: nothing waits for it
+                self._polled_s, self._saved_s = min(self._polled_s, now_s), min(self._saved_s, now_s)
+                self._decided_s, self._next_move_s = min(self._decided_s, now_s), min(self._next_move_s, now_s)
             self._servers, self._now_s = servers, now_s
             if self._decided_s == float("-inf"):
                 self._decided_s = now_s  # the first decision comes after an interval

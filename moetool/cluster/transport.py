@@ -254,3 +254,19 @@ def listen(host: str, port: int = 0) -> socket.socket:
         sock.close()
         raise MoetoolError(f"cannot listen for peers on {host} port {port} ({error.strerror or error})") from None
     return sock
+
+
+def own_address(toward: str) -> str:
+    """The address that this machine has on the way to another (`host:port`, or a host).
+
+    Raises:
+        MoetoolError: there is no such machine, or no way there.
+    """
+    host = (toward.rpartition(":")[0] or toward).strip("[]")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.connect(address)  # sends nothing: it only looks up the way
+            return str(sock.getsockname()[0])
+    except OSError as error:
+        raise MoetoolError(f"there is no way from this machine to {host} ({error.strerror or error})") from None

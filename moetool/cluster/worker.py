@@ -1,7 +1,6 @@
 """One edge server: an engine with its own OpenAI endpoint, whose missing experts are computed by the others."""
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from moetool.cluster.links import Bucket, Links
 from moetool.cluster.meter import Meter
 from moetool.cluster.peers import Peers
 from moetool.cluster.protocol import Holders, Moved, WorkerInfo, WorkerStats
-from moetool.cluster.transport import Listener, listen
+from moetool.cluster.transport import Listener, listen, own_address
 from moetool.errors import MismatchError, MoetoolError
 from moetool.fleet import Pool
 from moetool.models.loading import LoadedModel
@@ -27,9 +26,10 @@ from moetool.serving.server import Server, bind
 from moetool.serving.server_options import ServerOptions
 from moetool.serving.store import ExpertStore
 from moetool.serving.stores import Stores
+from moetool.types import ModelSpec
 
 _READY_S = 60.0
-_MESSAGE_BYTES = 64 * 2**20  # beside an expert, for the rows of a prompt
+_MESSAGE_BYTES = 64 * 2**20  # at least, beside an expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class WorkerSettings:
     options: ServeOptions = field(default_factory=ServeOptions)
     calls: CallOptions = field(default_factory=CallOptions)
     limits: ServerOptions = field(default_factory=ServerOptions)
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
 
 
 class Worker:
@@ -88,7 +88,7 @@ class Worker:
         _require_revision(path, settings)
         links = Links({server: Bucket(*link) for server, link in settings.links.items()})
         spec = read_spec(path)
-        limit_bytes = spec.slot_bytes + _MESSAGE_BYTES
+        limit_bytes = message_bytes(spec, settings.options.kv_tokens)
         self._meter = Meter(settings.server, spec, links)
         peers = Peers(settings.server, settings.token, settings.distance, links=links, limit_bytes=limit_bytes)
         with contextlib.ExitStack() as undo:
@@ -190,13 +190,16 @@ def build_worker(settings: WorkerSettings) -> Worker:
     return Worker(settings)
 
 
-def own_address(toward: str) -> str:
-    """The address that this machine has on the way to another (`host:port`, or a host)."""
-    host = toward.rpartition(":")[0] or toward
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as sock:
-        sock.connect(address)  # sends nothing: it only looks up the way
-        return str(sock.getsockname()[0])
+def message_bytes(spec: ModelSpec, tokens: int) -> int:
+    """The most that servers say to each other at once: an expert, or the rows of one forward, if all go to one server.
+
+    A prompt that is scored is one forward, however long it is.
+
+    Args:
+        tokens: that a forward may have.
+    """
+    rows_bytes = tokens * max(spec.top_k_L) * spec.hidden_size * 4  # float32, the widest there is
+    return spec.slot_bytes + max(rows_bytes, _MESSAGE_BYTES)
 
 
 class _Timed:

@@ -86,6 +86,7 @@ class Batcher:
         self._unreserved = max_requests if unreserved is None else unreserved
         self._eos = eos_ids(model)
         self._requests: dict[int, _Request] = {}
+        self._leaving: set[int] = set()  # cancelled, which the manager has yet to hear
         self._forward_id = 0
         self._batch: Batch | None = None
         self._generation = GenerationConfig(do_sample=False, eos_token_id=sorted(self._eos) or [-1])
@@ -145,6 +146,8 @@ class Batcher:
     def add(self, request: int, prompt: list[int], params: SamplingParams, drawn: int = 0) -> None:
         """Queue a request that `check` has passed and that asks for at least one token.
 
+        It may have the number of one that was cancelled.
+
         Args:
             drawn: as of `Sampler.add`.
         """
@@ -157,6 +160,7 @@ class Batcher:
             self._sampler.remove(str(request))
             if found.admitted:
                 self._manager.cancel_request(str(request))
+                self._leaving.add(request)
 
     def step(self) -> list[Output]:
         """Run one forward and report its new tokens, ended requests and failures.
@@ -167,9 +171,10 @@ class Batcher:
         prepared = False
         try:
             self._admit()
-            if not self._processor.prepare_next_batch():
+            prepared = self._processor.prepare_next_batch()
+            self._leaving.clear()
+            if not prepared:
                 return outputs
-            prepared = True
             with torch.inference_mode():
                 self._processor._generation_step(self.model)
             self._processor.update_batch()
@@ -199,7 +204,7 @@ class Batcher:
         free_pages = self.kv_tokens // PAGE_TOKENS - sum(request.num_pages for request in inside)
         num_inside = len(inside)
         for number, request in self._requests.items():
-            if request.admitted:
+            if request.admitted or number in self._leaving:  # the manager would take one that comes again for the old
                 continue
             if num_inside >= self._unreserved and (num_inside >= self.max_requests or request.num_pages > free_pages):
                 return
@@ -232,6 +237,7 @@ class Batcher:
             self._restore()
             raise UsageError(f"transformers cannot batch {type(self.model).__name__} continuously: {error}") from error
         self._manager.batch_processor = self._processor
+        self._leaving.clear()
         self.kv_tokens = int(self._processor.cache.num_blocks) * PAGE_TOKENS
         self.kv_bytes = int(self._processor.cache.cache_tensor.numel())
 

@@ -1,5 +1,6 @@
 """Expert parallelism with ranks in threads: the same text as one machine, whatever moves and whoever dies."""
 
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from moetool.cluster.parallel import members
 from moetool.cluster.parallel.control import Control, Decision, Facts, Waiting
 from moetool.cluster.parallel.head import Head
 from moetool.errors import CapacityError, UsageError
@@ -183,6 +185,16 @@ def test_what_cannot_be_served_is_refused_and_what_is_cancelled_ends(head: Head,
     assert answers.wait([answers.ask(prompts[0], 0)]) == [[]]
 
 
+def test_nothing_listens_where_no_rank_is(head: Head) -> None:
+    rank = head._launcher.ranks[0]  # type: ignore[attr-defined]
+    assert head._listener is not None
+    for port in (head._store.port, head._listener.address[1], rank._migration.address[1]):
+        with socket.create_connection(("127.0.0.1", port), timeout=5.0):
+            pass
+        with pytest.raises(OSError), socket.create_connection(("127.0.0.2", port), timeout=5.0):
+            pass
+
+
 def test_prompts_are_scored_as_by_one_machine(
     head: Head, prompts: Any, reference: Path, tokenizer: Any, full: Any
 ) -> None:
@@ -201,7 +213,10 @@ def test_a_rank_that_cannot_be_built_says_why(tokenizer: Any, reference: Path) -
     assert read_spec(reference).num_layers == 8
 
 
-def test_without_any_rank_nobody_is_left_waiting(reference: Path, tokenizer: Any, prompts: Any) -> None:
+def test_without_any_rank_nobody_is_left_waiting(
+    reference: Path, tokenizer: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "_AGAIN_S", 0.01)
     launcher = ThreadRanks(restarts=False)
     head = open_head(reference, tokenizer, gpus=1, launcher=launcher)
     answers = Answers(head)

@@ -153,6 +153,20 @@ def test_cancelled_requests_leave_the_batch(tokenizer: Any, batcher: Batcher) ->
     assert len(_tokens(outputs[1])) == 19
 
 
+def test_a_cancelled_request_may_come_again_at_once(tokenizer: Any, batcher: Batcher) -> None:
+    ids, params = _ids(tokenizer), SamplingParams(max_tokens=6, ignore_eos=True)
+    batcher.add(9, ids[0], params)
+    alone = _tokens(_run(batcher)[9])
+    for steps in (1, 0):  # it runs, or it has yet to
+        batcher.add(0, ids[1], params)
+        for _ in range(steps):
+            batcher.step()
+        batcher.cancel(0)
+        batcher.add(0, ids[0], params)
+        outputs = [output for _ in range(10) for output in batcher.step()]
+        assert batcher.idle and _tokens(outputs) == alone
+
+
 def test_seeded_text_is_the_same_alone_and_in_a_batch(tokenizer: Any, batcher: Batcher) -> None:
     ids = _ids(tokenizer)
     params = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True)

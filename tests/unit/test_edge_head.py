@@ -5,6 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from moetool.cluster.launch import WorkerDied
 from moetool.cluster.options import ClusterOptions, read_token
 from moetool.cluster.placing import Endpoints, held_by, worker_settings
 from moetool.cluster.protocol import Holders, Moved, WorkerInfo
-from moetool.cluster.worker import WorkerSettings, own_address
+from moetool.cluster.transport import own_address
+from moetool.cluster.worker import WorkerSettings, message_bytes
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.models.spec import read_spec
 from moetool.placement_plan import PlacementPlan
@@ -386,4 +388,14 @@ def test_options_that_make_no_sense() -> None:
 
 
 def test_the_own_address_on_the_way_to_another() -> None:
-    assert own_address("127.0.0.1:6379") == "127.0.0.1"
+    assert own_address("127.0.0.1:6379") == own_address("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(MoetoolError, match=r"no way from this machine to nowhere\.invalid"):
+        own_address("nowhere.invalid:6379")
+
+
+def test_a_message_may_have_the_rows_of_the_longest_prompt() -> None:
+    spec = replace(make_spec(2, 8), hidden_size=2048)
+    # All rows of a prompt that is scored, which is one forward, may be for experts of one server.
+    rows = 100_000 * max(spec.top_k_L)
+    assert message_bytes(spec, 100_000) >= rows * spec.hidden_size * 4 > 64 * 2**20
+    assert message_bytes(spec, 16) >= spec.slot_bytes + 512 * max(spec.top_k_L) * spec.hidden_size * 4

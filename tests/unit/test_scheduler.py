@@ -112,6 +112,17 @@ def test_a_steady_mix_moves_nothing() -> None:
     assert world.made == []
 
 
+def test_a_clock_that_is_set_back_is_waited_for_by_nobody() -> None:
+    odds_NLE = odds(SPEC, 3)
+    world = World(odds_NLE, planned(odds_NLE))
+    world.pass_s(2.5 * 60)
+    before = len(world.scheduler.chronicle.decisions)
+    world.now_s -= 7200
+    assert world.step() <= 5.0
+    world.pass_s(2.5 * 60)
+    assert before >= 2 and len(world.scheduler.chronicle.decisions) >= before + 2
+
+
 def test_after_a_change_of_mix_experts_move_once_and_more_is_computed_at_home() -> None:
     odds_NLE = odds(SPEC, 3)
     world = World(odds_NLE, planned(odds_NLE))

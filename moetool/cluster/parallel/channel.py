@@ -8,6 +8,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from moetool.errors import MismatchError, MoetoolError
 _HEAD = struct.Struct("!II")
 _MOST_JSON, _MOST_BYTES = 64 * 2**20, 64 * 2**20
 _GREETING_S = 5.0
+_TAKEN_S = 5.0
+"""Whoever takes nothing of a message for so long has gone."""
 _NONCE = 32
 
 
@@ -34,9 +37,11 @@ class Channel:
         self._sock = sock
         self._sending = threading.Lock()
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Of the system and not of Python, whose time limit would be that of `receive` too, which waits for ever.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *divmod(int(_TAKEN_S * 1e6), 10**6)))
 
     def send(self, message: dict[str, Any], data: bytes | memoryview = b"") -> None:
-        """Raises: Closed."""
+        """Raises: Closed, also where the other end takes nothing for five seconds: then it has ended the connection."""
         text = json.dumps(message, separators=(",", ":")).encode()
         with self._sending:
             try:
@@ -44,6 +49,7 @@ class Channel:
                 if data:
                     self._sock.sendall(data)
             except OSError as error:
+                self.close()  # half a message may be on its way; and whoever receives here is to know
                 raise Closed(f"the connection is gone ({error})") from None
 
     def receive(self, into: memoryview | None = None) -> tuple[dict[str, Any], bytes]:
@@ -110,17 +116,6 @@ class Channel:
         self.set_timeout(None)
 
 
-def near_address(host: str, port: int) -> str:
-    """This machine's address, as `host` sees it. Raises: Closed where there is no way there."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            sock.connect((host, port))  # a datagram socket: nothing is sent
-            address: str = sock.getsockname()[0]
-            return address
-    except OSError as error:
-        raise Closed(f"no way to {host} port {port} ({error})") from None
-
-
 def connect(address: tuple[str, int], token: bytes) -> Channel:
     """Raises: Closed where nobody listens; MismatchError where the token is another."""
     try:
@@ -144,10 +139,12 @@ class Listener:
         self._token, self._on_channel = token, on_channel
         self._open: set[Channel] = set()
         self._lock = threading.Lock()
+        self._closed = False
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
 
     def close(self) -> None:
         """Take no more, and end those that were taken."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
@@ -161,7 +158,10 @@ class Listener:
             try:
                 sock, _ = self._sock.accept()
             except OSError:
-                return
+                if self._closed:
+                    return
+                time.sleep(0.05)  # no file descriptor is free, say
+                continue
             threading.Thread(target=self._serve, args=(Channel(sock),), name="channel", daemon=True).start()
 
     def _serve(self, channel: Channel) -> None:

@@ -1,14 +1,13 @@
 """The head of the ranks: one engine for the OpenAI server, batch after batch, generation after generation."""
 
-import contextlib
 import queue
 import secrets
+import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,28 +17,14 @@ from moetool.cluster.parallel.control import Control, Decision, Waiting
 from moetool.cluster.parallel.members import Launcher, Members
 from moetool.cluster.parallel.placing import Placing
 from moetool.cluster.parallel.records import BatchRecord, record_of
+from moetool.cluster.parallel.requests import Request, Requests
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError, first_line
-from moetool.request import Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
+from moetool.request import SamplingParams, Sink, State, TokenLogprob, Unavailable
 from moetool.types import Cluster, ModelSpec
 
-_RETRIES = 3
-_KEPT = 1000
+_KEPT = 100
 """Batches that are remembered."""
 _TICK_S = 0.25
-
-
-@dataclass(slots=True, kw_only=True)
-class _Request:
-    id: int
-    prompt: list[int]
-    params: SamplingParams
-    sink: Sink | None = None
-    score: "Future[list[TokenLogprob | None]] | None" = None
-    top: int = 0
-    made: list[int] = field(default_factory=list)
-    gpu: int = -1
-    retries: int = 0
-    began: float = 0.0
 
 
 class Head:
@@ -67,7 +52,7 @@ class Head:
         patience_s: how long a batch waits for a decision about it that is under way.
 
     Attributes:
-        batches: those that have run since `use`, the last thousand.
+        batches: those that have run since `use`, the last hundred.
 
     Effects: `start` starts the ranks; `close` ends them.
     """
@@ -109,9 +94,9 @@ class Head:
             post=lambda kind, value: self._events.put((kind, value)),
         )
         self._lock = threading.Lock()
-        self._pending: deque[_Request] = deque()
-        self._running: dict[int, _Request] = {}
+        self._requests = Requests()
         self._next_id = 0
+        self._over = False  # nobody will hear of what is put into the queue
         self._batch = -1
         self._batch_began: float | None = None
         self._ended = 0.0  # when the last one had
@@ -121,7 +106,7 @@ class Head:
         self._listener: Listener | None = None
         self._thread: threading.Thread | None = None
         self._reason = ""
-        self._counts = dict.fromkeys(("prompt", "generated", "forwards", "failures", "retried", "moved"), 0)
+        self._counts = dict.fromkeys(("forwards", "failures", "moved"), 0)
         self._during = 0
 
     @property
@@ -136,8 +121,12 @@ class Head:
 
     # -- from any thread ---------------------------------------------------------------------------------------
 
-    def start(self, timeout_s: float = 180.0) -> None:
+    def start(self, timeout_s: float = 180.0, read_s: float = 3600.0) -> None:
         """Start the ranks; ready when this returns.
+
+        Args:
+            timeout_s: for all of them to come.
+            read_s: for them to read their experts after that.
 
         Raises:
             MoetoolError: a rank cannot be built, or does not come in time.
@@ -148,7 +137,13 @@ class Head:
 
         token = secrets.token_bytes(32)
         self._listener = Listener(self._host, token, self._hear)
-        self._store = dist.TCPStore(self._host, 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+        with socket.create_server((self._host, 0)) as sock:  # left to itself, the store would listen on every address
+            port = sock.getsockname()[1]
+            self._store = dist.TCPStore(
+                *(self._host, port, None, True, timedelta(seconds=10)),
+                wait_for_workers=False,
+                master_listen_fd=sock.detach(),
+            )
         self._thread = threading.Thread(target=self._run, name="head", daemon=True)
         self._thread.start()
         arguments = [
@@ -167,10 +162,11 @@ class Head:
             self._launcher.launch(arguments, lambda gpu: self._events.put(("died", gpu)))
             deadline = time.monotonic() + timeout_s
             while self.state == "starting":
-                if time.monotonic() > deadline:
-                    raise MoetoolError(
-                        f"{len(self._ranks.there)} of {len(arguments)} ranks came within {timeout_s:g} s"
-                    )
+                late_s, there = time.monotonic() - deadline, len(self._ranks.there)
+                if late_s > 0 and there < len(arguments):
+                    raise MoetoolError(f"{there} of {len(arguments)} ranks came within {timeout_s:g} s")
+                if late_s > read_s:
+                    raise MoetoolError(f"the ranks did not read their experts within {read_s:g} s")
                 time.sleep(0.02)
             if self.state == "failed":
                 raise MoetoolError(self._reason)
@@ -188,7 +184,7 @@ class Head:
 
     def settle(self) -> None:
         """Wait until nothing runs or waits."""
-        while self._batch_began is not None or self._pending or not self._events.empty():
+        while self._batch_began is not None or self._requests.pending or not self._events.empty():
             if self.state == "failed":
                 raise MoetoolError(self._reason)
             time.sleep(0.005)
@@ -211,7 +207,7 @@ class Head:
         self.check(prompt, params)
         if params.seed is None:  # so that a retry draws what the first try would have
             params = replace(params, seed=secrets.randbits(63))
-        return self._queue(_Request(id=-1, prompt=list(prompt), params=params, sink=sink))
+        return self._queue(Request(prompt=list(prompt), params=params, sink=sink))
 
     def cancel(self, request: int) -> None:
         """Stop a request; its sink gets a last message unless it has ended already."""
@@ -223,20 +219,20 @@ class Head:
         params = SamplingParams(max_tokens=0)
         self.check(prompt, params)
         answer: Future[list[TokenLogprob | None]] = Future()
-        self._queue(_Request(id=-1, prompt=list(prompt), params=params, score=answer, top=top))
+        self._queue(Request(prompt=list(prompt), params=params, score=answer, top=top))
         return answer.result()
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges by name."""
         began = self._batch_began
         return {
-            "tokens_prompt": self._counts["prompt"],
-            "tokens_generated": self._counts["generated"],
+            "tokens_prompt": self._requests.prompt,
+            "tokens_generated": self._requests.generated,
             "forwards": self._counts["forwards"],
             "failures": self._counts["failures"],
-            "requests_retried": self._counts["retried"],
-            "queue_running": len(self._running),
-            "queue_waiting": len(self._pending),
+            "requests_retried": self._requests.retried,
+            "queue_running": len(self._requests.running),
+            "queue_waiting": len(self._requests.pending),
             "ranks": len(self._ranks.members),
             "generation": self._ranks.generation,
             "batches": self._batch + 1,
@@ -276,10 +272,12 @@ class Head:
         if self.state != "ready":
             raise Unavailable(f"the server is {self.state}; try again later")
 
-    def _queue(self, request: _Request) -> int:
+    def _queue(self, request: Request) -> int:
         with self._lock:
+            if self._over:
+                raise Unavailable(f"the server is {self.state}; try again later")
             request.id, self._next_id = self._next_id, self._next_id + 1
-        self._events.put(("submit", request))
+            self._events.put(("submit", request))
         return request.id
 
     # -- a thread for each rank --------------------------------------------------------------------------------
@@ -302,7 +300,7 @@ class Head:
         try:
             while True:
                 try:
-                    waits = self._pending and self._ranks.whole and self._batch_began is None
+                    waits = self._requests.pending and self._ranks.whole and self._batch_began is None
                     kind, value = self._events.get(timeout=min(_TICK_S, self._gather_s) if waits else _TICK_S)
                 except queue.Empty:
                     kind, value = "tick", None
@@ -321,21 +319,24 @@ class Head:
             if self.state != "draining":
                 self.state = "failed"
             self._ranks.dismiss()
-            for request in [*self._running.values(), *self._pending]:
-                self._refuse(request, self._reason)
+            with self._lock:
+                self._over = True
+            unheard = []
             while not self._events.empty():
                 kind, value = self._events.get_nowait()
                 if kind == "submit":
-                    self._refuse(value, self._reason)
+                    unheard.append(value)
                 elif kind == "use":
                     value[3].set()
+            self._requests.refuse_all(unheard, self._reason)
 
     def _handle(self, kind: str, value: Any) -> None:
         match kind:
             case "submit":
-                self._admit(value)
+                self._requests.admit(value)
             case "cancel":
-                self._cancel(value)
+                if (gpu := self._requests.cancel(value)) is not None:
+                    self._ranks.send(gpu, {"kind": "cancel", "request": value})
             case "hello":
                 self._greet(*value)
             case "gone":
@@ -351,24 +352,6 @@ class Head:
                 self._migrate(self._placing.decided(epoch, batch, found, self._batch))
             case "use":
                 self._use(*value)
-
-    def _admit(self, request: _Request) -> None:
-        request.began = time.monotonic()
-        if request.score is None and request.params.max_tokens == 0:
-            self._give(request, Output(request.id, None, finish="length"))
-        else:
-            self._pending.append(request)
-
-    def _cancel(self, number: int) -> None:
-        if number in self._running:
-            gpu = self._running[number].gpu
-            self._ranks.send(gpu, {"kind": "cancel", "request": number})
-            return
-        for request in self._pending:
-            if request.id == number:
-                self._pending.remove(request)
-                self._give(request, Output(number, None, finish="cancelled"))
-                return
 
     def _greet(self, gpu: int, channel: Channel, hello: dict[str, Any]) -> None:
         if hello["revision"] != self.spec.revision:
@@ -386,14 +369,7 @@ class Head:
 
     def _form(self) -> None:
         """Have all ranks that are there form the next generation; what ran begins again later."""
-        for request in sorted(self._running.values(), key=lambda r: r.id, reverse=True):
-            request.retries += 1
-            self._counts["retried"] += 1
-            if request.retries > _RETRIES:
-                self._refuse(request, f"ranks were lost {request.retries} times while this request ran; try it again")
-            else:
-                self._pending.appendleft(request)
-        self._running.clear()
+        self._requests.begin_again()
         self._batch_began = None
         self._done.clear()
         self._ranks.call(self._placing.order(self._ranks.there))
@@ -408,38 +384,13 @@ class Head:
                 self._form()
             case "tokens" if generation == self._ranks.generation:
                 for output in message["outputs"]:
-                    self._token(output)
-            case "done" if message["batch"] == self._batch:
+                    self._first_token = True
+                    self._requests.answer(output)
+            # One of a generation that has ended meanwhile says nothing of the batch that runs now.
+            case "done" if generation == self._ranks.generation and message["batch"] == self._batch:
                 self._done[gpu] = message
                 if len(self._done) == len(self._ranks.members):
                     self._finish()
-
-    def _token(self, said: dict[str, Any]) -> None:
-        request = self._running.get(said["request"])
-        if request is None:
-            return
-        self._first_token = True
-        if request.score is not None:
-            del self._running[request.id]
-            if "error" in said:
-                request.score.set_exception(MoetoolError(said["error"]))
-            elif "scored" in said:
-                request.score.set_result([None, *(TokenLogprob(value, _pairs(top)) for value, top in said["scored"])])
-            else:
-                request.score.set_exception(MoetoolError("cancelled"))
-            return
-        logprob = said.get("logprob")
-        if said["token"] is not None:
-            request.made.append(said["token"])
-            self._counts["generated"] += 1
-        output = Output(
-            request.id,
-            said["token"],
-            None if logprob is None else TokenLogprob(logprob[0], _pairs(logprob[1])),
-            said["finish"],
-            said.get("error"),
-        )
-        self._give(request, output)
 
     def _advance(self) -> None:
         """Begin what can begin now."""
@@ -449,13 +400,13 @@ class Head:
             self._form()
         if self.state == "starting" or not self._ranks.whole or self._batch_began is not None:
             # A queue that fills the next batch tells all of it at once; one that does not is given time to fill.
-            known = self._first_token or len(self._pending) >= self.max_requests
+            known = self._first_token or len(self._requests.pending) >= self.max_requests
             if known and self.control.looks_ahead and self._ranks.whole:
                 self._decide()
             return
         if self._ranks.there != self._ranks.members:  # somebody is back, and nothing runs
             self._form()
-        elif self._pending and self._is_due():
+        elif self._requests.pending and self._is_due():
             if not self.control.looks_ahead:
                 self._decide()
             asked = self._placing.deciding
@@ -463,22 +414,18 @@ class Head:
                 self._begin()
 
     def _is_due(self) -> bool:
-        full = len(self._pending) * len(self.cluster.gpus) >= self.max_requests * len(self._ranks.members)
-        return full or time.monotonic() - self._pending[0].began >= self._gather_s
+        full = len(self._requests.pending) * len(self.cluster.gpus) >= self.max_requests * len(self._ranks.members)
+        return full or time.monotonic() - self._requests.pending[0].began >= self._gather_s
 
-    def _choose(self) -> list[_Request]:
+    def _choose(self) -> list[Request]:
         """The requests of the next batch, each with its GPU."""
-        seats = self.max_requests // len(self.cluster.gpus) * len(self._ranks.members)
-        chosen = list(self._pending)[:seats]
-        for place, request in enumerate(chosen):
-            request.gpu = self._ranks.members[place % len(self._ranks.members)]
-        return chosen
+        return self._requests.choose(self._ranks.members, self.max_requests // len(self.cluster.gpus))
 
     def _decide(self) -> None:
         """Have the control look at the batch that comes, once, if all ranks are there to be placed on."""
         whole = len(self._ranks.members) == len(self.cluster.gpus)
         coming = self._batch + 1
-        if not whole or not self._pending or not self.control.decides:
+        if not whole or not self._requests.pending or not self.control.decides:
             return
         if self._placing.asked_for(coming) or self._placing.deciding is not None:
             return
@@ -503,19 +450,7 @@ class Head:
         chosen = self._choose()
         self._batch += 1
         self._batch_began, self._first_token = time.monotonic(), False
-        shares: dict[int, list[dict[str, Any]]] = {gpu: [] for gpu in self._ranks.members}
-        for request in chosen:
-            self._pending.popleft()
-            self._running[request.id] = request
-            one: dict[str, Any] = {"id": request.id, "prompt": [*request.prompt, *request.made]}
-            if request.score is not None:
-                one["top"] = request.top
-            else:
-                left = request.params.max_tokens - len(request.made)
-                one["params"] = asdict(replace(request.params, max_tokens=left))
-                one["drawn"] = len(request.made)
-            self._counts["prompt"] += len(request.prompt)
-            shares[request.gpu].append(one)
+        shares = self._requests.begin(chosen)
         for gpu in self._ranks.members:
             self._ranks.send(
                 gpu,
@@ -523,7 +458,7 @@ class Head:
                     "kind": "batch",
                     "batch": self._batch,
                     "version": self._placing.version,
-                    "requests": shares[gpu],
+                    "requests": shares.get(gpu, []),
                 },
             )
         self._batch_size = len(chosen)
@@ -537,16 +472,15 @@ class Head:
         moved_s = sum(done["moved"]["seconds"] for done in self._done.values())
         self._batch_began, self._ended = None, time.monotonic()
         self._done = {}
-        self.batches = [*self.batches[-_KEPT:], record]
+        self.batches = [*self.batches, record][-_KEPT:]  # each has the uses of every expert
         self._counts["forwards"] += record.steps
         self._counts["moved"] += record.moved_bytes
         self._during += record.moved_during_exchange
         self._placing.note(record, moved_s, len(self._ranks.members))
-        for request in list(self._running.values()):  # a rank said that all had ended
-            self._refuse(request, "the request was lost by its rank")
+        self._requests.refuse_running("the request was lost by its rank")  # which said that all had ended
 
     def _use(self, control: Control, placed_GLE: np.ndarray, migrate: str, over: threading.Event) -> None:
-        if self._batch_began is not None or self._pending or self._placing.deciding is not None:
+        if self._batch_began is not None or self._requests.pending or self._placing.deciding is not None:
             self._events.put(("use", (control, placed_GLE, migrate, over)))
             time.sleep(0.01)
             return
@@ -559,21 +493,3 @@ class Head:
         while not self._ranks.whole and self.state == "ready":
             time.sleep(0.005)
         over.set()
-
-    def _give(self, request: _Request, output: Output) -> None:
-        if output.finish is not None:
-            self._running.pop(request.id, None)
-        if request.sink is not None:
-            with contextlib.suppress(Exception):  # one broken sink must not end the others
-                request.sink(output)
-
-    def _refuse(self, request: _Request, reason: str) -> None:
-        self._running.pop(request.id, None)
-        if request.score is not None:
-            request.score.set_exception(MoetoolError(reason))
-        else:
-            self._give(request, Output(request.id, None, finish="error", error=reason))
-
-
-def _pairs(top: Sequence[Sequence[Any]]) -> list[tuple[int, float]]:
-    return [(int(token), float(value)) for token, value in top]

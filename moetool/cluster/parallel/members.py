@@ -2,9 +2,9 @@
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic, sleep
 from typing import Any, Protocol
 
 from moetool.cluster.parallel.channel import Channel, Closed
@@ -12,7 +12,11 @@ from moetool.cluster.parallel.channel import Channel, Closed
 _ALIVE_S = 2.0
 """A rank that does not answer for so long when a new generation is called is ended."""
 _FORM_S = 60.0
-"""And one that then does not join for so long: it may have experts to read."""
+"""And one that then says nothing for so long and has not joined: while it reads experts it says that it is alive."""
+_TRIES = 5
+"""So often a rank is started again that does not come to say hello; then it stays away."""
+_AGAIN_S = 0.5
+"""Before the second try; twice as long before each that follows."""
 
 
 class Launcher(Protocol):
@@ -47,6 +51,7 @@ class _Rank:
         peer: where it gives experts to others.
         alive, holds, formed: the newest generation that it was heard of in, that it holds its experts for, and that
             it has joined.
+        heard_s: when it last said one of these, or was told to join.
     """
 
     channel: Channel
@@ -54,6 +59,7 @@ class _Rank:
     alive: int = 0
     holds: int = 0
     formed: int = 0
+    heard_s: float = 0.0
 
 
 class Members:
@@ -61,7 +67,8 @@ class Members:
 
     A generation is called by an order (`call`) to all that are there. Each says that it is alive, at once; that it
     holds the experts that it is to hold; and, when all do and are told to join, that it has. Whoever is silent is
-    ended. A rank that is gone is started again, and waits for the next call.
+    ended. A rank that is gone is started again, and waits for the next call; if it ends before it has said hello, or
+    cannot be started, it is tried again, five times in all.
 
     Args:
         post: puts an event into the head's queue.
@@ -81,8 +88,8 @@ class Members:
         self.whole = False
         self.joined: dict[int, float] = {}
         self._num_gpus, self._launcher, self._post = num_gpus, launcher, post
-        self._coming_back: set[int] = set()
-        self._called = 0.0
+        self._tries: dict[int, int] = {}  # of the ranks that are coming back
+        self._starting: set[int] = set()  # of those, whose new process is not there yet
         self._deadline: float | None = None
 
     @property
@@ -93,11 +100,11 @@ class Members:
     @property
     def gone(self) -> bool:
         """Whether nobody is there and nobody is being started again."""
-        return not self.ranks and not self._coming_back
+        return not self.ranks and not self._tries
 
     def greet(self, gpu: int, channel: Channel, peer: Sequence[Any]) -> None:
         """A rank has said hello."""
-        self._coming_back.discard(gpu)
+        self._tries.pop(gpu, None)
         self.ranks[gpu] = _Rank(channel, (peer[0], peer[1]))
 
     def knows(self, gpu: int | None, channel: Channel) -> bool:
@@ -107,15 +114,15 @@ class Members:
     def lose(self, gpu: int) -> bool:
         """A rank is gone; it is started again. Whether it was a member."""
         del self.ranks[gpu]
-        self._coming_back.add(gpu)
-        threading.Thread(target=self._restart, args=(gpu,), name=f"restart-{gpu}", daemon=True).start()
+        self._start_again(gpu)
         return gpu in self.members
 
     def died(self, gpu: int) -> None:
         """A process has ended, perhaps before it has said hello."""
         if gpu in self.ranks:
             self.ranks[gpu].channel.close()
-        self._coming_back.discard(gpu)
+        elif gpu in self._tries and gpu not in self._starting:  # else it is the process before, as is known
+            self._start_again(gpu)
 
     def call(self, order: Mapping[str, Any]) -> None:
         """Have all that are there form the next generation.
@@ -127,36 +134,40 @@ class Members:
         if not self.members:
             return
         self.generation += 1
-        self._called = time.monotonic()
-        self._deadline = self._called + _ALIVE_S
+        self._deadline = monotonic() + _ALIVE_S
         peers = [list(self.ranks[g].peer) if g in self.ranks else None for g in range(self._num_gpus)]
         self.tell({**order, "kind": "form", "members": self.members, "peers": peers})
 
     def heard(self, gpu: int, kind: str, generation: int) -> bool:
         """A member has said how far it is. Whether the generation is whole now."""
         rank = self.ranks[gpu]
-        setattr(rank, kind, generation)
+        setattr(rank, kind, max(generation, getattr(rank, kind)))  # what a reader says may be of the one before
+        rank.heard_s = monotonic()
         if generation != self.generation or kind == "alive":
             return False
         if not all(g in self.ranks and getattr(self.ranks[g], kind) == generation for g in self.members):
             return False
         if kind == "holds":
+            for g in self.members:
+                self.ranks[g].heard_s = rank.heard_s
             self.tell({"kind": "join"})
             return False
         self.whole, self._deadline = True, None
-        self.joined[generation] = time.monotonic()
+        self.joined[generation] = monotonic()
         return True
 
     def end_silent(self) -> None:
         """End ranks that do not answer, or do not join in time; their connections then say that they are gone."""
-        now = time.monotonic()
+        now = monotonic()
         if self._deadline is None or now < self._deadline:
             return
         ranks = {gpu: self.ranks[gpu] for gpu in self.members if gpu in self.ranks}
         silent = [gpu for gpu, rank in ranks.items() if rank.alive < self.generation]
-        if not silent and now - self._called > _FORM_S:
-            silent = [gpu for gpu, rank in ranks.items() if rank.formed < self.generation]
-        self._deadline = now + _FORM_S
+        if not silent:  # who holds all of its experts waits to be told to join, which is when all others do too
+            step = "formed" if all(rank.holds == self.generation for rank in ranks.values()) else "holds"
+            late = {gpu: rank for gpu, rank in ranks.items() if getattr(rank, step) < self.generation}
+            silent = [gpu for gpu, rank in late.items() if now - rank.heard_s > _FORM_S]
+        self._deadline = now + _ALIVE_S
         for gpu in silent:
             with contextlib.suppress(Exception):
                 self._launcher.kill(gpu)
@@ -178,8 +189,20 @@ class Members:
         for gpu in self.there:
             self.send(gpu, {"kind": "stop"})
 
-    def _restart(self, gpu: int) -> None:
+    def _start_again(self, gpu: int) -> None:
+        tries = self._tries.pop(gpu, 0)
+        if tries == _TRIES:
+            return  # it stays away, and the others go on
+        self._tries[gpu] = tries + 1
+        self._starting.add(gpu)
+        wait_s = _AGAIN_S * 2 ** (tries - 1) if tries else 0.0
+        threading.Thread(target=self._restart, args=(gpu, wait_s), name=f"restart-{gpu}", daemon=True).start()
+
+    def _restart(self, gpu: int, wait_s: float) -> None:
+        sleep(wait_s)
         try:
             self._launcher.restart(gpu)
-        except Exception:  # it stays away, and the others go on
+            self._starting.discard(gpu)
+        except Exception:
+            self._starting.discard(gpu)
             self._post("died", gpu)

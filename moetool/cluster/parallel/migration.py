@@ -13,7 +13,7 @@ from moetool.cluster.parallel.channel import Channel, Closed, Listener, connect
 from moetool.cluster.parallel.shelf import Shelf
 from moetool.cluster.parallel.stages import Stage
 from moetool.cluster.parallel.windows import Link, Windows
-from moetool.errors import MismatchError
+from moetool.errors import MismatchError, MoetoolError, first_line
 from moetool.types import ModelSpec
 
 MIGRATIONS = ("overlap", "pipelined", "stop")
@@ -72,7 +72,8 @@ class Migration:
         self._windows, self._link = windows, link
         self._peers: list[tuple[str, int] | None] = []
         self._channels: dict[int, Channel] = {}
-        self._stages: queue.Queue[Stage | None] = queue.Queue()
+        self._stages: queue.Queue[tuple[int, Stage] | None] = queue.Queue()  # with the epoch that it was asked in
+        self._failure: Exception | None = None
         self._epoch = 0
         self._rate = 50e6
         self._state = threading.Condition()
@@ -98,7 +99,12 @@ class Migration:
 
     def ask(self, stage: Stage) -> None:
         """Bring this rank's share of a stage here."""
-        self._stages.put(stage)
+        self._stages.put((self._epoch, stage))
+
+    def require_well(self) -> None:
+        """Raises: MoetoolError if experts can no longer come here: whoever waited for them would wait for ever."""
+        if self._failure is not None:
+            raise MoetoolError(f"GPU {self._gpu} could not take in an expert ({first_line(self._failure)})")
 
     def switched(self, version: int) -> None:
         """The placement of this version is in force: room that it has freed may be used."""
@@ -123,11 +129,17 @@ class Migration:
         self._thread.join(timeout=10.0)
 
     def _run(self) -> None:
+        try:
+            self._bring_stages()
+        except Exception as error:  # such as a disk that cannot be read; `require_well` tells the rank's own thread
+            self._failure = error
+
+    def _bring_stages(self) -> None:
         while not self._closed:
-            stage = self._stages.get()
-            if stage is None:
+            asked = self._stages.get()
+            if asked is None:
                 return
-            epoch = self._epoch
+            epoch, stage = asked
             with self._state:  # the room of the stage before is free once that is in force
                 self._state.wait_for(lambda: self._in_force >= stage.version - 1 or self._epoch != epoch)  # noqa: B023
             for layer, expert, gpu, source in stage.copies:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from moetool import config, planner
-from moetool.cluster.parallel.channel import near_address
 from moetool.cluster.parallel.control import PLACEMENTS, Control, Predictor
 from moetool.cluster.parallel.head import Head
 from moetool.cluster.parallel.members import Launcher
 from moetool.cluster.parallel.rank import RankOptions
+from moetool.cluster.transport import own_address
 from moetool.costing.latency import unit_latency
 from moetool.errors import UsageError, unknown_name
 from moetool.models.loading import load_tokenizer
@@ -157,7 +157,6 @@ def open_head(
         always=options.always,
         seed=options.seed,
     )
-    host, _, port = toward.rpartition(":")
     return Head(
         model,
         spec,
@@ -168,7 +167,7 @@ def open_head(
         tokenizer=load_tokenizer(path),
         vocab_size=int(read_config(path).get_text_config().vocab_size),
         rank_options=asdict(ranks),
-        host=near_address(host, int(port)) if host else "127.0.0.1",
+        host=own_address(toward) if toward else "127.0.0.1",
         gather_s=options.gather_s,
         patience_s=options.patience_s,
     )

@@ -120,7 +120,7 @@ class Placing:
             if running >= batch:
                 self.late += 1
                 return []
-            self.decisions = [*self.decisions[-_KEPT:], found]
+            self.decisions = [*self.decisions, found][-_KEPT:]
             if found.made:
                 self._next = found
                 if self._migrate != "stop":

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moetool.cluster.parallel.channel import Closed, connect, near_address
+from moetool.cluster.parallel.channel import Closed, connect
 from moetool.cluster.parallel.dispatch import ParallelRuntime, tally_to_json
 from moetool.cluster.parallel.group import Group, GroupBroken
 from moetool.cluster.parallel.migration import MIGRATIONS, Migration
@@ -22,6 +22,7 @@ from moetool.cluster.parallel.routing import placed_of
 from moetool.cluster.parallel.shelf import Shelf
 from moetool.cluster.parallel.stages import Stage
 from moetool.cluster.parallel.windows import Link, Windows
+from moetool.cluster.transport import own_address
 from moetool.errors import MoetoolError, UsageError, first_line, unknown_name
 from moetool.models.decoding import Batch
 from moetool.models.loading import load_lazy, parse_device, parse_dtype, use_threads
@@ -35,6 +36,8 @@ from moetool.serving.store import open_store
 
 _FOREVER = float("inf")
 _POLL_S = 0.002
+_ALIVE_S = 5.0
+"""While it reads experts a rank says so often that it is alive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +122,7 @@ class Rank:
         options: RankOptions,
     ) -> None:
         self.gpu, self._options = gpu, options
-        self._host = near_address(*head)  # the way to the head is taken to be the way to the other ranks
+        self._host = own_address(head[0])  # the way to the head is taken to be the way to the other ranks
         loaded = load_lazy(locate(model), parse_dtype(options.dtype), _device(options.device, gpu, server_G))
         assert loaded.files is not None
         use_threads(loaded.model.config.get_text_config(), options.threads)
@@ -187,27 +190,32 @@ class Rank:
     # -- the thread that hears the head ------------------------------------------------------------------------
 
     def _hear(self) -> None:
-        with contextlib.suppress(MoetoolError):
-            while True:
-                message, _ = self._head.receive()
-                match message["kind"]:
-                    case "cancel":
-                        self._cancelled.append(message["request"])
-                    case "migrate":
-                        if message["generation"] == self._generation:
-                            for stage in map(Stage.from_json, message["stages"]):
-                                self._stages.append(stage)
-                                self._migration.ask(stage)
-                    case kind:
-                        if kind in ("form", "stop"):
-                            self._abort()
-                        if kind == "form":
-                            self._say({"kind": "alive", "generation": message["generation"]})
-                        self._inbox.put(message)
-                        if kind == "stop":
-                            return
-        self._abort()
-        self._inbox.put({"kind": "stop"})
+        try:
+            with contextlib.suppress(MoetoolError):
+                while self._heed(self._head.receive()[0]):
+                    pass
+        finally:  # whatever it was: a rank that does not hear does not go on
+            self._abort()
+            self._inbox.put({"kind": "stop"})
+
+    def _heed(self, message: dict[str, Any]) -> bool:
+        """Take in what the head says; whether more is to be heard."""
+        match message["kind"]:
+            case "cancel":
+                self._cancelled.append(message["request"])
+            case "migrate":
+                if message["generation"] == self._generation:
+                    for stage in map(Stage.from_json, message["stages"]):
+                        self._stages.append(stage)
+                        self._migration.ask(stage)
+            case kind:
+                if kind in ("form", "stop"):
+                    self._abort()
+                if kind == "form":
+                    self._say({"kind": "alive", "generation": message["generation"]})
+                self._inbox.put(message)
+                return bool(kind != "stop")
+        return True
 
     def _abort(self) -> None:
         if (group := self.runtime.group) is not None:
@@ -250,8 +258,12 @@ class Rank:
         for key in self._shelf.keys - wanted:
             self._shelf.drop(key)
         self._shelf.most = 0
+        said = time.monotonic()
         for key in sorted(wanted):
             self._shelf.load(key)
+            if time.monotonic() - said > _ALIVE_S:
+                said = time.monotonic()
+                self._say({"kind": "alive", "generation": self._generation})
         self._windows.open(_FOREVER)
         self._say({"kind": "holds", "generation": self._generation})
 
@@ -299,6 +311,7 @@ class Rank:
         self._say(
             {
                 "kind": "done",
+                "generation": self._generation,
                 "batch": message["batch"],
                 "seconds": time.perf_counter() - began,
                 "ready_s": ready_s,
@@ -323,6 +336,7 @@ class Rank:
 
     def _agree(self, work: bool) -> list[list[int]]:
         assert self.runtime.group is not None
+        self._migration.require_well()
         return self.runtime.group.gather([work, self._migration.arrived])
 
     def _switch(self, arrived: int, begins: bool) -> None:

@@ -1,0 +1,178 @@
+"""The requests of a head: those that wait, those that run, and what each is answered."""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from moetool.errors import MoetoolError
+from moetool.request import Output, SamplingParams, Sink, TokenLogprob
+
+_RETRIES = 3
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """A request, or a prompt that is to be scored.
+
+    Attributes:
+        id: of the head; -1 until it has one.
+        sink: is given what comes of a request.
+        score: is given what comes of a prompt that is to be scored, with the `top` likeliest tokens.
+        made: tokens that its user has.
+        gpu: the rank that it runs on, or will by the order of the queue.
+        retries: how often it has begun again.
+        began: when it came.
+        cancelled: its rank was told to end it.
+    """
+
+    id: int = -1
+    prompt: list[int]
+    params: SamplingParams
+    sink: Sink | None = None
+    score: "Future[list[TokenLogprob | None]] | None" = None
+    top: int = 0
+    made: list[int] = field(default_factory=list)
+    gpu: int = -1
+    retries: int = 0
+    began: float = 0.0
+    cancelled: bool = False
+
+
+class Requests:
+    """What waits and what runs; for the head's thread.
+
+    Attributes:
+        pending: in the order in which they will run.
+        running: by number, those of the batch.
+        prompt: tokens of prompts that have begun to run; again for each retry.
+        generated: tokens that were made.
+        retried: how often requests have begun again.
+    """
+
+    def __init__(self) -> None:
+        self.pending: deque[Request] = deque()
+        self.running: dict[int, Request] = {}
+        self.prompt = self.generated = self.retried = 0
+
+    def admit(self, request: Request) -> None:
+        """Have a request wait."""
+        request.began = time.monotonic()
+        if request.score is None and request.params.max_tokens == 0:
+            self._give(request, Output(request.id, None, finish="length"))
+        else:
+            self.pending.append(request)
+
+    def cancel(self, number: int) -> int | None:
+        """End a request that waits, at once; of one that runs, gives the GPU that is to end it."""
+        if number in self.running:
+            self.running[number].cancelled = True
+            return self.running[number].gpu
+        for request in self.pending:
+            if request.id == number:
+                self.pending.remove(request)
+                self._give(request, Output(number, None, finish="cancelled"))
+                break
+        return None
+
+    def choose(self, members: Sequence[int], seats: int) -> list[Request]:
+        """The requests of the next batch, each with its GPU.
+
+        Args:
+            seats: on each of the members.
+        """
+        chosen = list(self.pending)[: seats * len(members)]
+        for place, request in enumerate(chosen):
+            request.gpu = members[place % len(members)]
+        return chosen
+
+    def begin(self, chosen: Sequence[Request]) -> dict[int, list[dict[str, Any]]]:
+        """Those that were chosen run from now on; gives by GPU what its rank is to be told of them."""
+        shares: dict[int, list[dict[str, Any]]] = {}
+        for request in chosen:
+            self.pending.popleft()
+            self.running[request.id] = request
+            one: dict[str, Any] = {"id": request.id, "prompt": [*request.prompt, *request.made]}
+            if request.score is not None:
+                one["top"] = request.top
+            else:
+                left = request.params.max_tokens - len(request.made)
+                one["params"] = asdict(replace(request.params, max_tokens=left))
+                one["drawn"] = len(request.made)
+            self.prompt += len(request.prompt)
+            shares.setdefault(request.gpu, []).append(one)
+        return shares
+
+    def begin_again(self) -> None:
+        """What runs waits again, before all others: its batch has come to nothing."""
+        for request in sorted(self.running.values(), key=lambda r: r.id, reverse=True):
+            if request.cancelled:  # nobody wants what would come of it
+                self._give(request, Output(request.id, None, finish="cancelled"))
+                continue
+            request.retries += 1
+            self.retried += 1
+            if request.retries > _RETRIES:
+                self._refuse(request, f"ranks were lost {request.retries} times while this request ran; try it again")
+            else:
+                self.pending.appendleft(request)
+        self.running.clear()
+
+    def answer(self, said: Mapping[str, Any]) -> None:
+        """Pass on what a rank has said of a request that runs."""
+        request = self.running.get(said["request"])
+        if request is None:
+            return
+        if request.score is not None:
+            del self.running[request.id]
+            if "error" in said:
+                request.score.set_exception(MoetoolError(said["error"]))
+            elif "scored" in said:
+                request.score.set_result([None, *(TokenLogprob(value, _pairs(top)) for value, top in said["scored"])])
+            else:
+                request.score.set_exception(MoetoolError("cancelled"))
+            return
+        logprob = said.get("logprob")
+        if said["token"] is not None:
+            request.made.append(said["token"])
+            self.generated += 1
+        output = Output(
+            request.id,
+            said["token"],
+            None if logprob is None else TokenLogprob(logprob[0], _pairs(logprob[1])),
+            said["finish"],
+            said.get("error"),
+        )
+        self._give(request, output)
+
+    def refuse_running(self, reason: str) -> None:
+        """End all that run with an error."""
+        for request in list(self.running.values()):
+            self._refuse(request, reason)
+
+    def refuse_all(self, others: Sequence[Request], reason: str) -> None:
+        """End all that run and wait with an error, and others that were not admitted."""
+        self.refuse_running(reason)
+        for request in (*self.pending, *others):
+            self._refuse(request, reason)
+        self.pending.clear()
+
+    def _give(self, request: Request, output: Output) -> None:
+        if output.finish is not None:
+            self.running.pop(request.id, None)
+        if request.sink is not None:
+            with contextlib.suppress(Exception):  # one broken sink must not end the others
+                request.sink(output)
+
+    def _refuse(self, request: Request, reason: str) -> None:
+        self.running.pop(request.id, None)
+        if request.score is not None:
+            request.score.set_exception(MoetoolError(reason))
+        else:
+            self._give(request, Output(request.id, None, finish="error", error=reason))
+
+
+def _pairs(top: Sequence[Sequence[Any]]) -> list[tuple[int, float]]:
+    return [(int(token), float(value)) for token, value in top]

@@ -1,0 +1,290 @@
+"""The head of expert-parallel ranks without ranks: what it makes of what they say, in every order that it may come."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moetool.cluster.parallel import channel, members
+from moetool.cluster.parallel.channel import Channel, Closed
+from moetool.cluster.parallel.control import Control
+from moetool.cluster.parallel.head import Head
+from moetool.cluster.parallel.members import Members
+from moetool.cluster.parallel.requests import Request, Requests
+from moetool.errors import MoetoolError
+from moetool.request import Output, SamplingParams, Unavailable
+from tests.clusters import make_cluster
+from tests.synthetic import make_spec
+
+SPEC = make_spec(1, 4)
+CLUSTER = make_cluster([[4, 4]], slot_bytes=SPEC.slot_bytes)
+
+
+class Launched:
+    """A `Launcher` that starts nothing."""
+
+    def __init__(self, fail: int = 0) -> None:
+        self.restarted: list[int] = []
+        self.fail = fail
+
+    def launch(self, arguments: Sequence[Mapping[str, Any]], on_death: Callable[[int], None]) -> None:
+        pass
+
+    def restart(self, gpu: int) -> None:
+        self.restarted.append(gpu)
+        if len(self.restarted) <= self.fail:
+            raise MoetoolError("no machine")
+
+    def kill(self, gpu: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Told(Channel):
+    """A connection that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[dict[str, Any]] = []
+
+    def send(self, message: dict[str, Any], data: bytes | memoryview = b"") -> None:
+        self.sent.append(message)
+
+    def close(self) -> None:
+        pass
+
+
+def open_head() -> tuple[Head, list[Told]]:
+    """Two ranks, whole and ready; events are handled by the test."""
+    head = Head(
+        "model",
+        SPEC,
+        CLUSTER,
+        np.array([[[True, True, False, False]], [[False, False, True, True]]]),
+        Control("offline", SPEC, CLUSTER),
+        Launched(),
+        tokenizer=None,
+        vocab_size=16,
+        rank_options={},
+        gather_s=0.0,
+    )
+    channels = [Told(), Told()]
+    hello = {"revision": SPEC.revision, "migration": ["", 0], "max_context": 64, "seats": 1}
+    for gpu, told in enumerate(channels):
+        head._handle("hello", (gpu, told, hello))
+    head._advance()
+    form(head, channels)
+    assert head.state == "ready"
+    return head, channels
+
+
+def form(head: Head, channels: Sequence[Told]) -> None:
+    """Those that are there form the generation that was called."""
+    there = head._ranks.there
+    for kind in ("alive", "holds", "formed"):
+        for gpu in there:
+            say(head, channels, gpu, {"kind": kind, "generation": head._ranks.generation})
+
+
+def say(head: Head, channels: Sequence[Told], gpu: int, message: dict[str, Any]) -> None:
+    """A rank says something."""
+    head._handle("message", (gpu, channels[gpu], message))
+
+
+def submit(head: Head, max_tokens: int = 4) -> list[Output]:
+    """Ask for something that begins to run."""
+    outputs: list[Output] = []
+    head.submit([1, 2], SamplingParams(max_tokens=max_tokens), outputs.append)
+    head._handle(*head._events.get())
+    return outputs
+
+
+def done(generation: int, batch: int) -> dict[str, Any]:
+    """What a rank says at the end of a batch."""
+    tally = {"steps": 1, "rows_SL": [[1]], "tokens_LE": [[1, 0, 0, 0]], "sent": [0, 0]}
+    return {
+        "kind": "done",
+        "generation": generation,
+        "batch": batch,
+        **{"seconds": 1.0, "ready_s": 0.0, "waited_s": 0.0, "held": 2, "version": 1},
+        "tally": {**tally, "expert_s": 0.0, "dense_s": 0.0, "exchange_s": 0.0},
+        "moved": {"experts": 0, "bytes": 0, "during_exchange": 0, "from_disk": 0, "seconds": 0.0},
+    }
+
+
+def test_the_end_of_a_batch_that_was_lost_ends_no_other() -> None:
+    head, channels = open_head()
+    outputs = submit(head)
+    head._advance()
+    first = head._ranks.generation
+    head._handle("gone", (1, channels[1]))  # it had done its part, and died before it said so
+    say(head, channels, 0, done(first, 0))  # said before this one heard of it
+    assert head._batch_began is None and not head.batches
+    form(head, channels)
+    head._advance()
+    assert head._batch == 1 and len(head._requests.running) == 1
+    say(head, channels, 0, done(first, 1))
+    assert len(head._requests.running) == 1 and not outputs
+    tokens = {"kind": "tokens", "generation": head._ranks.generation}
+    say(head, channels, 0, {**tokens, "outputs": [{"request": 0, "token": 5, "finish": "stop"}]})
+    say(head, channels, 0, done(head._ranks.generation, 1))
+    assert [(o.token, o.finish) for o in outputs] == [(5, "stop")] and len(head.batches) == 1
+
+
+def test_what_was_cancelled_does_not_run_again_when_a_rank_is_lost() -> None:
+    head, channels = open_head()
+    outputs, others = submit(head), submit(head)
+    head._advance()
+    head.cancel(0)
+    head._handle(*head._events.get())
+    assert channels[0].sent[-1] == {"kind": "cancel", "request": 0, "generation": 1}
+    head._handle("gone", (0, channels[0]))
+    assert [output.finish for output in outputs] == ["cancelled"] and not others
+    assert [request.id for request in head._requests.pending] == [1]
+
+
+def test_what_is_asked_when_the_head_has_ended_is_refused_and_not_lost() -> None:
+    head, _ = open_head()
+    outputs = submit(head)
+    running = head.state
+    head._events.put(("close", None))
+    head._run()
+    assert [output.finish for output in outputs] == ["error"]
+    head.state = running  # somebody has looked just before it ended
+    with pytest.raises(Unavailable):
+        head.submit([1], SamplingParams(max_tokens=1), outputs.append)
+    with pytest.raises(Unavailable):
+        head.prompt_logprobs([1, 2], 0)
+
+
+def test_a_request_is_retried_three_times() -> None:
+    requests = Requests()
+    outputs: list[Output] = []
+    requests.admit(Request(id=0, prompt=[1], params=SamplingParams(max_tokens=3), sink=outputs.append))
+    for _ in range(3):
+        requests.begin(requests.choose([0], 1))
+        requests.begin_again()
+        assert not outputs and len(requests.pending) == 1
+    (share,) = requests.begin(requests.choose([1], 1))[1]
+    requests.answer({"request": 0, "token": 7, "finish": None})
+    assert share["drawn"] == 0 and share["params"]["max_tokens"] == 3
+    requests.begin_again()
+    assert outputs[-1].finish == "error" and "4 times" in str(outputs[-1].error) and not requests.pending
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_AGAIN_S", 0.001)
+
+
+def settle(launched: Launched, count: int) -> None:
+    """Until so many restarts were tried."""
+    deadline = time.monotonic() + 10
+    while len(launched.restarted) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_that_ends_before_it_says_hello_is_started_again() -> None:
+    launched, posted = Launched(), list[tuple[str, Any]]()
+    ranks = Members(2, launched, lambda kind, value: posted.append((kind, value)))
+    for gpu in range(2):
+        ranks.greet(gpu, Told(), ("", 0))
+    ranks.call({})
+    assert ranks.lose(1)
+    settle(launched, 1)
+    deadline = time.monotonic() + 10
+    while 1 in ranks._starting:
+        assert time.monotonic() < deadline
+    for tries in range(2, 6):
+        ranks.died(1)
+        ranks.died(1)  # said of the same process twice, it counts once
+        settle(launched, tries)
+        while 1 in ranks._starting:
+            assert time.monotonic() < deadline
+    ranks.died(1)
+    assert launched.restarted == [1] * 5 and ranks.there == [0]
+    ranks.lose(0)
+    assert not ranks.gone  # all are gone, and one is on its way
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_that_cannot_be_started_is_tried_again() -> None:
+    launched = Launched(fail=2)
+    posted: list[tuple[str, Any]] = []
+    ranks = Members(1, launched, lambda kind, value: posted.append((kind, value)))
+    ranks.greet(0, Told(), ("", 0))
+    ranks.lose(0)
+    deadline = time.monotonic() + 10
+    while len(launched.restarted) < 3:
+        assert time.monotonic() < deadline and not ranks.gone
+        if posted:
+            ranks.died(posted.pop()[1])
+    ranks.greet(0, Told(), ("", 0))
+    assert ranks.there == [0]
+
+
+def test_a_rank_that_reads_for_long_is_not_ended_and_a_silent_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched, now = Launched(), [1000.0]
+    killed: list[int] = []
+    monkeypatch.setattr(launched, "kill", killed.append)
+    monkeypatch.setattr(members, "monotonic", lambda: now[0])
+    ranks = Members(3, launched, lambda kind, value: None)
+    for gpu in range(3):
+        ranks.greet(gpu, Told(), ("", 0))
+    ranks.call({})
+    for gpu in range(3):
+        ranks.heard(gpu, "alive", 1)
+    ranks.heard(0, "holds", 1)
+    for _ in range(20):  # 0 is through, 1 reads, 2 has stopped
+        now[0] += 5.0
+        ranks.heard(1, "alive", 1)
+        ranks.heard(1, "alive", 0)  # said while it read for the one before
+        ranks.end_silent()
+    assert set(killed) == {2}
+    killed.clear()
+    ranks.heard(2, "holds", 1)
+    ranks.heard(1, "holds", 1)
+    ranks.end_silent()
+    now[0] += 50.0
+    ranks.heard(0, "formed", 1)
+    ranks.end_silent()
+    assert not killed
+    now[0] += 20.0
+    ranks.end_silent()
+    assert killed == [1, 2]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    yield Channel(near), far
+    near.close()
+    far.close()
+
+
+def test_who_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, pair: tuple[Channel, socket.socket]) -> None:
+    monkeypatch.setattr(channel, "_TAKEN_S", 0.1)
+    made = Channel(pair[0]._sock)
+    heard: list[BaseException] = []
+
+    def hear() -> None:
+        try:
+            made.receive()
+        except Closed as error:
+            heard.append(error)
+
+    thread = threading.Thread(target=hear, daemon=True)
+    thread.start()
+    with pytest.raises(Closed):
+        made.send({}, bytes(16 * 2**20))  # a process that was stopped takes what fits into the system's buffers
+    thread.join(5.0)
+    assert heard  # and its own thread says that it is gone

@@ -1,0 +1,76 @@
+"""Experts on their way between ranks, when something goes wrong: nobody waits for what will not come."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from moetool.cluster.parallel.migration import Migration
+from moetool.cluster.parallel.stages import Stage
+from moetool.cluster.parallel.windows import Link, Windows
+from moetool.errors import MoetoolError
+from tests.synthetic import make_spec
+
+SPEC = make_spec(1, 4)
+
+
+class Kept:
+    """As a shelf; its disk may fail."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.held: dict[int, torch.Tensor] = {}
+        self.files = self
+        self._fails = fails
+
+    def __contains__(self, key: int) -> bool:
+        return key in self.held
+
+    def room(self) -> torch.Tensor:
+        return torch.zeros(8, dtype=torch.uint8)
+
+    def read_into(self, key: int, room: torch.Tensor) -> None:
+        if self._fails:
+            raise OSError(5, "Input/output error")
+
+    def put(self, key: int, room: torch.Tensor) -> None:
+        self.held[key] = room
+
+
+@contextmanager
+def opened(shelf: Any) -> Iterator[Migration]:
+    made = Migration(SPEC, shelf, 0, host="127.0.0.1", token=b"secret", windows=Windows(), link=Link())
+    made.begin(1, [None, None])
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def stage(version: int, expert: int) -> Stage:
+    """One that brings an expert from a rank that is not there, so from disk."""
+    return Stage(version=version, copies=((0, expert, 0, 1),), changes=((0, expert, (0,)),))
+
+
+def test_a_disk_that_fails_is_told_to_who_waits_for_the_expert() -> None:
+    with opened(Kept(fails=True)) as migration:
+        migration.ask(stage(2, 3))
+        deadline = time.monotonic() + 10
+        with pytest.raises(MoetoolError, match="GPU 0 could not take in an expert"):
+            while time.monotonic() < deadline:
+                migration.require_well()
+                time.sleep(0.001)
+        assert migration.arrived == 1
+
+
+def test_stages_of_a_generation_that_is_over_bring_nothing() -> None:
+    shelf = Kept()
+    with opened(shelf) as migration:
+        migration._stages.put((migration._epoch - 1, stage(2, 3)))  # taken from the queue as the generation ended
+        migration.begin(4, [None, None])
+        migration._stages.put((migration._epoch - 1, stage(2, 3)))
+        migration.ask(stage(5, 1))
+        assert migration.wait(5, 10.0)
+        assert shelf.held.keys() == {SPEC.expert_key(0, 1)} and migration.moved.from_disk == 1
