@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from moetool import config
-from moetool.bench.claims.stage import ALL, Stage
-from moetool.bench.claims.verdict import Found
+from moetool.bench.paper.stage import ALL, Stage
+from moetool.bench.paper.verdict import Found
 from moetool.placement_plan import PlacementPlan, experts_of
 from moetool.simulation.costs import AssumedCosts
 from moetool.simulation.running import Options as SimulationOptions
@@ -24,7 +24,7 @@ class Options:
         remote: shares of every layer's experts that the other server has alone.
         arrivals: so far apart that no request waits for another.
         mbps: megabits a second of the link.
-        simulation, costs: as in `moetool.bench.paper.edge_servers`.
+        simulation, costs: as in `moetool.bench.paper.experiments.edge_servers`.
     """
 
     remote: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
