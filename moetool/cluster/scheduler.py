@@ -28,7 +28,8 @@ class Options:
     """What `--set scheduler.NAME=VALUE` sets.
 
     Attributes:
-        interval_s: between two decisions.
+        interval_s: between two decisions. A quarter of it has to be longer than most requests take, and many have to
+            come in it: from a few requests a placement for just these is made.
         poll_s: between two reports of each worker.
         planner: that places anew.
         options: of the planner.
@@ -127,7 +128,13 @@ class Scheduler:
     ) -> None:
         self.spec, self.cluster, self.options = spec, cluster, options
         num_servers = len(cluster.servers)
-        self.statistics = Statistics(spec, num_servers, half_life_s=options.half_life_s, compute_s=options.compute_s)
+        self.statistics = Statistics(
+            spec,
+            num_servers,
+            half_life_s=options.half_life_s,
+            block_s=options.interval_s / 4,
+            compute_s=options.compute_s,
+        )
         self.chronicle = Chronicle(num_servers, max(options.poll_s, 10.0 if options.interval_s > 60 else 0.0))
         self.tick_s = 0.0
         self._state, self._narrate, self._clock = Path(options.state) if options.state else None, narrate, clock

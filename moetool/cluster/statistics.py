@@ -20,13 +20,14 @@ class Statistics:
     """Live statistics of each server, as a plan wants them.
 
     What is routed and called is summed since the placement last changed, and decays: after `half_life_s` it counts
-    half. The routes of every fourth report are kept apart, so that a placement made from the other three can be judged
-    by them: made and judged from the same tokens, any placement looks better than the one in force. (A request that
-    goes on over several reports is on both sides.)
+    half. Time is cut into blocks, and the routes of every fourth are kept apart, so that a placement made from the
+    other three can be judged by them: made and judged from the same tokens, any placement looks better than the one in
+    force. Blocks have to be longer than requests, which are otherwise on both sides.
 
     Args:
         num_servers: numbered as in the plan's cluster.
         half_life_s: 0: nothing is forgotten but by `changed`.
+        block_s: length of a block.
         compute_s: how long seconds of computing are summed until they replace those of before.
 
     Attributes:
@@ -38,14 +39,19 @@ class Statistics:
     """
 
     def __init__(
-        self, spec: ModelSpec, num_servers: int, *, half_life_s: float = 300.0, compute_s: float = 30.0
+        self,
+        spec: ModelSpec,
+        num_servers: int,
+        *,
+        half_life_s: float = 300.0,
+        block_s: float = 75.0,
+        compute_s: float = 30.0,
     ) -> None:
         self.spec = spec
         self.since_s: float | None = None
-        self._half_life_s, self._compute_s = half_life_s, compute_s
+        self._half_life_s, self._block_s, self._compute_s = half_life_s, block_s, compute_s
         shape = (_FOLDS, num_servers, spec.num_layers, spec.num_experts)
         self._tokens_FNLE = np.zeros(shape)
-        self._reports_N = np.zeros(num_servers, np.int64)
         self._seconds = 0.0
         self._decayed_s: float | None = None
         self._restored = False
@@ -68,8 +74,7 @@ class Statistics:
                 f"{self.spec.name}; start it with the plan's model"
             )
         self._decay(now_s)
-        self._tokens_FNLE[self._reports_N[n] % _FOLDS, n] += stats.tokens_LE
-        self._reports_N[n] += 1
+        self._tokens_FNLE[int(now_s // self._block_s) % _FOLDS, n] += stats.tokens_LE
         self._call += (sum(stats.call_s.values()), sum(stats.call_pairs.values()))
         if stats.expert_pairs:
             self._computed_N[n, :2] += (stats.expert_s, stats.expert_pairs)
@@ -133,9 +138,9 @@ class Statistics:
         return self._as_demand(cluster, self.tokens_NLE[list(servers)])
 
     def folds(self, cluster: Cluster, servers: tuple[int, ...]) -> list[tuple[Demand, Demand]]:
-        """The same, parted: what to make a placement from, and what to judge it by, which shares no report with it.
+        """The same, parted: what to make a placement from, and what to judge it by, which shares no block with it.
 
-        All that was routed is judged by once. None while everything came in one report.
+        All that was routed is judged by once. None while everything came in one block.
         """
         every_NLE = self.tokens_NLE
         parted = [

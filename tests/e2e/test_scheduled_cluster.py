@@ -44,7 +44,7 @@ class NodeWorker:
             url="",
             peer=self.node.listener.address,
             held=self.node.runtime.held,
-            slots=self.node.runtime.capacity,
+            slots=self.node.runtime.holding.capacity,
         )
 
     def stats(self) -> WorkerStats:

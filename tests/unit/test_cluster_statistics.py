@@ -42,8 +42,8 @@ def test_tokens_a_second_are_right_whatever_is_forgotten() -> None:
         assert statistics.tokens_s == pytest.approx(2.0, rel=0.02)
 
 
-def test_a_placement_is_judged_by_reports_that_it_was_not_made_from() -> None:
-    statistics = Statistics(SPEC, 2, half_life_s=0.0)
+def test_a_placement_is_judged_by_times_that_it_was_not_made_from() -> None:
+    statistics = Statistics(SPEC, 2, half_life_s=0.0, block_s=1.0)
     cluster = make_cluster([[20], [20]])
     for second, tokens in enumerate((1, 10, 100, 1000, 10_000)):
         statistics.add(report(0, tokens), float(second))

@@ -51,7 +51,7 @@ class ClusterBenchOptions:
     links: tuple[float, ...] = (1.0,)
     memory: tuple[float, ...] = (0.3, 0.3, 0.6)
     migrate: bool = True
-    interval_s: float = 10.0
+    interval_s: float = 30.0
     shift: bool = True
     where: str = "ray"
     profile_s: float = 10.0

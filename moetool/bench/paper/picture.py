@@ -32,7 +32,7 @@ def draw(path: Path, claim: Claim, found: Found) -> None:
                 line(panels[1], x, y, number, name)
             panels[1].set_xlabel(found.axes[0])
             abscissae = [each for x, _ in found.curves.values() for each in x]
-            if min(abscissae) > 0 and max(abscissae) > _FAR * min(abscissae):
+            if abscissae and min(abscissae) > 0 and max(abscissae) > _FAR * min(abscissae):
                 panels[1].set_xscale("log")
             panels[1].set_ylabel(found.axes[1])
             panels[1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
