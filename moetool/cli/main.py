@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -36,6 +36,9 @@ _OUTSIDE = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG}
     | {errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
 )
+
+_WrongLine: Any = typer.BadParameter.__base__
+"""Click's UsageError, of whichever Click Typer uses."""
 
 _ORDER = (
     *("capture", "train", "evaluate", "replay", "plan", "serve", "chat", "simulate", "bench", "report", "trace"),
@@ -101,7 +104,13 @@ def main() -> None:
     Effects: exits with 0, with the code of the MoetoolError that was raised, or, on a bug, with a traceback.
     """
     try:
-        app()
+        sys.exit(app(prog_name="moetool", standalone_mode=False) or 0)
+    except _WrongLine as error:
+        said = error.format_message().rstrip(".")  # nothing where the help has been printed instead
+        see = error.ctx.command_path if error.ctx is not None else "moetool"
+        _fail(f"{said[:1].lower()}{said[1:]} (see {see} --help)" if said else "", error.exit_code)
+    except typer.Abort:
+        _fail("stopped", 1)
     except MoetoolError as error:
         if os.environ.get("MOETOOL_DEBUG") == "1":
             raise
@@ -113,7 +122,8 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    tables.narrate(f"moetool: {' '.join(message.split())}")
+    if message:
+        tables.narrate(f"moetool: {' '.join(message.split())}")
     sys.exit(code)
 
 
