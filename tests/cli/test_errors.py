@@ -52,6 +52,12 @@ def test_a_wrong_command_line_is_said_in_one_line(run: Run) -> None:
     assert "merge" in out
 
 
+def test_a_folder_of_something_else_is_not_to_be_replaced_by_a_predictor(run: Run, trace: Path) -> None:
+    result = run("evaluate", trace, "--trace", trace)
+    _one_line(result, 3, "no predictor", "card.json", "moetool train")
+    assert "--overwrite" not in result[2]
+
+
 def test_commands_are_listed_in_the_order_in_which_they_are_met(run: Run) -> None:
     code, out, _ = run("--help")
     lines = [line.strip("│ ").split()[0] for line in out.partition("Commands")[2].splitlines() if line[2:3].isalpha()]
