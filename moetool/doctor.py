@@ -72,7 +72,7 @@ def _cpu(machine: Machine) -> Finding:
     return Finding(
         name="processor",
         value=f"{machine.cpu}, {machine.cores} cores",
-        meaning=f"arithmetic runs on {threads} threads"
+        meaning=f"arithmetic runs on {threads} thread{'s' if threads > 1 else ''}"
         + (f"; the machine is busy (load {load:.1f}), so measure again when it is not" if busy else ""),
         data={"cpu": machine.cpu, "cores": machine.cores, "threads": threads, "load_average": load},
     )

@@ -15,7 +15,7 @@ FOLDERS = {
     "planner": "moetool.placement",
     "predictor": "predictors",
     "format": "moetool.formats",
-    "experiment": "moetool.bench.paper",
+    "experiment": "moetool.bench.paper.experiments",
 }
 
 

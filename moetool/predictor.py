@@ -314,7 +314,7 @@ def load_predictor(path: Path, options: Mapping[str, Mapping[str, Any]] | None =
 
     Raises:
         UsageError: there is no such folder.
-        MismatchError: it is not a whole predictor of this schema version, it is damaged, or this installation lacks
+        MismatchError: it is no predictor of this schema version, it is damaged, or this installation lacks
             its plugin.
     """
     again = f"train again: moetool train PREDICTOR --trace DIR --out {path} --overwrite"
@@ -323,7 +323,10 @@ def load_predictor(path: Path, options: Mapping[str, Mapping[str, Any]] | None =
     try:
         card = json.loads((path / CARD).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise MismatchError(f"{path} is not a whole predictor: it has no {CARD}; {again}") from None
+        raise MismatchError(
+            f"{path} is no predictor: it has no {CARD}, expected a folder that 'moetool train' made; train one with: "
+            f"moetool train PREDICTOR --trace DIR --out NEW"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise MismatchError(f"{path / CARD} is damaged ({error}); {again}") from None
     found = (card.get("kind"), card.get("schema_version")) if isinstance(card, dict) else (None, None)

@@ -123,9 +123,14 @@ def print_maps(made: Any) -> None:
 
 
 def print_replay(title: str, rows: Sequence[Any], chosen: Sequence[Any] = ()) -> None:
-    """Policies side by side (`moetool.replay.Row`), with their times where there is a timeline; `chosen` are marked."""
+    """Policies side by side (`moetool.replay.Row`), with their times where there is a timeline; `chosen` are marked.
+
+    What the host computes is no load, and its weights are read all the same: they have a column where there are any.
+    """
     timed = any(row.timing is not None for row in rows)
+    hosted = any(row.host_bytes_per_decode_token for row in rows)
     columns = ["policy", "budget", "slots", "hit rate", "in decode", "loads", "loaded", "MB / decode token"]
+    columns += ["and on the host"] if hosted else []
     columns += ["TTFT ms", "TPOT ms", "bound ms", "stall", "late"] if timed else []
     table = []
     for row in rows:
@@ -138,6 +143,7 @@ def print_replay(title: str, rows: Sequence[Any], chosen: Sequence[Any] = ()) ->
             count(row.counts.loads),
             count(row.loaded_bytes, "B"),
             f"{row.bytes_per_decode_token / 1e6:,.3f}",
+            *([f"{row.host_bytes_per_decode_token / 1e6:,.3f}"] if hosted else []),
         ]
         if timed:
             timing = row.timing.to_json()

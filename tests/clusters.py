@@ -1,11 +1,12 @@
 """Small clusters and loads that tests make up."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from moetool.costing.latency import Latency, unit_latency
-from moetool.placement_plan import PlacementPlan, experts_of
+from moetool.placement_plan import PlacementPlan, bare_plan
 from moetool.planner import Problem
 from moetool.planning.demand import Demand
 from moetool.types import Cluster, Gpu, ModelSpec, Server
@@ -43,19 +44,5 @@ def make_problem(
 
 def make_plan(spec: ModelSpec, cluster: Cluster, placed_GLE: np.ndarray) -> PlacementPlan:
     """A placement plan that no planner has made."""
-    return PlacementPlan(
-        spec=spec,
-        cluster=cluster,
-        planner="uniform",
-        options={},
-        seed=0,
-        experts_LG=experts_of(placed_GLE),
-        starts="round_robin",
-        costs="none",
-        objective="remote calls (Prism, Eq. 2)",
-        value=0.0,
-        lower_bound=None,
-        traces=(),
-        profile_sha256=None,
-        planning_s=0.0,
-    )
+    plan = bare_plan(spec, cluster, placed_GLE, "uniform")
+    return replace(plan, costs="none", objective="remote calls (Prism, Eq. 2)")

@@ -22,7 +22,7 @@ from moetool.cluster.parallel.opening import ParallelOptions, open_head, open_pr
 from moetool.cluster.parallel.rank import RankOptions
 from moetool.errors import MoetoolError, UsageError, unknown_name
 from moetool.models.spec import locate, read_spec
-from moetool.placement_plan import PlacementPlan, experts_of
+from moetool.placement_plan import PlacementPlan, bare_plan
 from moetool.planner import Problem
 from moetool.planning.demand import Demand, held_out, loads, planned_share
 from moetool.prompts import gather
@@ -442,19 +442,4 @@ def _cluster(spec: ModelSpec, options: BenchOptions) -> Cluster:
 
 
 def _plan(spec: ModelSpec, cluster: Cluster, placed_GLE: np.ndarray) -> PlacementPlan:
-    return PlacementPlan(
-        spec=spec,
-        cluster=cluster,
-        planner="director",
-        options={},
-        seed=0,
-        experts_LG=experts_of(placed_GLE),
-        starts="round_robin",
-        costs="emulated",
-        objective="",
-        value=0.0,
-        lower_bound=None,
-        traces=(),
-        profile_sha256=None,
-        planning_s=0.0,
-    )
+    return replace(bare_plan(spec, cluster, placed_GLE, "director"), costs="emulated")

@@ -12,6 +12,7 @@ from moetool.errors import UsageError
 
 if TYPE_CHECKING:
     from moetool.planning.placing import Row, Setting
+    from moetool.types import Cluster
 
 Traces = Annotated[list[str], typer.Option("--trace", help="SERVER=DIR: the trace of a server's requests. Repeatable.")]
 ClusterFile = Annotated[Path, typer.Option("--cluster", help="TOML file with servers, GPUs and links.")]
@@ -62,7 +63,7 @@ def placement(
         return
     bound = "not known" if plan.lower_bound is None else f"{plan.lower_bound:,.4g}"
     print(f"{out}: {plan.objective} {plan.value:,.4g}, lower bound {bound}, planned in {plan.planning_s:,.2f} s")
-    _print(rows, setting, plan.costs, _c_max({planner: plan.options}))
+    _print(rows, plan.cluster, setting, plan.costs, _c_max({planner: plan.options}))
 
 
 def score(
@@ -84,7 +85,7 @@ def score(
         tables.print_json(row.to_json())
         return
     costs = "unit costs, no profile" if profile is None else f"profile {profile}"
-    _print([row], setting, f"{costs}; in {row.score.unit}", _c_max({chosen.planner: chosen.options}))
+    _print([row], chosen.cluster, setting, f"{costs}; in {row.score.unit}", _c_max({chosen.planner: chosen.options}))
     for a, b, sent in row.score.link_bytes:
         print(f"  {a} -> {b}: {_bytes([sent])}, dispatch and combine")
 
@@ -133,7 +134,7 @@ def compare(
         tables.print_json([row.to_json() for row in rows])
         return
     costs = "unit costs, no profile" if profile is None else f"profile {profile}"
-    _print(rows, setting, f"{costs}; in {rows[0].score.unit}", _c_max(options))
+    _print(rows, machines, setting, f"{costs}; in {rows[0].score.unit}", _c_max(options))
 
 
 def stream(
@@ -287,13 +288,13 @@ def _bytes(sent: Sequence[float | None]) -> str:
     return "-" if len(known) < len(sent) else tables.count(sum(known), "B")
 
 
-def _print(rows: "Sequence[Row]", setting: "Setting", costs: str, c_max: str) -> None:
+def _print(rows: "Sequence[Row]", cluster: "Cluster", setting: "Setting", costs: str, c_max: str) -> None:
     """Rows side by side, and under what conditions they hold."""
     scores = [(row, row.score) for row in rows]
     tables.print_table(
         "calls that a server's own GPUs compute; remote calls by Prism's Eq. 2, and the least in these slots",
         [
-            *("planner", "requests", *(f"server {n}" for n in range(len(scores[0][1].local_N)))),
+            *("planner", "requests", *(server.name for server in cluster.servers)),
             *("mean", "in all", "remote", "least", "copies", "sent", "s to plan"),
         ],
         [

@@ -1,11 +1,89 @@
-"""`moetool report` of what is no trace: placements and cache plans."""
+"""The command `moetool report`: the page of a trace, of a placement or of a cache plan."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from moetool import durable, tables
+from moetool.cli.flags import Overwrite, Recipe, listed, require_policies
+from moetool.config import parse, parse_settings
 from moetool.errors import UsageError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `moetool`."""
+    app.command()(report)
+
+
+def report(
+    trace: Annotated[Path, typer.Argument(metavar="PATH", help="Folder of a trace, or file of a plan.")],
+    out: Annotated[Path, typer.Option("--out", help="The page, one HTML file with everything in it.")],
+    policy: Annotated[
+        list[str], typer.Option(help="Cache policies beside belady; repeat, or separate by commas. lru,lfu by default.")
+    ] = [],  # noqa: B006
+    budget: Annotated[
+        list[str], typer.Option(help="For experts: bytes or shares; 6.25%,12.5%,25%,50%,75% by default.")
+    ] = [],  # noqa: B006
+    settings: Annotated[
+        list[str],
+        typer.Option(
+            "--set", help="report.choices, report.uses, report.affinity_layers, ..., and POLICY.OPTION. Repeatable."
+        ),
+    ] = [],  # noqa: B006
+    served: Annotated[
+        list[str], typer.Option("--trace", help="For a placement: SERVER=DIR, whose work and traffic it shows.")
+    ] = [],  # noqa: B006
+    before: Annotated[Path | None, typer.Option(help="For a placement: the plan to show it beside.")] = None,
+    overwrite: Overwrite = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers of the page as JSON.")] = False,
+    recipe: Recipe = None,
+) -> None:
+    """Draw a trace as one page: popularity, skew, entropy, affinity, reuse, hit rates, and what they mean. Or a
+    placement: who holds what, work and traffic. Or a cache plan: memory against latency.
+    """
+    from moetool.report.making import POLICIES, measure
+    from moetool.report.sample import ReportOptions
+    from moetool.trace.reader import Trace
+
+    durable.require_writable(out)
+    durable.require_absent(out, overwrite)
+    if trace.is_file():
+        if policy or budget or settings:
+            raise UsageError(f"{trace} is no trace's folder, and --policy, --budget and --set are for one; leave them")
+        report_plan(trace, out, served, before, as_json)
+        return
+    if served or before is not None:
+        raise UsageError(f"--trace and --before are for the page of a placement plan, expected its file, not {trace}")
+    source, options = Trace(trace), parse_settings(settings)
+    chosen = parse(ReportOptions, options.pop("report", {}), "report")
+    policies = listed(policy) if policy else list(POLICIES)
+    require_policies(policies, options)
+    with tables.progress(f"measuring {trace}", 100) as on_progress:
+        made = measure(
+            source,
+            policies=policies,
+            budgets=listed(budget) if budget else (),
+            policy_options=options,
+            options=chosen,
+            on_progress=on_progress,
+        )
+    from moetool.report.findings import caveat, findings
+    from moetool.report.page import render
+
+    said = findings(made)
+    page = render(made)
+    durable.write_text(out, page)
+    if as_json:
+        tables.print_json({**made.to_json(), "caveat": caveat(made), "findings": [one.to_json() for one in said]})
+        return
+    print(f"{out}: {source.spec.name}, {tables.count(len(page.encode()), 'B')}")
+    if warning := caveat(made):
+        print(f"  {warning}")
+    for finding in said:
+        print(f"  {finding.topic}: {finding.text}")
 
 
 def report_plan(path: Path, out: Path, traces: Sequence[str], before: Path | None, as_json: bool) -> None:

@@ -78,12 +78,13 @@ def _evidence_table(plan: CachePlan) -> Table:
     rows = []
     for row in plan.evidence:
         decoded, seconds = row["decode_tokens"], row.get("tpot_mean_s")
+        moved = row["bytes_per_decode_token"] + row["host_bytes_per_decode_token"]  # as plans are chosen by
         rows.append(
             (
                 row["policy"] + (" (the plan)" if row["policy"] == plan.policy else ""),
                 f"{row['slots']:,}",
                 f"{row['hit_rate_decode']:.3f}" if decoded else "-",
-                f"{row['bytes_per_decode_token'] / 1e6:,.3f}" if decoded else "-",
+                f"{moved / 1e6:,.3f}" if decoded else "-",
                 "-" if seconds is None else f"{seconds * 1e3:,.2f}",
             )
         )

@@ -39,6 +39,34 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip().endswith("heavy: []")
 
 
+def test_a_wrong_command_line_is_said_in_one_line(run: Run) -> None:
+    see = "moetool trace split --help"
+    _one_line(run("trace", "split", "trace", "--out", "s"), 2, "missing option '--by'", see)
+    _one_line(run("trace", "split", "trace", "--parts", "3"), 2, "no such option: --parts", see)
+    _one_line(run("train"), 2, "missing argument", "moetool train --help")
+    _one_line(run("tarin"), 2, "no such command 'tarin'", "train", "moetool --help")
+    _one_line(run("capture", "reference", "--data=exam", "--out=t", "--batch-size", "0"), 2, "'--batch-size'", "1")
+    _one_line(run("trace", "info", "trace", "more"), 2, "(more)")
+    code, out, err = run("trace")
+    assert (code, err) == (2, "")
+    assert "merge" in out
+
+
+def test_a_folder_of_something_else_is_not_to_be_replaced_by_a_predictor(run: Run, trace: Path) -> None:
+    result = run("evaluate", trace, "--trace", trace)
+    _one_line(result, 3, "no predictor", "card.json", "moetool train")
+    assert "--overwrite" not in result[2]
+
+
+def test_commands_are_listed_in_the_order_in_which_they_are_met(run: Run) -> None:
+    code, out, _ = run("--help")
+    lines = [line.strip("│ ").split()[0] for line in out.partition("Commands")[2].splitlines() if line[2:3].isalpha()]
+    assert code == 0
+    assert [name for name in lines if name in ("demo", "trace", "capture", "plan", "simulate", "train")] == [
+        *("capture", "train", "plan", "simulate", "trace", "demo")
+    ]
+
+
 def test_every_command_explains_itself(run: Run) -> None:
     for command in (
         "capture",

@@ -41,4 +41,4 @@ def test_the_table_names_them_too() -> None:
 def test_code_of_checkpoints_cannot_be_asked_for() -> None:
     found = _run("capture", "reference", "--data", "all", "--out", "x", "--trust-remote-code")
     assert found.returncode == 2
-    assert "No such option" in found.stderr and "--trust-remote-code" in found.stderr
+    assert "no such option" in found.stderr and "--trust-remote-code" in found.stderr

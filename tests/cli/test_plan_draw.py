@@ -32,6 +32,7 @@ def test_the_frontier_is_drawn(
     assert all(point["policy"] in text for point in plan.frontier)
     evidence = {row["policy"]: row for row in plan.evidence}
     assert f"<td>{evidence['belady']['hit_rate_decode']:.3f}</td>" in text and plan.reason in text
+    assert f"<td>{evidence['static_split']['host_bytes_per_decode_token'] / 1e6:,.3f}</td>" in text  # as in the reason
     capsys.readouterr()
     assert _run(monkeypatch, *planning, tmp_path / "frontier.gif") == 2
     assert "end its name in .svg, .png, .pdf" in capsys.readouterr().err

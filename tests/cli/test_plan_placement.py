@@ -32,6 +32,7 @@ def test_from_traces_to_plans_scores_and_migrations(run: Run, folder: Path, tmp_
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     code, out, err = run("placement", *_inputs(folder), "--planner", "uniform", "--out", old, "--split", "0.5")
     assert (code, err) == (0, "")
+    assert out.splitlines()[3].split()[:4] == ["planner", "requests", "a", "b"]
     assert "held out" in out and "c_max as memory allows; tokens start round_robin; sides both" in out
     code, out, _ = run(
         *("placement", *_inputs(folder), "--planner", "director", "--out", new, "--c-max", 5, "--json"),

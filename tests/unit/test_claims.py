@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from moetool import plugins
-from moetool.bench.claims.machine import AssumedMachine
-from moetool.bench.claims.queueing import mean_by_server, serve_in_turn
-from moetool.bench.claims.recipe import Sizes, choose, names, parse_paper, read_paper
-from moetool.bench.claims.running import run_paper
-from moetool.bench.claims.stage import Stage
-from moetool.bench.claims.verdict import Check, Found, Verdict, derive, interval, judge
+from moetool.bench.paper.machine import AssumedMachine
+from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
+from moetool.bench.paper.recipe import Sizes, choose, names, parse_paper, read_paper
+from moetool.bench.paper.running import run_paper
+from moetool.bench.paper.stage import Stage
+from moetool.bench.paper.verdict import Check, Found, Verdict, derive, interval, judge
 from moetool.costing.pricing import Prices
 from moetool.errors import UsageError
 from tests.synthetic_routes import make_spec, write_trace

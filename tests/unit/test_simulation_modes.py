@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moetool.errors import MismatchError, UsageError
-from moetool.placement_plan import PlacementPlan, experts_of
+from moetool.placement_plan import bare_plan
 from moetool.simulation.control import MODES
 from moetool.simulation.engine import Engine
 from moetool.simulation.running import Options, World, read_settings, read_world, simulate
@@ -59,22 +59,7 @@ def test_a_migration_is_made_when_eq_4_says_so_and_helps(world: World) -> None:
     spec, cluster = world.spec, world.cluster
     placed_GLE = np.zeros((3, 3, 8), bool)
     placed_GLE[0, :, :4] = placed_GLE[1, :, 4:6] = placed_GLE[2, :, 6:] = True
-    plan = PlacementPlan(
-        spec=spec,
-        cluster=cluster,
-        planner="by hand",
-        options={},
-        seed=0,
-        experts_LG=experts_of(placed_GLE),
-        starts="round_robin",
-        costs="",
-        objective="",
-        value=0.0,
-        lower_bound=None,
-        traces=(),
-        profile_sha256=None,
-        planning_s=0.0,
-    )
+    plan = bare_plan(spec, cluster, placed_GLE, "by hand")
     moving = simulate(world, "prism_exact", "poisson:1s", 120, OPTIONS, plan=plan)
     static = simulate(world, "prism_exact", "poisson:1s", 120, replace(OPTIONS, replan_s=0.0), plan=plan)
     first = moving.migrations[0]

@@ -1,8 +1,8 @@
-"""Experiments behind `moetool bench paper`, one a file; the file's name is what a recipe calls it.
+"""What papers claim, and whether it is found again: recipes, the stage that experiments run on, verdicts, figures.
 
-A module has a frozen dataclass `Options`, filled from the claim's table in the recipe, and
+recipe: a paper's claims, from TOML.          stage: traces and predictors, each made once.
+verdict: found values against a claim.        running: a paper from its recipe to its verdicts.
+machine: a machine made of assumed costs.     picture: found values as figures.
 
-    run(stage: Stage, options: Options) -> Found
-
-which measures by the tool's own mechanism and judges nothing.
+The experiments are one file each in `moetool.bench.paper.experiments`.
 """

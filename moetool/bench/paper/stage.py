@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from moetool.bench.claims.machine import AssumedMachine
-from moetool.bench.claims.recipe import Sizes
-from moetool.bench.claims.verdict import CannotTestError
+from moetool.bench.paper.machine import AssumedMachine
+from moetool.bench.paper.recipe import Sizes
+from moetool.bench.paper.verdict import CannotTestError
 from moetool.capture.run import CaptureOptions, capture
 from moetool.learning.training import train
 from moetool.predictor import Predictor, load_predictor

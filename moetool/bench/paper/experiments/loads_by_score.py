@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moetool.bench.claims.stage import ALL, Stage
-from moetool.bench.claims.verdict import CannotTestError, Found
-from moetool.bench.paper.policies import Line, look_through, measure
+from moetool.bench.paper.experiments.policies import Line, look_through, measure
+from moetool.bench.paper.stage import ALL, Stage
+from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.replay import decisions
 from moetool.residency import Step, StepKind
 from moetool.trace.reader import Trace

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from moetool.bench.claims.stage import ALL, MODEL, Stage
-from moetool.bench.claims.verdict import CannotTestError, Curve, Found
+from moetool.bench.paper.stage import ALL, MODEL, Stage
+from moetool.bench.paper.verdict import CannotTestError, Curve, Found
 from moetool.models.spec import locate, read_spec
 from moetool.prompts import gather
 from moetool.serving.alpha import AlphaOptions, plan_alpha

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any, Literal
 
 from moetool import config
-from moetool.bench.claims.stage import Stage
-from moetool.bench.claims.verdict import Curve, Found
-from moetool.bench.paper.edge_servers import edge_cluster, over_time
+from moetool.bench.paper.experiments.edge_servers import edge_cluster, over_time
+from moetool.bench.paper.stage import Stage
+from moetool.bench.paper.verdict import Curve, Found
 from moetool.simulation.costs import AssumedCosts
 from moetool.simulation.running import Options as SimulationOptions
 from moetool.simulation.running import read_world, simulate
@@ -18,7 +18,7 @@ WAYS = ("with migration", "without")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is simulated; fields of the same name are those of `moetool.bench.paper.edge_servers`.
+    """What is simulated; fields of the same name are those of `moetool.bench.paper.experiments.edge_servers`.
 
     Attributes:
         mode: who places.

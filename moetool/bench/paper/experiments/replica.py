@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from moetool.bench.claims.stage import ALL, MODEL, Stage
-from moetool.bench.claims.verdict import CannotTestError, Found
+from moetool.bench.paper.stage import ALL, MODEL, Stage
+from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.models.loading import load_tokenizer
 from moetool.models.spec import locate
 from moetool.prompts import gather

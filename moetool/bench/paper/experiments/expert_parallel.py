@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 
 from moetool import config
-from moetool.bench.claims.stage import Stage
-from moetool.bench.claims.verdict import CannotTestError, Curve, Found
+from moetool.bench.paper.stage import Stage
+from moetool.bench.paper.verdict import CannotTestError, Curve, Found
 from moetool.errors import UsageError
 from moetool.simulation.costs import AssumedCosts
 from moetool.simulation.results import Simulated
@@ -50,7 +50,7 @@ class Options:
         measure: mean `latency`, `throughput` in tokens a second, or `unevenness`, the standard deviation of the
             latency of rounds.
         rounds: of requests, one for each GPU; 0: as many as fit into the sizes' requests.
-        simulation, costs: as in `moetool.bench.paper.edge_servers`.
+        simulation, costs: as in `moetool.bench.paper.experiments.edge_servers`.
     """
 
     data: tuple[str, ...]

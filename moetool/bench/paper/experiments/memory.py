@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moetool.bench.claims.stage import MODEL, Stage
-from moetool.bench.claims.verdict import CannotTestError, Found
-from moetool.bench.paper.policies import Line
+from moetool.bench.paper.experiments.policies import Line
+from moetool.bench.paper.stage import MODEL, Stage
+from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.models.spec import checkpoint_dtype, dense_bytes, locate, read_spec
 from moetool.policy import parse_options, policy_class
 from moetool.predictor import build

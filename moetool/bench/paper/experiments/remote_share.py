@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from moetool import config
-from moetool.bench.claims.stage import ALL, Stage
-from moetool.bench.claims.verdict import Found
-from moetool.placement_plan import PlacementPlan, experts_of
+from moetool.bench.paper.stage import ALL, Stage
+from moetool.bench.paper.verdict import Found
+from moetool.placement_plan import PlacementPlan, bare_plan
 from moetool.simulation.costs import AssumedCosts
 from moetool.simulation.running import Options as SimulationOptions
 from moetool.simulation.running import read_world, simulate
@@ -24,7 +24,7 @@ class Options:
         remote: shares of every layer's experts that the other server has alone.
         arrivals: so far apart that no request waits for another.
         mbps: megabits a second of the link.
-        simulation, costs: as in `moetool.bench.paper.edge_servers`.
+        simulation, costs: as in `moetool.bench.paper.experiments.edge_servers`.
     """
 
     remote: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -68,19 +68,4 @@ def _plan(spec: ModelSpec, cluster: Cluster, share: float, seed: int) -> Placeme
         placed_GLE[0, layer, :num_experts] = True
         placed_GLE[0, layer, away] = False
         placed_GLE[1, layer, away] = True
-    return PlacementPlan(
-        spec=spec,
-        cluster=cluster,
-        planner="remote_share",
-        options={"share": share},
-        seed=seed,
-        experts_LG=experts_of(placed_GLE),
-        starts="round_robin",
-        costs="",
-        objective="",
-        value=0.0,
-        lower_bound=None,
-        traces=(),
-        profile_sha256=None,
-        planning_s=0.0,
-    )
+    return replace(bare_plan(spec, cluster, placed_GLE, "remote_share", seed), options={"share": share})

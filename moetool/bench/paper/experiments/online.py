@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.bench.claims.queueing import mean_by_server, serve_in_turn
-from moetool.bench.claims.stage import ALL, Stage, requests_of
-from moetool.bench.claims.verdict import Curve, Found
-from moetool.bench.paper.policies import Line
+from moetool.bench.paper.experiments.policies import Line
+from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
+from moetool.bench.paper.stage import ALL, Stage, requests_of
+from moetool.bench.paper.verdict import Curve, Found
 from moetool.simulation.arrivals import read_arrivals
 
 

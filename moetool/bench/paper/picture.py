@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moetool.bench.claims.recipe import Claim
-from moetool.bench.claims.verdict import Found, interval
+from moetool.bench.paper.recipe import Claim
+from moetool.bench.paper.verdict import Found, interval
 from moetool.report.drawing import STYLES, line, save
 
 if TYPE_CHECKING:

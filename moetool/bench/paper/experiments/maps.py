@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from moetool.bench.claims.stage import ALL, Stage
-from moetool.bench.claims.verdict import CannotTestError, Curve, Found
+from moetool.bench.paper.stage import ALL, Stage
+from moetool.bench.paper.verdict import CannotTestError, Curve, Found
 from moetool.planning.maps import Likeness, MapReport, plan_maps
 from moetool.trace.reader import Trace
 

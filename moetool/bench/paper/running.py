@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from moetool import config, durable, plugins
-from moetool.bench.claims.recipe import Claim, Paper, choose
-from moetool.bench.claims.stage import Stage
-from moetool.bench.claims.verdict import CannotTestError, Found, Verdict, judge
+from moetool.bench.paper.recipe import Claim, Paper, choose
+from moetool.bench.paper.stage import Stage
+from moetool.bench.paper.verdict import CannotTestError, Found, Verdict, judge
 from moetool.errors import CapacityError, MismatchError
 
 _MISSING = (CannotTestError, MismatchError, CapacityError)
@@ -68,7 +68,7 @@ def run_paper(
 
     Args:
         work: a folder for traces, predictors and maps.
-        only: tables and figures to test (`moetool.bench.claims.recipe.choose`).
+        only: tables and figures to test (`moetool.bench.paper.recipe.choose`).
         quick: take the recipe's small sizes.
         given: traces to use instead of those of the embedded model, by name.
         out: a folder for a figure of each experiment, SVG and PNG.
@@ -121,7 +121,7 @@ def _measure(stage: Stage, claim: Claim) -> Found | Verdict:
 
 
 def _draw(out: Path, claim: Claim, found: Found) -> tuple[str, ...]:
-    from moetool.bench.claims.picture import draw
+    from moetool.bench.paper.picture import draw
 
     stem = "".join(c if c.isalnum() else "-" for c in claim.id.lower()).strip("-")
     paths = []

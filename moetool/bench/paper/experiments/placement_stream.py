@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from moetool.bench.claims.stage import Stage
-from moetool.bench.claims.verdict import CannotTestError, Found
+from moetool.bench.paper.stage import Stage
+from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.costing.latency import unit_latency
 from moetool.planning.demand import Demand, held_out, planned_share, read_batches
 from moetool.planning.modes import Batch, modes

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moetool.bench.claims.stage import ALL, Stage
-from moetool.bench.claims.verdict import CannotTestError, Curve, Found
+from moetool.bench.paper.stage import ALL, Stage
+from moetool.bench.paper.verdict import CannotTestError, Curve, Found
 from moetool.replay import Row
 from moetool.residency import Counts
 from moetool.trace.reader import Trace

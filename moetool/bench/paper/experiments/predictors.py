@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moetool.bench.claims.stage import ALL, Stage
-from moetool.bench.claims.verdict import CannotTestError, Found
+from moetool.bench.paper.stage import ALL, Stage
+from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.evaluation.evaluate import Evaluation, evaluate
 from moetool.evaluation.tally import Score
 from moetool.trace.reader import Trace

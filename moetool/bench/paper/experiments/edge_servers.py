@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any, Literal
 
 from moetool import config
-from moetool.bench.claims.stage import Stage
-from moetool.bench.claims.verdict import Curve, Found
+from moetool.bench.paper.stage import Stage
+from moetool.bench.paper.verdict import Curve, Found
 from moetool.errors import UsageError
 from moetool.simulation.costs import AssumedCosts
 from moetool.simulation.results import Simulated

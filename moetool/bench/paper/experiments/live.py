@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moetool.bench.claims.stage import ALL, MODEL, Stage
-from moetool.bench.claims.verdict import CannotTestError, Found
+from moetool.bench.paper.stage import ALL, MODEL, Stage
+from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.bench.serve import bench_serve
 from moetool.bench.stage import BenchOptions, Subject
 

@@ -5,8 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from moetool.bench.claims.stage import ALL, Stage
-from moetool.bench.claims.verdict import CannotTestError, Curve, Found
+from moetool.bench.paper.stage import ALL, Stage
+from moetool.bench.paper.verdict import CannotTestError, Curve, Found
 from moetool.report.measures import popularity, spread
 from moetool.report.sample import ReportOptions, read_router_entropy, read_routes
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from moetool import config
-from moetool.bench.claims.queueing import mean_by_server, serve_in_turn
-from moetool.bench.claims.stage import Stage, requests_of
-from moetool.bench.claims.verdict import Found
-from moetool.bench.paper.edge_servers import edge_cluster
+from moetool.bench.paper.experiments.edge_servers import edge_cluster
+from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
+from moetool.bench.paper.stage import Stage, requests_of
+from moetool.bench.paper.verdict import Found
 from moetool.simulation.arrivals import read_arrivals
 from moetool.simulation.costs import AssumedCosts
 from moetool.simulation.running import Options as SimulationOptions
@@ -26,7 +26,7 @@ ALONE, BALANCED, TOGETHER = "offloading", "offloading, redirected", "calling eac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is compared; fields of the same name are those of `moetool.bench.paper.edge_servers`.
+    """What is compared; fields of the same name are those of `moetool.bench.paper.experiments.edge_servers`.
 
     Attributes:
         policy: how a server offloads.

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from moetool import assets, config, plugins
-from moetool.bench.claims.machine import AssumedMachine
-from moetool.bench.claims.verdict import Check
+from moetool.bench.paper.machine import AssumedMachine
+from moetool.bench.paper.verdict import Check
 from moetool.errors import UsageError, unknown_name
 
 
@@ -53,9 +53,9 @@ class Claim:
         says: what it says, in the paper's terms.
         printed: the numbers that the paper prints.
         setup: the name of one that several claims share; it says the experiment, and options that are not said here.
-        experiment: a module of `moetool.bench.paper`.
+        experiment: a module of `moetool.bench.paper.experiments`.
         options: of that.
-        derive: values that follow from measured ones (`moetool.bench.claims.verdict.derive`).
+        derive: values that follow from measured ones (`moetool.bench.paper.verdict.derive`).
         check: what has to hold for the claim to agree.
         here: how the miniature is unlike the paper, where that may matter.
     """

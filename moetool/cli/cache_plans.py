@@ -1,0 +1,186 @@
+"""The commands about experts on one device: `moetool plan cache`, `maps` and `alpha`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moetool import durable, tables
+from moetool.cli.flags import (
+    Json,
+    Model,
+    Out,
+    Overwrite,
+    ProfileFile,
+    Recipe,
+    Settings,
+    TraceDir,
+    listed,
+    read_timeline,
+)
+from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
+from moetool.errors import UsageError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `moetool plan`."""
+    app.command("cache")(plan_cache)
+    app.command("maps")(plan_maps)
+    app.command("alpha")(plan_alpha)
+
+
+def plan_cache(
+    trace: TraceDir,
+    device_memory: Annotated[
+        str,
+        typer.Option(
+            "--device-memory",
+            "--max-memory",
+            help="For the whole model on the device, such as 64MB or 20GiB; with --target-tpot the most of it.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The plan, a JSON file.")],
+    predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor.")] = None,
+    profile: ProfileFile = None,
+    model: Annotated[str | None, typer.Option(help="The trace's model, if it is no longer where it was.")] = None,
+    target_tpot: Annotated[
+        str | None,
+        typer.Option(help="Plan for the least memory that brings a token to this, as 80ms; by --profile."),
+    ] = None,
+    frontier: Annotated[
+        int, typer.Option(min=0, help="Budgets to show the best policy for, from the smallest pool to all experts.")
+    ] = 3,
+    draw: Annotated[
+        Path | None, typer.Option(help="Draw that frontier of memory and latency: a .svg, .png or .pdf file.")
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Try prefetch distances, pinned experts and limits of prefetching too.")
+    ] = False,
+    settings: Settings = [],  # noqa: B006
+    as_json: Json = False,
+    recipe: Recipe = None,
+) -> None:
+    """Choose a cache policy and its slots for a device, by replaying the trace: the fewest bytes, or with a profile
+    the shortest time per output token.
+
+    Everything is chosen on one half of the requests and shown on the other.
+    """
+    from moetool.models.spec import locate, read_spec
+    from moetool.planning.cache import plan_cache as run
+    from moetool.report.drawing import require_drawable
+    from moetool.report.figures.frontier import draw_frontier
+    from moetool.serving.assembly import ServeOptions, fixed_bytes
+    from moetool.trace.reader import Trace
+
+    durable.require_writable(out)
+    if draw is not None:
+        require_drawable(draw)
+        durable.require_writable(draw)
+        if draw.resolve() == out.resolve():
+            raise UsageError(f"{draw} is the plan's own file; draw into another")
+        if frontier < 1:
+            raise UsageError("--draw draws the frontier; give --frontier 1 or more budgets")
+    target_s = None if target_tpot is None else parse_seconds(target_tpot)
+    if target_s is not None and profile is None:
+        raise UsageError("--target-tpot is a time on some machine: give its costs with --profile FILE")
+    source = Trace(trace)
+    values = parse_settings(settings)
+    machine = values.pop("timeline", {})
+    options = parse(ServeOptions, values, "--set")
+    if options.devices > 1:
+        raise UsageError(
+            f"devices is {options.devices}: a plan is made for one device; leave it out here, not in serve"
+        )
+    costs, timeline = read_timeline(profile, machine, dtype=options.dtype, io_threads=options.io_threads)
+    path = locate(model or str(source.manifest["provenance"].get("model", "")))
+    source.spec.require_same(read_spec(path), "the trace", f"the model at {path}")
+    dense, kv = fixed_bytes(path, options)
+    plan = run(
+        source,
+        predictor,
+        parse_bytes(device_memory),
+        dense_bytes=dense,
+        kv_bytes=kv,
+        kv_tokens=options.kv_tokens,
+        dtype=options.dtype,
+        profile=costs,
+        timeline=timeline,
+        target_tpot_s=target_s,
+        frontier=frontier,
+        tuned=tune,
+    )
+    plan.save(out)
+    if draw is not None:
+        draw_frontier(draw, plan)
+    if as_json:
+        tables.print_json(plan.to_json())
+        return
+    print(
+        f"{out}: {plan.policy} with {plan.slots} expert slots ({tables.count(plan.slots * plan.spec.slot_bytes, 'B')})"
+    )
+    print(plan.reason)
+    if plan.frontier:
+        tables.print_frontier(plan)
+
+
+def plan_maps(
+    trace: TraceDir,
+    out: Out,
+    capacity: Annotated[str | None, typer.Option(help="Maps to keep: a number, 2LJ or LJlnLJ/2 (default).")] = None,
+    settings: Annotated[
+        list[str], typer.Option("--set", help="Options of the predictor expert_map, such as source=topk. Repeatable.")
+    ] = [],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Of the split into requests for the maps and requests to judge them.")] = 0,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    recipe: Recipe = None,
+) -> None:
+    """Make a store of expert maps, for the policy finemoe, and say what likeness is worth on held-out requests."""
+    from moetool.planning.maps import plan_maps as run
+
+    options = parse_settings(settings) | ({} if capacity is None else {"capacity": capacity})
+    made = run(trace, out, options=options, seed=seed, overwrite=overwrite)
+    if as_json:
+        tables.print_json(made.to_json())
+    else:
+        tables.print_maps(made)
+
+
+def plan_alpha(
+    model: Model,
+    data: Annotated[list[str], typer.Option(help="Held-out texts: as for capture.")],
+    device_memory: Annotated[str, typer.Option(help="For the whole model on the device, such as 64MB.")],
+    target_tpot: Annotated[str, typer.Option(help="The longest that a token may take, such as 80ms.")],
+    out: Annotated[Path, typer.Option("--out", help="The plan, a JSON file, for 'moetool serve --plan'.")],
+    settings: Annotated[
+        list[str], typer.Option("--set", help="alphas=[0,0.2,0.4], tokens=N, rounds=N, or as in serve (serve.dtype=…).")
+    ] = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Choose how far the policy smoe may go from the router's choice: measures time and loss live, alpha by alpha."""
+    from moetool.prompts import gather as prompt_sets
+    from moetool.serving.alpha import AlphaOptions, print_points
+    from moetool.serving.alpha import plan_alpha as run
+    from moetool.serving.assembly import ServeOptions
+
+    durable.require_writable(out)
+    values = parse_settings(settings)
+    serve_options = parse(ServeOptions, values.pop("serve", {}), "--set serve")
+    options = parse(AlphaOptions, values, "--set")
+    texts = [f"{prompt.text} {prompt.answer or ''}" for prompt in prompt_sets.load(listed(data))]
+    with tables.progress("passes", options.rounds * len({0.0, *options.alphas})) as passed:
+        plan, points = run(
+            model,
+            texts,
+            parse_bytes(device_memory),
+            parse_seconds(target_tpot),
+            serve=serve_options,
+            options=options,
+            on_pass=passed,
+        )
+    plan.save(out)
+    if as_json:
+        tables.print_json(plan.to_json())
+        return
+    print_points(plan, points)
+    print(f"{out}: {plan.reason}")

@@ -1,0 +1,119 @@
+"""The command `moetool capture`."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moetool import tables
+from moetool.cli.flags import Device, HostMemory, Json, Model, Out, Overwrite, Recipe, listed
+from moetool.config import parse, parse_bytes, parse_settings
+from moetool.errors import UsageError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `moetool`."""
+    app.command()(capture)
+
+
+def capture(
+    model: Model,
+    data: Annotated[
+        list[str],
+        typer.Option(help="Embedded prompt sets (or 'all'), public ones ('moetool data'), JSONL, Parquet, text files."),
+    ],
+    out: Out,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of a copy of the public sets, instead of the Hugging Face hub.")
+    ] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of each source.")] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens to decode for each prompt, at most; the public set's number, else 32."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are forwarded together.")] = 1,
+    keep: Annotated[str, typer.Option(help="Columns: topk,logits,embeddings,hidden,ahead,resident.")] = "topk,logits",
+    ahead: Annotated[int, typer.Option(min=1, help="For how many layers the column 'ahead' looks ahead.")] = 3,
+    resident: Annotated[
+        float, typer.Option(help="Share of a layer's experts that column 'resident' reckons with.")
+    ] = 0.5,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    threads: Annotated[int, typer.Option(min=0, help="Of the arithmetic; 0 chooses.")] = 0,
+    device_memory: Annotated[
+        str | None, typer.Option(help="For dense weights and an expert pool, such as 64MB: a model larger than memory.")
+    ] = None,
+    device: Device = None,
+    host_memory: HostMemory = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that share the batches, one thread each.")] = 1,
+    settings: Annotated[
+        list[str], typer.Option("--set", help="data.task, data.split, data.seed, data.duplicates=keep, ... Repeatable.")
+    ] = [],  # noqa: B006
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a run of this command that was stopped.")
+    ] = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    recipe: Recipe = None,
+) -> None:
+    """Run a model over prompts and record what its routers do, token by token."""
+    from moetool.prompts import gather as prompts
+
+    if host_memory is not None and device_memory is None:
+        raise UsageError("--host-memory is the tier below --device-memory: give that too, or leave both out")
+    values = parse_settings(settings)
+    wanted = values.pop("data", {})
+    if data_dir is not None and isinstance(wanted, dict):
+        wanted = {**wanted, "folder": data_dir}
+    chosen = parse(prompts.DataOptions, wanted, "data")
+    if values:
+        raise UsageError(f"--set {next(iter(values))!r} is no option of capture, expected data.NAME, as in data.seed=1")
+    gathered = prompts.gather(listed(data), max_prompts=max_prompts, options=chosen)
+    texts = gathered.prompts
+    if gathered.duplicates:
+        tables.narrate(f"moetool: {gathered.duplicates:,} prompts that repeat others were left out")
+    from moetool.capture import shares
+    from moetool.capture.run import CaptureOptions
+    from moetool.capture.run import capture as run
+    from moetool.models.loading import parse_device
+
+    options = CaptureOptions(
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        keep=tuple(listed([keep])),
+        ahead=ahead,
+        resident=resident,
+        device=device or "cpu",
+        dtype=dtype,
+        threads=threads,
+        data=tuple(gathered.origins),
+    )
+    parse_device(options.device)  # refused here once, and not by every worker
+    rest: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "on_note": tables.narrate}
+    if device_memory is not None:
+        from moetool.serving.assembly import open_pooled
+
+        rest["open_model"] = partial(
+            open_pooled,
+            device_memory_bytes=parse_bytes(device_memory),
+            host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),
+        )
+    with tables.progress(f"capturing {model}", None if workers > 1 else len(texts)) as on_progress:
+        if shares.under_torchrun():
+            shared = shares.capture_under_torchrun(model, texts, out, options, **rest, on_progress=on_progress)
+            if shared is None:
+                return  # the process of rank 0 speaks for all
+            made = shared
+        elif workers > 1:
+            made = shares.capture_with_workers(model, texts, out, options, workers, **rest, on_progress=on_progress)
+        else:
+            made = run(model, texts, out, options, **rest, on_progress=on_progress)
+    if as_json:
+        tables.print_json(made.to_json())
+        return
+    left_out = [f"{n:,} {why}" for n, why in ((made.too_long, "too long for the context"), (made.empty, "empty")) if n]
+    skipped = f"; prompts left out: {', '.join(left_out)}" if left_out else ""
+    print(
+        f"{out}: {made.requests:,} prompts, {made.tokens:,} tokens, {tables.count(made.bytes, 'B')} "
+        f"({made.bytes / made.tokens:,.0f} bytes a token) in {made.seconds:,.1f} s{skipped}"
+    )

@@ -1,0 +1,75 @@
+"""Flags that several commands share, and how their values are read."""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moetool.config import parse
+from moetool.errors import UsageError
+
+
+def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Take the defaults of a command's flags from a TOML file; flags that are given win."""
+    if path is None:
+        return None
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the recipe {path}: {error}") from None
+    known = {parameter.name for parameter in ctx.command.params}
+    for name in values:
+        if name.replace("-", "_") not in known:
+            raise UsageError(f"{path} sets {name!r}, which {ctx.command_path} does not have; see --help")
+    ctx.default_map = {name.replace("-", "_"): value for name, value in values.items()}
+    return path
+
+
+Model = Annotated[str, typer.Argument(help="'reference', a folder in Hugging Face format, or a hub name.")]
+TraceDir = Annotated[Path, typer.Option("--trace", help="Folder of a trace.")]
+Out = Annotated[Path, typer.Option("--out", help="Where the result goes; it appears there whole or not at all.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result that is there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Costs of a machine, by 'moetool profile'.")]
+Settings = Annotated[list[str], typer.Option("--set", help="An option by name, as in --set width=64. Repeatable.")]
+Device = Annotated[str | None, typer.Option(help="cpu (the default) or cuda: where the model computes.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="MOETOOL_API_KEY", show_default=False, help="What clients have to send."),
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(help="For experts between disk and --device-memory, such as 32GB; pinned beside a GPU."),
+]
+Recipe = Annotated[
+    Path | None,
+    typer.Option("--recipe", help="TOML file with values for these flags.", is_eager=True, callback=_use_recipe),
+]
+
+
+def listed(values: list[str]) -> list[str]:
+    """Repeated flags and commas alike make a list; a path with a comma in it stays whole if it exists."""
+    parts = [part for value in values for part in ([value] if Path(value).exists() else value.split(",")) if part]
+    if not parts:
+        raise UsageError(f"{values!r} names nothing; give at least one")
+    return parts
+
+
+def require_policies(names: list[str], options: dict[str, Any]) -> None:
+    """Raises: UsageError where a setting is no policy's option."""
+    if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
+        raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(names)}; write POLICY.OPTION=VALUE")
+
+
+def read_timeline(path: Path | None, values: Any, **defaults: Any) -> tuple[Any, Any]:
+    """The profile, if there is one, and which of its machines a timeline is for."""
+    from moetool.costing.costs import CostProfile
+    from moetool.costing.pricing import TimelineOptions
+
+    if path is None and values:
+        raise UsageError("--set timeline… is of no use without a profile; give one with --profile FILE")
+    if isinstance(values, dict):
+        values = {**defaults, **values}
+    timeline = parse(TimelineOptions, values, "timeline")
+    return (CostProfile.load(path) if path is not None else None), timeline

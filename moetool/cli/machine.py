@@ -1,0 +1,111 @@
+"""The commands that look at what there is: `moetool profile`, `doctor`, `models` and `data`."""
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moetool import tables
+from moetool.cli.flags import Json
+from moetool.errors import UsageError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `moetool`."""
+    for command in (profile, doctor, models, data):
+        app.command()(command)
+
+
+def profile(
+    model: Annotated[
+        str | None, typer.Argument(help="As elsewhere; with --config-only also a shape or config.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The profile, a JSON file; printed only, if not given.")
+    ] = None,
+    config_only: Annotated[
+        bool, typer.Option("--config-only", help="Without the weights: a folder, config.json, shape or hub name.")
+    ] = False,
+    dtype: Annotated[str | None, typer.Option(help="Of the arithmetic; float32 and bfloat16 both.")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="How long to measure, beyond once everything.")] = 120.0,
+    threads: Annotated[int, typer.Option(min=0, help="Of the arithmetic; 0 chooses.")] = 0,
+    predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor to time.")] = None,
+    peer: Annotated[
+        str | None, typer.Option(help="HOST:PORT of a 'moetool profile --listen' to time the way to.")
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(help="Be such a peer at PORT of this machine, or HOST:PORT; on trusted networks only: no login."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what a model costs on this machine: experts, attention, loads from disk, link."""
+    if listen is not None:
+        from moetool.costing.probes.link import serve
+
+        with contextlib.suppress(KeyboardInterrupt):
+            serve(listen, on_ready=lambda address: tables.narrate(f"moetool: answering on {address}; Ctrl-C ends it"))
+        return
+    if model is None:
+        raise UsageError("no model given: moetool profile MODEL --out profile.json")
+    from moetool.costing.profile import profile as run
+
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    with tables.progress(f"profiling {model}", 100) as on_progress:
+        made = run(
+            model,
+            config_only=config_only,
+            dtype=dtype,
+            seconds=seconds,
+            threads=threads,
+            predictor=predictor,
+            peer=peer,
+            scratch=Path() if out is None else out.parent,
+            on_progress=on_progress,
+        )
+    if out is not None:
+        made.save(out)
+    if as_json:
+        tables.print_json(made.to_json())
+    else:
+        tables.print_profile(made)
+
+
+def doctor(as_json: Json = False) -> None:
+    """Say what of this machine moetool can use; run it in the folder where models lie."""
+    from moetool.doctor import doctor as run
+
+    findings = run()
+    if as_json:
+        tables.print_json([finding.to_json() for finding in findings])
+    else:
+        tables.print_lines([(finding.name, finding.value, finding.meaning) for finding in findings])
+
+
+def models(as_json: Json = False) -> None:
+    """List the model families that moetool knows, and what it can do with each."""
+    from moetool.models.families import FAMILIES
+
+    rows = [family.to_json() for family in FAMILIES.values()]
+    if as_json:
+        tables.print_json(rows)
+        return
+    columns = ["family", "captured", "served", "substitution", "weights", "remarks"]
+    yes = {True: "yes", False: "no"}
+    table = [
+        [r["family"], yes[r["captured"]], r["served"], yes[r["substitution"]], r["weights"], r["remarks"]] for r in rows
+    ]
+    tables.print_table(f"{len(rows)} families of mixture-of-experts models", columns, table, num_text=len(columns))
+
+
+def data(as_json: Json = False) -> None:
+    """List the prompt sets that --data takes by name: the embedded ones, and public ones on the Hugging Face hub."""
+    from moetool.prompts.gather import describe
+
+    rows = describe()
+    if as_json:
+        tables.print_json(rows)
+    else:
+        tables.print_prompt_sets(rows)

@@ -1,0 +1,88 @@
+"""The command `moetool replay`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moetool import tables
+from moetool.cli.flags import Json, ProfileFile, TraceDir, listed, read_timeline, require_policies
+from moetool.config import parse_bytes, parse_settings
+from moetool.errors import UsageError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `moetool`."""
+    app.command()(replay)
+
+
+def replay(
+    trace: TraceDir,
+    policy: Annotated[
+        list[str], typer.Option(help="Cache policies; repeat, or separate by commas. auto: all that can serve.")
+    ],
+    budget: Annotated[list[str], typer.Option(help="For experts: bytes (64MB) or a share of all experts (25%).")],
+    predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor.")] = None,
+    profile: ProfileFile = None,
+    order: Annotated[str, typer.Option(help="auto, sequential (one request after the other) or recorded.")] = "auto",
+    pool: Annotated[
+        str, typer.Option(help="slots (each for any expert), bytes, or auto: bytes for imported traces.")
+    ] = "auto",
+    settings: Annotated[
+        list[str],
+        typer.Option(
+            "--set",
+            help="A policy's option, as in --set lfu.forget=true, timeline.device=cuda, or devices=2 that share it.",
+        ),
+    ] = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Run cache policies over a trace: hits, loads and bytes, and with a profile times, without the model."""
+    from moetool.planning.candidates import best, servable, too_large
+    from moetool.replay import replay as run
+    from moetool.replay import whole_bytes
+    from moetool.trace.reader import Trace
+
+    orders = {"auto": None, "sequential": True, "recorded": False}
+    if order not in orders:
+        raise UsageError(f"unknown --order {order!r}: known are {', '.join(orders)}")
+    source = Trace(trace)
+    budgets = [parse_bytes(text, whole_bytes(source, pool)) for text in listed(budget)]
+    asked, options = listed(policy), parse_settings(settings)
+    devices = options.pop("devices", 1)
+    if type(devices) is not int or devices < 1:
+        raise UsageError(f"devices is {devices!r}, expected 1 or more")
+    costs, timeline = read_timeline(profile, options.pop("timeline", {}))
+    predicts = None
+    if predictor is not None:
+        from moetool.predictor import load_predictor
+
+        predicts = load_predictor(predictor)
+    known = servable(source, predicts) if "auto" in asked else []
+    names = list(dict.fromkeys(name for one in asked for name in (known if one == "auto" else [one])))
+    require_policies(names, options)
+    left_out = too_large([name for name in known if name not in asked], source.spec, min(budgets), options, devices)
+    names = [name for name in names if name not in left_out]
+    rows = run(
+        source,
+        names,
+        budgets,
+        predictor=predicts,
+        sequential=orders[order],
+        options=options,
+        pool=pool,
+        profile=costs,
+        timeline=timeline,
+        devices=devices,
+    )
+    chosen = [best([row for row in rows if row.policy in known and row.budget_bytes == b]) for b in budgets if known]
+    for name, why in left_out.items():
+        tables.narrate(f"moetool: auto leaves out {name}, {why}")
+    for row in chosen:
+        tables.narrate(f"moetool: auto is {row.policy} with {tables.count(row.budget_bytes, 'B')} for experts")
+    if as_json:
+        tables.print_json([{**row.to_json(), **({"auto": row in chosen} if known else {})} for row in rows])
+        return
+    among = f", {devices} devices" if devices > 1 else ""
+    title = f"{trace}: {len(source.requests):,} requests, {source.num_tokens:,} tokens{among}"
+    tables.print_replay(title, rows, chosen)

@@ -1,0 +1,175 @@
+"""The commands at both ends of the API: `moetool serve` and `chat`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moetool import tables
+from moetool.cli import cluster as cli_cluster
+from moetool.cli.flags import ApiKey, Device, HostMemory, Model, Recipe, Settings
+from moetool.config import parse, parse_bytes, parse_settings
+from moetool.errors import UsageError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `moetool`."""
+    app.command()(serve)
+    app.command()(chat)
+
+
+def serve(
+    model: Model,
+    plan: Annotated[
+        Path | None, typer.Option(help="Of 'moetool plan cache', or with --cluster of 'moetool plan placement'.")
+    ] = None,
+    cluster: Annotated[str | None, typer.Option(help="local:N, or HOST:PORT of a Ray head: several servers.")] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="What the servers of --cluster do: edge (if not said), or ep: expert parallelism."),
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Cache policy; the plan's (or auto), or lru.")] = None,
+    predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor; the plan's.")] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="For everything together, such as 64MB; the plan's.")
+    ] = None,
+    device: Device = None,
+    host_memory: HostMemory = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes any free one.")] = 8000,
+    api_key: ApiKey = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Record gates and decisions as a trace, for 'moetool replay'.")
+    ] = None,
+    settings: Settings = [],  # noqa: B006
+    recipe: Recipe = None,
+) -> None:
+    """Serve a model through an OpenAI-compatible API, its experts in a pool smaller than the model."""
+    from moetool.plan import CachePlan
+
+    if cluster is not None:
+        values = parse_settings(settings)
+        values |= {} if device is None else {"device": device}
+        values |= {} if host_memory is None else {"host_memory_bytes": parse_bytes(host_memory)}
+        _require_api_key(api_key)
+        given = {"--policy": policy, "--device-memory": device_memory, "--log": log}
+        cli_cluster.serve_cluster(
+            cli_cluster.ClusterCommand(
+                model=model,
+                plan=plan,
+                cluster=cluster,
+                mode=mode or "edge",
+                host=host,
+                port=port,
+                api_key=api_key,
+                values=values,
+                refused={name: value is not None for name, value in given.items()},
+                predictor=predictor,
+            )
+        )
+        return
+    if mode is not None:
+        raise UsageError("--mode says what the servers of a --cluster do; give that too, such as --cluster local:3")
+    if plan is not None:
+        cli_cluster.require_no_placement(plan)
+    if policy == "auto":
+        if plan is None:
+            raise UsageError(
+                "--policy auto is what replay found best on a trace, and there is no plan that says so; make one with "
+                "moetool plan cache, and give it with --plan"
+            )
+        policy = None
+    chosen = CachePlan.load(plan) if plan is not None else None
+    values = parse_settings(settings)
+    if chosen is not None:
+        values = {"kv_tokens": chosen.kv_tokens, "dtype": chosen.dtype, **values}
+    if device is not None:
+        values["device"] = device
+    if host_memory is not None:
+        values["host_memory_bytes"] = parse_bytes(host_memory)
+    _require_api_key(api_key)
+    from moetool.serving import server
+    from moetool.serving.assembly import ServeOptions, build_engine
+    from moetool.serving.server_options import ServerOptions
+    from moetool.serving.status_line import status_line
+
+    allowed = parse(ServerOptions, values.pop("server", {}), "--set server")
+    sock = server.bind(host, port)
+    try:
+        options = parse(ServeOptions, values, "--set")
+        engine = build_engine(
+            model,
+            options=options,
+            plan=chosen,
+            policy=policy,
+            predictor=predictor,
+            device_memory_bytes=None if device_memory is None else parse_bytes(device_memory),
+            log=log,
+        )
+    except BaseException:
+        sock.close()
+        raise
+    engine.start()
+    slots = engine.store.num_slots
+    among = f" on {options.devices} devices" if options.devices > 1 else ""
+    below = (
+        f", {tables.count(engine.store.host_pool_bytes, 'B')} in host memory" if engine.store.host_pool_bytes else ""
+    )
+    tables.narrate(
+        f"moetool: {model} under {policy or (chosen.policy if chosen else 'lru')}: {slots} of "
+        f"{engine.spec.total_experts} experts fit{among} ({tables.count(engine.store.pool_bytes, 'B')}{below})"
+    )
+
+    def ready(url: str) -> None:
+        tables.narrate(f"moetool: serving on {url}/v1")
+
+    try:
+        with status_line(engine):
+            server.run(engine, sock, on_ready=ready, options=allowed, api_key=api_key)
+    finally:
+        engine.close()
+    if log is not None:
+        tables.narrate(f"moetool: the gate stream is in {log}")
+
+
+def _require_api_key(api_key: str | None) -> None:
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
+        raise UsageError("an API key is printable ASCII without spaces around it, at least one character")
+
+
+def chat(
+    url: Annotated[str, typer.Argument(help="Of the server, such as http://127.0.0.1:8000.")] = "http://127.0.0.1:8000",
+    api_key: ApiKey = None,
+    settings: Settings = [],  # noqa: B006
+) -> None:
+    """Talk to a server: a line is a turn; Ctrl-C stops an answer, Ctrl-D or an empty line ends. --set temperature=0
+    and the like go along with every request.
+    """
+    from moetool.chat import Conversation, Refused
+
+    conversation = Conversation(url, api_key, parse_settings(settings))
+    tables.narrate(tables.printable(f"moetool: {conversation.model}"))
+    while text := _next_line():
+        try:
+            for piece in conversation.ask(text):
+                print(tables.printable(piece, keep=_SPOKEN), end="", flush=True)
+            print()
+        except Refused as refused:
+            if not refused.may_go_on:
+                raise
+            tables.narrate(tables.printable(f"moetool: {refused}"))
+        except KeyboardInterrupt:
+            tables.narrate("\nmoetool: stopped; the answer is forgotten")
+
+
+_SPOKEN = "\n\t\xa0\u3000\u200c\u200d"
+"""Not printable to Python, and harmless parts of written language: blanks, and the joiners of scripts and emoji."""
+
+
+def _next_line() -> str:
+    """What the person says next; empty at the end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""
