@@ -178,7 +178,7 @@ def print_cluster_bench(made: ClusterBench) -> None:
     """Prism's tables, in miniature."""
     rows = {line: made.row(line) for line in made.lines}
     first = [line for line in (ALONE, REDIRECTED, NAIVE) if line in rows]
-    if len(first) > 1:
+    if ALONE in first or REDIRECTED in first:
         _print_latencies(
             made,
             "single machines with their own disks, and naive collaboration (Prism, Table I)",
