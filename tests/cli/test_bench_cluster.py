@@ -1,8 +1,6 @@
 """`moetool bench cluster`: a quick run in one process, and what it refuses."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +9,16 @@ import pytest
 from moetool.bench.cluster.figures import save_figures
 from moetool.bench.cluster.options import ALONE, PLACEMENTS, REDIRECTED, ClusterBenchOptions, parse_lines
 from moetool.bench.cluster.results import ClusterBench, LineRun, print_cluster_bench
-from moetool.cli import main as cli
 from moetool.errors import UsageError
+from tests.command_line import Run
 
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command in this process; gives exit code, stdout and stderr."""
-
-    def call(*args: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["moetool", "bench", "cluster", "reference", *map(str, args)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as exit:
-            code = exit.code if isinstance(exit.code, int) else 1
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
+COMMAND = ("bench", "cluster", "reference")
 
 
 @pytest.mark.slow
-def test_a_quick_run_has_tables_results_and_figures(tmp_path: Path, call: Run) -> None:
+def test_a_quick_run_has_tables_results_and_figures(tmp_path: Path, run: Run) -> None:
     out = tmp_path / "bench"
-    code, printed, said = call(
+    code, printed, said = run(
         *("--quick", "--line", "alone,redirected,redundant,prism_exact", "--set", "bench.where=threads"),
         *("--set", "bench.prompt_tokens=6", "--out", out),
     )
@@ -67,8 +48,8 @@ def test_a_quick_run_has_tables_results_and_figures(tmp_path: Path, call: Run) -
         (["--data", "arithmetic,arithmetic,code"], "a set of its own"),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_a_line(arguments: list[str], says: str, call: Run) -> None:
-    code, _, said = call(*arguments)
+def test_what_makes_no_sense_is_refused_in_a_line(arguments: list[str], says: str, run: Run) -> None:
+    code, _, said = run(*arguments)
     assert code == 2 and says in said and "\n" not in said.strip()
 
 
@@ -96,9 +77,9 @@ def test_rows_are_medians_of_rounds_and_ratios_are_within_them(
         load_before=None,
     )
     for number, (uniform, prism) in enumerate([(2.0, 1.0), (9.0, 3.0), (4.0, 4.0)]):
-        made.runs += [run("uniform", number, uniform), run("prism", number, prism)]
-    made.runs += [run("prism", 0, 7.0, gap_s=2.0), run("uniform", 0, 8.0, gap_s=2.0)]
-    shifted = run("prism", 0, 1.0)
+        made.runs += [line_run("uniform", number, uniform), line_run("prism", number, prism)]
+    made.runs += [line_run("prism", 0, 7.0, gap_s=2.0), line_run("uniform", 0, 8.0, gap_s=2.0)]
+    shifted = line_run("prism", 0, 1.0)
     shifted.changed_s = 4.0
     made.shifts = [shifted, shifted]
     row = made.row("uniform")
@@ -111,7 +92,7 @@ def test_rows_are_medians_of_rounds_and_ratios_are_within_them(
     assert [path.name for path in save_figures(made, tmp_path)] == ["local.svg", "shift.svg", "sweep.svg"]
 
 
-def run(line: str, number: int, mean_s: float, gap_s: float = 1.0) -> LineRun:
+def line_run(line: str, number: int, mean_s: float, gap_s: float = 1.0) -> LineRun:
     """Two servers, one a second slower and one a second quicker than the mean; 3 of 4 calls at home."""
     window: dict[str, Any] = {"until_s": 105.0, "local": [2, 1], "remote": [1, 0]}
     return LineRun(
