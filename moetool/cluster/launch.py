@@ -86,6 +86,7 @@ class Workers:
         self._lock = threading.Lock()
         self._actors: list[Any] = [None] * len(names)
         self._generation = [0] * len(names)
+        self._killed = [False] * len(names)
         self._closing = threading.Event()
         self._watchers: list[threading.Thread] = []
         try:
@@ -143,9 +144,10 @@ class Workers:
         self._start(n)
 
     def kill(self, n: int) -> None:
-        """End a worker at once, if it has not ended."""
+        """End a worker at once, if it has not ended. Nothing that is called on it from now on reaches it."""
         with self._lock:
             self._generation[n] += 1  # nobody is told of a death that was asked for
+            self._killed[n] = True  # Ray ends the process a little later, and would have it answer until then
         if self._actors[n] is not None:
             self._ray.kill(self._actors[n], no_restart=True)
 
@@ -181,6 +183,7 @@ class Workers:
         if self._threads:
             options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(self._threads)}}
         self._actors[n] = self._ray.remote(_Host).options(**options).remote(self._build, self._arguments[n])
+        self._killed[n] = False
 
     def _watch(self, n: int, on_death: Callable[[int], None]) -> None:
         generation, actor = self._generation[n], self._actors[n]
@@ -206,6 +209,8 @@ class Workers:
     def _actor(self, n: int) -> Any:
         if self._actors[n] is None:
             raise WorkerDied(f"no machine has joined for server {self._names[n]}")
+        if self._killed[n]:
+            raise WorkerDied(f"server {self._names[n]} has ended (it was killed)")
         return self._actors[n]
 
     def _answer(self, n: int, answer: Any, method: str, timeout_s: float) -> Any:

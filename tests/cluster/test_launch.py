@@ -42,7 +42,7 @@ def test_a_death_is_told_once_and_a_worker_started_anew(workers: Workers) -> Non
     workers.watch_again(1, lambda n: died.append(n + 10))
     assert workers.call(1, "say", "hello") == "c: hello" and workers.pid(1) != before
     workers.kill(1)  # asked for, so nobody is told
-    with pytest.raises(WorkerDied):
+    with pytest.raises(WorkerDied, match=r"server second has ended \(it was killed\)"):
         workers.call(1, "say", "hello")
     workers.restart(1, {"name": "d"})
     assert workers.call(1, "say", "hello") == "d: hello"
