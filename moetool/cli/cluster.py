@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class ClusterCommand:
     mode: str
     host: str
     port: int
-    api_key: str | None
+    api_key: str | None = field(repr=False)
     values: Mapping[str, Any]
     refused: Mapping[str, bool]
     predictor: Path | None = None
