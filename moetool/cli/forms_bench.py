@@ -16,38 +16,33 @@ def bench_beside(
     model: str | None,
     beside: str,
     *,
+    shape: str | None,
+    layers: int | None,
+    routes: Path | None,
     data: Sequence[str],
+    work: Path,
+    predictor: Path | None,
     policies: Sequence[str],
     budgets: Sequence[str],
     bench: Mapping[str, Any],
     policy_options: Mapping[str, Any],
-    others: Mapping[str, object],
     as_json: bool,
     out: Path | None,
 ) -> None:
     """Bench two forms, print the table, and write the raw values.
 
-    Args:
-        others: the flags that a bench of two forms does not take, by name.
-
     Raises:
-        UsageError: one of them was given, or model and text were not.
+        UsageError: flags that do not go together.
     """
-    given = [name for name, value in others.items() if value is not None]
-    if given or model is None or not data:
-        found = f"{', '.join(given)} too" if given else "no MODEL" if model is None else "no --data"
-        raise UsageError(
-            f"--beside takes a MODEL and --data and lets both forms route by themselves; found {found}: moetool bench "
-            f"serve MODEL --beside {beside} --data chat --policy lru --budget 25%"
-        )
+    _require_together(model, beside, {"--layers": layers, "--routes": routes, "--predictor": predictor}, shape, data)
     from moetool.bench.forms import bench_forms, print_forms
-    from moetool.bench.stage import BenchOptions
+    from moetool.bench.stage import BenchOptions, Subject
 
-    with tables.progress(f"benching {model} beside {beside}", 100) as on_progress:
+    subject = Subject(model=model, shape=shape, layers=layers, routes=routes, data=tuple(data), work=work)
+    with tables.progress(f"benching {model or shape} beside {beside}", 100) as on_progress:
         made = bench_forms(
-            model,
+            subject,
             beside,
-            data=data,
             policies=policies,
             budgets=budgets,
             options=parse(BenchOptions, bench, "bench"),
@@ -61,3 +56,26 @@ def bench_beside(
         tables.print_json(made.to_json())
     else:
         print_forms(made)
+
+
+def _require_together(
+    model: str | None, beside: str, others: Mapping[str, object], shape: str | None, data: Sequence[str]
+) -> None:
+    """Raises: UsageError unless it is a model with text, or a shape with routes and its own rounded form."""
+    if others["--predictor"] is not None:
+        raise UsageError("--beside compares two forms, and a predictor belongs to one: leave out --predictor")
+    if shape is not None:
+        found = "a MODEL too" if model is not None else "--data" if data else f"--beside {beside}"
+        if model is not None or data or beside != "int4":
+            raise UsageError(
+                f"a --shape, whose weights are random, is benched --beside int4, which is made of it; found {found}: "
+                f"moetool bench serve --shape {shape} --layers 2 --routes DIR --beside int4 --policy lru --budget 25%"
+            )
+        return
+    given = [name for name, value in others.items() if value is not None]
+    if given or model is None or not data:
+        found = f"{', '.join(given)} too" if given else "no MODEL" if model is None else "no --data"
+        raise UsageError(
+            f"--beside takes a MODEL and --data and lets both forms route by themselves; found {found}: moetool bench "
+            f"serve MODEL --beside {beside} --data chat --policy lru --budget 25%"
+        )

@@ -30,7 +30,8 @@ def bench_serve(
     layers: Annotated[int | None, typer.Option(min=1, help="MoE layers of the shape; all, if not given.")] = None,
     routes: Annotated[Path | None, typer.Option(help="Folder of a trace whose routing the model follows.")] = None,
     beside: Annotated[
-        str | None, typer.Option(help="Folder of a packed replica of MODEL, to be served in the same memory.")
+        str | None,
+        typer.Option(help="Folder of a packed replica of MODEL (of a shape: int4), served in the same memory."),
     ] = None,
     data: Annotated[
         list[str], typer.Option(help="Prompts of a MODEL that routes by itself: embedded sets, or files.")
@@ -55,16 +56,19 @@ def bench_serve(
     if beside is not None:
         from moetool.cli.forms_bench import bench_beside
 
-        refused = {"--shape": shape, "--layers": layers, "--routes": routes, "--predictor": predictor}
         bench_beside(
             model,
             beside,
+            shape=shape,
+            layers=layers,
+            routes=routes,
             data=listed(data),
+            work=work,
+            predictor=predictor,
             policies=names,
             budgets=listed(budget),
             bench=values,
             policy_options=options,
-            others=refused,
             as_json=as_json,
             out=out,
         )
