@@ -1,13 +1,11 @@
 """`moetool bench serve MODEL --beside REPLICA`: two forms of a model in the same memory."""
 
-import json
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moetool import durable, tables
+from moetool import tables
+from moetool.cli.bench_results import command_line, hand_over
 from moetool.config import parse
 from moetool.errors import UsageError
 
@@ -47,15 +45,10 @@ def bench_beside(
             budgets=budgets,
             options=parse(BenchOptions, bench, "bench"),
             policy_options=policy_options,
-            command=shlex.join(["moetool", *sys.argv[1:]]),
+            command=command_line(),
             on_progress=on_progress,
         )
-    if out is not None:
-        durable.write_text(out, json.dumps(made.to_json(), indent=1) + "\n")
-    if as_json:
-        tables.print_json(made.to_json())
-    else:
-        print_forms(made)
+    hand_over(made, out, print_forms, as_json=as_json)
 
 
 def _require_together(

@@ -1,14 +1,12 @@
 """The command `moetool bench serve`."""
 
-import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moetool import durable, tables
+from moetool.cli.bench_results import command_line, hand_over
 from moetool.cli.flags import Json, Recipe, listed, require_policies
 from moetool.config import parse, parse_settings
 
@@ -93,12 +91,7 @@ def bench_serve(
             budgets=listed(budget),
             options=parse(BenchOptions, values, "bench"),
             policy_options=options,
-            command=shlex.join(["moetool", *sys.argv[1:]]),
+            command=command_line(),
             on_progress=on_progress,
         )
-    if out is not None:
-        durable.write_text(out, json.dumps(made.to_json(), indent=1) + "\n")
-    if as_json:
-        tables.print_json(made.to_json())
-    else:
-        print_serve_bench(made)
+    hand_over(made, out, print_serve_bench, as_json=as_json)
