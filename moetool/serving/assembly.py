@@ -27,7 +27,7 @@ from moetool.serving.log import ServeLog
 from moetool.serving.state import restore_state, save_state
 from moetool.serving.store import ExpertStore, open_store
 from moetool.serving.stores import Stores
-from moetool.trace.reader import KEEP
+from moetool.trace.rows import KEEP
 from moetool.types import ModelSpec
 
 _FEW_REQUESTS = 8
