@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BAR = 0.27  # inches
-_LEAST = 2.6  # inches of a figure's height
+_LEAST = 2.6  # inches of the height of a figure with curves
+_FEW = 5  # bars, as many as would fill the least height: fewer are no thicker
 _FAR = 50  # times the least abscissa, from which an axis is logarithmic
 _UNEVEN = 12  # times the least mean, from which bars would hide it: points on a logarithmic axis
 
@@ -25,7 +26,7 @@ def draw(path: Path, claim: Claim, found: Found) -> None:
 
     Effects: writes `path`.
     """
-    runs = len(next(iter(found.values.values())))
+    runs, rows = len(next(iter(found.values.values()))), len(found.values)
 
     def paint(figure: "Figure") -> None:
         panels: Any = figure.subplots(1, 2 if found.curves else 1, squeeze=False)[0]
@@ -35,32 +36,39 @@ def draw(path: Path, claim: Claim, found: Found) -> None:
         spread = f"; mean and 95 % interval of {runs} runs" if runs > 1 else ""
         figure.suptitle(f"{claim.id}: {found.on}{spread}", x=0.005, ha="left", fontsize=8)
 
-    save(path, max(_LEAST, 1.1 + _BAR * len(found.values)), paint)
+    save(path, max(_LEAST if found.curves else 0.0, 1.1 + _BAR * rows), paint)
 
 
 def _values(axes: "Axes", found: Found) -> None:
     """Bars from 0; points on a logarithmic axis where the least of the bars could not be seen."""
     names = list(found.values)
-    scale = 100 if found.unit == "%" else 1
     means, halves = zip(*(interval(each) for each in found.values.values()), strict=True)
+    scale, unit = (100, "%") if found.unit == "%" else (1, found.unit)
+    if unit == "s" and max(means) < 1:
+        scale, unit = 1000, "ms"
     values = [scale * mean for mean in means]
     errors = [scale * (half or 0.0) for half in halves]
     places = range(len(names))
-    colour = STYLES[0][0]
+    series = {name: STYLES[number % len(STYLES)][0] for number, name in enumerate(found.curves)}
+    colours = [series.get(name, STYLES[0][0]) for name in names]
     if min(values) > 0 and max(values) > _UNEVEN * min(values):
         # An interval that reaches below 0 ends at the axis.
         below = [min(error, 0.9 * value) for value, error in zip(values, errors, strict=True)]
-        axes.errorbar(values, places, xerr=[below, errors], fmt="o", color=colour, ecolor="#222222")
+        axes.errorbar(values, places, xerr=[below, errors], fmt="none", ecolor="#222222")
+        axes.scatter(values, places, c=colours, zorder=3)
         axes.set_xscale("log")
     else:
-        axes.barh(places, values, xerr=errors, height=0.7, color=colour, ecolor="#222222")
+        axes.barh(places, values, xerr=errors, height=0.7, color=colours, ecolor="#222222")
     axes.set_yticks(places, names)
-    axes.set_ylim(len(names) - 0.4, -0.6)
+    beside = 0.6 + (max(0, _FEW - len(names)) / 2 if found.curves else 0)
+    axes.set_ylim(len(names) - 1 + beside, -beside)
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel(f"{found.what}, {found.unit}" if found.unit else found.what)
+    axes.set_xlabel(f"{found.what}, {unit}" if unit else found.what)
 
 
 def _curves(axes: "Axes", found: Found) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     series = [curves for curves in found.curves.values() if curves]
     for number, (name, curves) in enumerate(found.curves.items()):
         x, means, halves = average(curves)
@@ -71,6 +79,8 @@ def _curves(axes: "Axes", found: Found) -> None:
     abscissae = [x for curves in series for xs, _ in curves for x in xs]
     if abscissae and min(abscissae) > 0 and max(abscissae) > _FAR * min(abscissae):
         axes.set_xscale("log")
+    elif all(x == round(x) for x in abscissae):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(found.axes[0])
     axes.set_ylabel(found.axes[1])
     if found.axes[1].endswith("%"):

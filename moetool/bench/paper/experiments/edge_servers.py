@@ -45,6 +45,7 @@ class Options:
     costs: Mapping[str, Any] = field(default_factory=dict)
 
 
+_SWEPT = {"gpus": "{} GPUs", "bandwidth": "{}", "gap": "gap {}"}
 WHAT = {"latency": "mean latency of a request", "local": "expert calls computed on the request's own server"}
 
 
@@ -90,7 +91,7 @@ def run(stage: Stage, options: Options) -> Found:
 def label(at: Mapping[str, str], options: Options) -> str:
     """The name of a point of the grid: the mode, where there are several, and what is swept."""
     words = [at["mode"]] if len(options.modes) > 1 else []
-    return ", ".join([*words, *(f"{name} {at[name]}" for name in options.sweep)]) or at["mode"]
+    return ", ".join([*words, *(_SWEPT[name].format(at[name]) for name in options.sweep)]) or at["mode"]
 
 
 def over_time(found: Simulated) -> Curve:

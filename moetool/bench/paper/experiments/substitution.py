@@ -61,9 +61,7 @@ def run(stage: Stage, options: Options) -> Found:
         curves.setdefault("mean of the texts", []).append((alphas, tuple(point.nats for point in points)))
     return Found(
         values=values,
-        what="cross-entropy of a token"
-        if options.measure == "nats"
-        else "likeliest next tokens as before",
+        what="cross-entropy of a token" if options.measure == "nats" else "likeliest next tokens as before",
         unit="nats" if options.measure == "nats" else "%",
         on=f"{MODEL} live, {stage.sizes.texts} texts of {options.tokens} tokens, {100 * options.memory:g} % of experts",
         curves=curves,
