@@ -344,8 +344,8 @@ class _Subject:
         for request, tokens_LE in loads(self._trace, set(past)):
             tokens_GLE[gpu[request]] += tokens_LE
         demand = Demand(spec=self._spec, cluster=room, tokens_GLE=tokens_GLE)
-        facts = Facts(row_s=self._options.expert_token_s, link_bytes_s=self._options.link_bytes_s, move_bytes_s=1.0)
-        latency = measured_latency(room, self._spec, facts)
+        row_s, byte_s = self._options.expert_token_s, 1.0 / self._options.link_bytes_s
+        latency = measured_latency(room, demand, Facts(row_s=row_s, byte_s_GG=byte_s, move_bytes_s=1.0))
         problem = Problem(demand=demand, latency=latency, seed=self._options.seed)
         return planner.place("director", problem, {"kicks": 0, "relaxation": 0})
 
