@@ -19,7 +19,7 @@ from moetool.cluster.parallel.control import Control, Facts, Predictor, measured
 from moetool.cluster.parallel.head import Head
 from moetool.cluster.parallel.members import Launcher
 from moetool.cluster.parallel.opening import ParallelOptions, open_head, open_predictors, uniform, with_buffer
-from moetool.cluster.parallel.rank import RankOptions
+from moetool.cluster.parallel.options import RankOptions
 from moetool.errors import MoetoolError, UsageError, unknown_name
 from moetool.models.spec import locate, read_spec
 from moetool.placement_plan import PlacementPlan, bare_plan

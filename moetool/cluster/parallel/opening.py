@@ -12,7 +12,7 @@ from moetool.cluster.parallel.control import PLACEMENTS, Control, Predictor
 from moetool.cluster.parallel.head import Head
 from moetool.cluster.parallel.measuring import Costs, Said
 from moetool.cluster.parallel.members import Launcher
-from moetool.cluster.parallel.rank import RankOptions
+from moetool.cluster.parallel.options import RankOptions
 from moetool.cluster.parallel.seating import Seating
 from moetool.cluster.transport import own_address
 from moetool.costing.costs import CostProfile

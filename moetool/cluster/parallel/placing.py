@@ -24,7 +24,7 @@ class Placing:
 
     Args:
         placed_GLE: the placement to begin with, and of every generation in which all ranks are there.
-        migrate: how experts move (`moetool.cluster.parallel.migration.MIGRATIONS`).
+        migrate: how experts move (`moetool.cluster.parallel.windows.MIGRATIONS`).
         costs: measured by every batch.
         patience_s: how long a batch waits for its decision.
         post: puts an event into the head's queue: `decided`, for `decided`.
