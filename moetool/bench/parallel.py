@@ -19,7 +19,7 @@ from moetool.cluster.parallel.control import Control, Facts, Predictor, measured
 from moetool.cluster.parallel.head import Head
 from moetool.cluster.parallel.members import Launcher
 from moetool.cluster.parallel.opening import ParallelOptions, open_head, open_predictors, uniform, with_buffer
-from moetool.cluster.parallel.rank import RankOptions
+from moetool.cluster.parallel.options import RankOptions
 from moetool.errors import MoetoolError, UsageError, unknown_name
 from moetool.models.spec import locate, read_spec
 from moetool.placement_plan import PlacementPlan, bare_plan
@@ -344,8 +344,8 @@ class _Subject:
         for request, tokens_LE in loads(self._trace, set(past)):
             tokens_GLE[gpu[request]] += tokens_LE
         demand = Demand(spec=self._spec, cluster=room, tokens_GLE=tokens_GLE)
-        facts = Facts(row_s=self._options.expert_token_s, link_bytes_s=self._options.link_bytes_s, move_bytes_s=1.0)
-        latency = measured_latency(room, self._spec, facts)
+        row_s, byte_s = self._options.expert_token_s, 1.0 / self._options.link_bytes_s
+        latency = measured_latency(room, demand, Facts(row_s=row_s, byte_s_GG=byte_s, move_bytes_s=1.0))
         problem = Problem(demand=demand, latency=latency, seed=self._options.seed)
         return planner.place("director", problem, {"kicks": 0, "relaxation": 0})
 

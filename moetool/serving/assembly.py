@@ -117,7 +117,8 @@ def build_engine(
     if kind.needs_future:
         raise UsageError(f"policy {name} has to know the future: it works in replay only; choose another to serve")
     from_plan = plan is not None and plan.policy == name
-    loaded = load_lazy(path, dtype, device)
+    # Another runtime may send what its slots hold to other machines.
+    loaded = load_lazy(path, dtype, device, products=open_runtime is ExpertRuntime)
     use_threads(loaded.model.config.get_text_config(), options.threads)
     assert loaded.files is not None
     if not kind.lossless:
@@ -197,7 +198,7 @@ def open_pooled(
     Raises:
         CapacityError: not even the smallest legal pool fits.
     """
-    loaded = load_lazy(path, dtype, device)
+    loaded = load_lazy(path, dtype, device, products=True)
     slots = _slots(loaded.spec, device_memory_bytes, dense_bytes(path, dtype), kv_bytes, 0)
     residency = Residency(build_policy("lru", loaded.spec, {}, slots))
     store = open_store(loaded, residency, host_memory_bytes=host_memory_bytes)

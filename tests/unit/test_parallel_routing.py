@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moetool.cluster.parallel.channel import Channel, Closed, Listener, connect
-from moetool.cluster.parallel.rank import RankOptions
+from moetool.cluster.parallel.options import RankOptions
 from moetool.cluster.parallel.routing import destinations, holders_of, placed_of, without
 from moetool.cluster.parallel.stages import Stage, plan_stages
 from moetool.cluster.parallel.windows import Link, Windows

@@ -16,7 +16,6 @@ from moetool.cluster.parallel.windows import Link, Windows
 from moetool.errors import MismatchError, MoetoolError, first_line
 from moetool.types import ModelSpec
 
-MIGRATIONS = ("overlap", "pipelined", "stop")
 _LEAST_BYTES = 16 * 1024
 _MOST_BYTES = 1 << 20
 _AGAIN_S = 0.0005
