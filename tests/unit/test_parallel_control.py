@@ -2,6 +2,7 @@
 
 import queue
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -109,6 +110,28 @@ def test_the_better_predictor_is_asked_where_it_costs_less_than_the_gain() -> No
     replica.token_s = 0.01
     found = decide(control)
     assert found is not None and found.saw == "replica"
+
+
+def test_the_better_predictor_is_not_asked_for_what_would_come_too_late() -> None:
+    replica = wanting(2, 3)
+    replica.name, replica.token_s = "replica", 0.01  # three tokens: 30 ms, for a gain of 200
+    control = Control("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1), replica])
+    for within_s, saw in ((0.02, "cascade"), (60.0, "replica")):
+        found = decide(control, replace(FACTS, within_s=within_s))
+        assert found is not None and found.saw == saw
+        replica.token_s = 0.01
+
+
+def test_a_predictor_that_was_found_too_dear_is_measured_again() -> None:
+    replica = wanting(2, 3)
+    replica.name, replica.token_s = "replica", 10.0  # as it was when something else kept the machine busy
+    control = Control("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1), replica])
+    saw = []
+    for _ in range(40):
+        found = decide(control)
+        assert found is not None
+        saw.append(found.saw)
+    assert saw == ["cascade"] * 32 + ["replica"] * 8 and replica.token_s < 0.01
 
 
 def test_layers_cost_what_the_system_model_says() -> None:

@@ -60,7 +60,7 @@ class Told(Channel):
         pass
 
 
-def open_head() -> tuple[Head, list[Told]]:
+def open_head(starts: str = "round_robin") -> tuple[Head, list[Told]]:
     """Two ranks, whole and ready; events are handled by the test."""
     head = Head(
         "model",
@@ -72,6 +72,7 @@ def open_head() -> tuple[Head, list[Told]]:
         tokenizer=None,
         vocab_size=16,
         rank_options={},
+        seating=Seating(server_G=(0, 0), starts=starts),
         gather_s=0.0,
     )
     channels = [Told(), Told()]
@@ -147,6 +148,32 @@ def test_what_was_cancelled_does_not_run_again_when_a_rank_is_lost() -> None:
     head._batches._handle("gone", (0, channels[0]))
     assert [output.finish for output in outputs] == ["cancelled"] and not others
     assert [request.id for request in head._batches.requests.pending] == [1]
+
+
+def test_requests_start_on_the_ranks_that_the_plan_names() -> None:
+    head, channels = open_head(starts="first")
+    assert head.max_requests == 1
+    submit(head)
+    submit(head)
+    head._batches._advance()
+    assert [len(told.sent[-1]["requests"]) for told in channels] == [1, 0]
+    assert len(head._batches.requests.pending) == 1  # for a seat of its own
+
+
+def test_nothing_is_settled_before_all_that_has_happened_is_taken_in() -> None:
+    head, channels = open_head()
+    batches = head._batches
+    assert batches.idle
+    outputs: list[Output] = []
+    head.submit([1, 2], SamplingParams(max_tokens=4), outputs.append)
+    kind, value = batches.events.get()
+    assert not batches.idle  # taken from the queue, and nowhere else yet
+    batches._step(kind, value)
+    batches.events.task_done()
+    assert not batches.idle
+    for gpu in (0, 1):
+        say(head, channels, gpu, done(head._batches.ranks.generation, 0))
+    assert batches.idle and len(head.batches) == 1
 
 
 def test_what_is_asked_when_the_head_has_ended_is_refused_and_not_lost() -> None:

@@ -111,9 +111,10 @@ class Predictor:
         for one in batch:
             tokens_GLE[one.gpu] += self._foretell(one.prompt, one.new_tokens)
         taken_s = time.perf_counter() - began
-        self.passed_over = 0
         token_s = taken_s / max(1, sum(len(one.prompt) for one in batch))
-        self.token_s += (_FORGET if self.token_s else 1.0) * (token_s - self.token_s)
+        stale = not self.token_s or self.passed_over  # what it took long ago, the machine perhaps busier
+        self.token_s += (1.0 if stale else _FORGET) * (token_s - self.token_s)
+        self.passed_over = 0
         return Demand(spec=spec, cluster=cluster, tokens_GLE=tokens_GLE), taken_s
 
     def cost_s(self, batch: Sequence[Waiting]) -> float:

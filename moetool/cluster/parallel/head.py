@@ -114,6 +114,11 @@ class Head:
         return self._batches.max_requests
 
     @property
+    def max_unbegun(self) -> int:
+        """A batch: what waits is what the next placement is for."""
+        return self.max_requests
+
+    @property
     def batches(self) -> list[BatchRecord]:
         """Those that have run since `use`, the last hundred."""
         return self._batches.records
