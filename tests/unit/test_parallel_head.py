@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetool.cluster.frames import Connection, LinkError
 from moetool.cluster.parallel import channel, members
-from moetool.cluster.parallel.channel import Channel, Closed
+from moetool.cluster.parallel.channel import Channel
 from moetool.cluster.parallel.control import Control
 from moetool.cluster.parallel.head import Head
 from moetool.cluster.parallel.members import Members
@@ -294,25 +295,26 @@ def pair() -> Iterator[tuple[Channel, socket.socket]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
-    yield Channel(near), far
+    yield Channel(Connection(near, 2**20)), far
     near.close()
     far.close()
 
 
 def test_who_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, pair: tuple[Channel, socket.socket]) -> None:
     monkeypatch.setattr(channel, "_TAKEN_S", 0.1)
-    made = Channel(pair[0]._sock)
+    monkeypatch.setattr(channel, "_LEAST_BYTES_S", 1e9)
+    made = pair[0]
     heard: list[BaseException] = []
 
     def hear() -> None:
         try:
             made.receive()
-        except Closed as error:
+        except LinkError as error:
             heard.append(error)
 
     thread = threading.Thread(target=hear, daemon=True)
     thread.start()
-    with pytest.raises(Closed):
+    with pytest.raises(LinkError):
         made.send({}, bytes(16 * 2**20))  # a process that was stopped takes what fits into the system's buffers
     thread.join(5.0)
     assert heard  # and its own thread says that it is gone

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from moetool.cluster.acceptor import Acceptor
 from moetool.cluster.parallel.batches import Batches
-from moetool.cluster.parallel.channel import Channel, Listener
+from moetool.cluster.parallel.channel import Channel, open_listener
 from moetool.cluster.parallel.control import Control, Decision
 from moetool.cluster.parallel.measuring import Costs
 from moetool.cluster.parallel.members import Launcher, Members
@@ -95,7 +96,7 @@ class Head:
             post=self._batches.post,
         )
         self._store: Any = None
-        self._listener: Listener | None = None
+        self._listener: Acceptor | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -150,7 +151,7 @@ class Head:
         import torch.distributed as dist
 
         token = secrets.token_bytes(32)
-        self._listener = Listener(self._host, token, self._hear)
+        self._listener = open_listener(self._host, token, self._hear)
         with socket.create_server((self._host, 0)) as sock:  # left to itself, the store would listen on every address
             port = sock.getsockname()[1]
             self._store = dist.TCPStore(

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moetool.cluster.parallel.channel import Closed, connect
+from moetool.cluster.frames import LinkError
+from moetool.cluster.parallel.channel import connect
 from moetool.cluster.parallel.dispatch import ParallelRuntime
 from moetool.cluster.parallel.group import Group, GroupBroken
 from moetool.cluster.parallel.lockstep import FOREVER, Lockstep
@@ -65,7 +66,7 @@ class Rank:
 
     Raises:
         UsageError, MismatchError: as `load_lazy`.
-        Closed: the head cannot be reached.
+        LinkError: the head cannot be reached.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class Rank:
                         self._lockstep.serve(message)
                 except GroupBroken as error:
                     self._say({"kind": "broken", "reason": first_line(error)})
-        except Closed:
+        except LinkError:
             pass
         finally:
             self._abort()
