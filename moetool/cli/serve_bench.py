@@ -60,7 +60,7 @@ def bench_serve(
             shape=shape,
             layers=layers,
             routes=routes,
-            data=listed(data),
+            data=listed(data) if data else (),
             work=work,
             predictor=predictor,
             policies=names,
