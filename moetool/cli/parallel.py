@@ -25,7 +25,7 @@ def serve_parallel(
     Raises:
         UsageError: no plan, another number of ranks than the plan has GPUs, or an option that means nothing here.
     """
-    from moetool.cluster.launch import parse_where
+    from moetool.cluster.launch import head_address, parse_where
     from moetool.cluster.parallel.launching import RayRanks
     from moetool.cluster.parallel.opening import open_head, read_settings
     from moetool.placement_plan import PlacementPlan
@@ -58,7 +58,7 @@ def serve_parallel(
     sock = server.bind(host, port)
     head = None
     try:
-        head = open_head(model, plan, launcher, options, ranks, toward=where.address or "")
+        head = open_head(model, plan, launcher, options, ranks, toward=head_address(where))
         tables.narrate(f"moetool: starting {num_ranks} ranks")
         head.start()
         for name, held in zip(names, head.stats()["experts_held"], strict=True):

@@ -343,6 +343,8 @@ class Head:
                 self._lose(*value)
             case "died":
                 self._ranks.died(value)
+            case "waits":  # for a machine
+                pass
             case "message":
                 gpu, channel, message = value
                 if self._ranks.knows(gpu, channel):
