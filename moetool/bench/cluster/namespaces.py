@@ -149,7 +149,7 @@ class Hosts:
 
     def kill(self, n: int | None) -> None:
         """End every process of a host at once, as if its power had gone; its network stays."""
-        _end([self.namespace(n)], signal.SIGKILL)
+        _end([self.namespace(n)])
 
     @contextlib.contextmanager
     def inside(self, n: int | None = None) -> Iterator[None]:
@@ -254,25 +254,21 @@ def _lives(pid: int) -> bool:
 
 def _remove(names: Sequence[str], folder: Path) -> None:
     there = [name for name in names if (_NETNS / name).exists()]
-    _end(there, signal.SIGTERM)
-    _end(there, signal.SIGKILL)
+    _end(there)
     for name in there:
         with contextlib.suppress(MoetoolError):  # the next one removes what is left
             _tool("ip", "netns", "del", name)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end(names: Sequence[str], sign: signal.Signals, within_s: float = 5.0) -> None:
-    """Send a signal to all processes of these namespaces, and wait for a while until there are none."""
+def _end(names: Sequence[str], within_s: float = 10.0) -> None:
+    """Kill all processes of these namespaces, and wait for a while until there are none."""
     by = time.monotonic() + within_s
-    told: set[int] = set()
     while (pids := [pid for name in names for pid in _pids(name)]) and time.monotonic() < by:
         for pid in pids:
-            if pid not in told or sign == signal.SIGKILL:
-                told.add(pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, sign)
-        time.sleep(0.1)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def _pids(name: str) -> list[int]:
