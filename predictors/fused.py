@@ -30,18 +30,18 @@ from torch.nn import functional as F
 
 import moetool.predictor
 from moetool.errors import UsageError
-from moetool.learning.path_signals import CONTEXT, GIVEN, SIGNALS, PathSignals
+from moetool.learning.judged_paths import JudgedPaths
+from moetool.learning.path_signals import CONTEXT, SIGNALS, PathSignals
 from moetool.learning.path_trust import DISTANCES, FusedPath
-from moetool.learning.route_memory import EVERYONE, NOBODY, RouteMemory
+from moetool.learning.route_memory import RouteMemory
 from moetool.learning.tokens import Tokens
-from moetool.types import ForwardInfo, GateEvent, ModelSpec
+from moetool.types import GateEvent, ModelSpec
 from predictors import promoe
 from predictors.affinity import affinity
 from predictors.path_mlp import PathNet
 from predictors.popularity import popularity
 
 _JUDGED_OF = 8  # of so many training requests one fits the trust
-_JUDGED_BYTES = 96 << 20  # of signals that are kept to fit it
 _FIRST_TRUST = {"path": 0.6, "log memory": 0.3, "log own": 0.1}
 _STEEP = 4.0  # trust is so many times what is fitted: it has few steps, and far to go
 
@@ -134,7 +134,7 @@ class Predictor(moetool.predictor.Predictor):
         self.register_buffer("before_C", torch.full((options.paths,), -1, dtype=torch.int32))
         self.register_buffer("num_paths", torch.zeros((), dtype=torch.int64))
         self._source_C = np.zeros(0, np.int64)  # the request of each path, while it is made
-        self._parts: list[_Part] = []
+        self._parts: list[JudgedPaths] = []
         self._watch: FusedPath | None = None
 
     @property
@@ -179,8 +179,14 @@ class Predictor(moetool.predictor.Predictor):
         counted = set(self._source_C.tolist())
         judged = [r for r in requests if r not in counted] or requests[_JUDGED_OF // 2 :: _JUDGED_OF] or requests[-1:]
         start = sum(len(part) for part in self._parts)
-        part = _Part(self, ordered, judged, learns=len(requests) > len(judged))
-        part.hidden_TPD, part.order_T = tokens.hidden_TPD, order_T
+        part = JudgedPaths(
+            self.signals(with_net=False),
+            self._source_C,
+            ordered,
+            judged,
+            learns=len(requests) > len(judged),
+            hidden=None if tokens.hidden_TPD is None else (tokens.hidden_TPD, order_T),
+        )
         self._parts.append(part)
         return replace(ordered, example_T=torch.arange(start, start + len(ordered)))
 
@@ -225,7 +231,7 @@ class Predictor(moetool.predictor.Predictor):
             loss = loss + self._judge(tokens.take(judged_N), layer_N[judged_N], before_NLE[judged_N], part, row_N)
         return loss
 
-    def _judge(self, tokens: Tokens, layer_N: Tensor, before_NLE: Tensor, part: "_Part", row_N: Tensor) -> Tensor:
+    def _judge(self, tokens: Tokens, layer_N: Tensor, before_NLE: Tensor, part: JudgedPaths, row_N: Tensor) -> Tensor:
         """Binary cross-entropy of the fused logits, mean over tokens, distances and experts."""
         assert tokens.weights_TPK is not None
         rows_N = row_N[row_N >= 0]
@@ -270,87 +276,3 @@ class Predictor(moetool.predictor.Predictor):
     def scores(self, layer: int) -> np.ndarray:
         assert self._watch is not None, "nothing was observed"
         return self._watch.logits(layer)
-
-
-class _Part:
-    """Tokens of whole requests in order, and what the signals said of those that are judged.
-
-    Shapes: before_N int64, the token whose path is known as the request's last, or -1; judged_N int64, the row J of a
-        judged token, or -1; hidden_TPD and order_T, the hidden states where they are looked at, and the row T of each
-        token in them; said_JLDES and sure_JLDG float16, for the layer L that was asked about from D before.
-    """
-
-    def __init__(self, model: Predictor, ordered: Tokens, judged: list[int], *, learns: bool) -> None:
-        assert ordered.request_T is not None and ordered.iteration_T is not None
-        self.learns = learns
-        self.hidden_TPD: Tensor | None = None
-        self.order_T = torch.arange(len(ordered))
-        self._experts_NLK, self._num_experts = ordered.experts_TPK, model.num_experts
-        request_N, iteration_N = ordered.request_T.numpy(), ordered.iteration_T.numpy()
-        index_N = np.arange(len(request_N))
-        begins_N = np.ones(len(request_N), bool)
-        begins_N[1:] = (request_N[1:] != request_N[:-1]) | (iteration_N[1:] != iteration_N[:-1])
-        last_N = np.maximum.accumulate(np.where(begins_N, index_N, 0)) - 1
-        same_N = (last_N >= 0) & (request_N[last_N] == request_N)
-        self.before_N = torch.from_numpy(np.where(same_N, last_N, -1))
-        L, E, S = model.num_layers, model.num_experts, len(SIGNALS) - GIVEN
-        of_judged = np.flatnonzero(np.isin(request_N, judged))
-        room = max(64, _JUDGED_BYTES // (2 * L * len(DISTANCES) * E * S))
-        chosen = of_judged[:: -(-len(of_judged) // room)]
-        self.judged_N = torch.full((len(request_N),), -1)
-        self.judged_N[chosen] = torch.arange(len(chosen))
-        self.said_JLDES = torch.zeros(len(chosen), L, len(DISTANCES), E, S, dtype=torch.float16)
-        self.sure_JLDG = torch.zeros(len(chosen), L, len(DISTANCES), CONTEXT, dtype=torch.float16)
-        signals = model.signals(with_net=False)
-        ends = np.append(np.flatnonzero(begins_N)[1:], len(request_N))
-        for request in judged:
-            learned_C = signals.memory.owner_C[: signals.memory.num_learned]
-            learned_C[:] = np.where(model._source_C == request, NOBODY, EVERYONE)
-            signals.memory.forget()
-            signals.running.clear()
-            for start, end in zip(np.flatnonzero(begins_N).tolist(), ends.tolist(), strict=True):
-                if request_N[start] == request:
-                    self._watch(signals, ordered.take(slice(start, end)), start)
-
-    def __len__(self) -> int:
-        return len(self.before_N)
-
-    def hidden(self, token_N: Tensor) -> Tensor:
-        """hidden_NPD of these tokens, float32."""
-        assert self.hidden_TPD is not None
-        return self.hidden_TPD[self.order_T[token_N]].float()
-
-    def before(self, token_N: Tensor) -> Tensor:
-        """before_NLE: what the request's last token used; 0 where there is none."""
-        last_N = self.before_N[token_N]
-        num_layers = self._experts_NLK.shape[1]
-        used_NLE = torch.zeros(len(token_N), num_layers, self._num_experts)
-        used_NLE.scatter_(2, self._experts_NLK[last_N.clamp(min=0)], 1.0)
-        return used_NLE * (last_N >= 0)[:, None, None]
-
-    def _watch(self, signals: PathSignals, tokens: Tokens, start: int) -> None:
-        """Show the signals one forward, and keep what they say of the tokens that are judged."""
-        assert tokens.request_T is not None and tokens.weights_TPK is not None
-        num_tokens, num_layers, _ = tokens.experts_TPK.shape
-        request = int(tokens.request_T[0])
-        info = ForwardInfo(
-            forward_id=0, request_T=(request,) * num_tokens, phase_T=(0,) * num_tokens, position_T=(1,) * num_tokens
-        )
-        row_T = self.judged_N[start : start + num_tokens]
-        mine_T = row_T >= 0
-        for layer in range(num_layers):
-            experts_TK = tuple(map(tuple, tokens.experts_TPK[:, layer].tolist()))
-            ahead_ATE = None
-            if tokens.ahead_TPAE is not None:
-                ahead_ATE = tokens.ahead_TPAE[:, layer, : num_layers - 1 - layer].transpose(0, 1).numpy()
-            weights_TK = tokens.weights_TPK[:, layer].numpy()
-            signals.observe(
-                GateEvent(forward=info, layer=layer, experts_TK=experts_TK, weights_TK=weights_TK, ahead_ATE=ahead_ATE)
-            )
-            if not bool(mine_T.any()):
-                continue
-            for place, distance in enumerate(DISTANCES):
-                if (coming := layer + distance) < num_layers:
-                    f_TES, sure_TG = signals.signals(coming)
-                    self.said_JLDES[row_T[mine_T], coming, place] = torch.from_numpy(f_TES)[mine_T, :, GIVEN:].half()
-                    self.sure_JLDG[row_T[mine_T], coming, place] = torch.from_numpy(sure_TG)[mine_T].half()
