@@ -34,7 +34,8 @@ from moetool.predictor import load_predictor
 from moetool.prompts import gather as prompt_sets
 from moetool.replay import replay
 from moetool.trace.importing import import_trace
-from moetool.trace.reader import KEEP, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import KEEP
 
 SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
 DEEPSEEK = SHARED / "data" / "routes" / "deepseek_v2_lite"

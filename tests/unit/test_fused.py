@@ -14,7 +14,8 @@ from moetool.learning.path_trust import ALONE, DISTANCES, Offset, Record
 from moetool.learning.tokens import Tokens, from_rows
 from moetool.learning.training import options_for
 from moetool.predictor import Predictor, build, save
-from moetool.trace.reader import KEEP, Trace, to_events
+from moetool.trace.events import to_events
+from moetool.trace.reader import KEEP, Trace
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests.synthetic_routes import make_rows, make_spec, write_trace
 

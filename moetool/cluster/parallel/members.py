@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any, Protocol
 
-from moetool.cluster.parallel.channel import Channel, Closed
+from moetool.cluster.frames import LinkError
+from moetool.cluster.parallel.channel import Channel
 
 _ALIVE_S = 2.0
 """A rank that does not answer for so long when a new generation is called is ended."""
@@ -176,7 +177,7 @@ class Members:
     def send(self, gpu: int, message: Mapping[str, Any]) -> None:
         """To one rank, if it is there; the generation's number goes with it."""
         if gpu in self.ranks:
-            with contextlib.suppress(Closed):  # its thread says so
+            with contextlib.suppress(LinkError):  # its thread says so
                 self.ranks[gpu].channel.send({"generation": self.generation, **message})
 
     def tell(self, message: Mapping[str, Any]) -> None:
