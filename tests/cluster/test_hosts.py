@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from moetool.bench.cluster.namespaces import Hosts, remove_leftovers
+from moetool.cluster.acceptor import listen
 from moetool.cluster.frames import LinkError, Message
-from moetool.cluster.transport import Channel, Listener, listen
+from moetool.cluster.transport import Channel, Listener
 from moetool.errors import MoetoolError
 from moetool.models.spec import locate, read_spec
 from tests.clusters import make_cluster, make_plan
