@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moetool import tables
+from moetool import garbage, tables
 from moetool.cli import cluster as cli_cluster
 from moetool.cli.flags import ApiKey, Device, HostMemory, Model, Recipe, Settings
 from moetool.config import parse, parse_bytes, parse_settings
@@ -117,6 +117,7 @@ def serve(
         sock.close()
         raise
     engine.start()
+    garbage.as_usual()  # a server lives long, and a pause to look through all of torch would be somebody's latency
     slots = engine.store.num_slots
     among = f" on {options.devices} devices" if options.devices > 1 else ""
     below = (
