@@ -17,7 +17,7 @@ from moetool.quantize.making import ReplicaOptions
 from moetool.quantize.replica import make_replica
 from moetool.types import ModelSpec
 from tests import families
-from tests.ranks import Answers, ThreadRanks, cluster_of, striped
+from tests.ranks import Answers, ThreadRanks, cluster_of, held, striped
 
 GPUS, SEATS = 2, 2
 DRAW = torch.Generator().manual_seed(5)
@@ -81,7 +81,9 @@ def head(made: Made) -> Iterator[Head]:
 
 def _ask(head: Head, prompts: Sequence[list[int]]) -> list[list[int]]:
     answers = Answers(head)
-    found = answers.wait([answers.ask(prompt, 3, ignore_eos=True) for prompt in prompts])
+    with held(head):
+        requests = [answers.ask(prompt, 3, ignore_eos=True) for prompt in prompts]
+    found = answers.wait(requests)
     head.settle()
     return found
 
