@@ -202,8 +202,8 @@ class Hosts:
         folder = self._folder / ("head" if n is None else str(n))
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments]
-        command += [f"--node-ip-address={self.address(n)}", "--num-cpus=1", f"--object-store-memory={_STORE_BYTES}"]
-        command += [f"--temp-dir={folder}", "--disable-usage-stats"]
+        command += [f"--node-ip-address={self.address(n)}", "--num-cpus=0", f"--object-store-memory={_STORE_BYTES}"]
+        command += [f"--temp-dir={folder}", "--disable-usage-stats", "--include-log-monitor=false"]
         return _Start(self.command(n, *command), "head" if n is None else self.address(n))
 
 
