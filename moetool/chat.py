@@ -32,7 +32,7 @@ class Conversation:
     """
 
     url: str
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     settings: Mapping[str, Any] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
     usage: Mapping[str, int] = field(default_factory=dict)

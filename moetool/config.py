@@ -1,5 +1,6 @@
 """From plain values (of a recipe, a plan, the command line) to the frozen dataclasses that the code works with."""
 
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -45,14 +46,19 @@ def parse_bytes(text: str, whole: int | None = None) -> int:
     """Bytes from `64MB`, `20GiB`, `1500000`, or, where `whole` is given, a share of it such as `25%`.
 
     Raises:
-        UsageError: it is none of these, or not above zero.
+        UsageError: it is none of these, less than one byte, or a share above 100%.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*|%)", text.strip().lower())
-    if match and (number := float(match[1])) > 0:
+    if match and math.isfinite(number := float(match[1])):
+        amount = 0
         if match[2] == "%" and whole is not None:
-            return int(number / 100 * whole)
-        if match[2] in _UNITS:
-            return int(number * _UNITS[match[2]])
+            if number > 100:
+                raise UsageError(f"{text!r} is more than the whole; a share is above 0% and at most 100%")
+            amount = int(number / 100 * whole)
+        elif match[2] in _UNITS:
+            amount = int(number * _UNITS[match[2]])
+        if amount > 0:
+            return amount
     shares = ", or a share like 25%" if whole is not None else ""
     raise UsageError(
         f"{text!r} is no amount of memory; write bytes, or a number with a unit like 64MB or 20GiB{shares}"

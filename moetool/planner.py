@@ -8,6 +8,7 @@ which says for each GPU which experts of each layer it holds. It decides over ar
 chance but that of `problem.seed`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, is_dataclass
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 
 from moetool import config, plugins
 from moetool.costing.latency import Latency
-from moetool.errors import CapacityError, UsageError
+from moetool.errors import CapacityError, UsageError, unknown_name
 from moetool.planning.demand import Demand
 from moetool.types import Cluster, ModelSpec
 
@@ -72,8 +73,19 @@ def require_room(spec: ModelSpec, cluster: Cluster) -> None:
         )
 
 
-def find(name: str) -> ModuleType:
-    """The module of a planner. Raises: UsageError if there is none, or it is none."""
+def find(name: str, *, option: str = "planner", others: Iterable[str] = ()) -> ModuleType:
+    """The module of a planner.
+
+    Args:
+        option: what the user named it with, for the message.
+        others: what that option takes besides planners.
+
+    Raises:
+        UsageError: there is no such planner, or it is none; all that the option takes is listed.
+    """
+    planners = plugins.names("planner")
+    if "." not in name and name not in planners:
+        raise unknown_name(option, name, {*planners, *others})
     module = plugins.load("planner", name)
     if not is_dataclass(getattr(module, "Options", None)) or not callable(getattr(module, "place", None)):
         raise UsageError(f"{name} is no planner, expected a module with a dataclass Options and a function place")

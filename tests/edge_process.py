@@ -1,6 +1,7 @@
 """`moetool serve --cluster local:3` as a process of its own, for tests that kill its servers."""
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Any
@@ -113,6 +114,10 @@ def edge_cluster(folder: Path, *arguments: str) -> Iterator[EdgeProcess]:
 class Load:
     """Users of every server, one each, that ask again and again.
 
+    Args:
+        right: the answer to each prompt.
+        prompts: what each server's user asks, in turn; all of them, without.
+
     Attributes:
         outcomes: (server, what became of a request): `right`, `wrong`, `refused` (an error in words), or `broken` (the
             connection ended).
@@ -120,11 +125,18 @@ class Load:
         longest_s: that anybody waited.
     """
 
-    def __init__(self, cluster: EdgeProcess, right: dict[str, str], max_tokens: int) -> None:
+    def __init__(
+        self,
+        cluster: EdgeProcess,
+        right: dict[str, str],
+        max_tokens: int,
+        prompts: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.wrong: list[Any] = []
         self.longest_s = 0.0
         self._cluster, self._right, self._max_tokens = cluster, right, max_tokens
+        self._prompts = prompts or dict.fromkeys(NAMES, PROMPTS)
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._live, args=(name,), daemon=True) for name in NAMES]
 
@@ -140,10 +152,9 @@ class Load:
             assert not thread.is_alive(), "somebody waits for ever"
 
     def _live(self, name: str) -> None:
-        count = 0
-        while not self._stop.is_set():
-            prompt = PROMPTS[count % len(PROMPTS)]
-            count += 1
+        for prompt in itertools.cycle(self._prompts[name]):
+            if self._stop.is_set():
+                return
             began = time.monotonic()
             outcome = self._ask(name, prompt)
             self.longest_s = max(self.longest_s, time.monotonic() - began)

@@ -18,7 +18,7 @@ from moetool.policy import Policy
 from moetool.request import Output, SamplingParams
 from moetool.serving.engine import Engine
 from moetool.serving.log import ServeLog
-from moetool.trace.reader import KEEP
+from moetool.trace.rows import KEEP
 from moetool.types import ForwardInfo, GateEvent
 
 

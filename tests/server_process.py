@@ -48,7 +48,7 @@ class ServerProcess:
         return self.popen.wait(60)
 
     def _answers(self) -> str:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300  # a start is 5 s of computing, on a machine that others use too
         while time.monotonic() < deadline:
             if found := _SERVING.search(self.narration):
                 return found[1]

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from moetool import durable
-from moetool.trace.reader import TokenBatch, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
 from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from moetool import durable
-from moetool.trace.reader import TokenBatch
+from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
 from moetool.types import ModelSpec
 

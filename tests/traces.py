@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from moetool import durable
-from moetool.trace.reader import KEEP, TokenBatch, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import KEEP, TokenBatch
 from moetool.trace.writer import TraceWriter
 from moetool.types import ModelSpec, Phase
 

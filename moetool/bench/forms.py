@@ -1,5 +1,8 @@
 """Two forms of one model in the same memory: its experts as they are beside those of a packed replica.
 
+A shape, whose weights are random, has a form of its own made: rounded to nearest. Both then follow the routes of a
+trace, and nothing is said of what rounding does.
+
 Packed experts are smaller, so that more of them fit, fewer are read, and each read is shorter; what they cost is the
 unpacking of each expert that is computed, and what rounding does to the model, which is measured beside them.
 
@@ -10,6 +13,7 @@ with the tokens that it makes itself.
 
 import contextlib
 import json
+import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,15 +24,18 @@ import torch
 
 from moetool import tables
 from moetool.bench.results import Line, summarize
+from moetool.bench.rounded import rounded_checkpoint
+from moetool.bench.routes import ForcedRoutes, bench_spec
 from moetool.bench.runs import Run, Workload, run_engine
 from moetool.bench.serve import disk_rates
-from moetool.bench.stage import BenchOptions, prompts_of
+from moetool.bench.stage import BenchOptions, Subject, open_stage, prompts_of
 from moetool.config import parse_bytes
 from moetool.costing.probes.disk import THREADS
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.machine import Machine, load_average, memory_bytes, read_machine
 from moetool.models.decoding import kv_cache_bytes
 from moetool.models.loading import LoadedModel, load_lazy, parse_dtype, use_threads
+from moetool.models.packed import Scheme
 from moetool.models.spec import checkpoint_dtype, dense_bytes, locate, read_packing, read_spec
 from moetool.policy import MIN_SLOTS, build_policy, parse_options, policy_class
 from moetool.predictor import CARD
@@ -66,9 +73,10 @@ class FormsBench:
         experts_bytes: of all experts, by form.
         machine, load_average, threads, io_threads, dtype, command: the conditions; the load is that before it began.
         direct: whether reads went past the page cache.
+        disk_bytes_s: the disk's rate for whole experts by the best number of threads, by form; medians over rounds.
         requests, prompt_tokens, new_tokens, rounds: the workload; prompt tokens of each request.
         lines: those of the model and those of the other form in turn.
-        judged_tokens: tokens of the prompts that the two were compared on.
+        judged_tokens: tokens of the prompts that the two were compared on; 0 for random weights.
         kl: mean divergence of the other form's next token from the model's, in nats.
         top1, match: share of tokens with the same likeliest next token; of experts that both choose.
         notes: what a reader has to know.
@@ -84,6 +92,7 @@ class FormsBench:
     dtype: str
     command: str
     direct: bool
+    disk_bytes_s: dict[str, float]
     requests: int
     prompt_tokens: tuple[int, ...]
     new_tokens: int
@@ -102,9 +111,15 @@ class FormsBench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """A checkpoint in memory without its experts, and the bytes that it takes so."""
+    """A checkpoint in memory without its experts, and the bytes that it takes so.
+
+    Attributes:
+        name: data type of the experts.
+        title: of the checkpoint, for people.
+    """
 
     name: str
+    title: str
     path: Path
     loaded: LoadedModel
     dense_bytes: int
@@ -120,10 +135,9 @@ class _Entry:
 
 
 def bench_forms(
-    model: str,
+    subject: Subject,
     beside: str,
     *,
-    data: Sequence[str],
     policies: Sequence[str],
     budgets: Sequence[str],
     options: BenchOptions | None = None,
@@ -134,13 +148,14 @@ def bench_forms(
     """Time a model and a packed replica of it with every policy in every budget, batch 1.
 
     Args:
-        beside: the replica's folder. Prompts that it was made from are left out.
+        beside: the replica's folder, where prompts that it was made from are left out; a shape's is made of it.
         budgets: for the experts of the model as it is, and what unpacking the replica's takes: bytes, or a share.
 
-    Effects: sets torch's number of threads; allocates one pool at a time.
+    Effects: sets torch's number of threads; allocates one pool at a time; writes a shape's two checkpoints and the
+        part of the trace into `subject.work`.
 
     Raises:
-        UsageError: an unknown name, or a policy that needs a predictor or the future.
+        UsageError: an unknown name, a policy that needs a predictor or the future, or experts that cannot be packed.
         MismatchError: the replica is one of another model, or packed no better than the model.
         CapacityError: a budget is too small, or memory is.
     """
@@ -151,28 +166,17 @@ def bench_forms(
             what = "a predictor" if kind.needs_predictor else "the future"
             raise UsageError(f"policy {name} needs {what}, which belongs to one form of a model; leave it out here")
     busy = load_average()
-    paths = [locate(model), locate(beside)]
-    _require_same_shape(paths)
-    seen = _seen_prompts(paths[1])
-    workload = prompts_of(paths[0], tuple(data), seen, chosen)
-    dtype = parse_dtype(chosen.dtype or "float32")
     with contextlib.ExitStack() as stack:
-        forms = []
-        for path in paths:
-            loaded = load_lazy(path, dtype)
-            stack.callback(loaded.close)
-            packing = read_packing(path)
-            name = str(checkpoint_dtype(path)).removeprefix("torch.") if packing is None else f"int{packing.bits}"
-            forms.append(_Form(name=name, path=path, loaded=loaded, dense_bytes=dense_bytes(path, dtype)))
-        use_threads(forms[0].loaded.model.config.get_text_config(), chosen.threads)
+        forms, workload, forced = _open(subject, beside, policies, chosen, stack)
+        dtype = forms[0].loaded.model.dtype
         kv = kv_cache_bytes(forms[0].loaded.model.config.get_text_config(), dtype, workload.kv_tokens)
         whole = forms[0].loaded.spec.all_experts_bytes
         entries, notes = _entries(forms, policies, sorted({parse_bytes(b, whole) for b in budgets}), values, kv)
-        runs, rates = _measure(forms, entries, values, workload, chosen, on_progress)
+        runs, rates = _measure(forms, entries, values, workload, forced, chosen, on_progress)
         files = [form.loaded.files for form in forms]
         made = FormsBench(
-            model=model,
-            beside=beside,
+            model=forms[0].title,
+            beside=forms[1].title,
             experts_bytes={form.name: form.loaded.spec.all_experts_bytes for form in forms},
             machine=read_machine(),
             load_average=busy,
@@ -181,6 +185,7 @@ def bench_forms(
             dtype=str(dtype).removeprefix("torch."),
             command=command,
             direct=all(one is not None and one.shards.direct for one in files),
+            disk_bytes_s={form: statistics.median(mine) for form, mine in rates.items()},
             requests=len(workload.prompts),
             prompt_tokens=tuple(map(len, workload.prompts)),
             new_tokens=workload.new_tokens,
@@ -194,8 +199,49 @@ def bench_forms(
             match=0.0,
             notes=tuple(notes),
         )
-    judged = judge(paths[0], paths[1], _blocks(workload), dtype)
+    if forced is not None:
+        return made
+    judged = judge(forms[0].path, forms[1].path, _blocks(workload), dtype)
     return replace(made, judged_tokens=judged.tokens, kl=judged.kl, top1=judged.top1, match=judged.match)
+
+
+def _open(
+    subject: Subject, beside: str, policies: Sequence[str], options: BenchOptions, stack: contextlib.ExitStack
+) -> tuple[list[_Form], Workload, ForcedRoutes | None]:
+    """The two forms in memory, what they are given, and the routes that they follow where they follow any.
+
+    Effects: sets torch's number of threads; closes and removes at the end of `stack` what it makes.
+    """
+    if subject.shape is not None:
+        scheme = Scheme(bits=4, group=options.group)
+        stage = open_stage(subject, options, {name: policy_class(name) for name in policies}, stack)
+        path = rounded_checkpoint(stage.loaded.path, scheme)
+        if not options.keep:
+            stack.callback(shutil.rmtree, path)
+        other = load_lazy(path, stage.loaded.model.dtype, products=options.products)
+        stack.callback(other.close)
+        assert stage.forced is not None and stage.part is not None
+        stage.forced.attach(other.layers)
+        other = replace(other, spec=bench_spec(other.spec, stage.part))
+        forms = [_form(stage.name, stage.loaded), _form(f"itself rounded to nearest, groups of {scheme.group}", other)]
+        return forms, stage.workload, stage.forced
+    assert subject.model is not None
+    paths = [locate(subject.model), locate(beside)]
+    _require_same_shape(paths)
+    workload = prompts_of(paths[0], subject.data, _seen_prompts(paths[1]), options)
+    forms = []
+    for title, path in zip((subject.model, beside), paths, strict=True):
+        loaded = load_lazy(path, parse_dtype(options.dtype or "float32"), products=options.products)
+        stack.callback(loaded.close)
+        forms.append(_form(title, loaded))
+    use_threads(forms[0].loaded.model.config.get_text_config(), options.threads)
+    return forms, workload, None
+
+
+def _form(title: str, loaded: LoadedModel) -> _Form:
+    path, packing = loaded.path, read_packing(loaded.path)
+    name = str(checkpoint_dtype(path)).removeprefix("torch.") if packing is None else f"int{packing.bits}"
+    return _Form(name=name, title=title, path=path, loaded=loaded, dense_bytes=dense_bytes(path, loaded.model.dtype))
 
 
 def _require_same_shape(paths: Sequence[Path]) -> None:
@@ -261,6 +307,7 @@ def _measure(
     entries: Sequence[_Entry],
     values: Mapping[str, Mapping[str, Any]],
     workload: Workload,
+    forced: ForcedRoutes | None,
     options: BenchOptions,
     on_progress: Callable[[int], None] | None,
 ) -> tuple[list[list[Run]], dict[str, list[float]]]:
@@ -275,7 +322,7 @@ def _measure(
         for entry, mine in zip(entries, runs, strict=True):
             loaded = entry.form.loaded
             policy = build_policy(entry.policy, loaded.spec, values.get(entry.policy, {}), entry.slots)
-            mine.append(run_engine(loaded, policy, workload, io_threads=options.io_threads))
+            mine.append(run_engine(loaded, policy, workload, io_threads=options.io_threads, forced=forced))
             done += 1
             if on_progress is not None:
                 on_progress(100 * done // (options.rounds * len(entries)))
@@ -307,12 +354,13 @@ def print_forms(made: FormsBench) -> None:
     machine = made.machine
     prompts = " to ".join(map(str, sorted({min(made.prompt_tokens), max(made.prompt_tokens)})))
     sizes = " and ".join(f"{tables.count(size, 'B')} as {form}" for form, size in made.experts_bytes.items())
+    rates = " and ".join(f"{tables.count(rate, 'B')}/s as {form}" for form, rate in made.disk_bytes_s.items())
     print(
         f"{made.model} beside {made.beside}: experts of {sizes}; batch 1, requests: {made.requests}, prompts of "
         f"{prompts} tokens, {made.new_tokens} new ones each; medians of {made.rounds} rounds\n"
         f"{machine.cpu}, {made.threads} of {machine.cores} cores for arithmetic, {made.io_threads} I/O threads, "
         f"{made.dtype}, load {made.load_average:.1f}, torch {machine.torch}\n"
-        f"experts read {'past the page cache' if made.direct else 'THROUGH THE PAGE CACHE'}\n"
+        f"experts read {'past the page cache' if made.direct else 'THROUGH THE PAGE CACHE'}, whole ones at {rates}\n"
         f"{made.command}"
     )
     rows = [
@@ -328,6 +376,8 @@ def print_forms(made: FormsBench) -> None:
             f"{one.line.ttft_s * 1e3:,.1f}",
             f"{one.line.tpot_p50_s * 1e3:,.1f}",
             f"{one.tokens_s:,.1f}",
+            f"{one.line.prompt_cpu_s * 1e3:,.0f}",
+            f"{one.line.token_cpu_s * 1e3:,.1f}",
             f"{one.line.stall_share:.0%}",
         ]
         for one in made.lines
@@ -336,14 +386,15 @@ def print_forms(made: FormsBench) -> None:
         "equal memory; milliseconds",
         [
             *("experts", "policy", "memory", "for experts", "slots", "hits", "MB/prompt", "MB/token"),
-            *("TTFT", "TPOT p50", "tokens/s", "stall"),
+            *("TTFT", "TPOT p50", "tokens/s", "CPU/prompt", "CPU/token", "stall"),
         ],
         rows,
         num_text=2,
     )
-    print(
-        f"on the {made.judged_tokens:,} tokens of the prompts: KL divergence {made.kl:.5f} nats, same next token "
-        f"{made.top1:.3f}, experts matched {made.match:.4f}"
-    )
+    if made.judged_tokens:
+        print(
+            f"on the {made.judged_tokens:,} tokens of the prompts: KL divergence {made.kl:.5f} nats, same next token "
+            f"{made.top1:.3f}, experts matched {made.match:.4f}"
+        )
     for note in made.notes:
         print(note)

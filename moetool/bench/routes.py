@@ -15,7 +15,8 @@ from moetool.errors import MismatchError, UsageError
 from moetool.evaluation.unseen import held_out
 from moetool.models.expert_form import Call
 from moetool.models.spec import MoeLayer
-from moetool.trace.reader import MANIFEST, TokenBatch, Trace
+from moetool.trace.reader import MANIFEST, Trace
+from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
 from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 

@@ -40,7 +40,9 @@ class BenchOptions:
         seed: of random weights and prompts.
         resident: whether a line has every expert in memory; without it there are no bounds.
         offload: whether transformers is asked to run the model offloaded.
-        keep: whether the random checkpoint and the part of the trace stay for the next bench.
+        group: inputs that share a scale, in the packed form of a shape (`--beside int4`).
+        products: as for `moetool.serving.assembly.ServeOptions`.
+        keep: whether the random checkpoints and the part of the trace stay for the next bench.
     """
 
     rounds: int = 5
@@ -54,6 +56,8 @@ class BenchOptions:
     seed: int = 0
     resident: bool = True
     offload: bool = True
+    group: int = 128
+    products: bool = True
     keep: bool = True
 
     def __post_init__(self) -> None:
@@ -153,7 +157,8 @@ def open_stage(
         name += f" ({path.name}, random weights)"
     else:
         path = locate(str(subject.model))
-    loaded = load_lazy(path, parse_dtype(options.dtype or ("bfloat16" if subject.shape else "float32")))
+    dtype = parse_dtype(options.dtype or ("bfloat16" if subject.shape else "float32"))
+    loaded = load_lazy(path, dtype, products=options.products)
     stack.callback(loaded.close)
     use_threads(loaded.model.config.get_text_config(), options.threads)
     if trace is not None:

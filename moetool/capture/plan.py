@@ -22,7 +22,7 @@ from moetool.models.sequential import one_at_a_time
 from moetool.models.spec import empty_model, locate, moe_layers, read_config, read_spec
 from moetool.prompts.gather import Prompt, tokens_to_decode
 from moetool.tables import count
-from moetool.trace.reader import embedding_schema, token_schema
+from moetool.trace.rows import embedding_schema, token_schema
 from moetool.trace.writer import token_columns
 from moetool.types import ModelSpec
 
@@ -36,7 +36,7 @@ class CaptureOptions:
             leaves it at what `moetool.prompts.gather.tokens_to_decode` says.
         batch_size: prompts that are forwarded together: consecutive ones; the next batch begins when the last
             request of one has ended, so that the same call gives the same rows.
-        keep: columns to record, of `moetool.trace.reader.KEEP`.
+        keep: columns to record, of `moetool.trace.rows.KEEP`.
         ahead: for how many layers the column `ahead` looks ahead.
         resident: share of a layer's experts that the column `resident` takes to be resident.
         device: `cpu` or `cuda`.

@@ -26,7 +26,8 @@ from moetool.models.recording import GateRecorder
 from moetool.models.sequential import Sequential, open_batcher
 from moetool.prompts.gather import Prompt
 from moetool.request import SamplingParams
-from moetool.trace.reader import MANIFEST, TokenBatch, Trace
+from moetool.trace.reader import MANIFEST, Trace
+from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
 
 CHUNK_TOKENS, CHUNK_BYTES = 1024, 1 << 23

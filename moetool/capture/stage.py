@@ -22,7 +22,8 @@ import pyarrow as pa
 from moetool import durable
 from moetool.capture.plan import CapturePlan, require_disk
 from moetool.errors import MismatchError, MoetoolError, UsageError, first_line
-from moetool.trace.reader import MANIFEST, to_token_batch
+from moetool.trace.reader import MANIFEST
+from moetool.trace.rows import to_token_batch
 from moetool.trace.writer import TraceWriter
 
 STAGE = ".stage"

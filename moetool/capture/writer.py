@@ -15,7 +15,7 @@ import pyarrow as pa
 from moetool import durable
 from moetool.capture.stage import Stage
 from moetool.errors import MoetoolError, first_line
-from moetool.trace.reader import REQUESTS, TokenBatch, embedding_schema, to_array, to_record_batch
+from moetool.trace.rows import REQUESTS, TokenBatch, embedding_schema, to_array, to_record_batch
 
 
 class BatchWriter:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ class ClusterCommand:
     Attributes:
         values: of `--set`, by name.
         refused: options that mean nothing here, and whether they were given.
-        predictor: of expert parallelism that places for the queue.
+        predictor: of expert parallelism that places for the queue, and
+        profile: what its decisions reckon with.
     """
 
     model: str
@@ -33,10 +34,11 @@ class ClusterCommand:
     mode: str
     host: str
     port: int
-    api_key: str | None
+    api_key: str | None = field(repr=False)
     values: Mapping[str, Any]
     refused: Mapping[str, bool]
     predictor: Path | None = None
+    profile: Path | None = None
 
 
 def serve_cluster(command: ClusterCommand) -> None:
@@ -81,6 +83,8 @@ def _edge(command: ClusterCommand) -> None:
         raise UsageError(
             "--predictor means nothing with --cluster in mode edge: the plan says who holds what; leave it out"
         )
+    if command.profile is not None:
+        raise UsageError("--profile means nothing with --cluster in mode edge, which measures its calls; leave it out")
     if given := [name for name, is_given in command.refused.items() if is_given]:
         raise UsageError(f"{given[0]} means nothing with --cluster: the plan says what each server holds; leave it out")
     plan = PlacementPlan.load(command.plan)
@@ -183,6 +187,7 @@ def _ep(command: ClusterCommand) -> None:
         port=command.port,
         api_key=command.api_key,
         predictor=command.predictor,
+        profile=command.profile,
         values=command.values,
     )
 

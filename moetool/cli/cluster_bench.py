@@ -1,14 +1,12 @@
 """The command `moetool bench cluster`."""
 
-import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from moetool import durable, tables
+from moetool import tables
+from moetool.cli.bench_results import command_line, hand_over, results_file
 from moetool.config import parse, parse_settings
 from moetool.errors import UsageError, unknown_name
 
@@ -59,9 +57,7 @@ def cluster(
         return
     options = parse(ClusterBenchOptions, {**(QUICK if quick else {}), **given}, "bench")
     lines = parse_lines(line)
-    if out is not None:
-        durable.require_absent(out / _RESULTS, overwrite)
-        durable.require_writable(out / _RESULTS)
+    file = results_file(out, "cluster.json", overwrite)
     from moetool.bench.cluster.figures import save_figures
     from moetool.bench.cluster.results import print_cluster_bench
     from moetool.bench.cluster.run import bench_cluster
@@ -73,20 +69,12 @@ def cluster(
             tasks,
             lines,
             options,
-            command=shlex.join(["moetool", *sys.argv[1:]]),
+            command=command_line(),
             on_progress=on_progress,
         )
-    if out is not None:
-        durable.write_text(out / _RESULTS, json.dumps(made.to_json(), indent=1) + "\n")
-        figures = save_figures(made, out)
-        tables.narrate(f"moetool: {', '.join(str(path) for path in (out / _RESULTS, *figures))}")
-    if as_json:
-        tables.print_json(made.to_json())
-    else:
-        print_cluster_bench(made)
+    hand_over(made, file, print_cluster_bench, as_json=as_json, draw=save_figures)
 
 
 _MODES = ("edge", "ep")
-_RESULTS = "cluster.json"
 _TASKS = ("arithmetic", "ascii_words", "narratives")
 """As Prism's first set-up: three tasks of BIG-bench, here those of the embedded prompts that are most like them."""

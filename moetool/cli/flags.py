@@ -50,10 +50,17 @@ Recipe = Annotated[
 
 def listed(values: list[str]) -> list[str]:
     """Repeated flags and commas alike make a list; a path with a comma in it stays whole if it exists."""
-    parts = [part for value in values for part in ([value] if Path(value).exists() else value.split(",")) if part]
+    parts = [part for value in values for part in ([value] if _exists(value) else value.split(",")) if part]
     if not parts:
         raise UsageError(f"{values!r} names nothing; give at least one")
     return parts
+
+
+def _exists(value: str) -> bool:
+    try:
+        return Path(value).exists()
+    except (OSError, ValueError):  # a list that is longer than a file's name may be is no path
+        return False
 
 
 def require_policies(names: list[str], options: dict[str, Any]) -> None:

@@ -1,16 +1,14 @@
 """`moetool bench cluster --mode ep`: DIRECTOR's comparisons on ranks of this machine."""
 
-import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moetool import durable, tables
+from moetool import tables
+from moetool.cli.bench_results import hand_over, results_file
 from moetool.config import parse
 from moetool.errors import UsageError
-
-_RESULTS = "cluster-ep.json"
 
 
 def bench_parallel(
@@ -44,9 +42,7 @@ def bench_parallel(
     given = {**(QUICK if quick else {}), **values, **({"data": list(data)} if data else {})}
     work = given.pop("work", None)
     options = parse(BenchOptions, given, "bench")
-    if out is not None:
-        durable.require_absent(out / _RESULTS, overwrite)
-        durable.require_writable(out / _RESULTS)
+    file = results_file(out, "cluster-ep.json", overwrite)
     launcher = RayRanks(Where(count=options.ranks), [f"rank {n}" for n in range(options.ranks)], threads=1)
     with tempfile.TemporaryDirectory() as scratch, tables.progress(f"benching {model}", 100) as on_progress:
         folder = Path(scratch if work is None else str(work))
@@ -55,11 +51,4 @@ def bench_parallel(
         except OSError as error:
             raise UsageError(f"cannot make the folder {folder}: {error.strerror}") from None
         bench = run(model, options, launcher, folder, only=lines, on_progress=on_progress)
-    if out is not None:
-        durable.write_text(out / _RESULTS, json.dumps(bench.to_json(), indent=1) + "\n")
-        figures = draw(bench, out)
-        tables.narrate(f"moetool: {', '.join(str(path) for path in (out / _RESULTS, *figures))}")
-    if as_json:
-        tables.print_json(bench.to_json())
-    else:
-        print_parallel_bench(bench)
+    hand_over(bench, file, print_parallel_bench, as_json=as_json, draw=draw)

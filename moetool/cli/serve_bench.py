@@ -1,14 +1,12 @@
 """The command `moetool bench serve`."""
 
-import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moetool import durable, tables
+from moetool.cli.bench_results import command_line, hand_over
 from moetool.cli.flags import Json, Recipe, listed, require_policies
 from moetool.config import parse, parse_settings
 
@@ -30,7 +28,8 @@ def bench_serve(
     layers: Annotated[int | None, typer.Option(min=1, help="MoE layers of the shape; all, if not given.")] = None,
     routes: Annotated[Path | None, typer.Option(help="Folder of a trace whose routing the model follows.")] = None,
     beside: Annotated[
-        str | None, typer.Option(help="Folder of a packed replica of MODEL, to be served in the same memory.")
+        str | None,
+        typer.Option(help="Folder of a packed replica of MODEL (of a shape: int4), served in the same memory."),
     ] = None,
     data: Annotated[
         list[str], typer.Option(help="Prompts of a MODEL that routes by itself: embedded sets, or files.")
@@ -55,16 +54,19 @@ def bench_serve(
     if beside is not None:
         from moetool.cli.forms_bench import bench_beside
 
-        refused = {"--shape": shape, "--layers": layers, "--routes": routes, "--predictor": predictor}
         bench_beside(
             model,
             beside,
-            data=listed(data),
+            shape=shape,
+            layers=layers,
+            routes=routes,
+            data=listed(data) if data else (),
+            work=work,
+            predictor=predictor,
             policies=names,
             budgets=listed(budget),
             bench=values,
             policy_options=options,
-            others=refused,
             as_json=as_json,
             out=out,
         )
@@ -89,12 +91,7 @@ def bench_serve(
             budgets=listed(budget),
             options=parse(BenchOptions, values, "bench"),
             policy_options=options,
-            command=shlex.join(["moetool", *sys.argv[1:]]),
+            command=command_line(),
             on_progress=on_progress,
         )
-    if out is not None:
-        durable.write_text(out, json.dumps(made.to_json(), indent=1) + "\n")
-    if as_json:
-        tables.print_json(made.to_json())
-    else:
-        print_serve_bench(made)
+    hand_over(made, out, print_serve_bench, as_json=as_json)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moetool import tables
+from moetool import garbage, tables
 from moetool.cli import cluster as cli_cluster
 from moetool.cli.flags import ApiKey, Device, HostMemory, Model, Recipe, Settings
 from moetool.config import parse, parse_bytes, parse_settings
@@ -31,6 +31,9 @@ def serve(
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Cache policy; the plan's (or auto), or lru.")] = None,
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor; the plan's.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Costs of a machine, by 'moetool profile'; for --mode ep.")
+    ] = None,
     device_memory: Annotated[
         str | None, typer.Option(help="For everything together, such as 64MB; the plan's.")
     ] = None,
@@ -66,9 +69,12 @@ def serve(
                 values=values,
                 refused={name: value is not None for name, value in given.items()},
                 predictor=predictor,
+                profile=profile,
             )
         )
         return
+    if profile is not None:
+        raise UsageError("--profile is for --cluster --mode ep; on one machine the plan has chosen by one already")
     if mode is not None:
         raise UsageError("--mode says what the servers of a --cluster do; give that too, such as --cluster local:3")
     if plan is not None:
@@ -111,6 +117,7 @@ def serve(
         sock.close()
         raise
     engine.start()
+    garbage.as_usual()  # a server lives long, and a pause to look through all of torch would be somebody's latency
     slots = engine.store.num_slots
     among = f" on {options.devices} devices" if options.devices > 1 else ""
     below = (

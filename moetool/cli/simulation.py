@@ -1,5 +1,6 @@
 """The command `moetool simulate`: a cluster, its requests and a way to place experts, without owning the cluster."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ from moetool.errors import UsageError
 
 if TYPE_CHECKING:
     from moetool.simulation.results import Simulated
+    from moetool.types import ModelSpec
 
 
 def register(app: typer.Typer) -> None:
@@ -60,7 +62,6 @@ def simulate(
     from moetool.costing.costs import CostProfile
     from moetool.placement_plan import PlacementPlan
     from moetool.planning.cluster_file import load_cluster
-    from moetool.simulation.control import find_mode
     from moetool.simulation.running import open_sources, read_settings
     from moetool.simulation.sweeping import parse_sweeps
     from moetool.simulation.sweeping import sweep as run
@@ -73,12 +74,7 @@ def simulate(
         durable.require_writable(report)
     options, costs, planner_options = read_settings(parse_settings(settings))
     swept = parse_sweeps(sweep)
-    modes = [name for text in mode for name in text.split(",") if name]
-    if not modes:
-        raise UsageError("--mode names no mode, expected one such as prism_exact")
-    planners = {find_mode(name).planner for name in modes}
-    if stray := [name for name, value in planner_options.items() if isinstance(value, dict) and name not in planners]:
-        raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(sorted(planners))}; write PLANNER.OPTION=VALUE")
+    modes = _modes(mode, planner_options)
     if plan is not None and {"gpus", "bandwidth"} & swept.keys():
         raise UsageError("--plan is for one cluster, and --sweep makes others; leave one of them out")
     given = None if plan is None else PlacementPlan.load(plan)
@@ -109,24 +105,17 @@ def simulate(
         drawn = save(figure, runs)
     drawn_from = _drawn_from(options.split, None if given is None else given.split)
     if report is not None:
-        from moetool.report.page import shape_of
-        from moetool.report.simulated import facts_of, page
-
-        spec = next(iter(sources.values())).spec
-        facts = facts_of(
-            {
-                "model": spec.name,
-                "traces": ", ".join(trace),
-                "cluster": cluster,
-                "arrivals": arrivals,
-                "requests": f"drawn from {drawn_from}",
-                "costs": runs[0][1].costs,
-                "plan": plan,
-                "settings": ", ".join(settings),
-                "links": f"by {options.links}; {options.seats} under way on a GPU; seed {options.seed}",
-            }
-        )
-        durable.write_text(report, page(runs, facts, shape_of(spec)))
+        said = {
+            "traces": ", ".join(trace),
+            "cluster": cluster,
+            "arrivals": arrivals,
+            "requests": f"drawn from {drawn_from}",
+            "costs": runs[0][1].costs,
+            "plan": plan,
+            "settings": ", ".join(settings),
+            "links": f"by {options.links}; {options.seats} under way on a GPU; seed {options.seed}",
+        }
+        _write_page(report, runs, next(iter(sources.values())).spec, said)
     if as_json:
         tables.print_json(
             {
@@ -147,6 +136,26 @@ def simulate(
         print(f"drawn in {', '.join(map(str, drawn))}")
     if report is not None:
         print(f"page: {report}")
+
+
+def _modes(given: list[str], planner_options: Mapping[str, Any]) -> list[str]:
+    """The modes by name. Raises: UsageError where there is none, or an option is for the planner of none of them."""
+    from moetool.simulation.control import find_mode
+
+    modes = [name for text in given for name in text.split(",") if name]
+    if not modes:
+        raise UsageError("--mode names no mode, expected one such as prism_exact")
+    planners = {find_mode(name).planner for name in modes}
+    if stray := [name for name, value in planner_options.items() if isinstance(value, dict) and name not in planners]:
+        raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(sorted(planners))}; write PLANNER.OPTION=VALUE")
+    return modes
+
+
+def _write_page(report: Path, runs: Any, spec: "ModelSpec", said: Mapping[str, Any]) -> None:
+    from moetool.report.page import shape_of
+    from moetool.report.simulated import facts_of, page
+
+    durable.write_text(report, page(runs, facts_of({"model": spec.name, **said}), shape_of(spec)))
 
 
 def _drawn_from(split: float, planned: float | None) -> str:

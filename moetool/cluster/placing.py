@@ -1,6 +1,6 @@
 """From a placement plan to the settings of each server of a cluster."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moetool.cluster.experts import CallOptions
@@ -27,7 +27,7 @@ class Endpoints:
 
     host: str = "127.0.0.1"
     port: int = 0
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     toward: str = ""
 
 

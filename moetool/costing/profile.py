@@ -149,7 +149,8 @@ def _expert_stage(
 
     def stage(share: float) -> Curve:
         form = moe_layers(empty_model(config, dtype))[0].form
-        with contextlib.nullcontext() if packed is None else _expert_files(packed, spec, config) as files:
+        products = dtype == torch.bfloat16 and device == "cpu"
+        with contextlib.nullcontext() if packed is None else _expert_files(packed, spec, config, products) as files:
             return expert_curve(form, int(config.hidden_size), weights, dtype, device, share, files)
 
     return stage
@@ -167,11 +168,11 @@ def _disk(
 
 
 @contextlib.contextmanager
-def _expert_files(path: Path, spec: ModelSpec, config: Any) -> Iterator[ExpertFiles]:
+def _expert_files(path: Path, spec: ModelSpec, config: Any, products: bool = False) -> Iterator[ExpertFiles]:
     shards = Shards(path, packing=read_packing(path))
     try:
         model = empty_model(config, torch.float32)
-        yield ExpertFiles(shards, moe_layers(model), spec, sources(model, shards.tensors))
+        yield ExpertFiles(shards, moe_layers(model), spec, sources(model, shards.tensors), products=products)
     finally:
         shards.close()
 

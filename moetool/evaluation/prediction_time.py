@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from moetool.predictor import Predictor
-from moetool.trace.reader import Trace, to_events
+from moetool.trace.events import to_events
+from moetool.trace.reader import Trace
 from moetool.types import ForwardInfo, GateEvent, Phase
 
 _STEPS, _PROMPTS = 20, 4

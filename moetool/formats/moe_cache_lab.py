@@ -22,7 +22,8 @@ from moetool.trace.model_facts import ModelFacts
 from moetool.trace.routes import Routes, RouteSequence, check, prompt_rows, renormalized, sums_to_one, whole_requests
 
 if TYPE_CHECKING:
-    from moetool.trace.reader import TokenBatch, Trace
+    from moetool.trace.reader import Trace
+    from moetool.trace.rows import TokenBatch
 
 FOLDER_MARK = "00000.jsonl"
 _FORMAT = "moe-cache-lab.routing-jsonl"

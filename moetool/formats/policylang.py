@@ -18,9 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moetool.errors import MismatchError, first_line
+from moetool.trace.events import router_scores
 from moetool.trace.model_facts import ModelFacts
-from moetool.trace.reader import TokenBatch, Trace, router_scores
+from moetool.trace.reader import Trace
 from moetool.trace.routes import Routes, RouteSequence, check, renormalized, sums_to_one, whole_requests
+from moetool.trace.rows import TokenBatch
 from moetool.types import Phase
 
 _INT32, _FLOATS = pa.int32(), pa.list_(pa.float32())

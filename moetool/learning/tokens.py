@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from moetool.errors import MismatchError
-from moetool.trace.reader import TokenBatch, Trace, router_scores
+from moetool.trace.events import router_scores
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 from moetool.types import ModelSpec
 
 Part = Collection[int] | Mapping[int, range]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moetool.errors import MismatchError
+from moetool.models import packed_product
 from moetool.models.checkpoint import Source
 from moetool.models.packed import Block, PackedWeight
 from moetool.models.shards import DTYPES, OTHER_DTYPES, PackedTensors, Shards, Tensor
@@ -70,13 +71,23 @@ class ExpertFiles:
 
     Args:
         sources: what makes each parameter, from `moetool.models.checkpoint.sources`.
+        products: whether packed experts are put into the order that `moetool.models.packed_product` computes with,
+            where it can: for slots that are computed with on this processor, in bfloat16, and are not sent elsewhere.
 
     Raises:
         MismatchError: a tensor is missing, has another shape or type than the config says, or would have to be
             computed from others before it can be used.
     """
 
-    def __init__(self, shards: Shards, layers: list[MoeLayer], spec: ModelSpec, sources: dict[str, Source]) -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        layers: list[MoeLayer],
+        spec: ModelSpec,
+        sources: dict[str, Source],
+        *,
+        products: bool = False,
+    ) -> None:
         self.shards = shards
         self.spec = spec
         self._sources = sources
@@ -101,6 +112,8 @@ class ExpertFiles:
                 f"{layers[0].path} packs a part of each expert's first product and not the rest; moetool serves models "
                 "whose experts are packed as a whole"
             )
+        self._tile = packed_product.tile_rows() if products and self._multiplied() else 0
+        self._arranged = {f.offset: f for f in self._fields if f.role == "words"} if self._tile else {}
         for layer in layers:
             if [part.shape for part in layer.form.parts] != self._shapes:
                 raise MismatchError(
@@ -123,7 +136,12 @@ class ExpertFiles:
         for read in self._reads.get(key, ()):
             data = torch.frombuffer(self.shards.read(read.file, read.offset, read.num_bytes), dtype=torch.uint8)
             for source, target, num_bytes in read.pieces:
-                slot[target : target + num_bytes].copy_(data[source : source + num_bytes])
+                field, piece = self._arranged.get(target), data[source : source + num_bytes]
+                if field is None:
+                    slot[target : target + num_bytes].copy_(piece)
+                else:
+                    packed = piece.view(field.shape[0], -1)
+                    packed_product.arrange(packed, slot[target : target + num_bytes], self._tile)
             total += read.num_bytes
         return total
 
@@ -144,6 +162,7 @@ class ExpertFiles:
                     _lying_together(slot, roles["scale"][block]),
                     _lying_together(slot, roles["zero"][block]) if "zero" in roles else None,
                     words[0].columns,
+                    self._tile,
                 )
                 for block in blocks
             ]
@@ -167,6 +186,16 @@ class ExpertFiles:
             for whole, view in zip(found.values(), views, strict=True):
                 whole[expert] = view.to(dtype)
         return found
+
+    def _multiplied(self) -> bool:
+        """Whether every part is packed in a way that `packed_product` takes."""
+        if self.shards.bits != 4 or any("words" not in roles or "zero" in roles for roles in self._roles):
+            return False
+        return all(
+            packed_product.multiplies(words.shape[0], words.columns, scale.shape[1], scale.dtype)
+            for roles in self._roles
+            for words, scale in zip(roles["words"], roles["scale"], strict=True)
+        )
 
     def _find(self, layer: MoeLayer, expert: int) -> list[tuple[Tensor, int]]:
         """The expert's tensors (or its parts of stacked ones) with their places in the slot."""

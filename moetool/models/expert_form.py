@@ -107,11 +107,11 @@ class ExpertForm:
 
     def _first(self, x: torch.Tensor, weights: tuple[torch.Tensor | PackedWeight, ...]) -> torch.Tensor:
         bias = weights[1].to(x.dtype) if len(weights) == 4 else None
-        return _linear(x, weights[0].to(x.dtype), bias, self.up_transposed)
+        return _linear(x, weights[0], bias, self.up_transposed)
 
     def _second(self, hidden: torch.Tensor, weights: tuple[torch.Tensor | PackedWeight, ...]) -> torch.Tensor:
         down, bias = (weights[2], weights[3].to(hidden.dtype)) if len(weights) == 4 else (weights[1], None)
-        output = _linear(hidden, down.to(hidden.dtype), bias, self.down_transposed)
+        output = _linear(hidden, down, bias, self.down_transposed)
         return output if self.finish is None else self.finish(output)
 
 
@@ -205,6 +205,12 @@ def _gated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torc
     return gate
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:
-    output = x @ weight if transposed else F.linear(x, weight)
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None, transposed: bool
+) -> torch.Tensor:
+    if isinstance(weight, PackedWeight) and not transposed:
+        output = weight.times(x)
+    else:
+        dense = weight.to(x.dtype)
+        output = x @ dense if transposed else F.linear(x, dense)
     return output if bias is None else output + bias

@@ -252,7 +252,9 @@ def _reported(into: io.StringIO) -> Iterator[None]:
         logger.propagate = before[2]
 
 
-def load_lazy(path: Path, dtype: torch.dtype, device: torch.device = CPU, direct: bool = True) -> LoadedModel:
+def load_lazy(
+    path: Path, dtype: torch.dtype, device: torch.device = CPU, direct: bool = True, products: bool = False
+) -> LoadedModel:
     """The model with everything but its routed experts in the memory of a device.
 
     The experts' parameters stay on the meta device; whoever runs the model puts an experts implementation in
@@ -260,6 +262,8 @@ def load_lazy(path: Path, dtype: torch.dtype, device: torch.device = CPU, direct
 
     Args:
         direct: read experts with O_DIRECT where the file system allows.
+        products: have packed experts multiplied as they are where that is fastest, in bfloat16 on a CPU
+            (`moetool.models.packed_product`). What a slot holds is then of use to this processor alone.
 
     Raises:
         MismatchError: the weight files and the config do not belong together.
@@ -271,7 +275,8 @@ def load_lazy(path: Path, dtype: torch.dtype, device: torch.device = CPU, direct
     layers = moe_layers(model)
     shards = Shards(path, direct=direct, packing=read_packing(path))
     made_of = sources(model, shards.tensors)
-    files = ExpertFiles(shards, layers, spec, made_of)
+    multiplied = products and dtype == torch.bfloat16 and device.type == "cpu"
+    files = ExpertFiles(shards, layers, spec, made_of, products=multiplied)
     _fill(model, made_of, offloaded(layers), shards, dtype, device)
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)

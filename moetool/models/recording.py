@@ -13,7 +13,7 @@ from moetool.models.families import FAMILIES
 from moetool.models.resident import ResidentForward
 from moetool.models.routing import logits_ahead, read_logits, to_float16, watch
 from moetool.models.spec import MoeLayer
-from moetool.trace.reader import TokenBatch
+from moetool.trace.rows import TokenBatch
 
 
 class GateRecorder:

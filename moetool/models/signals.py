@@ -12,7 +12,7 @@ from moetool.errors import UsageError
 from moetool.models.families import FAMILIES
 from moetool.models.routing import logits_ahead, read_logits, to_float16
 from moetool.models.spec import MoeLayer
-from moetool.trace.reader import ahead_scores, router_scores
+from moetool.trace.events import ahead_scores, router_scores
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,28 +65,12 @@ def train(
     """
     durable.require_absent(out, overwrite, MARKER)
     folder = out.with_name(out.name + STATE)
-    durable.put_back(folder)
-    if folder.exists() and not (resume or overwrite):
-        raise UsageError(
-            f"{folder} is what an unfinished run left; go on with --resume, or begin anew with --overwrite"
-        )
-    if resume and not folder.exists():
-        raise UsageError(f"there is nothing to resume: no {folder}; leave --resume out")
+    _require_state(folder, resume, overwrite)
     text_files(data)
     source = locate(start or REFERENCE)
     if start is not None and recipe.data.tokenizer == "new":
         raise UsageError(f"data.tokenizer is new, but the weights of {source} know their own; leave one of them out")
-    if recipe.data.tokenizer == "new":
-        documents = training_documents(data, recipe.data.held_out)
-        tokenizer, tokenizer_files = learn_tokenizer(documents, recipe.data.vocabulary, source)
-    else:
-        tokenizer, tokenizer_files = tokenizer_of(source)
-    config = new_config(recipe.model, tokenizer)
-    if start is None:
-        model = build(config, recipe.seed)
-    else:
-        model = open_checkpoint(source)
-        _require_same_architecture(source, model.config, config)
+    model, tokenizer, tokenizer_files = _begin(recipe, data, source, from_checkpoint=start is not None)
     threads = use_threads(model.config, recipe.fit.threads)
     domains = read_domains(
         data, tokenizer, recipe.data.held_out, lambda done, total: on_progress("reading bytes of text", done, total)
@@ -130,16 +114,45 @@ def train(
         if start is not None:
             facts["continues"] = _history(start, source)
         with durable.staged_directory(out, overwrite, MARKER) as staged:
-            _save(model, staged)
-            for name, content in tokenizer_files.items():
-                (staged / name).write_bytes(content)
-            (staged / MARKER).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-            (staged / "README.md").write_text(readme(out.name, model, facts), encoding="utf-8")
+            _write(staged, out.name, model, tokenizer_files, facts)
     except (OSError, SafetensorError) as error:  # the second is what a full disk makes of weights
         rest = f"what {folder} holds can be gone on from with --resume" if folder.exists() else "choose another --out"
         raise MoetoolError(f"cannot write {out}: {error}; free space; {rest}") from error
     state.remove()
     return facts
+
+
+def _require_state(folder: Path, resume: bool, overwrite: bool) -> None:
+    durable.put_back(folder)
+    if folder.exists() and not (resume or overwrite):
+        raise UsageError(
+            f"{folder} is what an unfinished run left; go on with --resume, or begin anew with --overwrite"
+        )
+    if resume and not folder.exists():
+        raise UsageError(f"there is nothing to resume: no {folder}; leave --resume out")
+
+
+def _begin(recipe: Recipe, data: Path, source: Path, *, from_checkpoint: bool) -> tuple[Any, Any, Mapping[str, bytes]]:
+    """The model before its first step, its tokenizer, and that one's files by name."""
+    if recipe.data.tokenizer == "new":
+        documents = training_documents(data, recipe.data.held_out)
+        tokenizer, files = learn_tokenizer(documents, recipe.data.vocabulary, source)
+    else:
+        tokenizer, files = tokenizer_of(source)
+    config = new_config(recipe.model, tokenizer)
+    if not from_checkpoint:
+        return build(config, recipe.seed), tokenizer, files
+    model = open_checkpoint(source)
+    _require_same_architecture(source, model.config, config)
+    return model, tokenizer, files
+
+
+def _write(folder: Path, name: str, model: Any, tokenizer_files: Mapping[str, bytes], facts: Mapping[str, Any]) -> None:
+    _save(model, folder)
+    for file, content in tokenizer_files.items():
+        (folder / file).write_bytes(content)
+    (folder / MARKER).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(readme(name, model, facts), encoding="utf-8")
 
 
 def _require_same_architecture(source: Path, found: Any, expected: Any) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from moetool.errors import UsageError
-from moetool.trace.reader import Trace, router_scores
+from moetool.trace.events import router_scores
+from moetool.trace.reader import Trace
 from moetool.types import ModelSpec, Phase
 
 

@@ -66,7 +66,8 @@ def find_mode(name: str) -> Mode:
     if other and f"director-{when}" in MODES:
         planner.find(other)
         return replace(MODES[f"director-{when}"], planner=other, quick={})
-    planner.find(name)
+    of_any = (f"PLANNER-{mode.removeprefix('director-')}" for mode in MODES if mode.startswith("director-"))
+    planner.find(name, option="--mode", others=[*MODES, *of_any])
     return Mode(planner=name, sees="past")
 
 

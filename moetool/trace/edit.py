@@ -13,7 +13,8 @@ import numpy as np
 
 from moetool import durable
 from moetool.errors import UsageError, unknown_name
-from moetool.trace.reader import KEEP, MANIFEST, SIGNALS, TokenBatch, Trace
+from moetool.trace.reader import MANIFEST, Trace
+from moetool.trace.rows import KEEP, SIGNALS, TokenBatch
 from moetool.trace.writer import TraceWriter
 from moetool.types import ModelSpec
 

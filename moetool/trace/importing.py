@@ -15,8 +15,9 @@ from moetool.errors import MismatchError, UsageError, unknown_name
 from moetool.trace import expert_counts
 from moetool.trace.expert_counts import Counted
 from moetool.trace.import_settings import Settings
-from moetool.trace.reader import MANIFEST, TokenBatch
+from moetool.trace.reader import MANIFEST
 from moetool.trace.routes import Routes, RouteSequence
+from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
 from moetool.types import Phase
 

@@ -18,8 +18,7 @@ is said in `moetool.trace.version`: traces of an older minor version are read, t
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,150 +28,22 @@ import pyarrow.parquet as pq
 
 from moetool import durable
 from moetool.errors import MismatchError, UsageError, first_line
-from moetool.trace.version import SCHEMA_VERSION, upgrade
+from moetool.trace.events import to_events
+from moetool.trace.rows import (
+    ALWAYS,
+    COLUMNS,
+    KEEP,
+    REQUESTS,
+    TokenBatch,
+    embedding_schema,
+    to_token_batch,
+    token_schema,
+)
+from moetool.trace.version import upgrade
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 MANIFEST = "manifest.json"
-KEEP = ("topk", "logits", "embeddings", "hidden", "ahead", "resident")
-SIGNALS = ("logits", "hidden", "ahead", "resident")
-"""Columns of tokens/ beside the routes, which a trace may hold."""
 BATCH_TOKENS = 8192
-
-REQUESTS = pa.schema(
-    [
-        ("request", pa.int32()),
-        ("dataset", pa.string()),
-        ("task", pa.string()),
-        ("prompt_id", pa.string()),
-        ("prompt_tokens", pa.int32()),
-        ("new_tokens", pa.int32()),
-        ("tokens", pa.int32()),  # rows of this request in tokens/
-    ]
-)
-
-
-@dataclass(slots=True, kw_only=True)
-class TokenBatch:
-    """Rows of tokens/, as arrays.
-
-    Shapes:
-        request_T, forward_T, iteration_T, position_T, token_id_T int32; phase_T uint8 (`Phase`);
-        experts_TS uint16 and weights_TS float16 with S = sum of top_k_L; logits_TF float16 with F = sum of
-        num_experts_L; hidden_TH float16 with H = L * D; ahead_TR float16 with R = L * A * E; resident_TW float16 with
-        W = L * E. `None` where not recorded or not asked for.
-        A token id of -1 was withheld.
-    """
-
-    request_T: np.ndarray
-    forward_T: np.ndarray
-    phase_T: np.ndarray
-    iteration_T: np.ndarray
-    position_T: np.ndarray
-    token_id_T: np.ndarray
-    experts_TS: np.ndarray
-    weights_TS: np.ndarray | None = None
-    logits_TF: np.ndarray | None = None
-    hidden_TH: np.ndarray | None = None
-    ahead_TR: np.ndarray | None = None
-    resident_TW: np.ndarray | None = None
-
-    def __len__(self) -> int:
-        return len(self.request_T)
-
-    def select(self, index: Any) -> "TokenBatch":
-        """The rows that `index` (a slice, a mask or an index array) picks."""
-        picked: dict[str, Any] = {
-            f.name: None if (column := getattr(self, f.name)) is None else column[index] for f in fields(self)
-        }
-        return TokenBatch(**picked)
-
-    @staticmethod
-    def concatenate(batches: Sequence["TokenBatch"]) -> "TokenBatch":
-        """The rows of several batches, one after the other. All must have the same columns."""
-        joined: dict[str, Any] = {}
-        for f in fields(TokenBatch):
-            parts = [getattr(batch, f.name) for batch in batches]
-            joined[f.name] = None if parts[0] is None else np.concatenate(parts)
-        return TokenBatch(**joined)
-
-
-COLUMNS = {
-    "request": "request_T",
-    "forward": "forward_T",
-    "phase": "phase_T",
-    "iteration": "iteration_T",
-    "position": "position_T",
-    "token_id": "token_id_T",
-    "experts": "experts_TS",
-    "weights": "weights_TS",
-    "logits": "logits_TF",
-    "hidden": "hidden_TH",
-    "ahead": "ahead_TR",
-    "resident": "resident_TW",
-}
-ALWAYS = ("request", "forward", "phase", "iteration", "position", "token_id", "experts")
-
-
-def _widths(spec: ModelSpec, ahead: int) -> dict[str, int]:
-    return {
-        "experts": sum(spec.top_k_L),
-        "weights": sum(spec.top_k_L),
-        "logits": sum(spec.num_experts_L),
-        "hidden": spec.num_layers * spec.hidden_size,
-        "ahead": spec.num_layers * ahead * spec.num_experts,
-        "resident": spec.num_layers * spec.num_experts,
-    }
-
-
-def token_schema(spec: ModelSpec, columns: Iterable[str], ahead: int) -> pa.Schema:
-    """The schema of tokens/. `ahead`: for how many layers the column of that name looks ahead."""
-    widths = _widths(spec, ahead)
-    types: dict[str, pa.DataType] = {
-        **dict.fromkeys(("request", "forward", "iteration", "position", "token_id"), pa.int32()),
-        "phase": pa.uint8(),
-        "experts": pa.list_(pa.uint16(), widths["experts"]),
-        **{name: pa.list_(pa.float16(), widths[name]) for name in ("weights", *SIGNALS)},
-    }
-    offsets = {
-        "moetool.top_k_offsets": [0, *np.cumsum(spec.top_k_L).tolist()],
-        "moetool.expert_offsets": [0, *np.cumsum(spec.num_experts_L).tolist()],
-    }
-    return pa.schema(
-        [(name, types[name]) for name in COLUMNS if name in columns],
-        metadata={"moetool.schema_version": SCHEMA_VERSION, **{k: json.dumps(v) for k, v in offsets.items()}},
-    )
-
-
-def to_token_batch(record: pa.RecordBatch) -> TokenBatch:
-    """Rows of tokens/ from Arrow, which they share memory with."""
-    columns: dict[str, Any] = {}
-    for name in record.schema.names:
-        values = record[name]
-        if pa.types.is_fixed_size_list(values.type):
-            flat = values.flatten().to_numpy(zero_copy_only=False)
-            columns[COLUMNS[name]] = flat.reshape(-1, values.type.list_size)
-        else:
-            columns[COLUMNS[name]] = values.to_numpy(zero_copy_only=False)
-    return TokenBatch(**columns)
-
-
-def to_record_batch(rows: TokenBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The columns of a schema from rows of tokens/."""
-    arrays = [to_array(getattr(rows, COLUMNS[field.name]), field.type) for field in schema]
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-
-def to_array(values: np.ndarray, kind: pa.DataType) -> pa.Array:
-    """A column of one type; of a matrix, fixed-size lists."""
-    if not pa.types.is_fixed_size_list(kind):
-        return pa.array(values, type=kind)
-    flat = pa.array(np.ascontiguousarray(values).reshape(-1), type=kind.value_type)
-    return pa.FixedSizeListArray.from_arrays(flat, type=kind)
-
-
-def embedding_schema(spec: ModelSpec) -> pa.Schema:
-    vector = pa.list_(pa.float16(), spec.hidden_size)
-    return pa.schema([("request", pa.int32()), ("iteration", pa.int32()), ("embedding", vector)])
 
 
 class Trace:
@@ -479,77 +350,3 @@ class _Embeddings:
         if not self._read[key]:
             del self._read[key]
         return embedding_D
-
-
-def to_events(
-    spec: ModelSpec, rows: TokenBatch, forward_id: int, *, embedding_TD: np.ndarray | None = None
-) -> tuple[ForwardInfo, list[GateEvent]]:
-    """The rows of one forward as a ForwardInfo and its gate events, one a layer."""
-    info = ForwardInfo(
-        forward_id=forward_id,
-        request_T=tuple(rows.request_T.tolist()),
-        phase_T=tuple(rows.phase_T.tolist()),
-        position_T=tuple(rows.position_T.tolist()),
-        embedding_TD=embedding_TD,
-        token_id_T=tuple(rows.token_id_T.tolist()),
-    )
-    events = []
-    top = np.concatenate([[0], np.cumsum(spec.top_k_L)])
-    wide = np.concatenate([[0], np.cumsum(spec.num_experts_L)])
-    for layer in range(spec.num_layers):
-        span = slice(top[layer], top[layer + 1])
-        weights = None if rows.weights_TS is None else rows.weights_TS[:, span].astype(np.float32)
-        scores = None
-        if rows.logits_TF is not None:
-            logits = rows.logits_TF[:, wide[layer] : wide[layer + 1]].astype(np.float32)
-            scores = router_scores(logits, spec.score_function)
-        hidden = ahead = resident = None
-        if rows.hidden_TH is not None:
-            width = spec.hidden_size
-            hidden = rows.hidden_TH[:, layer * width : (layer + 1) * width].astype(np.float32)
-        if rows.ahead_TR is not None:
-            looked = rows.ahead_TR.reshape(len(rows), spec.num_layers, -1, spec.num_experts)[:, layer]
-            ahead = ahead_scores(spec, layer, looked.transpose(1, 0, 2))
-        if rows.resident_TW is not None:
-            said = rows.resident_TW.reshape(len(rows), spec.num_layers, -1)[:, layer]
-            resident = next_scores(spec, layer, said)
-        events.append(
-            GateEvent(
-                forward=info,
-                layer=layer,
-                experts_TK=tuple(map(tuple, rows.experts_TS[:, span].tolist())),
-                weights_TK=weights,
-                scores_TE=scores,
-                hidden_TD=hidden,
-                ahead_ATE=ahead,
-                resident_TE=resident,
-            )
-        )
-    return info, events
-
-
-def router_scores(logits_TE: np.ndarray, score_function: str) -> np.ndarray:
-    """Scores of a router from its logits: float32 [T, E], by `ModelSpec.score_function`."""
-    if score_function == "sigmoid":
-        return 1.0 / (1.0 + np.exp(-logits_TE))
-    if score_function == "sqrtsoftplus":
-        return np.sqrt(np.logaddexp(0.0, logits_TE))
-    shifted = np.exp(logits_TE - logits_TE.max(axis=1, keepdims=True))
-    return shifted / shifted.sum(axis=1, keepdims=True)
-
-
-def ahead_scores(spec: ModelSpec, layer: int, logits_ATE: np.ndarray) -> np.ndarray:
-    """Scores [A, T, E] float32 of the routers after `layer` from their logits; layers beyond the last are left out."""
-    following = spec.num_layers - 1 - layer
-    scores_ATE = np.zeros((min(len(logits_ATE), following), *logits_ATE.shape[1:]), np.float32)
-    for a in range(len(scores_ATE)):
-        num_experts = spec.num_experts_L[layer + 1 + a]
-        logits_TE = logits_ATE[a, :, :num_experts].astype(np.float32)
-        scores_ATE[a, :, :num_experts] = router_scores(logits_TE, spec.score_function)
-    return scores_ATE
-
-
-def next_scores(spec: ModelSpec, layer: int, logits_TE: np.ndarray) -> np.ndarray:
-    """Scores [T, E] float32 of the router after `layer` from its logits; 0 after the last layer."""
-    ahead_ATE = ahead_scores(spec, layer, logits_TE[None])
-    return ahead_ATE[0] if len(ahead_ATE) else np.zeros(logits_TE.shape, np.float32)

@@ -19,7 +19,8 @@ from moetool.trace.model_facts import SAY_LAYERS, ModelFacts
 from moetool.types import ModelSpec, Phase
 
 if TYPE_CHECKING:
-    from moetool.trace.reader import TokenBatch, Trace
+    from moetool.trace.reader import Trace
+    from moetool.trace.rows import TokenBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from moetool.trace.reader import TokenBatch, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 from moetool.types import ModelSpec
 
 _LENGTH = 24  # hexadecimal digits: prompts that differ have others

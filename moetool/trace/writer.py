@@ -13,18 +13,18 @@ import pyarrow.parquet as pq
 
 from moetool import __version__, durable
 from moetool.errors import MoetoolError, UsageError, first_line
-from moetool.trace.reader import (
+from moetool.trace.rows import (
     ALWAYS,
     COLUMNS,
     KEEP,
     REQUESTS,
-    SCHEMA_VERSION,
     SIGNALS,
     TokenBatch,
     embedding_schema,
     to_array,
     token_schema,
 )
+from moetool.trace.version import SCHEMA_VERSION
 from moetool.types import ModelSpec
 
 ROW_GROUP_TOKENS = 8192

@@ -34,7 +34,7 @@ from moetool.models.shapes import locate_config
 from moetool.models.spec import locate, read_spec
 from moetool.prompts.gather import Prompt, load
 from moetool.tables import print_table
-from moetool.trace.reader import TokenBatch, embedding_schema, token_schema
+from moetool.trace.rows import TokenBatch, embedding_schema, token_schema
 from moetool.trace.writer import TraceWriter, token_columns
 from moetool.types import ModelSpec, Phase
 

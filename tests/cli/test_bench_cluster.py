@@ -68,8 +68,12 @@ def test_hosts_in_namespaces_need_root_and_iproute2(
 def test_lines_by_name() -> None:
     assert parse_lines([]) == (ALONE, REDIRECTED, *PLACEMENTS)
     assert parse_lines(["prism,alone", "redirected", "prism"]) == ("prism", ALONE, REDIRECTED)
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match="unknown --line 'on_demand'") as refused:
         parse_lines(["on_demand"])
+    known = str(refused.value).partition("known: ")[2].split(", ")
+    assert {"alone", "redirected", *PLACEMENTS} <= set(known)
+    with pytest.raises(UsageError, match="did you mean 'redirected'"):
+        parse_lines(["redirect"])
 
 
 def test_rows_are_medians_of_rounds_and_ratios_are_within_them(

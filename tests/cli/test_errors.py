@@ -208,10 +208,21 @@ def test_a_pool_below_the_smallest_legal(run: Run, trace: Path, tmp_path: Path) 
     _one_line(run(*plan), 4, "raise --device-memory")
 
 
-def test_no_amount_of_memory(run: Run, trace: Path) -> None:
-    _one_line(
-        run("replay", "--trace", trace, "--policy", "lru", "--budget", "lots"), 2, "'lots' is no amount of memory"
-    )
+@pytest.mark.parametrize(
+    ("budget", "says"),
+    [
+        ("lots", "'lots' is no amount of memory"),
+        ("0%", "'0%' is no amount of memory"),
+        ("0.0000001%", "'0.0000001%' is no amount of memory"),  # less than a byte
+        ("-25%", "'-25%' is no amount of memory"),
+        ("nan%", "'nan%' is no amount of memory"),
+        pytest.param(f"{10**400}GB", "is no amount of memory", id="too many digits"),
+        ("200%", "'200%' is more than the whole"),
+        ("25%,100.1%", "'100.1%' is more than the whole"),
+    ],
+)
+def test_no_amount_of_memory(run: Run, trace: Path, budget: str, says: str) -> None:
+    _one_line(run("replay", "--trace", trace, "--policy", "lru", f"--budget={budget}"), 2, says)
 
 
 def test_no_trace(run: Run, tmp_path: Path) -> None:

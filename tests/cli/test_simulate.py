@@ -55,7 +55,9 @@ def test_modes_and_grids_side_by_side_are_drawn(run: Run, inputs: list[str], tmp
 
 def test_what_is_wrong_is_said_in_one_line(run: Run, inputs: list[str], tmp_path: Path) -> None:
     for args, code, said in (
-        (["--mode", "prsm"], 2, "did you mean 'prism'"),
+        (["--mode", "prsm"], 2, "unknown --mode 'prsm': did you mean 'prism'"),
+        (["--mode", "director-offlin"], 2, "did you mean 'director-offline'"),
+        (["--mode", "mine"], 2, "known: PLANNER-offline, PLANNER-proactive, PLANNER-reactive, annealing, director, "),
         (["--mode", "prism", "--arrivals", "often"], 2, "write poisson:10s"),
         (["--mode", "prism", "--sweep", "gpu=2"], 2, "did you mean 'gpus'"),
         (["--mode", "prism", "--figure", tmp_path / "drawn.txt"], 2, "no picture that can be drawn"),

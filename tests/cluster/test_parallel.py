@@ -42,7 +42,7 @@ def test_a_rank_is_lost_under_load(head: Head, tokenizer: Any, sign: signal.Sign
     answers = Answers(head)
     calm = answers.wait([answers.ask(prompt, 30) for prompt in prompts])
     answers.tokens.clear()
-    generation = head._ranks.generation
+    generation = head._batches.ranks.generation
     requests = [answers.ask(prompt, 30) for prompt in prompts]
     answers.wait_for_tokens(12)
     launcher = head._launcher
@@ -51,6 +51,6 @@ def test_a_rank_is_lost_under_load(head: Head, tokenizer: Any, sign: signal.Sign
     os.kill(launcher.pid(1), sign)
     tokens = answers.wait(requests, timeout_s=120)
     assert tokens == calm and {answers.ends[request].finish for request in requests} <= {"length", "stop"}
-    joined = [at for number, at in head._ranks.joined.items() if number > generation]
+    joined = [at for number, at in head._batches.ranks.joined.items() if number > generation]
     print(f"{sign.name}: the next generation was complete after {joined[0] - lost:.2f} s")
     assert joined[0] - lost < 10

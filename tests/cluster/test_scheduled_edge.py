@@ -2,49 +2,19 @@
 
 import json
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.edge_process import NAMES, PROMPTS, EdgeProcess, edge_cluster
+from tests.edge_process import NAMES, PROMPTS, Load, edge_cluster
 from tests.engines import engine, generate
-from tests.servers import eventually, get, post
+from tests.servers import eventually, get
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 MAX_TOKENS = 6
 FAST = ("scheduler.interval_s=5", "scheduler.poll_s=0.5", "scheduler.half_life_s=5")
-
-
-class Users:
-    """A server's users ask one thing, again and again, each server's another."""
-
-    def __init__(self, cluster: EdgeProcess, right: dict[str, str]) -> None:
-        self._cluster, self._right = cluster, right
-        self.answered = 0
-        self.wrong: list[Any] = []
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=pair) for pair in zip(NAMES, PROMPTS, strict=True)]
-
-    def __enter__(self) -> "Users":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(60)
-
-    def _ask(self, name: str, prompt: str) -> None:
-        body = {"model": "reference", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
-        while not self._stop.is_set():
-            status, answer = post(self._cluster.urls[name], "/v1/completions", body)
-            if status != 200 or answer["choices"][0]["text"] != self._right[prompt]:
-                self.wrong.append((name, status, answer))
-            self.answered += 1
 
 
 def test_experts_move_under_load_and_no_answer_changes(reference: Path, tokenizer: Any, tmp_path: Path) -> None:
@@ -67,13 +37,15 @@ def test_experts_move_under_load_and_no_answer_changes(reference: Path, tokenize
         def done() -> list[Any]:
             return [one for one in state()["decisions"] if one["made"] and one["outcome"] == "done"]
 
-        with Users(cluster, right) as users:
+        asked = {name: (prompt,) for name, prompt in zip(NAMES, PROMPTS, strict=True)}  # each server's users another
+        with Load(cluster, right, MAX_TOKENS, asked) as load:
             eventually(done, within_s=120)
-            answered = users.answered
-            eventually(lambda: users.answered > answered + 9, within_s=60)
+            answered = load.outcomes.total()
+            eventually(lambda: load.outcomes.total() > answered + 9, within_s=60)
             eventually(lambda: sum(map(share, state()["windows"][-3:])) / 3 > 0.7, within_s=60)
         seen, first = state(), done()[0]
-        assert not users.wrong and seen["uncovered"] == 0
+        assert {outcome for _, outcome in load.outcomes} == {"right"}, load.wrong
+        assert seen["uncovered"] == 0
         assert first["copies"] > 10 and first["measured"] and first["saved_s"] > first["cost_s"]
         assert first["local_after"] > first["local_before"]
         assert all(server["serves"] and server["url"] in cluster.urls.values() for server in seen["servers"])

@@ -31,7 +31,7 @@ from moetool.request import SamplingParams
 from moetool.residency import Residency
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.store import ExpertStore, open_store
-from moetool.trace.reader import TokenBatch
+from moetool.trace.rows import TokenBatch
 from moetool.types import ForwardInfo, ModelSpec, Phase
 from tests import families
 from tests.engines import Chaos, Perverse, Seeing, every_read_fails_once

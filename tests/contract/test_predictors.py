@@ -16,7 +16,9 @@ from moetool.learning import fitting
 from moetool.learning.tokens import Tokens, from_rows
 from moetool.learning.training import train
 from moetool.predictor import WEIGHTS, Predictor, build, load_predictor, save
-from moetool.trace.reader import COLUMNS, KEEP, TokenBatch, Trace, to_events
+from moetool.trace.events import to_events
+from moetool.trace.reader import Trace
+from moetool.trace.rows import COLUMNS, KEEP, TokenBatch
 from moetool.trace.writer import TraceWriter
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests.synthetic_routes import AHEAD, make_embedding, make_rows, make_spec, write_trace

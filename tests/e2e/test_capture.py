@@ -29,7 +29,7 @@ def _prompts(count: int, text: str | None = None) -> list[Prompt]:
 
 
 def _rows(trace: Trace, **columns: Any) -> Any:
-    from moetool.trace.reader import TokenBatch
+    from moetool.trace.rows import TokenBatch
 
     return TokenBatch.concatenate(list(trace.batches(**columns)))
 

@@ -18,7 +18,8 @@ from moetool.serving.assembly import ServeOptions, build_engine, open_pooled
 from moetool.serving.copies import ALIGNMENT, open_copies
 from moetool.serving.experts import ExpertRuntime
 from moetool.serving.store import ExpertStore, open_store
-from moetool.trace.reader import TokenBatch, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 from moetool.types import ForwardInfo, Phase
 from tests import families
 from tests.e2e.test_tiers import AllHosted, Hosting

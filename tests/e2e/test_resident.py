@@ -22,7 +22,8 @@ from moetool.models.signals import Signals
 from moetool.models.spec import empty_model, moe_layers
 from moetool.prompts.gather import Prompt
 from moetool.request import SamplingParams
-from moetool.trace.reader import TokenBatch, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 from tests import families
 
 TEXTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said that"]

@@ -21,7 +21,8 @@ from moetool.models.spec import dense_bytes, read_spec
 from moetool.prompts import gather as prompt_sets
 from moetool.prompts.gather import Prompt
 from moetool.serving.assembly import open_pooled
-from moetool.trace.reader import TokenBatch, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 
 OPTIONS = CaptureOptions(max_new_tokens=4, batch_size=3, keep=("logits", "embeddings", "hidden"), threads=1)
 ROOT = Path(__file__).resolve().parents[2]

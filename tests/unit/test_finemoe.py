@@ -17,7 +17,8 @@ from moetool.policy import build_policy
 from moetool.predictor import load_predictor
 from moetool.replay import replay
 from moetool.residency import Residency
-from moetool.trace.reader import KEEP, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import KEEP
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests import synthetic, synthetic_routes
 

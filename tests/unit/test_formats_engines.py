@@ -16,7 +16,8 @@ from moetool.errors import MismatchError, MoetoolError, UsageError
 from moetool.replay import replay
 from moetool.trace.expert_counts import ExpertCounts
 from moetool.trace.importing import import_trace
-from moetool.trace.reader import TokenBatch, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 from tests import foreign, synthetic_routes
 from tests.foreign import HEADLESS, IDS, PROMPT, ROUTES, SHAPE, TOKENS
 

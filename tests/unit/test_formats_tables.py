@@ -10,7 +10,8 @@ import pytest
 
 from moetool.errors import MismatchError, MoetoolError
 from moetool.trace.importing import import_trace
-from moetool.trace.reader import TokenBatch, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 from tests import foreign
 from tests.foreign import EXPERTS, IDS, PROMPT, ROUTES
 

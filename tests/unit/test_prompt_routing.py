@@ -13,7 +13,8 @@ from moetool import durable
 from moetool.errors import MismatchError, UsageError
 from moetool.learning.tokens import Tokens, read
 from moetool.predictor import build
-from moetool.trace.reader import Trace, to_events
+from moetool.trace.events import to_events
+from moetool.trace.reader import Trace
 from moetool.trace.writer import TraceWriter
 from moetool.types import GateEvent
 from tests.synthetic_routes import make_rows, make_spec

@@ -11,7 +11,8 @@ from moetool.replay import replay
 from moetool.trace.edit import sample
 from moetool.trace.export import export_trace
 from moetool.trace.importing import import_trace
-from moetool.trace.reader import TokenBatch, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 
 SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
 ROUTES = SHARED / "data" / "routes"

@@ -23,7 +23,8 @@ from moetool.report.sample import (
     read_routes,
 )
 from moetool.trace.importing import import_trace
-from moetool.trace.reader import TokenBatch, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
 from moetool.types import ModelSpec, Phase
 from tests.synthetic import make_spec

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from moetool.errors import MismatchError, UsageError
 from moetool.learning.tokens import Tokens, from_rows
 from moetool.predictor import Predictor, build
-from moetool.trace.reader import TokenBatch, to_events
+from moetool.trace.events import to_events
+from moetool.trace.rows import TokenBatch
 from moetool.types import GateEvent, ModelSpec
 from tests.synthetic_routes import AHEAD, make_rows, make_spec
 

@@ -10,7 +10,8 @@ from moetool import durable
 from moetool.errors import MismatchError
 from moetool.learning import tokens
 from moetool.learning.tokens import FIELDS, Picker, Tokens, num_tokens, read, stream
-from moetool.trace.reader import KEEP, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import KEEP
 from moetool.trace.writer import TraceWriter
 from tests.synthetic_routes import make_rows, make_spec, write_trace
 

@@ -13,7 +13,9 @@ import pytest
 from moetool.errors import MismatchError, MoetoolError, UsageError
 from moetool.trace import reader as trace_module
 from moetool.trace import writer as trace_writer
-from moetool.trace.reader import TokenBatch, Trace, router_scores
+from moetool.trace.events import router_scores
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests import traces
 from tests.traces import SPEC

@@ -8,7 +8,8 @@ import pytest
 from moetool.errors import MismatchError, UsageError
 from moetool.trace.edit import head, sample, split
 from moetool.trace.merge import merge
-from moetool.trace.reader import TokenBatch, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 from tests import traces
 
 LENGTHS = [(4, 3), (2, 2), (5, 1)]

@@ -15,7 +15,8 @@ from moetool.errors import MismatchError, MoetoolError, UsageError
 from moetool.trace.expert_counts import ExpertCounts
 from moetool.trace.export import export_trace
 from moetool.trace.importing import formats_with, import_trace
-from moetool.trace.reader import TokenBatch, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 from tests import foreign, synthetic_routes, traces
 
 LENGTHS = [(4, 3), (2, 4), (5, 1)]

@@ -13,7 +13,8 @@ from moetool import durable
 from moetool.errors import MismatchError, UsageError
 from moetool.replay import replay
 from moetool.trace.importing import formats_with, import_trace
-from moetool.trace.reader import TokenBatch, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
 from moetool.types import Phase
 from tests.synthetic import make_spec, random_experts
 

@@ -17,7 +17,8 @@ import pytest
 from moetool import durable
 from moetool.errors import MoetoolError, UsageError
 from moetool.trace import writer as trace_writer
-from moetool.trace.reader import KEEP, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import KEEP
 from moetool.trace.writer import TraceWriter
 from tests import traces
 from tests.traces import SPEC

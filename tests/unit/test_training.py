@@ -16,7 +16,8 @@ from moetool import durable
 from moetool.errors import MismatchError, MoetoolError, UsageError
 from moetool.learning.training import split_requests, train
 from moetool.predictor import CARD, WEIGHTS, load_predictor
-from moetool.trace.reader import KEEP, Trace
+from moetool.trace.reader import Trace
+from moetool.trace.rows import KEEP
 from predictors.popularity import popularity
 from tests.synthetic_routes import make_spec, write_trace
 

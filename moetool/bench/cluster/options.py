@@ -95,7 +95,7 @@ def parse_lines(given: Sequence[str]) -> tuple[str, ...]:
     """Lines by name: placements, `alone` and `redirected`; all of them by default.
 
     Raises:
-        UsageError: one is no planner.
+        UsageError: one is neither of these nor a planner.
     """
     names = [name.strip() for text in given for name in text.split(",") if name.strip()]
     if not names:
@@ -105,6 +105,6 @@ def parse_lines(given: Sequence[str]) -> tuple[str, ...]:
         if name in (ALONE, "redirected"):
             lines.append(ALONE if name == ALONE else REDIRECTED)
             continue
-        planner.find(name)
+        planner.find(name, option="--line", others=(ALONE, "redirected"))
         lines.append(name)
     return tuple(dict.fromkeys(lines))

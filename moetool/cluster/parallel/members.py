@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any, Protocol
 
-from moetool.cluster.parallel.channel import Channel, Closed
+from moetool.cluster.frames import LinkError
+from moetool.cluster.parallel.channel import Channel
 from moetool.errors import CapacityError
 
 _ALIVE_S = 2.0
@@ -184,7 +185,7 @@ class Members:
     def send(self, gpu: int, message: Mapping[str, Any]) -> None:
         """To one rank, if it is there; the generation's number goes with it."""
         if gpu in self.ranks:
-            with contextlib.suppress(Closed):  # its thread says so
+            with contextlib.suppress(LinkError):  # its thread says so
                 self.ranks[gpu].channel.send({"generation": self.generation, **message})
 
     def tell(self, message: Mapping[str, Any]) -> None:

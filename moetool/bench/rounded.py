@@ -1,0 +1,88 @@
+"""A checkpoint with its routed experts rounded to nearest in four bits: real bytes of a packed form, in seconds.
+
+It stands for a replica where only bytes and times are looked at. What rounding does to a model needs real weights, and
+scales that were searched for (`moetool.quantize`).
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from moetool import durable
+from moetool.errors import CapacityError, UsageError
+from moetool.models.packed import Scheme, quantization_config, round_weight, to_tensors
+from moetool.models.spec import weight_files
+
+MARKER = "rounded.json"
+_INDEX = "model.safetensors.index.json"
+_OTHERS = r"re:^(?!.*\.experts\.\d+\.)"  # whatever is no routed expert's
+
+
+def rounded_checkpoint(path: Path, scheme: Scheme, *, on_progress: Callable[[int], None] | None = None) -> Path:
+    """The folder beside a checkpoint that holds it with packed experts; all other weights are as they are there.
+
+    A folder of an earlier call is found again by its name, which `path` should make unique (`random_checkpoint`).
+
+    Args:
+        on_progress: called with how much is written, in percent.
+
+    Effects: writes it, whole or not at all, with one file's tensors in memory at a time.
+
+    Raises:
+        UsageError: experts are not stored one by one, or groups do not divide their widths.
+        CapacityError: the disk has no room for it.
+    """
+    out = path.with_name(f"{path.name}-int{scheme.bits}-{scheme.group}")
+    if (out / MARKER).is_file():
+        return out
+    files = sorted(weight_files(path))
+    _require_room(out.parent, sum(file.stat().st_size for file in files), scheme)
+    weight_map: dict[str, str] = {}
+    with durable.staged_directory(out, overwrite=True, marker=MARKER) as staged:
+        for number, file in enumerate(files):
+            tensors = {}
+            with safe_open(file, "pt") as stored:
+                for name in stored.keys():  # noqa: SIM118
+                    weight = stored.get_tensor(name)
+                    if ".experts." not in name or weight.dim() < 2:
+                        tensors[name] = weight
+                        continue
+                    _require_layout(path, name, tuple(weight.shape), scheme)
+                    tensors |= to_tensors(name, round_weight(weight, scheme, weight.dtype), scheme.bits)
+            save_file(tensors, staged / file.name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, file.name)
+            if on_progress is not None:
+                on_progress(100 * (number + 1) // len(files))
+        size = sum(file.stat().st_size for file in staged.iterdir())
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (staged / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config["quantization_config"] = quantization_config(scheme, [_OTHERS])
+        (staged / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        (staged / MARKER).write_text(json.dumps({"of": path.name}), encoding="utf-8")
+    return out
+
+
+def _require_room(folder: Path, size: int, scheme: Scheme) -> None:
+    needed = size * (scheme.bits + 16 // scheme.group + 1) // 16 + 2**24  # as if all of it were packed, from 16 bits
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise CapacityError(
+            f"the packed form takes {needed:,} bytes on disk and {folder.resolve()} has {free:,} free; give fewer "
+            "--layers, or another folder with --work"
+        )
+
+
+def _require_layout(path: Path, name: str, shape: tuple[int, ...], scheme: Scheme) -> None:
+    if len(shape) != 2 or not name.endswith(".weight"):
+        raise UsageError(
+            f"{path.name} stores {name} of shape {list(shape)}, expected a matrix for each expert: the experts of this "
+            "family cannot be packed"
+        )
+    if shape[1] % scheme.group:
+        raise UsageError(
+            f"bench.group is {scheme.group}, and {name} has rows of {shape[1]}; set one that divides them, such as 32"
+        )

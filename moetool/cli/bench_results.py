@@ -1,0 +1,58 @@
+"""What every `moetool bench` does with what it has measured: keep it, draw it, print it."""
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from moetool import durable, tables
+
+
+class Measured(Protocol):
+    """Results of a bench."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object with the raw values."""
+        ...
+
+
+M = TypeVar("M", bound=Measured)
+
+
+def command_line() -> str:
+    """The command as it was typed, to be printed with what it measured."""
+    return shlex.join(["moetool", *sys.argv[1:]])
+
+
+def hand_over(
+    made: M,
+    file: Path | None,
+    print_tables: Callable[[M], None],
+    *,
+    as_json: bool,
+    draw: Callable[[M, Path], Sequence[Path]] | None = None,
+) -> None:
+    """Write results into a file, if there is one, with figures beside it; print them as tables or JSON.
+
+    Args:
+        draw: makes figures in a folder and says which.
+    """
+    if file is not None:
+        durable.write_text(file, json.dumps(made.to_json(), indent=1) + "\n")
+        if draw is not None:
+            tables.narrate(f"moetool: {', '.join(str(path) for path in (file, *draw(made, file.parent)))}")
+    if as_json:
+        tables.print_json(made.to_json())
+    else:
+        print_tables(made)
+
+
+def results_file(folder: Path | None, name: str, overwrite: bool) -> Path | None:
+    """Where in a user's folder results go. Raises: UsageError before anything is measured if they cannot."""
+    if folder is None:
+        return None
+    durable.require_absent(folder / name, overwrite)
+    durable.require_writable(folder / name)
+    return folder / name

@@ -1,0 +1,152 @@
+"""Rows of a trace, as arrays and as Arrow, and the schemas of its files; `moetool.trace.reader` says where they lie."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from moetool.trace.version import SCHEMA_VERSION
+from moetool.types import ModelSpec
+
+KEEP = ("topk", "logits", "embeddings", "hidden", "ahead", "resident")
+SIGNALS = ("logits", "hidden", "ahead", "resident")
+"""Columns of tokens/ beside the routes, which a trace may hold."""
+
+REQUESTS = pa.schema(
+    [
+        ("request", pa.int32()),
+        ("dataset", pa.string()),
+        ("task", pa.string()),
+        ("prompt_id", pa.string()),
+        ("prompt_tokens", pa.int32()),
+        ("new_tokens", pa.int32()),
+        ("tokens", pa.int32()),  # rows of this request in tokens/
+    ]
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenBatch:
+    """Rows of tokens/, as arrays.
+
+    Shapes:
+        request_T, forward_T, iteration_T, position_T, token_id_T int32; phase_T uint8 (`Phase`);
+        experts_TS uint16 and weights_TS float16 with S = sum of top_k_L; logits_TF float16 with F = sum of
+        num_experts_L; hidden_TH float16 with H = L * D; ahead_TR float16 with R = L * A * E; resident_TW float16 with
+        W = L * E. `None` where not recorded or not asked for.
+        A token id of -1 was withheld.
+    """
+
+    request_T: np.ndarray
+    forward_T: np.ndarray
+    phase_T: np.ndarray
+    iteration_T: np.ndarray
+    position_T: np.ndarray
+    token_id_T: np.ndarray
+    experts_TS: np.ndarray
+    weights_TS: np.ndarray | None = None
+    logits_TF: np.ndarray | None = None
+    hidden_TH: np.ndarray | None = None
+    ahead_TR: np.ndarray | None = None
+    resident_TW: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.request_T)
+
+    def select(self, index: Any) -> "TokenBatch":
+        """The rows that `index` (a slice, a mask or an index array) picks."""
+        picked: dict[str, Any] = {
+            f.name: None if (column := getattr(self, f.name)) is None else column[index] for f in fields(self)
+        }
+        return TokenBatch(**picked)
+
+    @staticmethod
+    def concatenate(batches: Sequence["TokenBatch"]) -> "TokenBatch":
+        """The rows of several batches, one after the other. All must have the same columns."""
+        joined: dict[str, Any] = {}
+        for f in fields(TokenBatch):
+            parts = [getattr(batch, f.name) for batch in batches]
+            joined[f.name] = None if parts[0] is None else np.concatenate(parts)
+        return TokenBatch(**joined)
+
+
+COLUMNS = {
+    "request": "request_T",
+    "forward": "forward_T",
+    "phase": "phase_T",
+    "iteration": "iteration_T",
+    "position": "position_T",
+    "token_id": "token_id_T",
+    "experts": "experts_TS",
+    "weights": "weights_TS",
+    "logits": "logits_TF",
+    "hidden": "hidden_TH",
+    "ahead": "ahead_TR",
+    "resident": "resident_TW",
+}
+ALWAYS = ("request", "forward", "phase", "iteration", "position", "token_id", "experts")
+
+
+def _widths(spec: ModelSpec, ahead: int) -> dict[str, int]:
+    return {
+        "experts": sum(spec.top_k_L),
+        "weights": sum(spec.top_k_L),
+        "logits": sum(spec.num_experts_L),
+        "hidden": spec.num_layers * spec.hidden_size,
+        "ahead": spec.num_layers * ahead * spec.num_experts,
+        "resident": spec.num_layers * spec.num_experts,
+    }
+
+
+def token_schema(spec: ModelSpec, columns: Iterable[str], ahead: int) -> pa.Schema:
+    """The schema of tokens/. `ahead`: for how many layers the column of that name looks ahead."""
+    widths = _widths(spec, ahead)
+    types: dict[str, pa.DataType] = {
+        **dict.fromkeys(("request", "forward", "iteration", "position", "token_id"), pa.int32()),
+        "phase": pa.uint8(),
+        "experts": pa.list_(pa.uint16(), widths["experts"]),
+        **{name: pa.list_(pa.float16(), widths[name]) for name in ("weights", *SIGNALS)},
+    }
+    offsets = {
+        "moetool.top_k_offsets": [0, *np.cumsum(spec.top_k_L).tolist()],
+        "moetool.expert_offsets": [0, *np.cumsum(spec.num_experts_L).tolist()],
+    }
+    return pa.schema(
+        [(name, types[name]) for name in COLUMNS if name in columns],
+        metadata={"moetool.schema_version": SCHEMA_VERSION, **{k: json.dumps(v) for k, v in offsets.items()}},
+    )
+
+
+def to_token_batch(record: pa.RecordBatch) -> TokenBatch:
+    """Rows of tokens/ from Arrow, which they share memory with."""
+    columns: dict[str, Any] = {}
+    for name in record.schema.names:
+        values = record[name]
+        if pa.types.is_fixed_size_list(values.type):
+            flat = values.flatten().to_numpy(zero_copy_only=False)
+            columns[COLUMNS[name]] = flat.reshape(-1, values.type.list_size)
+        else:
+            columns[COLUMNS[name]] = values.to_numpy(zero_copy_only=False)
+    return TokenBatch(**columns)
+
+
+def to_record_batch(rows: TokenBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The columns of a schema from rows of tokens/."""
+    arrays = [to_array(getattr(rows, COLUMNS[field.name]), field.type) for field in schema]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def to_array(values: np.ndarray, kind: pa.DataType) -> pa.Array:
+    """A column of one type; of a matrix, fixed-size lists."""
+    if not pa.types.is_fixed_size_list(kind):
+        return pa.array(values, type=kind)
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1), type=kind.value_type)
+    return pa.FixedSizeListArray.from_arrays(flat, type=kind)
+
+
+def embedding_schema(spec: ModelSpec) -> pa.Schema:
+    vector = pa.list_(pa.float16(), spec.hidden_size)
+    return pa.schema([("request", pa.int32()), ("iteration", pa.int32()), ("embedding", vector)])
