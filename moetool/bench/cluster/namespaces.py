@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,8 @@ _BURST_BYTES = 1600
 """What goes over an idle link at once: one packet, the least that lets any pass."""
 _QUEUE = "400ms"
 _NETNS = Path("/run/netns")
+_FOLDERS = Path("/run")
+"""Root's own; and short, since sockets lie in there, whose paths may have 107 bytes."""
 _CLONE_NEWNET = 0x40000000
 _START_S = 120.0
 _NAME = re.compile(r"moetool-(\d+)-\w+")
@@ -74,8 +75,9 @@ class Hosts:
         prefix = f"moetool-{os.getpid()}"
         self.names = tuple(f"{prefix}-{n}" for n in range(count))
         self.head, self._hub = f"{prefix}-head", f"{prefix}-hub"
-        self._folder = Path(tempfile.gettempdir()) / prefix  # short: sockets lie in it, whose paths may have 107 bytes
+        self._folder = _FOLDERS / prefix
         try:
+            self._folder.mkdir(mode=0o700)
             self._join_all()
             self._link_all(dict(link_bytes_s or {}))
         except BaseException:
@@ -202,8 +204,8 @@ class Hosts:
         folder = self._folder / ("head" if n is None else str(n))
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments]
-        command += [f"--node-ip-address={self.address(n)}", "--num-cpus=1", f"--object-store-memory={_STORE_BYTES}"]
-        command += [f"--temp-dir={folder}", "--disable-usage-stats"]
+        command += [f"--node-ip-address={self.address(n)}", "--num-cpus=0", f"--object-store-memory={_STORE_BYTES}"]
+        command += [f"--temp-dir={folder}", "--disable-usage-stats", "--include-log-monitor=false"]
         return _Start(self.command(n, *command), "head" if n is None else self.address(n))
 
 
@@ -245,7 +247,7 @@ def remove_leftovers() -> None:
         if (found := _NAME.fullmatch(path.name)) and not _lives(int(found[1])):
             left.setdefault(int(found[1]), []).append(path.name)
     for pid, names in left.items():
-        _remove(names, Path(tempfile.gettempdir()) / f"moetool-{pid}")
+        _remove(names, _FOLDERS / f"moetool-{pid}")
 
 
 def _lives(pid: int) -> bool:

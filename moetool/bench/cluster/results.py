@@ -37,6 +37,7 @@ class LineRun:
     gap_s: float
     link: float
     latencies: list[list[float]]
+    arrived_s: list[list[float]]
     failed: int
     redirected: int
     other_texts: int
@@ -44,7 +45,6 @@ class LineRun:
     expected_local: float | None = None
     call_s: float | None = None
     sent_bytes: float = 0.0
-    arrived_s: list[list[float]] = field(default_factory=list)
     windows: list[dict[str, Any]] = field(default_factory=list)
     began_s: float | None = None
     decisions: list[dict[str, Any]] = field(default_factory=list)
