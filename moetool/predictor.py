@@ -55,6 +55,8 @@ class Predictor(nn.Module):
     Class attributes:
         needs: trace columns that training and predicting take: `experts`, and any of `moetool.learning.tokens.FIELDS`;
             options may make it others for an instance.
+        looks_at: by trace column, the option that makes it look at it; on in training where the trace holds the column,
+            unless the option is given.
         learned: whether it has parameters that gradient descent fits; counting predictors only use `count`.
         remembers: whether it carries state from one forward of a request to the next. `loss` then gets whole
             requests, unless `prepare` gave their tokens numbers, and it predicts by `observe` and `scores` only.
@@ -76,6 +78,7 @@ class Predictor(nn.Module):
     """
 
     needs: frozenset[str] = frozenset({"experts"})
+    looks_at: ClassVar[Mapping[str, str]] = {}
     learned: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
     incremental: ClassVar[bool] = False

@@ -78,6 +78,8 @@ class EngineLike(Protocol):
         vocab_size: token ids are below this.
         tokenizer: the model's own.
         max_requests: so many requests run together; the engine queues more in the order in which they come.
+        max_unbegun: so many requests it is handed before it has begun them; others wait outside, where users take
+            turns. More where it makes something of knowing what comes.
         state: requests are taken only in `ready`.
     """
 
@@ -87,6 +89,8 @@ class EngineLike(Protocol):
     def max_context(self) -> int: ...
     @property
     def max_requests(self) -> int: ...
+    @property
+    def max_unbegun(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
     @property

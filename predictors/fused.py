@@ -3,22 +3,25 @@
     logit = sum over signals s of (trust[d, s] + trust[l, s] + sum over g of sure[g] gate[g, s] + offset[s]) signal[s]
 
 for layer l predicted from d layers before. `moetool.learning.path_signals` has the signals: popularity, affinity, the
-request's habits and last token, the path network of `path_mlp`, votes of a memory of paths, and, with `ahead`, the
-router's own scores on earlier hidden states. `sure` says how alike the best paths of the memory are. A forward through
-the resident experts alone (`resident_forward`) is not among them: it takes about as long as the layer does, and these
-are what costs little.
+request's habits and last token, the path network of `path_mlp`, votes of a memory of paths; with `ahead` the
+router's own scores on earlier hidden states, and with `states` the networks of `promoe` on them; a trace that holds
+these is trained on with them, unless told otherwise. `sure` says how alike the best paths of the memory are. A forward
+through the resident experts alone (`resident_forward`) is not among them: it takes about as long as the layer does, and
+these are what costs little.
 
 It goes on learning while it is asked: the memory takes in each forward, at once for its own request and for the others
 when that is over; `offset` follows, in the same way, the gradient of the loss of what was said of the next layer. And
 where a single signal has lately been right more often, the experts are ranked as it ranks them
 (`moetool.learning.path_trust.Record`): on a task unlike those that it was fitted on, the best of its parts may be one.
 
-Source: ours. Fitted in one go: the network learns from most of the training requests; the trust, by binary
-cross-entropy, from every eighth, which the network never learns from and whose paths the memory hides while it is
-judged, so that both are trusted as far as they deserve on what is new to them.
+Source: ours. Fitted in one go: the networks learn from most of the training requests; the trust, by binary
+cross-entropy, from every eighth, which the networks never learn from and whose paths the memory hides while it is
+judged, so that all are trusted as far as they deserve on what is new to them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -27,17 +30,18 @@ from torch.nn import functional as F
 
 import moetool.predictor
 from moetool.errors import UsageError
-from moetool.learning.path_signals import CONTEXT, GIVEN, SIGNALS, PathSignals
+from moetool.learning.judged_paths import JudgedPaths
+from moetool.learning.path_signals import CONTEXT, SIGNALS, PathSignals
 from moetool.learning.path_trust import DISTANCES, FusedPath
-from moetool.learning.route_memory import EVERYONE, NOBODY, RouteMemory
+from moetool.learning.route_memory import RouteMemory
 from moetool.learning.tokens import Tokens
-from moetool.types import ForwardInfo, GateEvent, ModelSpec
+from moetool.types import GateEvent, ModelSpec
+from predictors import promoe
 from predictors.affinity import affinity
 from predictors.path_mlp import PathNet
 from predictors.popularity import popularity
 
 _JUDGED_OF = 8  # of so many training requests one fits the trust
-_JUDGED_BYTES = 96 << 20  # of signals that are kept to fit it
 _FIRST_TRUST = {"path": 0.6, "log memory": 0.3, "log own": 0.1}
 _STEEP = 4.0  # trust is so many times what is fitted: it has few steps, and far to go
 
@@ -52,15 +56,19 @@ class Options:
         recent: paths that it keeps of what it is asked about; 0 learns nothing of that.
         haste: how fast `offset` moves; 0 leaves the trust as it was fitted.
         ahead: whether to look at the router's scores on earlier hidden states, which the trace must then hold.
+        states: whether to look at the hidden states themselves, which the trace must then hold.
+        stride: how many layers ahead the networks on hidden states see.
     """
 
-    hidden: int = 512
-    dropout: float = 0.2
+    hidden: int = 1024
+    dropout: float = 0.5
     forget: float = 0.2
     paths: int = 10240
     recent: int = 4096
     haste: float = 0.1
     ahead: bool = False
+    states: bool = False
+    stride: int = 8
 
     def __post_init__(self) -> None:
         if self.hidden < 1 or self.paths < 1 or self.recent < 0:
@@ -68,6 +76,8 @@ class Options:
                 f"fused: hidden is {self.hidden}, paths {self.paths} and recent {self.recent}, "
                 f"expected at least 1, 1 and 0"
             )
+        if self.stride < 1:
+            raise UsageError(f"fused: stride is {self.stride}, expected 1 or more")
         if not (0 <= self.dropout < 1 and 0 <= self.forget < 1 and self.haste >= 0):
             raise UsageError(
                 f"fused: dropout is {self.dropout}, forget {self.forget} and haste {self.haste}, expected 0 "
@@ -80,6 +90,7 @@ class Predictor(moetool.predictor.Predictor):
 
     Attributes:
         net: the path network.
+        states: with the networks on hidden states, if it looks at those; else None.
 
     Shapes: parameters trust_DS (D distances of `DISTANCES`), trust_LS, gate_GS, all divided by `_STEEP`; buffers
         popularity_LE, affinity_MEE (M = L-1), experts_CLK int16, weights_CLK float16 and before_C int32, the memory,
@@ -89,6 +100,7 @@ class Predictor(moetool.predictor.Predictor):
     needs = frozenset({"experts", "weights"})
     learned = True
     remembers = True
+    looks_at: ClassVar[Mapping[str, str]] = {"ahead": "ahead", "hidden": "states"}
     scores_are = "logits"
     popularity_LE: Tensor
     affinity_MEE: Tensor
@@ -101,12 +113,17 @@ class Predictor(moetool.predictor.Predictor):
         super().__init__(spec, options)
         if options.ahead:
             self.needs = self.needs | {"ahead"}
+        if options.states:
+            self.needs = self.needs | {"hidden"}
         L, E, K, S = self.num_layers, self.num_experts, self.top_k, len(SIGNALS)
         self.lookahead = L
-        self.net = PathNet(L, E, K, options.hidden, options.dropout)
+        self.net = PathNet(L, E, options.hidden, options.dropout)
+        self.states = promoe.Predictor(spec, promoe.Options(stride=options.stride)) if options.states else None
         first_S = torch.tensor([_FIRST_TRUST.get(name, 0.0) for name in SIGNALS])
         if options.ahead:
             first_S[SIGNALS.index("ahead")] = 0.5
+        if options.states:
+            first_S[SIGNALS.index("states")] = 0.5
         self.trust_DS = nn.Parameter(first_S.repeat(len(DISTANCES), 1) / _STEEP)
         self.trust_LS = nn.Parameter(torch.zeros(L, S))
         self.gate_GS = nn.Parameter(torch.zeros(CONTEXT, S))
@@ -117,7 +134,7 @@ class Predictor(moetool.predictor.Predictor):
         self.register_buffer("before_C", torch.full((options.paths,), -1, dtype=torch.int32))
         self.register_buffer("num_paths", torch.zeros((), dtype=torch.int64))
         self._source_C = np.zeros(0, np.int64)  # the request of each path, while it is made
-        self._parts: list[_Part] = []
+        self._parts: list[JudgedPaths] = []
         self._watch: FusedPath | None = None
 
     @property
@@ -136,6 +153,8 @@ class Predictor(moetool.predictor.Predictor):
         self.popularity_LE.copy_(torch.from_numpy(popularity(experts_NLK, self.num_experts)))
         self.affinity_MEE.copy_(torch.from_numpy(affinity(experts_NLK, self.num_experts)))
         self.net.begin_at(experts_NLK)
+        if self.states is not None:
+            self.states.count(tokens)
         kept = min(len(tokens), len(self.experts_CLK))
         rows = torch.from_numpy(((np.arange(kept) + 0.5) * len(tokens) / kept).astype(np.int64))
         self.experts_CLK[:kept] = tokens.experts_TPK[rows].to(torch.int16)
@@ -153,13 +172,22 @@ class Predictor(moetool.predictor.Predictor):
         Effects: watches the requests that fit the trust and keeps what the signals said.
         """
         assert tokens.request_T is not None
-        ordered = tokens.take(tokens.request_T.argsort(stable=True))
+        order_T = tokens.request_T.argsort(stable=True)
+        ordered = replace(tokens, hidden_TPD=None).take(order_T)  # hidden states are wide, and perhaps lie in a file
         assert ordered.request_T is not None
         requests = ordered.request_T.unique().tolist()
         counted = set(self._source_C.tolist())
         judged = [r for r in requests if r not in counted] or requests[_JUDGED_OF // 2 :: _JUDGED_OF] or requests[-1:]
         start = sum(len(part) for part in self._parts)
-        self._parts.append(_Part(self, ordered, judged, learns=len(requests) > len(judged)))
+        part = JudgedPaths(
+            self.signals(with_net=False),
+            self._source_C,
+            ordered,
+            judged,
+            learns=len(requests) > len(judged),
+            hidden=None if tokens.hidden_TPD is None else (tokens.hidden_TPD, order_T),
+        )
+        self._parts.append(part)
         return replace(ordered, example_T=torch.arange(start, start + len(ordered)))
 
     def signals(self, *, with_net: bool) -> PathSignals:
@@ -167,34 +195,43 @@ class Predictor(moetool.predictor.Predictor):
         num = int(self.num_paths)
         paths = self.experts_CLK[:num].numpy(), self.weights_CLK[:num].numpy(), self.before_C[:num].numpy()
         net = {name: value.detach().numpy() for name, value in self.net.named_parameters()}
+        states = None
+        if with_net and self.states is not None:
+            states = {name: value.numpy() for name, value in self.states.state_dict().items()}
         return PathSignals(
             self.popularity_LE.numpy(),
             self.affinity_MEE.numpy(),
             RouteMemory(paths, self.num_experts, self.options.recent),
             net if with_net else None,
+            states,
         )
 
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
-        """Of the network over what it may learn from; plus of the fused logits over what was judged."""
-        assert tokens.example_T is not None and tokens.weights_TPK is not None, "made by `prepare`"
+        """Of the networks over what they may learn from; plus of the fused logits over what was judged."""
+        assert tokens.example_T is not None, "made by `prepare`"
         device, example_N = layer_N.device, tokens.example_T.cpu()
         for part in self._parts:
             if not len(example_N) or int(example_N.min()) < len(part):
                 break
             example_N = example_N - len(part)
         before_NLE = part.before(example_N).to(device)
+        if self.states is not None:
+            tokens = replace(tokens, hidden_TPD=part.hidden(example_N).to(device))
         row_N = part.judged_N[example_N]
         mine_N = (row_N < 0).to(device) if self.training and part.learns else torch.ones_like(layer_N).bool()
         loss = self.trust_LS.new_zeros(())
         if bool(mine_N.any()):
-            experts_NLK, weights_NLK = tokens.experts_TPK[mine_N], tokens.weights_TPK[mine_N]
-            loss = loss + self.net.loss(experts_NLK, weights_NLK, before_NLE[mine_N], self.options.forget)
+            mine = tokens.take(mine_N)
+            assert mine.weights_TPK is not None
+            loss = loss + self.net.loss(mine.experts_TPK, mine.weights_TPK, before_NLE[mine_N], self.options.forget)
+            if self.states is not None:
+                loss = loss + self.states.loss(mine, layer_N[mine_N])
         judged_N = (row_N >= 0).to(device)
         if bool(judged_N.any()):
             loss = loss + self._judge(tokens.take(judged_N), layer_N[judged_N], before_NLE[judged_N], part, row_N)
         return loss
 
-    def _judge(self, tokens: Tokens, layer_N: Tensor, before_NLE: Tensor, part: "_Part", row_N: Tensor) -> Tensor:
+    def _judge(self, tokens: Tokens, layer_N: Tensor, before_NLE: Tensor, part: JudgedPaths, row_N: Tensor) -> Tensor:
         """Binary cross-entropy of the fused logits, mean over tokens, distances and experts."""
         assert tokens.weights_TPK is not None
         rows_N = row_N[row_N >= 0]
@@ -209,8 +246,16 @@ class Predictor(moetool.predictor.Predictor):
             from_ND = layer_N[:, None] - distance_D
             hidden_NDH = hidden_LNH[from_ND.clamp(min=0), torch.arange(len(layer_N), device=layer_N.device)[:, None]]
             path_NDE = torch.bmm(hidden_NDH, self.net.out_LHE[layer_N]) + self.net.bias_LE[layer_N][:, None]
+            states_NDE = torch.zeros_like(path_NDE)
+            if self.states is not None:
+                assert tokens.hidden_TPD is not None
+                for place, distance in enumerate(DISTANCES):
+                    for last in range(self.num_layers - distance) if distance <= self.states.lookahead else ():
+                        mine_N = from_ND[:, place] == last
+                        states_NDE[mine_N, place] = self.states.said(tokens.hidden_TPD[mine_N, last], last, distance)
         self.net.train(training)
-        signal = torch.cat([torch.stack([torch.ones_like(path_NDE), path_NDE], dim=-1), given], dim=-1)
+        live = torch.stack([torch.ones_like(path_NDE), path_NDE, states_NDE], dim=-1)
+        signal = torch.cat([live, given], dim=-1)
         trust_NDS = _STEEP * (self.trust_DS + self.trust_LS[layer_N][:, None] + sure @ self.gate_GS)
         logit_NDE = (signal * trust_NDS[:, :, None]).sum(-1)
         chosen_NK = tokens.experts_TPK[torch.arange(len(layer_N), device=layer_N.device), layer_N]
@@ -231,79 +276,3 @@ class Predictor(moetool.predictor.Predictor):
     def scores(self, layer: int) -> np.ndarray:
         assert self._watch is not None, "nothing was observed"
         return self._watch.logits(layer)
-
-
-class _Part:
-    """Tokens of whole requests in order, and what the signals said of those that are judged.
-
-    Shapes: before_N int64, the token whose path is known as the request's last, or -1; judged_N int64, the row J of a
-        judged token, or -1; said_JLDES and sure_JLDG float16, for the layer L that was asked about from D before.
-    """
-
-    def __init__(self, model: Predictor, ordered: Tokens, judged: list[int], *, learns: bool) -> None:
-        assert ordered.request_T is not None and ordered.iteration_T is not None
-        self.learns = learns
-        self._experts_NLK, self._num_experts = ordered.experts_TPK, model.num_experts
-        request_N, iteration_N = ordered.request_T.numpy(), ordered.iteration_T.numpy()
-        index_N = np.arange(len(request_N))
-        begins_N = np.ones(len(request_N), bool)
-        begins_N[1:] = (request_N[1:] != request_N[:-1]) | (iteration_N[1:] != iteration_N[:-1])
-        last_N = np.maximum.accumulate(np.where(begins_N, index_N, 0)) - 1
-        same_N = (last_N >= 0) & (request_N[last_N] == request_N)
-        self.before_N = torch.from_numpy(np.where(same_N, last_N, -1))
-        L, E, S = model.num_layers, model.num_experts, len(SIGNALS) - GIVEN
-        of_judged = np.flatnonzero(np.isin(request_N, judged))
-        room = max(64, _JUDGED_BYTES // (2 * L * len(DISTANCES) * E * S))
-        chosen = of_judged[:: -(-len(of_judged) // room)]
-        self.judged_N = torch.full((len(request_N),), -1)
-        self.judged_N[chosen] = torch.arange(len(chosen))
-        self.said_JLDES = torch.zeros(len(chosen), L, len(DISTANCES), E, S, dtype=torch.float16)
-        self.sure_JLDG = torch.zeros(len(chosen), L, len(DISTANCES), CONTEXT, dtype=torch.float16)
-        signals = model.signals(with_net=False)
-        ends = np.append(np.flatnonzero(begins_N)[1:], len(request_N))
-        for request in judged:
-            learned_C = signals.memory.owner_C[: signals.memory.num_learned]
-            learned_C[:] = np.where(model._source_C == request, NOBODY, EVERYONE)
-            signals.memory.forget()
-            signals.running.clear()
-            for start, end in zip(np.flatnonzero(begins_N).tolist(), ends.tolist(), strict=True):
-                if request_N[start] == request:
-                    self._watch(signals, ordered.take(slice(start, end)), start)
-
-    def __len__(self) -> int:
-        return len(self.before_N)
-
-    def before(self, token_N: Tensor) -> Tensor:
-        """before_NLE: what the request's last token used; 0 where there is none."""
-        last_N = self.before_N[token_N]
-        num_layers = self._experts_NLK.shape[1]
-        used_NLE = torch.zeros(len(token_N), num_layers, self._num_experts)
-        used_NLE.scatter_(2, self._experts_NLK[last_N.clamp(min=0)], 1.0)
-        return used_NLE * (last_N >= 0)[:, None, None]
-
-    def _watch(self, signals: PathSignals, tokens: Tokens, start: int) -> None:
-        """Show the signals one forward, and keep what they say of the tokens that are judged."""
-        assert tokens.request_T is not None and tokens.weights_TPK is not None
-        num_tokens, num_layers, _ = tokens.experts_TPK.shape
-        request = int(tokens.request_T[0])
-        info = ForwardInfo(
-            forward_id=0, request_T=(request,) * num_tokens, phase_T=(0,) * num_tokens, position_T=(1,) * num_tokens
-        )
-        row_T = self.judged_N[start : start + num_tokens]
-        mine_T = row_T >= 0
-        for layer in range(num_layers):
-            experts_TK = tuple(map(tuple, tokens.experts_TPK[:, layer].tolist()))
-            ahead_ATE = None
-            if tokens.ahead_TPAE is not None:
-                ahead_ATE = tokens.ahead_TPAE[:, layer, : num_layers - 1 - layer].transpose(0, 1).numpy()
-            weights_TK = tokens.weights_TPK[:, layer].numpy()
-            signals.observe(
-                GateEvent(forward=info, layer=layer, experts_TK=experts_TK, weights_TK=weights_TK, ahead_ATE=ahead_ATE)
-            )
-            if not bool(mine_T.any()):
-                continue
-            for place, distance in enumerate(DISTANCES):
-                if (coming := layer + distance) < num_layers:
-                    f_TES, sure_TG = signals.signals(coming)
-                    self.said_JLDES[row_T[mine_T], coming, place] = torch.from_numpy(f_TES)[mine_T, :, GIVEN:].half()
-                    self.sure_JLDG[row_T[mine_T], coming, place] = torch.from_numpy(sure_TG)[mine_T].half()

@@ -86,10 +86,13 @@ class Predictor(moetool.predictor.Predictor):
     def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
         assert tokens.hidden_TPD is not None
         last = tokens.num_layers - 1
-        x_TD = (tokens.hidden_TPD[:, last] - self.mean_MD[last]) * self.scale_MD[last]
+        return self.said(tokens.hidden_TPD[:, last], last, layer - last)
+
+    def said(self, hidden_TD: Tensor, last: int, distance: int) -> Tensor:
+        """logit_TE of the layer `distance` after `last`, whose hidden states are given."""
+        heads = slice((distance - 1) * self.num_experts, distance * self.num_experts)
+        x_TD = (hidden_TD - self.mean_MD[last]) * self.scale_MD[last]
         inner_TH = F.relu(x_TD @ self.in_MDH[last] + self.in_MH[last])
-        start = (layer - last - 1) * self.num_experts
-        heads = slice(start, start + self.num_experts)
         return inner_TH @ self.out_MHF[last, :, heads] + self.out_MF[last, heads]
 
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from moetool.cluster.acceptor import listen
 from moetool.cluster.experts import CallOptions, PlacedRuntime
 from moetool.cluster.frames import Message
 from moetool.cluster.links import Links
 from moetool.cluster.meter import Meter
 from moetool.cluster.peers import Peers
 from moetool.cluster.protocol import Holders
-from moetool.cluster.transport import Listener, listen
+from moetool.cluster.transport import Listener
 from moetool.models.batching import Batcher
 from moetool.models.loading import load_lazy
 from moetool.policy import build_policy

@@ -65,6 +65,10 @@ class ScriptedEngine:
         self._thread = threading.Thread(target=self._loop, daemon=True)
         self._thread.start()
 
+    @property
+    def max_unbegun(self) -> int:
+        return max(1, self.max_requests // 2)
+
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         if len(prompt) > self.room:
             raise CapacityError(f"{len(prompt)} prompt tokens do not fit into {self.room}")

@@ -218,7 +218,7 @@ def _open(
         path = rounded_checkpoint(stage.loaded.path, scheme)
         if not options.keep:
             stack.callback(shutil.rmtree, path)
-        other = load_lazy(path, stage.loaded.model.dtype, products=True)
+        other = load_lazy(path, stage.loaded.model.dtype, products=options.products)
         stack.callback(other.close)
         assert stage.forced is not None and stage.part is not None
         stage.forced.attach(other.layers)
@@ -231,7 +231,7 @@ def _open(
     workload = prompts_of(paths[0], subject.data, _seen_prompts(paths[1]), options)
     forms = []
     for title, path in zip((subject.model, beside), paths, strict=True):
-        loaded = load_lazy(path, parse_dtype(options.dtype or "float32"), products=True)
+        loaded = load_lazy(path, parse_dtype(options.dtype or "float32"), products=options.products)
         stack.callback(loaded.close)
         forms.append(_form(title, loaded))
     use_threads(forms[0].loaded.model.config.get_text_config(), options.threads)
@@ -376,6 +376,8 @@ def print_forms(made: FormsBench) -> None:
             f"{one.line.ttft_s * 1e3:,.1f}",
             f"{one.line.tpot_p50_s * 1e3:,.1f}",
             f"{one.tokens_s:,.1f}",
+            f"{one.line.prompt_cpu_s * 1e3:,.0f}",
+            f"{one.line.token_cpu_s * 1e3:,.1f}",
             f"{one.line.stall_share:.0%}",
         ]
         for one in made.lines
@@ -384,7 +386,7 @@ def print_forms(made: FormsBench) -> None:
         "equal memory; milliseconds",
         [
             *("experts", "policy", "memory", "for experts", "slots", "hits", "MB/prompt", "MB/token"),
-            *("TTFT", "TPOT p50", "tokens/s", "stall"),
+            *("TTFT", "TPOT p50", "tokens/s", "CPU/prompt", "CPU/token", "stall"),
         ],
         rows,
         num_text=2,

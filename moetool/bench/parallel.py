@@ -5,6 +5,7 @@ waits leaves its core to the others; so the time of experts and of links is emul
 computed, in proportion to the rows that are really computed and the bytes that are really sent.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,17 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from moetool import planner
+from moetool import durable, planner
 from moetool.cluster.parallel.control import Control, Facts, Predictor, measured_latency
 from moetool.cluster.parallel.head import Head
 from moetool.cluster.parallel.members import Launcher
 from moetool.cluster.parallel.opening import ParallelOptions, open_head, open_predictors, uniform, with_buffer
-from moetool.cluster.parallel.rank import RankOptions
+from moetool.cluster.parallel.options import RankOptions
+from moetool.costing.costs import CostProfile
 from moetool.errors import MoetoolError, UsageError, unknown_name
 from moetool.models.spec import locate, read_spec
 from moetool.placement_plan import PlacementPlan, bare_plan
 from moetool.planner import Problem
-from moetool.planning.demand import Demand, held_out, loads, planned_share
+from moetool.planning.demand import Demand, held_out, loads, numbers, planned_share
 from moetool.prompts import gather
 from moetool.request import Output, SamplingParams
 from moetool.trace.reader import Trace
@@ -51,6 +53,7 @@ class BenchOptions:
         rounds: every variant runs once in each, in an order that turns.
         epochs: of the cascade's training.
         replica: whether to make and measure the 4-bit replica too.
+        profile: file of a cost profile, for decisions before anything was measured.
         expert_token_s: emulated seconds of an expert's row.
         link_bytes_s: emulated rate of each rank's way out.
         seed: of batches and planners.
@@ -68,6 +71,7 @@ class BenchOptions:
     rounds: int = 3
     epochs: int = 12
     replica: bool = False
+    profile: str = ""
     expert_token_s: float = 1e-4
     link_bytes_s: float = 20e6
     seed: int = 0
@@ -114,6 +118,7 @@ class Run:
         sent_GG: bytes of rows from GPU to GPU.
         ready_s: that batches waited for experts to be in place.
         waited_s: that all-to-alls waited for pieces of experts.
+        decided_s: that batches waited for the decision about them.
         moved_bytes: of experts.
         during_exchange: of these, in an all-to-all.
         asked: how often each predictor decided, and
@@ -128,6 +133,7 @@ class Run:
     sent_GG: list[list[int]]
     ready_s: float
     waited_s: float
+    decided_s: float
     moved_bytes: int
     during_exchange: int
     asked: dict[str, int]
@@ -138,12 +144,19 @@ class Run:
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
-    """What was measured: by variant a run of each round; and what `moetool simulate` says of the same."""
+    """What was measured: by variant a run of each round; and what `moetool simulate` says of the same.
+
+    Attributes:
+        costs: that the ranks' head has measured, by the end (`Costs.to_json`).
+        token_s: of each predictor that decided, seconds of a prompt's token in each round, as its decisions had it.
+    """
 
     options: BenchOptions
     variants: list[Variant]
     runs: dict[str, list[Run]]
     simulated: dict[str, dict[str, float]] = field(default_factory=dict)
+    costs: dict[str, float] = field(default_factory=dict)
+    token_s: dict[str, list[float]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
@@ -228,7 +241,12 @@ def bench_parallel(
         timeout_s=60.0,
     )
     head = open_head(
-        model, _plan(spec, cluster, offline_GLE), launcher, ParallelOptions(gather_s=5.0, patience_s=60.0), ranks
+        model,
+        _plan(spec, cluster, offline_GLE),
+        launcher,
+        ParallelOptions(gather_s=5.0, patience_s=60.0),
+        ranks,
+        profile=CostProfile.load(Path(options.profile)) if options.profile else None,
     )
     bench = Bench(options=options, variants=chosen, runs={one.name: [] for one in chosen})
     try:
@@ -252,8 +270,11 @@ def bench_parallel(
                 start_GLE = uniform(spec, room) if one.placement == "vanilla" else offline_GLE
                 head.use(control, start_GLE, one.migrate)
                 bench.runs[one.name].append(_run(head, requests, options))
+                for predictor in control.predictors:
+                    bench.token_s.setdefault(predictor.name, []).append(predictor.token_s)
                 done += 1
                 on_progress(20 + 75 * done // (len(chosen) * options.rounds))
+        bench.costs = head.stats()["costs"]
     finally:
         head.close()
     if simulated:
@@ -297,6 +318,7 @@ def _run(head: Head, requests: Sequence[list[int]], options: BenchOptions) -> Ru
         sent_GG=np.sum([record.sent_GG for record in counted], axis=0).tolist(),
         ready_s=sum(record.ready_s for record in counted),
         waited_s=sum(record.waited_s for record in counted),
+        decided_s=sum(record.decided_s for record in counted),
         moved_bytes=sum(record.moved_bytes for record in counted),
         during_exchange=sum(record.moved_during_exchange for record in counted),
         asked=asked,
@@ -316,14 +338,18 @@ class _Subject:
         for dataset in dict.fromkeys(prompt.dataset for prompt in found):
             of = [prompt for prompt in found if prompt.dataset == dataset][: options.prompts]
             self._prompts += [replace(prompt, input_tokens=options.prompt_tokens) for prompt in of]
-        self._served = held_out(planned_share(0.5))
-        self._trace = self._capture()
+        served = held_out(planned_share(0.5))
+        self._served = [prompt for place, prompt in enumerate(self._prompts) if served("", place)]
+        known = {(prompt.dataset, prompt.prompt_id) for prompt in self._served}
+        self._texts = [prompt for prompt in found if (prompt.dataset, prompt.prompt_id) not in known]
+        past = [prompt for place, prompt in enumerate(self._prompts) if not served("", place)]
+        self._history, self._coming = self._capture("history", past), self._capture("served", self._served)
 
     def batches(self, tokenizer: Any) -> list[list[int]]:
         """The prompts of all batches in order, held out of the history."""
         rng = np.random.default_rng(self._options.seed)
         by_task: dict[str, list[list[int]]] = {}
-        for prompt in (prompt for place, prompt in enumerate(self._prompts) if self._served("", place)):
+        for prompt in self._served:
             ids = tokenizer(prompt.text)["input_ids"][: self._options.prompt_tokens]
             by_task.setdefault(prompt.dataset, []).append(ids)
         size = self._options.ranks * self._options.seats
@@ -337,15 +363,14 @@ class _Subject:
 
     def offline(self, room: Cluster) -> np.ndarray:
         """DIRECTOR's placement for the history."""
-        uses = planned_share(0.5)
-        past = [request for place, request in enumerate(self._numbers()) if uses("", place)]
+        past = numbers(self._history)
         tokens_GLE = np.zeros((len(room.gpus), self._spec.num_layers, self._spec.num_experts))
         gpu = {request: place % len(room.gpus) for place, request in enumerate(past)}
-        for request, tokens_LE in loads(self._trace, set(past)):
+        for request, tokens_LE in loads(self._history, set(past)):
             tokens_GLE[gpu[request]] += tokens_LE
         demand = Demand(spec=self._spec, cluster=room, tokens_GLE=tokens_GLE)
-        facts = Facts(row_s=self._options.expert_token_s, link_bytes_s=self._options.link_bytes_s, move_bytes_s=1.0)
-        latency = measured_latency(room, self._spec, facts)
+        row_s, byte_s = self._options.expert_token_s, 1.0 / self._options.link_bytes_s
+        latency = measured_latency(room, demand, Facts(row_s=row_s, byte_s_GG=byte_s, move_bytes_s=1.0))
         problem = Problem(demand=demand, latency=latency, seed=self._options.seed)
         return planner.place("director", problem, {"kicks": 0, "relaxation": 0})
 
@@ -363,7 +388,7 @@ class _Subject:
         return found
 
     def simulated(self) -> dict[str, dict[str, float]]:
-        """What `moetool simulate` says of requests drawn from the same trace, all at once."""
+        """What `moetool simulate` says of requests drawn from those that were served, all at once."""
         from moetool.simulation.costs import AssumedCosts
         from moetool.simulation.running import Options, read_world, simulate
 
@@ -371,7 +396,7 @@ class _Subject:
         options = Options(
             seed=o.seed, prompt_tokens=o.prompt_tokens, decode_tokens=o.new_tokens, seats=o.seats, value_bytes=4
         )
-        world = read_world({"node": self._trace}, with_buffer(self._cluster, self._spec, 0), options)
+        world = read_world({"node": self._coming}, with_buffer(self._cluster, self._spec, 0), options)
         costs = AssumedCosts(expert_s=0.0, expert_token_s=o.expert_token_s)
         modes = {
             "vanilla": "uniform",
@@ -387,31 +412,31 @@ class _Subject:
             told[name] = {"latency_s": run.mean_s, "sent_bytes": float(run.sent_bytes), "local": run.local}
         return told
 
-    def _capture(self) -> Trace:
+    def _capture(self, name: str, prompts: Sequence[gather.Prompt]) -> Trace:
         from moetool.capture.run import CaptureOptions, capture
 
-        folder = self._work / "trace"
+        folder = self._work / name
         if not folder.is_dir():
             made = CaptureOptions(max_new_tokens=self._options.new_tokens, batch_size=8, keep=("topk",))
-            capture(self._model, self._prompts, folder, made)
+            capture(self._model, prompts, folder, made)
         trace = Trace(folder)
-        if len(trace.requests) != len(self._prompts):
-            raise UsageError(f"{folder} is of other prompts; give another folder with --work, or remove it")
+        if len(trace.requests) != len(prompts):
+            raise UsageError(f"{folder} is of other prompts; give another folder with --set bench.work, or remove it")
         return trace
 
-    def _numbers(self) -> list[int]:
-        numbers: list[int] = self._trace.requests["request"].to_pylist()
-        return numbers
-
     def _make(self, name: str, folder: Path) -> None:
+        """A predictor, of nothing that is served."""
         if name == "cascade":
             from moetool.learning.training import train
 
-            train("cascade", self._work / "trace", folder, seed=self._options.seed, max_epochs=self._options.epochs)
+            train("cascade", self._work / "history", folder, seed=self._options.seed, max_epochs=self._options.epochs)
         else:
             from moetool import plugins
 
-            plugins.load("predictor", "awq_replica").make(self._model, list(self._options.data), folder, {})
+            text = self._work / "history.jsonl"
+            rows = [{"prompt": one.text, "task": one.task, "id": one.prompt_id} for one in self._texts]
+            durable.write_text(text, "".join(json.dumps(row) + "\n" for row in rows))
+            plugins.load("predictor", "awq_replica").make(self._model, [str(text)], folder, {})
 
     def _oracle(self) -> Callable[[Sequence[int], int], np.ndarray]:
         """The routes that were recorded, by the prompt's text."""
@@ -420,16 +445,16 @@ class _Subject:
         tokenizer = load_tokenizer(locate(self._model))
         places = {
             (row["dataset"], row["prompt_id"]): row["request"]
-            for row in self._trace.requests.select(["dataset", "prompt_id", "request"]).to_pylist()
+            for row in self._coming.requests.select(["dataset", "prompt_id", "request"]).to_pylist()
         }
         whole: dict[int, np.ndarray] = {}
-        for request, tokens_LE in loads(self._trace, set(self._numbers())):
+        for request, tokens_LE in loads(self._coming, set(numbers(self._coming))):
             whole[request] = whole.get(request, 0) + tokens_LE
         known = {
             tuple(tokenizer(prompt.text)["input_ids"][: self._options.prompt_tokens]): whole[
                 places[prompt.dataset, prompt.prompt_id]
             ]
-            for prompt in self._prompts
+            for prompt in self._served
         }
         return lambda prompt, new_tokens: known[tuple(prompt)]
 

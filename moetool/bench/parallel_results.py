@@ -66,6 +66,7 @@ def print_parallel_bench(bench: Bench) -> None:
             tables.count(_median(runs, lambda run: run.during_exchange), "B"),
             f"{1e3 * _median(runs, lambda run: run.ready_s) / (o.batches - 1):,.1f}",
             f"{1e3 * _median(runs, lambda run: run.waited_s) / (o.batches - 1):,.1f}",
+            f"{1e3 * _median(runs, lambda run: run.decided_s) / (o.batches - 1):,.1f}",
             f"{1e3 * _median(runs, lambda run: run.predict_s):,.0f}",
             f"{1e3 * _median(runs, lambda run: run.plan_s):,.0f}",
             ", ".join(f"{name} {count}" for name, count in runs[0].asked.items()) or "-",
@@ -79,7 +80,7 @@ def print_parallel_bench(bench: Bench) -> None:
             "experts on the move, a run; times are of a batch, or of a decision",
             [
                 *("variant", "moved", "in an all-to-all", "ms waited before it", "ms all-to-alls waited"),
-                *("ms to predict", "ms to plan", "asked"),
+                *("ms waited for a decision", "ms to predict", "ms to plan", "asked"),
             ],
             moved,
         )
@@ -91,6 +92,17 @@ def print_parallel_bench(bench: Bench) -> None:
         f"emulated: {1e6 * o.expert_token_s:g} us an expert's row, {tables.count(o.link_bytes_s, 'B')}/s out of a GPU; "
         f"the other times are of this machine; rows and bytes are counted"
     )
+    if bench.costs:
+        row_s, link, move = (bench.costs[name] for name in ("row_s", "link_bytes_s", "move_bytes_s"))
+        asked = "".join(
+            f"; {name} {1e3 * statistics.median(taken):.3g} ms a prompt's token"
+            for name, taken in bench.token_s.items()
+            if name != "oracle" and all(taken)
+        )
+        print(
+            f"measured while serving: {1e6 * row_s:.3g} us an expert's row, {tables.count(link, 'B')}/s of rows, "
+            f"{tables.count(move, 'B')}/s of experts{asked}"
+        )
 
 
 def draw(bench: Bench, folder: Path) -> list[Path]:

@@ -54,6 +54,7 @@ class Line:
         prefill, decode: the bounds of the two phases; None without a resident line.
         as_replayed: whether the counts of every round are those of `moetool replay`; None where there is no trace.
         rounds: the raw values.
+        prompt_cpu_s, token_cpu_s: seconds of the processor for a prompt and for a later token, all threads together.
     """
 
     policy: str
@@ -72,6 +73,8 @@ class Line:
     decode: Bound | None
     as_replayed: bool | None = None
     rounds: tuple[dict[str, Any], ...] = ()
+    prompt_cpu_s: float = 0.0
+    token_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +182,8 @@ def summarize(
         decode=bound(lambda run: run.decode),
         as_replayed=as_replayed,
         rounds=tuple(run.to_json() for run in runs),
+        prompt_cpu_s=median(lambda run: run.prefill.mean_cpu_s),
+        token_cpu_s=median(lambda run: run.decode.mean_cpu_s),
     )
 
 

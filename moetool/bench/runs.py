@@ -55,6 +55,7 @@ class PhaseTimes:
         ahead_bytes: those among them that a prefetch asked for.
         stall_s: seconds that the model's thread waited for bytes, over all forwards.
         booking_s: seconds of the policy and the residency on that thread, prediction included, over all forwards.
+        cpu_s: seconds of the processor that all threads took, over all forwards: what others do counts less in it.
     """
 
     seconds: tuple[float, ...]
@@ -62,11 +63,17 @@ class PhaseTimes:
     ahead_bytes: float
     stall_s: float
     booking_s: float
+    cpu_s: float = 0.0
 
     @property
     def mean_s(self) -> float:
         """Seconds of a forward."""
         return statistics.fmean(self.seconds)
+
+    @property
+    def mean_cpu_s(self) -> float:
+        """Seconds of the processor for a forward."""
+        return self.cpu_s / len(self.seconds)
 
     def quantile_s(self, share: float) -> float:
         """Seconds that this share of the forwards does not exceed."""
@@ -281,15 +288,17 @@ def _drive(
 def _totals(server: Any, residency: _Booked | None) -> list[float]:
     metrics = server.metrics()
     names = ("bytes_read", "prefetch_bytes_read", "stall_seconds")
-    return [*(metrics.get(name, 0.0) for name in names), residency.booked_s if residency is not None else 0.0]
+    booked = residency.booked_s if residency is not None else 0.0
+    return [*(metrics.get(name, 0.0) for name in names), booked, time.process_time()]
 
 
 def _phase(forwards: Sequence[Sequence[float]]) -> PhaseTimes:
-    seconds, read, ahead, stall, booking = zip(*forwards, strict=True)
+    seconds, read, ahead, stall, booking, cpu = zip(*forwards, strict=True)
     return PhaseTimes(
         seconds=tuple(seconds),
         bytes_read=sum(read),
         ahead_bytes=sum(ahead),
         stall_s=sum(stall),
         booking_s=sum(booking),
+        cpu_s=sum(cpu),
     )

@@ -41,6 +41,7 @@ class BenchOptions:
         resident: whether a line has every expert in memory; without it there are no bounds.
         offload: whether transformers is asked to run the model offloaded.
         group: inputs that share a scale, in the packed form of a shape (`--beside int4`).
+        products: as for `moetool.serving.assembly.ServeOptions`.
         keep: whether the random checkpoints and the part of the trace stay for the next bench.
     """
 
@@ -56,6 +57,7 @@ class BenchOptions:
     resident: bool = True
     offload: bool = True
     group: int = 128
+    products: bool = True
     keep: bool = True
 
     def __post_init__(self) -> None:
@@ -156,7 +158,7 @@ def open_stage(
     else:
         path = locate(str(subject.model))
     dtype = parse_dtype(options.dtype or ("bfloat16" if subject.shape else "float32"))
-    loaded = load_lazy(path, dtype, products=True)
+    loaded = load_lazy(path, dtype, products=options.products)
     stack.callback(loaded.close)
     use_threads(loaded.model.config.get_text_config(), options.threads)
     if trace is not None:

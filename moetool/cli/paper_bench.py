@@ -25,7 +25,9 @@ def register(app: typer.Typer) -> None:
 def paper(
     name: Annotated[
         str | None,
-        typer.Argument(help="prism, director, duoserve, finemoe or smoe; or a recipe of your own, a .toml file."),
+        typer.Argument(
+            metavar="NAME", help="prism, director, duoserve, finemoe or smoe; or a recipe of your own, a .toml file."
+        ),
     ] = None,
     only: Annotated[
         list[str], typer.Option(help='A table or figure, such as "Figure 8"; all, if not given. Repeatable.')
@@ -146,5 +148,10 @@ def _print(chosen: "Paper", tested: Sequence["Tested"], quick: bool) -> None:
 
 def _value(name: str, mean: float, half: float | None, unit: str) -> str:
     scale, sign = (100, " %") if unit == "%" else (1, f" {unit}" if unit else "")
-    spread = "" if half is None else f" ± {scale * half:.2g}"
-    return f"{name} {scale * mean:.3g}{spread}{sign}"
+    spread = "" if half is None else f" ± {_number(scale * half, 2)}"
+    return f"{name} {_number(scale * mean, 3)}{spread}{sign}"
+
+
+def _number(value: float, digits: int) -> str:
+    """A number of so many digits that mean something, without an exponent where it is large."""
+    return f"{float(f'{value:.{digits}g}'):,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"

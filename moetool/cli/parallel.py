@@ -18,16 +18,21 @@ def serve_parallel(
     port: int,
     api_key: str | None,
     predictor: Path | None,
+    profile: Path | None,
     values: Mapping[str, Any],
 ) -> None:
     """Serve a model on ranks in lockstep until it is interrupted.
 
+    Args:
+        profile: what things cost before they are measured.
+
     Raises:
         UsageError: no plan, another number of ranks than the plan has GPUs, or an option that means nothing here.
     """
-    from moetool.cluster.launch import parse_where
+    from moetool.cluster.launch import head_address, parse_where
     from moetool.cluster.parallel.launching import RayRanks
     from moetool.cluster.parallel.opening import open_head, read_settings
+    from moetool.costing.costs import CostProfile
     from moetool.placement_plan import PlacementPlan
     from moetool.serving import server
     from moetool.serving.server_options import ServerOptions
@@ -58,7 +63,8 @@ def serve_parallel(
     sock = server.bind(host, port)
     head = None
     try:
-        head = open_head(model, plan, launcher, options, ranks, toward=where.address or "")
+        costs = None if profile is None else CostProfile.load(profile)
+        head = open_head(model, plan, launcher, options, ranks, profile=costs, toward=head_address(where))
         tables.narrate(f"moetool: starting {num_ranks} ranks")
         head.start()
         for name, held in zip(names, head.stats()["experts_held"], strict=True):

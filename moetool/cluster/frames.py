@@ -5,9 +5,11 @@ checked.
 """
 
 import contextlib
+import errno
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
 import time
@@ -47,17 +49,18 @@ class Message:
 
 
 class Connection:
-    """One end of a connection, used by one thread at a time.
+    """One end of a connection; at a time one thread may send and one receive.
 
     Args:
         limit_bytes: larger messages are refused before memory is taken for them.
 
-    Effects: owns the socket.
+    Effects: owns the socket, which waits for nothing itself: the two directions have deadlines of their own.
     """
 
     def __init__(self, sock: socket.socket, limit_bytes: int) -> None:
         self._sock = sock
         self._limit_bytes = limit_bytes
+        sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # an idle peer whose machine has gone is noticed
         for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
@@ -78,8 +81,13 @@ class Connection:
             data, parts = b"".join([data, *parts]), ()
         try:
             for piece in (data, *parts):
-                self._sock.settimeout(_left(by))
-                self._sock.sendall(piece)
+                view = memoryview(piece).cast("B")
+                while view:
+                    _left(by)
+                    try:
+                        view = view[self._sock.send(view) :]
+                    except BlockingIOError:
+                        self._wait(select.POLLOUT, by)
         except TimeoutError:
             raise LinkError("the peer did not take a message in time") from None
         except OSError as error:
@@ -157,14 +165,48 @@ class Connection:
     def _fill(self, view: memoryview, by: float | None) -> None:
         try:
             while view:
-                self._sock.settimeout(None if by is None else _left(by))
-                if not (count := self._sock.recv_into(view)):
+                if by is not None:
+                    _left(by)
+                try:
+                    count = self._sock.recv_into(view)
+                except BlockingIOError:
+                    self._wait(select.POLLIN, by)
+                    continue
+                if not count:
                     raise Lost("the peer ended the connection")
                 view = view[count:]
         except TimeoutError:
             raise LinkError("the peer did not answer in time") from None
         except OSError as error:
             raise Lost(f"the connection broke ({error.strerror or error})") from None
+
+    def _wait(self, event: int, by: float | None) -> None:
+        """Until the socket can go on. Raises: TimeoutError; OSError where it was closed meanwhile."""
+        if (number := self._sock.fileno()) < 0:
+            raise OSError(errno.EBADF, "closed")
+        poll = select.poll()
+        poll.register(number, event)
+        if not poll.poll(None if by is None else 1e3 * _left(by)):
+            raise TimeoutError
+
+
+def dial(address: tuple[str, int], token: bytes, by: float, limit_bytes: int) -> Connection:
+    """A connection to who listens at an address and knows the token, as the caller.
+
+    Raises:
+        LinkError: nobody does, or not in time.
+    """
+    try:
+        sock = socket.create_connection(address, timeout=_left(by))
+    except OSError as error:
+        raise LinkError(f"nobody answers at {address[0]}:{address[1]} ({error})") from None
+    connection = Connection(sock, limit_bytes)
+    try:
+        connection.prove(token, by)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def pack(head: Mapping[str, Any], parts: Sequence[Any]) -> bytes:

@@ -8,7 +8,6 @@ addresses be on a private network, or behind a tunnel such as WireGuard.
 Every call has a deadline. Calls may be repeated: they ask for results and change nothing.
 """
 
-import contextlib
 import queue
 import socket
 import threading
@@ -17,12 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from moetool.cluster.frames import Connection, LinkError, Lost, Message, pack
+from moetool.cluster.acceptor import HANDSHAKE_S, Acceptor
+from moetool.cluster.frames import Connection, LinkError, Lost, Message, dial, pack
 from moetool.cluster.links import Links
 from moetool.errors import MoetoolError, first_line
-
-_HANDSHAKE_S = 5.0
-_MAX_CONNECTIONS = 256
 
 
 class Refused(MoetoolError):
@@ -52,65 +49,21 @@ class Listener:
         limit_bytes: int = 2**30,
         rest_s: float = 10.0,
     ) -> None:
-        self._sock, self._token, self._handle = sock, token, handle
-        self._links = links or Links()
-        self._limit_bytes, self._rest_s = limit_bytes, rest_s
-        self._lock = threading.Lock()
-        self._open: dict[Connection, threading.Thread] = {}
-        self._closed = False
-        self._thread = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
-        self._thread.start()
+        self._handle, self._links, self._rest_s = handle, links or Links(), rest_s
+        self._acceptor = Acceptor(sock, token, self._serve, limit_bytes=limit_bytes, rest_s=rest_s)
 
     @property
     def address(self) -> tuple[str, int]:
         """Where peers connect."""
-        host, port = self._sock.getsockname()[:2]
-        return str(host), int(port)
+        return self._acceptor.address
 
     def close(self) -> None:
         """Take no more calls, end all connections; calls that are being answered are finished, their answers lost."""
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes `accept`
-        self._sock.close()
-        self._thread.join()
-        with self._lock:
-            left = dict(self._open)
-        for connection in left:
-            connection.close()
-        for thread in left.values():
-            thread.join(self._rest_s)
-
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                sock, _ = self._sock.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(0.05)  # no file descriptor is free, say
-                continue
-            connection = Connection(sock, self._limit_bytes)
-            with self._lock:
-                if len(self._open) >= _MAX_CONNECTIONS or self._closed:
-                    connection.close()
-                    continue
-                thread = threading.Thread(target=self._serve, args=(connection,), name="peer-call", daemon=True)
-                self._open[connection] = thread
-            thread.start()
+        self._acceptor.close()
 
     def _serve(self, connection: Connection) -> None:
-        try:
-            connection.demand_proof(self._token, time.monotonic() + _HANDSHAKE_S)
-            while True:
-                message = connection.receive(None, self._rest_s)
-                self._answer(connection, message)
-        except LinkError:
-            pass  # the caller has gone, or was none; it knows, and nobody else needs to
-        finally:
-            with self._lock:
-                self._open.pop(connection, None)
-            connection.close()
+        while True:
+            self._answer(connection, connection.receive(None, self._rest_s))
 
     def _answer(self, connection: Connection, message: Message) -> None:
         try:
@@ -225,15 +178,10 @@ class Channel:
         return connection.receive(by)
 
     def _connect(self, by: float) -> Connection:
-        left = min(by - time.monotonic(), _HANDSHAKE_S)
-        if left <= 0:
+        if by <= time.monotonic():
             raise LinkError("no time was left to connect")
-        try:
-            sock = socket.create_connection(self.address, timeout=left)
-        except OSError as error:
-            raise LinkError(f"nobody answers at {self.address[0]}:{self.address[1]} ({error})") from None
-        self._connection = Connection(sock, self._limit_bytes)
-        self._connection.prove(self._token, min(by, time.monotonic() + _HANDSHAKE_S))
+        by = min(by, time.monotonic() + HANDSHAKE_S)
+        self._connection = dial(self.address, self._token, by, self._limit_bytes)
         return self._connection
 
     def _disconnect(self) -> None:
@@ -242,27 +190,15 @@ class Channel:
             self._connection = None
 
 
-def listen(host: str, port: int = 0) -> socket.socket:
-    """A socket for a `Listener`; port 0 takes any free one. Raises: MoetoolError where that is not possible."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(128)
-    except OSError as error:
-        sock.close()
-        raise MoetoolError(f"cannot listen for peers on {host} port {port} ({error.strerror or error})") from None
-    return sock
-
-
 def own_address(toward: str) -> str:
     """The address that this machine has on the way to another (`host:port`, or a host).
 
     Raises:
         MoetoolError: there is no such machine, or no way there.
     """
-    host = (toward.rpartition(":")[0] or toward).strip("[]")
+    before, _, port = toward.rpartition(":")
+    has_port = port.isdecimal() and (":" not in before or before.endswith("]"))
+    host = (before if has_port else toward).strip("[]")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as sock:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moetool.cluster.acceptor import listen
 from moetool.cluster.experts import CallOptions, PlacedRuntime
 from moetool.cluster.links import Bucket, Links
 from moetool.cluster.meter import Meter
 from moetool.cluster.peers import Peers
 from moetool.cluster.protocol import Holders, Moved, WorkerInfo, WorkerStats
-from moetool.cluster.transport import Listener, listen, own_address
+from moetool.cluster.transport import Listener, own_address
 from moetool.errors import MismatchError, MoetoolError
 from moetool.fleet import Pool
 from moetool.models.loading import LoadedModel

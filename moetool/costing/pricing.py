@@ -25,6 +25,8 @@ class TimelineOptions:
         io_threads: threads that read experts; the nearest number that was measured is taken.
         tier: where experts that are not on the device lie: `disk`, or `pinned` or `pageable` host memory.
         prediction_ms: of one prediction; by default the profile's own curve.
+        synchronous: the experts of a layer wait for all that was prefetched before, needed or not, as in systems that
+            fetch synchronously; a server of moetool does not.
     """
 
     device: str = "cpu"
@@ -32,6 +34,7 @@ class TimelineOptions:
     io_threads: int = 2
     tier: str = "disk"
     prediction_ms: float | None = None
+    synchronous: bool = False
 
     def __post_init__(self) -> None:
         if self.io_threads < 1:

@@ -151,6 +151,7 @@ class Timeline:
         self._streams: dict[str, _Stream] = {}
         self._default = self._stream(prices.options.tier) if tier_of is None else None
         self._jobs: dict[int, _Job] = {}  # by slot
+        self._ahead: list[_Job] = []  # prefetches that the next experts wait for
         self._tallies = {Phase.PREFILL: _Tally(), Phase.DECODE: _Tally()}
         self._tally = self._tallies[Phase.DECODE]
         self._began = 0
@@ -173,6 +174,10 @@ class Timeline:
         tally, jobs = self._tally, self._jobs
         forward = self._prices.forward(event.forward)
         self.now += forward.before_L[event.layer]
+        for job in self._ahead:
+            if not job.dropped:
+                self._wait(job)
+        self._ahead.clear()
         self._predict(event.forward)
         expert_ns = self._prices.experts(event)
         beside: list[int] = []  # loaded on demand though nothing here needs it: a whole layer's rest
@@ -276,6 +281,8 @@ class Timeline:
         job = self._jobs[slot] = _Job(key, stream, ns, num_bytes, prefetch, earliest)
         stream.advance(self.now)
         (stream.prefetches if prefetch else stream.demand).append(job)
+        if prefetch and self._prices.options.synchronous:
+            self._ahead.append(job)
 
     def _wait(self, job: _Job) -> None:
         """The compute stream goes on when the job is done; one that has not begun goes ahead of all that has not."""

@@ -2,6 +2,7 @@
 
     constant    1
     path        the logit of a path network (`predictors/path_mlp.py`)
+    states      the logit of a network on hidden states (`predictors/promoe.py`), where those are known
     popularity  how often the layer chose it in training
     affinity    how often it followed the experts just chosen, from layer to layer
     habit       how often the request used it, of late and of very late
@@ -28,6 +29,7 @@ from moetool.types import GateEvent
 SIGNALS = (
     "constant",
     "path",
+    "states",
     "popularity",
     "affinity",
     "habit",
@@ -39,7 +41,7 @@ SIGNALS = (
     "log own",
     "ahead",
 )
-GIVEN = 2
+GIVEN = 3
 """How many of the first signals do not come from tables and memories."""
 CONTEXT = 3
 """G: how alike the best path is, the best of the request's own, and how many tokens the request had."""
@@ -84,6 +86,8 @@ class PathSignals:
     Args:
         popularity_LE, affinity_MEE: of `predictors.popularity` and `predictors.affinity`.
         net: weights of `predictors.path_mlp.PathNet` by name, or None: the signal `path` is then 0.
+        states: parameters and buffers of `predictors.promoe.Predictor` by name, or None: the signal `states` is then 0,
+            as it is beyond the layers that those networks name.
 
     Attributes:
         running: the requests, by number.
@@ -99,6 +103,7 @@ class PathSignals:
         affinity_MEE: np.ndarray,
         memory: RouteMemory,
         net: Mapping[str, np.ndarray] | None,
+        states: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         self.num_layers, self.num_experts = popularity_LE.shape
         self._popularity_LE = np.log(popularity_LE + _FLOOR / self.num_experts)
@@ -107,7 +112,7 @@ class PathSignals:
         self.memory = memory
         self.running: dict[int, Running] = {}
         self.over: list[int] = []  # since the current forward began
-        self._net = net
+        self._net, self._states = net, states
         if net is not None:
             self._fade_H = 1 / (1 + np.exp(-net["fade_H"]))
 
@@ -126,12 +131,16 @@ class PathSignals:
         self._chain = [self._affinity_MEE[layer][experts_TK].mean(axis=1)] if layer + 1 < self.num_layers else []
         self._ahead_ATE = event.ahead_ATE
         if self._net is not None:
-            now_FH = self._net["now_LFH"][layer]
-            scale = np.float32(math.sqrt(experts_TK.shape[1]))
+            used_FH = self._net["used_LFH"][layer]
+            by_weight_TK = np.log1p(np.abs(event.weights_TK, dtype=np.float32) * self.num_experts)
             self._z_TH *= self._fade_H
-            self._z_TH += now_FH[experts_TK].sum(axis=1)
-            self._z_TH += np.einsum("tkh,tk->th", now_FH[self.num_experts + experts_TK], root_TK * scale)
+            self._z_TH += used_FH[experts_TK].sum(axis=1)
+            self._z_TH += np.einsum("tkh,tk->th", used_FH[self.num_experts + experts_TK], by_weight_TK)
             self._hidden_TH = np.maximum(self._z_TH + self._before_TH + self._net["phase_LH"][layer], 0)
+        if self._states is not None and layer + 1 < self.num_layers:
+            assert event.hidden_TD is not None, "hidden states were asked for and not given"
+            x_TD = (event.hidden_TD - self._states["mean_MD"][layer]) * self._states["scale_MD"][layer]
+            self._inner_TH = np.maximum(x_TD @ self._states["in_MDH"][layer] + self._states["in_MH"][layer], 0)
         if layer + 1 == self.num_layers:
             for request, mine in self.tokens_of.items():
                 running = self.running[request]
@@ -151,25 +160,30 @@ class PathSignals:
         f_TES[..., 0] = 1
         if self._net is not None:
             f_TES[..., 1] = self._hidden_TH @ self._net["out_LHE"][layer] + self._net["bias_LE"][layer]
-        f_TES[..., 2] = self._popularity_LE[layer]
+        if self._states is not None:
+            heads = slice((layer - self.layer - 1) * self.num_experts, (layer - self.layer) * self.num_experts)
+            if heads.stop <= self._states["out_MF"].shape[1]:
+                out_HE = self._states["out_MHF"][self.layer, :, heads]
+                f_TES[..., 2] = self._inner_TH @ out_HE + self._states["out_MF"][self.layer, heads]
+        f_TES[..., 3] = self._popularity_LE[layer]
         while len(self._chain) < layer - self.layer:
             self._chain.append(self._chain[-1] @ self._affinity_MEE[self.layer + len(self._chain)])
-        f_TES[..., 3] = np.log(self._chain[layer - self.layer - 1] + self._floor)
+        f_TES[..., 4] = np.log(self._chain[layer - self.layer - 1] + self._floor)
         if not self._near:
             self._find()
         for request, mine in self.tokens_of.items():
             running = self.running[request]
-            f_TES[mine, :, 4:6] = np.log(running.use_RLE[:, layer].T + self._floor)
+            f_TES[mine, :, 5:7] = np.log(running.use_RLE[:, layer].T + self._floor)
             context_TG[mine, 2] = math.log1p(running.num_tokens) / 4
             if running.last_LK is not None:
-                f_TES[np.array(mine)[:, None], running.last_LK[layer], 6] = 1
+                f_TES[np.array(mine)[:, None], running.last_LK[layer], 7] = 1
         for token, (near, own) in enumerate(self._near):
-            f_TES[token, :, 7] = near.vote(self.memory, layer, self.num_experts)
-            f_TES[token, :, 9] = own.vote(self.memory, layer, self.num_experts)
+            f_TES[token, :, 8] = near.vote(self.memory, layer, self.num_experts)
+            f_TES[token, :, 10] = own.vote(self.memory, layer, self.num_experts)
             context_TG[token, :2] = near.best, own.best
-        f_TES[..., 8:11:2] = np.log(f_TES[..., 7:10:2] + self._floor)
+        f_TES[..., 9:12:2] = np.log(f_TES[..., 8:11:2] + self._floor)
         if self._ahead_ATE is not None and layer - self.layer <= len(self._ahead_ATE):
-            f_TES[..., 11] = np.log(
+            f_TES[..., 12] = np.log(
                 np.maximum(self._ahead_ATE[layer - self.layer - 1], 0) + np.float32(0.1 / self.num_experts)
             )
         return f_TES, context_TG

@@ -21,7 +21,7 @@ DISTANCES = (1, 2, 3, 4, 6, 8)
 """The distances that trust is fitted for; the others take that of the next one below."""
 
 
-ALONE = ("path", "affinity", "log memory", "ahead")
+ALONE = ("path", "states", "affinity", "log memory", "ahead")
 """Signals that may rank the experts by themselves."""
 _ALONE = [SIGNALS.index(name) for name in ALONE]
 _LATELY = 1024  # predictions, of a token each, after which the record has forgotten most of what was before

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from moetool import durable
+from moetool import durable, plugins
 from moetool.errors import MoetoolError, UsageError
 from moetool.learning.tokens import Part, num_tokens, read
 from moetool.predictor import build, save
@@ -157,7 +157,8 @@ def train(
         predictor: a file of predictors/, or a dotted module.
         trace: the folder of a trace.
         out: the folder to make.
-        options: values for the predictor's own `Options`.
+        options: values for the predictor's own `Options`; those that let it look at columns of the trace are on where
+            these are there and nothing else is said.
         seed: of the split, the first weights, the order of the samples and dropout; on one machine the same seed
             gives the same weights.
         max_epochs: an epoch visits every training token once; a predictor that learns one layer a token gets it at one
@@ -190,6 +191,7 @@ def train(
     durable.require_absent(out, overwrite, "card.json")
     began = time.perf_counter()
     source = Trace(trace)
+    options = options_for(predictor, source.columns, options or {})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = build(predictor, source.spec, options)
@@ -239,6 +241,12 @@ def train(
             f"cannot write the predictor to {out}: {error}; free space or choose another --out"
         ) from error
     return card
+
+
+def options_for(predictor: str, columns: Collection[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """These options, and those on that let a predictor look at columns of a trace and are not among them."""
+    looks_at: Mapping[str, str] = plugins.load("predictor", predictor).Predictor.looks_at
+    return {option: True for column, option in looks_at.items() if column in columns} | dict(options)
 
 
 def _spans(in_time: Mapping[str, Mapping[int, range]]) -> dict[str, dict[str, list[int]]]:

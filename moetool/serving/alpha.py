@@ -156,7 +156,7 @@ def _feed(
     path: Path, ids_ST: Sequence[Sequence[int]], alpha: float, budget_bytes: int, serve: ServeOptions, known: int
 ) -> _Pass:
     """Feed the texts one after the other to a pool that begins empty: the first tokens at once, the others alone."""
-    loaded = load_lazy(path, parse_dtype(serve.dtype), products=True)
+    loaded = load_lazy(path, parse_dtype(serve.dtype), products=serve.products)
     require_substitutable(loaded.spec.name, "smoe")
     use_threads(loaded.model.config.get_text_config(), serve.threads)
     slots = expert_slots(loaded.spec, budget_bytes)

@@ -53,6 +53,9 @@ class ServeOptions:
             as far as the KV cache holds all of them at their full length.
         io_threads: threads that read experts, for each device.
         threads: threads of the model's own arithmetic (0 chooses).
+        products: whether experts of four bits are multiplied as they are packed, in bfloat16 on a CPU, where their
+            weights are not rounded to bfloat16 first (`moetool.models.packed_product`). Without it they are unpacked
+            for each product, to the weights that transformers has.
         policy: options of the cache policy.
         prefetch: limits of its prefetching; the plan's, or none, if not said.
         state: file that what the policy learns is kept in from one run to the next (empty: none).
@@ -66,6 +69,7 @@ class ServeOptions:
     max_requests: int = 0
     io_threads: int = 2
     threads: int = 0
+    products: bool = True
     policy: dict[str, Any] = field(default_factory=dict)
     prefetch: PrefetchLimits | None = None
     state: str = ""
@@ -118,7 +122,7 @@ def build_engine(
         raise UsageError(f"policy {name} has to know the future: it works in replay only; choose another to serve")
     from_plan = plan is not None and plan.policy == name
     # Another runtime may send what its slots hold to other machines.
-    loaded = load_lazy(path, dtype, device, products=open_runtime is ExpertRuntime)
+    loaded = load_lazy(path, dtype, device, products=options.products and open_runtime is ExpertRuntime)
     use_threads(loaded.model.config.get_text_config(), options.threads)
     assert loaded.files is not None
     if not kind.lossless:

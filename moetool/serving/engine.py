@@ -28,6 +28,8 @@ from moetool.serving.store import ExpertStore
 from moetool.serving.stores import Stores, open_stores
 
 _SAVE_SECONDS = 300.0
+_FEW = 8
+"""Requests that it takes without having begun them, however few run together."""
 
 
 class Engine:
@@ -70,6 +72,7 @@ class Engine:
         self.spec = loaded.spec
         self.max_context = batcher.max_context
         self.max_requests = batcher.max_requests
+        self.max_unbegun = max(min(_FEW, self.max_requests), self.max_requests // 2)
         self.vocab_size = int(loaded.model.config.get_text_config().vocab_size)
         self.state: State = "starting"
         self.store = open_stores(loaded, residency, io_threads, host_memory_bytes)

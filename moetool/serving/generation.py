@@ -19,9 +19,6 @@ from moetool.serving.refusal import Overloaded, Refusal
 from moetool.serving.server_options import ServerOptions
 from moetool.serving.text import StopStrings, Vocabulary
 
-_FEW = 8
-"""Choices that the engine may have without having begun them, however few it can run."""
-
 
 class ScoredToken(NamedTuple):
     """A token with its log-probability, and where its text begins in the text of its choice."""
@@ -338,8 +335,7 @@ class Frontend:
 
     def _pump(self) -> None:
         most = self.engine.max_requests
-        ahead = max(min(_FEW, most), most // 2)
-        while len(self._queue) and self._in_engine < 2 * most and self._not_begun < ahead:
+        while len(self._queue) and self._in_engine < 2 * most and self._not_begun < self.engine.max_unbegun:
             exchange, index = self._queue.pop()
             if exchange.submit(index):
                 self._in_engine += 1

@@ -27,7 +27,7 @@ from moetool.simulation.routing import Routing
 from moetool.simulation.workload import Request
 from moetool.types import Cluster, ModelSpec
 
-ARRIVE, READY, SEND, WORK, BACK, ROUND, TICK, WINDOW, CALL = range(9)
+ARRIVE, ROUND, TICK, WINDOW, CALL, READY, SEND, WORK, BACK = range(9)
 ADMISSIONS = ("seats", "rounds")
 
 
@@ -185,38 +185,27 @@ class Engine:
         event = heappop(heap) if heap else None
         while event is not None:
             now, since, _, own, kind, what, g, cost, size = event
-            if kind == work:
+            if kind >= work:  # a result leaves, now or as soon as it is computed
                 request = what  # type: ignore[assignment]
-                free = free_G[g]
-                free = (now if now > free else free) + cost
-                free_G[g] = free
-                busy_G[g] += cost
-                if leaving_N[server_G[g]] or free > now + ahead_G[g] or free >= calm_s:
-                    leaving_N[server_G[g]] += 1
-                    event = heappushpop(heap, (free, now, since, own, came_back, what, g, 0.0, size))
-                    continue
-                link = link_GG[g][request.gpu]
-                left = (free, now, own)
+                if kind == work:
+                    free = free_G[g]
+                    free = (now if now > free else free) + cost
+                    free_G[g] = free
+                    busy_G[g] += cost
+                    if leaving_N[server_G[g]] or free > now + ahead_G[g] or free >= calm_s:
+                        leaving_N[server_G[g]] += 1
+                        event = heappushpop(heap, (free, now, since, own, came_back, what, g, 0.0, size))
+                        continue
+                    left = (free, now, own)
+                else:
+                    leaving_N[server_G[g]] -= 1
+                    free = now
+                    left = (now, since, own)
                 if left > request.left:
                     request.left = left
+                link = link_GG[g][request.gpu]
                 at_s = link[0]
                 link[0] = at_s = (free if free > at_s else at_s) + size * link[1]
-                at_s += link[2]
-                if at_s > request.back_s:
-                    request.back_s = at_s
-                request.pending -= 1
-                if not request.pending:
-                    event = heappushpop(heap, (request.back_s, *request.left, ready, request, request.gpu, 0.0, 0))
-                    continue
-            elif kind == came_back:
-                request = what  # type: ignore[assignment]
-                leaving_N[server_G[g]] -= 1
-                link = link_GG[g][request.gpu]
-                left = (now, since, own)
-                if left > request.left:
-                    request.left = left
-                at_s = link[0]
-                link[0] = at_s = (now if now > at_s else at_s) + size * link[1]
                 at_s += link[2]
                 if at_s > request.back_s:
                     request.back_s = at_s

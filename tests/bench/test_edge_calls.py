@@ -6,8 +6,9 @@ import statistics
 import time
 from typing import Any
 
+from moetool.cluster.acceptor import listen
 from moetool.cluster.frames import Message
-from moetool.cluster.transport import Channel, Listener, listen
+from moetool.cluster.transport import Channel, Listener
 
 TOKEN = b"t" * 32
 SIZES = {"a hidden state, 768 bytes": 768, "an expert, 73,728 bytes": 73_728, "16 MiB": 2**24}

@@ -45,8 +45,6 @@ PROMPTS, NEW_TOKENS, AHEAD = 12, 32, 6
 UNSEEN = "code"
 SCORED_EVERY = 4  # sequence of those that are scored: so many tokens take minutes
 EPOCHS = {"expert_mlp": 10, "cascade": 30, "single_transformer": 30, "lstm": 30}
-OPTIONS: dict[str, dict[str, Any]] = {"fused": {"ahead": True}}
-"""The embedded model's traces hold what later gates say, which costs little to know."""
 ROUTE_EPOCHS = {"expert_mlp": 8, "next_use": 10}
 OTHERS = 20
 ROUTE_OPTIONS: dict[str, dict[str, Any]] = {"expert_map": {"source": "topk", "prompts": "tokens"}}
@@ -113,7 +111,7 @@ def embedded(here: Path, names: Sequence[str] = ()) -> tuple[Path, Path, list[Pa
 
     trace = _once(here / "trace", captured(*(name for name in prompt_sets.names() if name != UNSEEN)))
     unseen = _once(here / "unseen", captured(UNSEEN))
-    predictors = _trained(trace, here / "predictors", EPOCHS, OPTIONS, names)
+    predictors = _trained(trace, here / "predictors", EPOCHS, {}, names)
     return trace, unseen, predictors
 
 

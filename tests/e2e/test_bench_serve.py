@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.bench import serve, stage
+from moetool.bench import forms, serve, stage
 from moetool.bench.checkpoint import random_checkpoint
 from moetool.bench.results import OFFLOADED, PLAIN, RESIDENT
 from moetool.bench.routes import Chosen, CutPredictor, ForcedRoutes, bench_spec, choose, write_part
@@ -253,6 +253,29 @@ def test_the_command_prints_a_table_and_writes_the_raw_values(
     assert json.loads(capsys.readouterr().out)["rounds"] == 2
 
 
+def test_a_shape_is_benched_beside_itself_in_four_bits(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(forms, "THREADS", (2,))
+    work = tmp_path / "work"
+    common = ["bench", "serve", "--shape", folder / "tiny", "--layers", 2, "--routes", folder / "routes"]
+    args = [*common, "--work", work, "--policy", "lru", "--beside", "int4", "--budget", "50%,100%"]
+    settings = [f"--set=bench.{s}" for s in ("rounds=1", "requests=2", "new_tokens=4", "threads=1", "keep=false")]
+    assert _main(monkeypatch, *args, *settings, "--set=bench.group=16", "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert not [path for path in work.iterdir() if path.is_dir()]  # nothing is kept
+    assert [line["form"] for line in made["lines"]] == ["bfloat16", "int4"] * 2
+    bf16, int4 = made["lines"][:2]
+    assert bf16["memory_bytes"] == int4["memory_bytes"]
+    counts = [line["line"]["rounds"][0]["decode_counts"] for line in (bf16, int4)]
+    needed = [one["kept"] + one["missed"] for one in counts]
+    assert needed[0] == needed[1] > 0 and counts[1]["kept"] > counts[0]["kept"]
+    assert made["judged_tokens"] == 0 and made["experts_bytes"]["int4"] < 0.35 * made["experts_bytes"]["bfloat16"]
+    assert int4["line"]["token_cpu_s"] > 0
+    assert _main(monkeypatch, *args, *settings) == 2  # groups of 128
+    assert "bench.group is 128, and" in capsys.readouterr().err
+
+
 def test_a_checkpoint_routes_by_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [f"--set=bench.{s}" for s in ("rounds=1", "requests=2", "new_tokens=3")]
     args = ["bench", "serve", "reference", "--data", "chat,code", "--policy", "lru", "--budget", "50%", "--json"]
@@ -273,6 +296,10 @@ def test_a_checkpoint_routes_by_itself(monkeypatch: pytest.MonkeyPatch, capsys: 
         ("--shape deepseek-v2-lite --policy lru --budget 25%", "give --routes DIR"),
         ("reference --data chat --policy belady --budget 25%", "has to know the future"),
         ("reference --data chat --policy duoserve --budget 25%", "needs a predictor"),
+        ("--shape deepseek-v2-lite --policy lru --budget 25% --beside replica", "--beside int4, which is made of it"),
+        ("--shape deepseek-v2-lite --data chat --policy lru --budget 25% --beside int4", "found --data"),
+        ("--shape deepseek-v2-lite --policy lru --budget 25% --beside int4", "give --routes DIR"),
+        ("reference --data chat --policy lru --budget 25% --beside x --predictor y", "leave out --predictor"),
         ("reference --data chat --policy lru --budget 25% --set bench.rounds=0", "bench.rounds is 0"),
         ("reference --data chat --policy lru --budget 25% --set bench.runds=1", "did you mean 'rounds'"),
         ("reference --data chat --policy lru --budget 25% --set lfu.forget=true", "for none of lru"),

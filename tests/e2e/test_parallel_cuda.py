@@ -34,7 +34,7 @@ def test_ranks_on_gpus_give_one_gpus_text(reference: Path, tokenizer: Any) -> No
     head = open_head(
         reference, tokenizer, gpus=gpus, placed_GLE=striped(engine.spec, gpus), seats=2, device="cuda", timeout_s=60.0
     )
-    head._gather_s = 0.5
+    head._batches.gather_s = 0.5
     try:
         answers = Answers(head)
         assert answers.wait([answers.ask(prompt, 8) for prompt in prompts]) == expected

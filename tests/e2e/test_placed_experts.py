@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.cluster.acceptor import listen
 from moetool.cluster.experts import CallOptions, PlacedRuntime
 from moetool.cluster.frames import LinkError, Message
 from moetool.cluster.holding import Holding
@@ -19,7 +20,7 @@ from moetool.cluster.links import Links
 from moetool.cluster.meter import Meter
 from moetool.cluster.peers import Peers
 from moetool.cluster.protocol import Holders
-from moetool.cluster.transport import Listener, listen
+from moetool.cluster.transport import Listener
 from moetool.errors import CapacityError, MismatchError, MoetoolError
 from moetool.models.loading import load_lazy
 from moetool.policy import build_policy

@@ -37,7 +37,7 @@ check = { order = ["0% remote", "100% remote"] }
 def _judge(
     check: Check, derived: dict[str, dict[str, tuple[str, ...]]] | None = None, **values: list[float]
 ) -> Verdict:
-    return judge(check, Found(values=values, unit="s", on=""), derived or {})
+    return judge(check, Found(values=values, what="latency", unit="s", on=""), derived or {})
 
 
 def test_an_interval_is_students() -> None:

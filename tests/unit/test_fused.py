@@ -1,5 +1,6 @@
 """What fused knows of a request, of the others and of itself, and that its network says the same in both its forms."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,16 +9,17 @@ import torch
 
 from moetool.errors import UsageError
 from moetool.evaluation.evaluate import evaluate
-from moetool.learning.path_signals import SIGNALS
+from moetool.learning.path_signals import GIVEN, SIGNALS
 from moetool.learning.path_trust import ALONE, DISTANCES, Offset, Record
 from moetool.learning.tokens import Tokens, from_rows
+from moetool.learning.training import options_for
 from moetool.predictor import Predictor, build, save
 from moetool.trace.events import to_events
-from moetool.trace.reader import Trace
+from moetool.trace.reader import KEEP, Trace
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests.synthetic_routes import make_rows, make_spec, write_trace
 
-OWN, MEMORY, PATH, LAST = (SIGNALS.index(name) for name in ("own", "memory", "path", "last"))
+OWN, MEMORY, PATH, LAST, STATES = (SIGNALS.index(name) for name in ("own", "memory", "path", "last", "states"))
 
 
 def tokens_of(spec: ModelSpec, requests: int, seed: int = 0) -> Tokens:
@@ -26,7 +28,7 @@ def tokens_of(spec: ModelSpec, requests: int, seed: int = 0) -> Tokens:
     parts = [from_rows(spec, make_rows(spec, 6, 4, request=r, first_forward=0, rng=rng)) for r in range(requests)]
     joined = {
         name: torch.cat([getattr(part, name) for part in parts])
-        for name in ("experts_TPK", "weights_TPK", "ahead_TPAE", "request_T", "iteration_T", "phase_T")
+        for name in ("experts_TPK", "weights_TPK", "hidden_TPD", "ahead_TPAE", "request_T", "iteration_T", "phase_T")
     }
     return Tokens(**joined)
 
@@ -180,7 +182,7 @@ def test_what_is_judged_was_hidden_and_is_not_learned_by_the_network() -> None:
     judged_N = part.judged_N >= 0
     assert sorted(set(prepared.request_T[judged_N].tolist())) == [3]  # of fewer than four only the last
     said_DES = part.said_JLDES[:, 1:].float()
-    own = SIGNALS.index("own") - 2
+    own = SIGNALS.index("own") - GIVEN
     assert not said_DES[:6, ..., own].any()  # a prompt has no path of its own before it
     index = torch.nonzero(judged_N).flatten()
     predictor.loss(prepared.take(index), torch.full((len(index),), 2)).backward()
@@ -204,6 +206,62 @@ def test_the_gates_are_looked_at_where_they_are_wanted() -> None:
     near_ES, far_ES = (predictor._watch.signals.signals(layer)[0][0] for layer in (1, 2))
     assert near_ES[:, ahead].argmax() == 3
     assert not far_ES[:, ahead].any()
+
+
+def test_networks_on_hidden_states_say_the_same_in_fused_as_by_themselves() -> None:
+    spec = make_spec(num_layers=6)
+    predictor = counted(spec, states=True, stride=2)
+    assert predictor.needs == {"experts", "weights", "hidden"}
+    rows = make_rows(spec, 3, 0, request=0, first_forward=0, rng=np.random.default_rng(3))
+    tokens = from_rows(spec, rows)
+    for event in to_events(spec, rows, 0)[1]:
+        predictor.observe(event)
+        for coming in range(event.layer + 1, 6):
+            said_TE = predictor._watch.signals.signals(coming)[0][..., STATES]
+            if coming - event.layer > 2:
+                assert not said_TE.any()
+                continue
+            expected_TE = predictor.states.layer_scores(tokens.before(event.layer + 1), coming)
+            np.testing.assert_allclose(said_TE, expected_TE.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_trust_in_hidden_states_is_fitted_on_each_tokens_own() -> None:
+    """Requests that come mixed: trusting the states alone, the loss is that of their logits for the judged tokens."""
+    spec = make_spec(num_layers=3)
+    predictor = counted(spec, states=True).train().requires_grad_(True)
+    tokens = tokens_of(spec, 4)
+    mixed = tokens.take(torch.arange(len(tokens)).view(4, -1).T.flatten())  # the first of each, the second of each, ...
+    prepared = predictor.prepare(mixed)
+    assert prepared.hidden_TPD is None
+    predictor.trust_DS.data.zero_()
+    predictor.trust_DS.data[:, STATES] = 0.25
+    predictor.eval()
+    judged_N = torch.nonzero(predictor._parts[0].judged_N >= 0).flatten()
+    for row in judged_N.tolist():
+        one = prepared.take(slice(row, row + 1))
+        own = tokens.take((tokens.request_T == one.request_T) & (tokens.experts_TPK == one.experts_TPK).all(2).all(1))
+        chosen_1E = torch.zeros(1, 8).scatter_(1, own.experts_TPK[:, 2], 1.0)
+        judged = predictor._judge(
+            replace(one, hidden_TPD=predictor._parts[0].hidden(one.example_T)),
+            torch.tensor([2]),
+            predictor._parts[0].before(one.example_T),
+            predictor._parts[0],
+            predictor._parts[0].judged_N[[row]],
+        )
+        expected = [
+            torch.nn.functional.binary_cross_entropy_with_logits(
+                predictor.states.layer_scores(own.before(3 - distance), 2), chosen_1E
+            )
+            for distance in (1, 2)
+        ]
+        torch.testing.assert_close(judged, torch.stack(expected).mean(), rtol=1e-3, atol=1e-4)
+
+
+def test_columns_that_the_trace_holds_are_looked_at_unless_told_otherwise() -> None:
+    assert options_for("fused", KEEP, {"hidden": 8}) == {"ahead": True, "states": True, "hidden": 8}
+    assert options_for("fused", KEEP, {"states": False}) == {"ahead": True, "states": False}
+    assert options_for("fused", {"experts", "weights", "ahead"}, {}) == {"ahead": True}
+    assert options_for("promoe", KEEP, {}) == options_for("fused", {"experts", "weights"}, {}) == {}
 
 
 def test_options_that_mean_nothing_are_refused() -> None:

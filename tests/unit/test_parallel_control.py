@@ -2,11 +2,13 @@
 
 import queue
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from moetool.cluster.parallel.control import Control, Decision, Facts, Predictor, Waiting, layers_s, measured_latency
+from moetool.cluster.parallel.measuring import Costs, Said
 from moetool.cluster.parallel.opening import ParallelOptions, open_predictors, read_settings, uniform, with_buffer
 from moetool.cluster.parallel.placing import Placing
 from moetool.errors import CapacityError, MismatchError, UsageError
@@ -17,7 +19,7 @@ from tests.synthetic import make_spec
 
 SPEC = make_spec(1, 4)
 CLUSTER = make_cluster([[3, 3]], slot_bytes=SPEC.slot_bytes)
-FACTS = Facts(row_s=1e-3, link_bytes_s=1e9, move_bytes_s=1e6)
+FACTS = Facts(row_s=1e-3, byte_s_GG=1e-9, move_bytes_s=1e6)
 BATCH = [Waiting(prompt=[1, 2], new_tokens=1, gpu=0), Waiting(prompt=[3], new_tokens=1, gpu=1)]
 
 
@@ -76,11 +78,16 @@ def test_both_sides_of_a_decision() -> None:
     gets_G = (found.placed_GLE & ~placed([0, 1], [2, 3])).sum(axis=(1, 2)) * SPEC.slot_bytes
     assert found.cost_s == pytest.approx(gets_G.max() / 1e6)
     assert found.bytes == gets_G.sum()
-    dear = Facts(row_s=1e-3, link_bytes_s=1e9, move_bytes_s=gets_G.max() / 0.3)
+    dear = Facts(row_s=1e-3, byte_s_GG=1e-9, move_bytes_s=gets_G.max() / 0.3)
     refused = decide(control, dear)
     assert refused is not None and refused.cost_s == pytest.approx(0.3) and not refused.made
-    hidden = decide(control, Facts(row_s=1e-3, link_bytes_s=1e9, move_bytes_s=gets_G.max() / 0.3, free_s=0.25))
-    assert hidden is not None and hidden.cost_s == pytest.approx(0.05) and hidden.made
+    hidden = decide(control, Facts(row_s=1e-3, byte_s_GG=1e-9, move_bytes_s=gets_G.max() / 0.3, free_s=0.25))
+    assert hidden is not None and hidden.made
+    spent_s = hidden.predict_s + hidden.plan_s  # while it was decided, less was left
+    assert hidden.cost_s == pytest.approx(0.05 + spent_s) and spent_s > 0
+    free = replace(FACTS, move_bytes_s=1e12, added_byte_s=0.3 / gets_G.sum())  # and all the same batches waited
+    slow = decide(control, free)
+    assert slow is not None and slow.cost_s == pytest.approx(0.3) and not slow.made
     always = Control("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1)], always=True)
     found = decide(always, dear)
     assert found is not None and found.made
@@ -108,11 +115,34 @@ def test_the_better_predictor_is_asked_where_it_costs_less_than_the_gain() -> No
     assert found is not None and found.saw == "replica"
 
 
+def test_the_better_predictor_is_not_asked_for_what_would_come_too_late() -> None:
+    replica = wanting(2, 3)
+    replica.name, replica.token_s = "replica", 0.01  # three tokens: 30 ms, for a gain of 200
+    control = Control("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1), replica])
+    for within_s, saw in ((0.02, "cascade"), (60.0, "replica")):
+        found = decide(control, replace(FACTS, within_s=within_s))
+        assert found is not None and found.saw == saw
+        replica.token_s = 0.01
+
+
+def test_a_predictor_that_was_found_too_dear_is_measured_again() -> None:
+    replica = wanting(2, 3)
+    replica.name, replica.token_s = "replica", 10.0  # as it was when something else kept the machine busy
+    control = Control("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1), replica])
+    saw = []
+    for _ in range(40):
+        found = decide(control)
+        assert found is not None
+        saw.append(found.saw)
+    assert saw == ["cascade"] * 32 + ["replica"] * 8 and replica.token_s < 0.01
+
+
 def test_layers_cost_what_the_system_model_says() -> None:
     tokens_GLE = np.zeros((2, 1, 4))
     tokens_GLE[0, 0] = [10, 0, 4, 0]
-    latency = measured_latency(CLUSTER, SPEC, Facts(row_s=2.0, link_bytes_s=4.0 * SPEC.hidden_size, move_bytes_s=1.0))
     demand = Demand(spec=SPEC, cluster=CLUSTER, tokens_GLE=tokens_GLE)
+    facts = Facts(row_s=2.0, byte_s_GG=0.25 / SPEC.hidden_size, move_bytes_s=1.0)
+    latency = measured_latency(CLUSTER, demand, facts)
     # 10 rows at home, 4 away: computing 2 s a row on the fuller GPU, a second for each row that is sent, both ways.
     assert layers_s(latency, demand, placed([0, 1], [2, 3])) == pytest.approx(20 + 2 * 4)
 
@@ -156,8 +186,8 @@ def test_a_decision_is_carried_out_once_or_dropped_when_it_is_late() -> None:
             control,
             before,
             migrate,
-            link_bytes_s=1e9,
-            row_s=1e-3,
+            costs=Costs(SPEC, CLUSTER, said=Said(row_s=1e-3, link_bytes_s=1e9)),
+            patience_s=1.0,
             post=lambda kind, value: said.put((kind, value)),
         )
 
@@ -199,8 +229,8 @@ def test_a_control_that_fails_does_not_end_serving() -> None:
         control,
         placed([0, 1], [2, 3]),
         "overlap",
-        link_bytes_s=1e9,
-        row_s=1e-3,
+        costs=Costs(SPEC, CLUSTER, said=Said(row_s=1e-3, link_bytes_s=1e9)),
+        patience_s=1.0,
         post=lambda kind, value: said.put((kind, value)),
     )
     placing.order([0, 1])

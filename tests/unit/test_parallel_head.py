@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetool.cluster.frames import Connection, LinkError
 from moetool.cluster.parallel import channel, members
-from moetool.cluster.parallel.channel import Channel, Closed
+from moetool.cluster.parallel.channel import Channel
 from moetool.cluster.parallel.control import Control
 from moetool.cluster.parallel.head import Head
 from moetool.cluster.parallel.members import Members
 from moetool.cluster.parallel.requests import Request, Requests
-from moetool.errors import MoetoolError
+from moetool.cluster.parallel.seating import Seating
+from moetool.errors import CapacityError, MoetoolError
 from moetool.request import Output, SamplingParams, Unavailable
 from tests.clusters import make_cluster
 from tests.synthetic import make_spec
@@ -59,7 +61,7 @@ class Told(Channel):
         pass
 
 
-def open_head() -> tuple[Head, list[Told]]:
+def open_head(starts: str = "round_robin") -> tuple[Head, list[Told]]:
     """Two ranks, whole and ready; events are handled by the test."""
     head = Head(
         "model",
@@ -71,13 +73,14 @@ def open_head() -> tuple[Head, list[Told]]:
         tokenizer=None,
         vocab_size=16,
         rank_options={},
+        seating=Seating(server_G=(0, 0), starts=starts),
         gather_s=0.0,
     )
     channels = [Told(), Told()]
     hello = {"revision": SPEC.revision, "migration": ["", 0], "max_context": 64, "seats": 1}
     for gpu, told in enumerate(channels):
-        head._handle("hello", (gpu, told, hello))
-    head._advance()
+        head._batches._handle("hello", (gpu, told, hello))
+    head._batches._advance()
     form(head, channels)
     assert head.state == "ready"
     return head, channels
@@ -85,28 +88,28 @@ def open_head() -> tuple[Head, list[Told]]:
 
 def form(head: Head, channels: Sequence[Told]) -> None:
     """Those that are there form the generation that was called."""
-    there = head._ranks.there
+    there = head._batches.ranks.there
     for kind in ("alive", "holds", "formed"):
         for gpu in there:
-            say(head, channels, gpu, {"kind": kind, "generation": head._ranks.generation})
+            say(head, channels, gpu, {"kind": kind, "generation": head._batches.ranks.generation})
 
 
 def say(head: Head, channels: Sequence[Told], gpu: int, message: dict[str, Any]) -> None:
     """A rank says something."""
-    head._handle("message", (gpu, channels[gpu], message))
+    head._batches._handle("message", (gpu, channels[gpu], message))
 
 
 def submit(head: Head, max_tokens: int = 4) -> list[Output]:
     """Ask for something that begins to run."""
     outputs: list[Output] = []
     head.submit([1, 2], SamplingParams(max_tokens=max_tokens), outputs.append)
-    head._handle(*head._events.get())
+    head._batches._handle(*head._batches.events.get())
     return outputs
 
 
 def done(generation: int, batch: int) -> dict[str, Any]:
     """What a rank says at the end of a batch."""
-    tally = {"steps": 1, "rows_SL": [[1]], "tokens_LE": [[1, 0, 0, 0]], "sent": [0, 0]}
+    tally = {"steps": 1, "rows_SL": [[1]], "tokens_LE": [[1, 0, 0, 0]], "sent": [0, 0], "wire": [0.0] * 5}
     return {
         "kind": "done",
         "generation": generation,
@@ -120,42 +123,68 @@ def done(generation: int, batch: int) -> dict[str, Any]:
 def test_the_end_of_a_batch_that_was_lost_ends_no_other() -> None:
     head, channels = open_head()
     outputs = submit(head)
-    head._advance()
-    first = head._ranks.generation
-    head._handle("gone", (1, channels[1]))  # it had done its part, and died before it said so
+    head._batches._advance()
+    first = head._batches.ranks.generation
+    head._batches._handle("gone", (1, channels[1]))  # it had done its part, and died before it said so
     say(head, channels, 0, done(first, 0))  # said before this one heard of it
-    assert head._batch_began is None and not head.batches
+    assert head._batches.began is None and not head.batches
     form(head, channels)
-    head._advance()
-    assert head._batch == 1 and len(head._requests.running) == 1
+    head._batches._advance()
+    assert head._batches.batch == 1 and len(head._batches.requests.running) == 1
     say(head, channels, 0, done(first, 1))
-    assert len(head._requests.running) == 1 and not outputs
-    tokens = {"kind": "tokens", "generation": head._ranks.generation}
+    assert len(head._batches.requests.running) == 1 and not outputs
+    tokens = {"kind": "tokens", "generation": head._batches.ranks.generation}
     say(head, channels, 0, {**tokens, "outputs": [{"request": 0, "token": 5, "finish": "stop"}]})
-    say(head, channels, 0, done(head._ranks.generation, 1))
+    say(head, channels, 0, done(head._batches.ranks.generation, 1))
     assert [(o.token, o.finish) for o in outputs] == [(5, "stop")] and len(head.batches) == 1
 
 
 def test_what_was_cancelled_does_not_run_again_when_a_rank_is_lost() -> None:
     head, channels = open_head()
     outputs, others = submit(head), submit(head)
-    head._advance()
+    head._batches._advance()
     head.cancel(0)
-    head._handle(*head._events.get())
+    head._batches._handle(*head._batches.events.get())
     assert channels[0].sent[-1] == {"kind": "cancel", "request": 0, "generation": 1}
-    head._handle("gone", (0, channels[0]))
+    head._batches._handle("gone", (0, channels[0]))
     assert [output.finish for output in outputs] == ["cancelled"] and not others
-    assert [request.id for request in head._requests.pending] == [1]
+    assert [request.id for request in head._batches.requests.pending] == [1]
+
+
+def test_requests_start_on_the_ranks_that_the_plan_names() -> None:
+    head, channels = open_head(starts="first")
+    assert head.max_requests == 1
+    submit(head)
+    submit(head)
+    head._batches._advance()
+    assert [len(told.sent[-1]["requests"]) for told in channels] == [1, 0]
+    assert len(head._batches.requests.pending) == 1  # for a seat of its own
+
+
+def test_nothing_is_settled_before_all_that_has_happened_is_taken_in() -> None:
+    head, channels = open_head()
+    batches = head._batches
+    assert batches.idle
+    outputs: list[Output] = []
+    head.submit([1, 2], SamplingParams(max_tokens=4), outputs.append)
+    kind, value = batches.events.get()
+    assert not batches.idle  # taken from the queue, and nowhere else yet
+    batches._step(kind, value)
+    batches.events.task_done()
+    assert not batches.idle
+    for gpu in (0, 1):
+        say(head, channels, gpu, done(head._batches.ranks.generation, 0))
+    assert batches.idle and len(head.batches) == 1
 
 
 def test_what_is_asked_when_the_head_has_ended_is_refused_and_not_lost() -> None:
     head, _ = open_head()
     outputs = submit(head)
     running = head.state
-    head._events.put(("close", None))
-    head._run()
+    head._batches.events.put(("close", None))
+    head._batches.run()
     assert [output.finish for output in outputs] == ["error"]
-    head.state = running  # somebody has looked just before it ended
+    head._batches.state = running  # somebody has looked just before it ended
     with pytest.raises(Unavailable):
         head.submit([1], SamplingParams(max_tokens=1), outputs.append)
     with pytest.raises(Unavailable):
@@ -167,10 +196,10 @@ def test_a_request_is_retried_three_times() -> None:
     outputs: list[Output] = []
     requests.admit(Request(id=0, prompt=[1], params=SamplingParams(max_tokens=3), sink=outputs.append))
     for _ in range(3):
-        requests.begin(requests.choose([0], 1))
+        requests.begin(requests.choose(Seating(server_G=(0, 0)), [0], 1))
         requests.begin_again()
         assert not outputs and len(requests.pending) == 1
-    (share,) = requests.begin(requests.choose([1], 1))[1]
+    (share,) = requests.begin(requests.choose(Seating(server_G=(0, 0)), [1], 1))[1]
     requests.answer({"request": 0, "token": 7, "finish": None})
     assert share["drawn"] == 0 and share["params"]["max_tokens"] == 3
     requests.begin_again()
@@ -230,6 +259,36 @@ def test_a_rank_that_cannot_be_started_is_tried_again() -> None:
     assert ranks.there == [0]
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_rank_whose_machine_has_gone_waits_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_MACHINE_S", 0.001)
+    launched, is_back = Launched(), threading.Event()
+    posted: list[tuple[str, Any]] = []
+
+    def restart(gpu: int) -> None:
+        launched.restarted.append(gpu)
+        if not is_back.is_set():
+            raise CapacityError("no machine")
+
+    monkeypatch.setattr(launched, "restart", restart)
+    ranks = Members(2, launched, lambda kind, value: posted.append((kind, value)))
+    for gpu in range(2):
+        ranks.greet(gpu, Told(), ("", 0))
+    ranks.lose(1)
+    deadline = time.monotonic() + 10
+    while len(launched.restarted) < 20:  # far more often than one that fails is tried
+        assert time.monotonic() < deadline and not ranks.gone
+    ranks.lose(0)
+    while posted != [("waits", 1), ("waits", 0)]:
+        assert time.monotonic() < deadline
+    assert ranks.gone  # nobody is there, and nobody can be started
+    is_back.set()
+    while ranks.gone:
+        assert time.monotonic() < deadline
+    ranks.greet(1, Told(), ("", 0))
+    assert ranks.there == [1]
+
+
 def test_a_rank_that_reads_for_long_is_not_ended_and_a_silent_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
     launched, now = Launched(), [1000.0]
     killed: list[int] = []
@@ -266,25 +325,26 @@ def pair() -> Iterator[tuple[Channel, socket.socket]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
-    yield Channel(near), far
+    yield Channel(Connection(near, 2**20)), far
     near.close()
     far.close()
 
 
 def test_who_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, pair: tuple[Channel, socket.socket]) -> None:
     monkeypatch.setattr(channel, "_TAKEN_S", 0.1)
-    made = Channel(pair[0]._sock)
+    monkeypatch.setattr(channel, "_LEAST_BYTES_S", 1e9)
+    made = pair[0]
     heard: list[BaseException] = []
 
     def hear() -> None:
         try:
             made.receive()
-        except Closed as error:
+        except LinkError as error:
             heard.append(error)
 
     thread = threading.Thread(target=hear, daemon=True)
     thread.start()
-    with pytest.raises(Closed):
+    with pytest.raises(LinkError):
         made.send({}, bytes(16 * 2**20))  # a process that was stopped takes what fits into the system's buffers
     thread.join(5.0)
     assert heard  # and its own thread says that it is gone

@@ -107,6 +107,14 @@ def test_a_late_prefetch_is_waited_for() -> None:
     assert (total.late, total.promoted, total.dropped) == (1, 0, 0)
 
 
+def test_synchronous_prefetches_are_all_waited_for() -> None:
+    prices = Prices(make_profile(SPEC, compute(gate=4)), SPEC, TimelineOptions(synchronous=True))
+    made = run([load(0, 0), use(0, 0), ahead(8, 1), ahead(9, 2)], [use(8, 1)], line=Timeline(prices))
+    # gate ..4, load ..14, compute ..17, prefetches 17..27..37, gate ..21, wait for both ..37, compute 8 ..40
+    assert spent(made) == (40, 2 * 4 + 6, 10 + 16, 30)
+    assert made.timing().total.late == 2
+
+
 def test_demand_goes_ahead_of_prefetches_that_have_not_begun() -> None:
     first = [ahead(4, 1), ahead(5, 2), ahead(6, 3)]
     profile = make_profile(SPEC, compute(gate=5))

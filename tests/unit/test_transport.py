@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from moetool.cluster.acceptor import listen
 from moetool.cluster.frames import _HELLO, LinkError, Message, _proof, pack
 from moetool.cluster.links import Bucket, Links
-from moetool.cluster.transport import Channel, Listener, Refused, listen
+from moetool.cluster.transport import Channel, Listener, Refused
 from moetool.errors import MoetoolError
 
 TOKEN = b"t" * 32

@@ -1,11 +1,13 @@
-"""What an experiment found as a figure: a bar for each value with its spread, and its curves, if it has any."""
+"""What an experiment found as a figure: its values with their spread over the seeds, and its curves, if it has any."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from moetool.bench.paper.recipe import Claim
-from moetool.bench.paper.verdict import Found, interval
+from moetool.bench.paper.verdict import Curve, Found, interval
 from moetool.report.drawing import STYLES, line, save
 
 if TYPE_CHECKING:
@@ -13,7 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BAR = 0.27  # inches
+_LEAST = 2.6  # inches of the height of a figure with curves
+_FEW = 5  # bars, as many as would fill the least height: fewer are no thicker
 _FAR = 50  # times the least abscissa, from which an axis is logarithmic
+_UNEVEN = 12  # times the least mean, from which bars would hide it: points on a logarithmic axis
 
 
 def draw(path: Path, claim: Claim, found: Found) -> None:
@@ -21,36 +26,79 @@ def draw(path: Path, claim: Claim, found: Found) -> None:
 
     Effects: writes `path`.
     """
-    rows = list(found.values)
+    runs, rows = len(next(iter(found.values.values()))), len(found.values)
 
     def paint(figure: "Figure") -> None:
         panels: Any = figure.subplots(1, 2 if found.curves else 1, squeeze=False)[0]
-        measured = str(claim.options.get("measure", claim.experiment)).replace("_", " ")
-        _bars(panels[0], rows, [found.values[name] for name in rows], found.unit, measured)
+        _values(panels[0], found)
         if found.curves:
-            for number, (name, (x, y)) in enumerate(found.curves.items()):
-                line(panels[1], x, y, number, name)
-            panels[1].set_xlabel(found.axes[0])
-            abscissae = [each for x, _ in found.curves.values() for each in x]
-            if abscissae and min(abscissae) > 0 and max(abscissae) > _FAR * min(abscissae):
-                panels[1].set_xscale("log")
-            panels[1].set_ylabel(found.axes[1])
-            panels[1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-            if found.axes[1].endswith("%"):
-                panels[1].set_ylim(bottom=0)
-        figure.suptitle(f"{claim.id}: {found.on}", x=0.005, ha="left", fontsize=8)
+            _curves(panels[1], found)
+        spread = f"; mean and 95 % interval of {runs} runs" if runs > 1 else ""
+        figure.suptitle(f"{claim.id}: {found.on}{spread}", x=0.005, ha="left", fontsize=8)
 
-    save(path, max(2.4, 1.0 + _BAR * len(rows)), paint)
+    save(path, max(_LEAST if found.curves else 0.0, 1.1 + _BAR * rows), paint)
 
 
-def _bars(axes: "Axes", names: Sequence[str], values: Sequence[Sequence[float]], unit: str, what: str) -> None:
-    scale = 100 if unit == "%" else 1
-    means, halves = zip(*(interval(each) for each in values), strict=True)
-    places = range(len(names))
-    colour = STYLES[0][0]
+def _values(axes: "Axes", found: Found) -> None:
+    """Bars from 0; points on a logarithmic axis where the least of the bars could not be seen."""
+    names = list(found.values)
+    means, halves = zip(*(interval(each) for each in found.values.values()), strict=True)
+    scale, unit = (100, "%") if found.unit == "%" else (1, found.unit)
+    if unit == "s" and max(means) < 1:
+        scale, unit = 1000, "ms"
+    values = [scale * mean for mean in means]
     errors = [scale * (half or 0.0) for half in halves]
-    axes.barh(places, [scale * mean for mean in means], xerr=errors, height=0.7, color=colour, ecolor="#222222")
+    places = range(len(names))
+    series = {name: STYLES[number % len(STYLES)][0] for number, name in enumerate(found.curves)}
+    colours = [series.get(name, STYLES[0][0]) for name in names]
+    if min(values) > 0 and max(values) > _UNEVEN * min(values):
+        # An interval that reaches below 0 ends at the axis.
+        below = [min(error, 0.9 * value) for value, error in zip(values, errors, strict=True)]
+        axes.errorbar(values, places, xerr=[below, errors], fmt="none", ecolor="#222222")
+        axes.scatter(values, places, c=colours, zorder=3)
+        axes.set_xscale("log")
+    else:
+        axes.barh(places, values, xerr=errors, height=0.7, color=colours, ecolor="#222222")
     axes.set_yticks(places, names)
-    axes.invert_yaxis()
+    beside = 0.6 + (max(0, _FEW - len(names)) / 2 if found.curves else 0)
+    axes.set_ylim(len(names) - 1 + beside, -beside)
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel(f"{what}, {unit}" if unit else what)
+    axes.set_xlabel(f"{found.what}, {unit}" if unit else found.what)
+
+
+def _curves(axes: "Axes", found: Found) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    series = [curves for curves in found.curves.values() if curves]
+    for number, (name, curves) in enumerate(found.curves.items()):
+        x, means, halves = average(curves)
+        line(axes, x, means, number, name)
+        if halves is not None:
+            low, high = np.subtract(means, halves), np.add(means, halves)
+            axes.fill_between(x, low, high, color=STYLES[number % len(STYLES)][0], alpha=0.15, linewidth=0)
+    abscissae = [x for curves in series for xs, _ in curves for x in xs]
+    if abscissae and min(abscissae) > 0 and max(abscissae) > _FAR * min(abscissae):
+        axes.set_xscale("log")
+    elif all(x == round(x) for x in abscissae):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(found.axes[0])
+    axes.set_ylabel(found.axes[1])
+    if found.axes[1].endswith("%"):
+        axes.set_ylim(0, 103)
+    if len(found.curves) > 1:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def average(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float] | None]:
+    """Abscissae that all of some curves have, the mean ordinates there, and half of their 95 % intervals.
+
+    No intervals of a single curve. What not all have, such as the last window of a run, is left out; where they share
+    nothing, the first curve stands for all.
+    """
+    shared = sorted(set.intersection(*(set(x) for x, _ in curves)))
+    if len(curves) == 1 or not shared:
+        x, y = curves[0]
+        return list(x), list(y), None
+    known = [dict(zip(x, y, strict=True)) for x, y in curves]
+    spread = [interval([each[x] for each in known]) for x in shared]
+    return shared, [mean for mean, _ in spread], [half or 0.0 for _, half in spread]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,18 @@ class Stage:
         """Parts of the prompts that are measured one by one; a trace that is given is one."""
         return range(1) if self.given else self.seeds
 
+    def others(self, fold: int) -> tuple[int, ...]:
+        """The parts of the prompts but one, to learn from what is not measured there; none of a trace that is given."""
+        return tuple(other for other in self.folds if other != fold)
+
     def trace(
-        self, data: Sequence[str] = ALL, *, new_tokens: int = 0, batch: int = 1, fold: int = 0, resident: float = 0.0
+        self,
+        data: Sequence[str] = ALL,
+        *,
+        new_tokens: int = 0,
+        batch: int = 1,
+        fold: int | tuple[int, ...] = 0,
+        resident: float = 0.0,
     ) -> Trace:
         """A trace over some prompt sets, mixed, with the columns of `KEEP`; the first of the given ones, if any.
 
@@ -69,19 +79,26 @@ class Stage:
             new_tokens: decoded for each prompt (0: as the sizes say).
             batch: requests that are forwarded together, where the trace is replayed as recorded; 1 is for replays of
                 one request after the other.
-            fold: another one takes other prompts of the sets.
+            fold: another one takes other prompts of the sets; of several, the prompts of them all.
             resident: keep the column `resident` too, which reckons with this share of each layer's experts.
         """
         if self.given:
             return self.once(f"given {next(iter(self.given))}", lambda: Trace(next(iter(self.given.values()))))
         new_tokens = new_tokens or self.sizes.new_tokens
-        name = f"trace-{'-'.join(data) if len(data) < len(ALL) else 'all'}-{new_tokens}-{batch}-{fold}-{resident:g}"
+        folds = (fold,) if isinstance(fold, int) else fold
+        sets = "-".join(data) if len(data) < len(ALL) else "all"
+        name = f"trace-{sets}-{new_tokens}-{batch}-{'.'.join(map(str, folds))}-{resident:g}"
 
         def make() -> Trace:
             self.on_note(f"capturing {', '.join(data)}")
             count = self.sizes.prompts
-            texts = [prompt for one in data for prompt in list(gather.load([one]))[fold * count : (fold + 1) * count]]
-            order = np.random.default_rng(fold).permutation(len(texts))
+            texts = [
+                prompt
+                for one in data
+                for part in folds
+                for prompt in list(gather.load([one]))[part * count : (part + 1) * count]
+            ]
+            order = np.random.default_rng(folds[0]).permutation(len(texts))
             options = CaptureOptions(
                 max_new_tokens=new_tokens,
                 batch_size=batch if batch > 1 else _AT_ONCE,
@@ -142,10 +159,26 @@ class Stage:
         self._made[f"folder {name} {len(self._made)}"] = None
         return self.work / f"{name}-{len(self._made)}"
 
-    def replayed(self, trace: Trace, policy: str, budget: int, requests: frozenset[int], **more: Any) -> Any:
-        """A row of a replay on the assumed machine; of equal questions the first answer."""
-        profile, timeline = self.machine.profile(trace.spec)
-        key = repr([str(trace.path), policy, budget, sorted(requests), sorted(more.items(), key=str)])
+    def replayed(
+        self,
+        trace: Trace,
+        policy: str,
+        budget: int,
+        requests: frozenset[int],
+        machine: AssumedMachine | None = None,
+        synchronous: bool = False,
+        **more: Any,
+    ) -> Any:
+        """A row of a replay on the assumed machine, or on another; of equal questions the first answer.
+
+        Args:
+            synchronous: of `moetool.costing.pricing.TimelineOptions`.
+        """
+        machine = machine or self.machine
+        profile, timeline = machine.profile(trace.spec)
+        timeline = replace(timeline, synchronous=synchronous)
+        asked = [str(trace.path), policy, budget, machine, timeline, sorted(requests), sorted(more.items(), key=str)]
+        key = repr(asked)
 
         def make() -> Any:
             (row,) = replay(trace, [policy], [budget], requests=requests, profile=profile, timeline=timeline, **more)

@@ -28,16 +28,18 @@ class Found:
 
     Attributes:
         values: by the name of what was compared, a value for each seed; the same seeds in all, so that they pair.
+        what: what the values are, as an axis says it, without the unit.
         unit: of the values: `s`, `%` (of values that are shares), or anything that stands behind a number.
         on: what it was measured on, for people.
-        curves: lines of a figure, from one seed: abscissae and ordinates.
+        curves: lines of a figure, one for each seed, or one over all of them: abscissae and ordinates.
         axes: what the curves' axes are.
     """
 
     values: Mapping[str, Sequence[float]]
+    what: str
     unit: str
     on: str
-    curves: Mapping[str, Curve] = field(default_factory=dict)
+    curves: Mapping[str, Sequence[Curve]] = field(default_factory=dict)
     axes: tuple[str, str] = ("", "")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from moetool import planner
 from moetool.costing.costs import Curve
-from moetool.costing.latency import Latency, flows
+from moetool.costing.latency import Latency, along, flows
 from moetool.errors import UsageError, unknown_name
 from moetool.planner import Problem
 from moetool.planning.demand import Demand
@@ -21,6 +21,8 @@ Foretell = Callable[[Sequence[int], int], np.ndarray]
 
 _QUICK = {"kicks": 0, "relaxation": 0}
 _FORGET = 0.5
+_ASK_AGAIN = 32
+"""Decisions without a predictor that was found too dear; then it is asked once more, to be measured again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,20 +36,29 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What was measured, for both sides of a decision.
+    """What things cost, for both sides of a decision.
 
     Attributes:
-        row_s: seconds that an expert takes for one row.
-        link_bytes_s: of a GPU's way out.
+        row_s: seconds that an expert takes for one row; 0 where only `expert` says.
+        byte_s_GG: seconds of a byte of rows from GPU to GPU, or one number for all ways.
         move_bytes_s: at which experts come to a GPU.
+        added_byte_s: seconds that batches have lately taken longer because of experts on the move, for each byte of
+            these; 0 where none have moved.
+        row_bytes: of a row; 0 for float32.
+        expert: seconds of an expert against the rows that it gets at once.
         free_s: compute phases that are left before the coming batch, in which moving costs nothing (0 where moving
             stops everything).
+        within_s: a decision that comes later is dropped.
     """
 
     row_s: float
-    link_bytes_s: float
+    byte_s_GG: np.ndarray | float
     move_bytes_s: float
+    added_byte_s: float = 0.0
+    row_bytes: float = 0.0
+    expert: Curve | None = None
     free_s: float = 0.0
+    within_s: float = float("inf")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +67,7 @@ class Decision:
 
     Attributes:
         saw: `batch` (the last one), or the predictor that foretold the coming one.
-        predict_s: seconds of predicting, and
+        predict_s: seconds of predicting, by all that were asked, and
         plan_s: of planning.
         gain_s: T_comp + T_comm of all layers under the placement in force, less that under the new one, on what was
             seen.
@@ -87,11 +98,13 @@ class Predictor:
 
     Attributes:
         token_s: seconds a prompt token, lately; 0 before the first.
+        passed_over: decisions since it was asked.
     """
 
     def __init__(self, name: str, foretell: Foretell) -> None:
         self.name = name
         self.token_s = 0.0
+        self.passed_over = 0
         self._foretell = foretell
 
     def demand(self, spec: ModelSpec, cluster: Cluster, batch: Sequence[Waiting]) -> tuple[Demand, float]:
@@ -102,7 +115,9 @@ class Predictor:
             tokens_GLE[one.gpu] += self._foretell(one.prompt, one.new_tokens)
         taken_s = time.perf_counter() - began
         token_s = taken_s / max(1, sum(len(one.prompt) for one in batch))
-        self.token_s += (_FORGET if self.token_s else 1.0) * (token_s - self.token_s)
+        stale = not self.token_s or self.passed_over  # what it took long ago, the machine perhaps busier
+        self.token_s += (1.0 if stale else _FORGET) * (token_s - self.token_s)
+        self.passed_over = 0
         return Demand(spec=spec, cluster=cluster, tokens_GLE=tokens_GLE), taken_s
 
     def cost_s(self, batch: Sequence[Waiting]) -> float:
@@ -123,12 +138,14 @@ class Control:
 
     Source: DIRECTOR § V-A: the cascade is for frequent, minor adjustments, the replica for critical, major ones. Which
     is which, the paper leaves open. Here the cheaper predictor is always asked. The other one is asked after it where
-    the gain that the first foretells is more than the other was measured to take (a major adjustment), and once at the
-    beginning, to measure it.
+    the gain that the first foretells is more than the other was measured to take (a major adjustment), and its answer
+    would not come too late; and once at the beginning and after each 32 decisions without it, to measure it.
 
     Deviations:
         - The paper's placement follows every prediction; here it does where the gain foretold exceeds the cost.
         - `reactive` sees the last batch when that has ended, so its migrations are waited for, whatever way they take.
+        - Experts move for nothing in the compute phases that are left when the placement is known, as far as those
+          that moved before did not hold batches up all the same.
         - Both sides take a batch as one event of each layer, as the paper's T_comp and T_comm do; its forwards may be
           uneven in other ways.
     """
@@ -183,24 +200,47 @@ class Control:
             return None
         decision: Decision | None = None
         for number, predictor in enumerate(self.predictors):
-            if decision is not None and number and predictor.token_s and decision.gain_s <= predictor.cost_s(batch):
-                continue  # a minor adjustment: what is better known would not be worth the knowing
+            if decision is not None and number and not self._worth(predictor, batch, decision, facts):
+                predictor.passed_over += 1
+                continue
             demand, taken_s = predictor.demand(self._spec, self._cluster, batch)
-            spent_s = taken_s + (0.0 if decision is None else decision.predict_s)
-            decision = self._weigh(predictor.name, demand, spent_s, placed_GLE, facts)
+            before_s = (0.0, 0.0) if decision is None else (decision.predict_s, decision.plan_s)
+            decision = self._weigh(predictor.name, demand, taken_s + before_s[0], placed_GLE, facts, before_s[1])
         return decision
 
-    def _weigh(self, saw: str, demand: Demand, predict_s: float, placed_GLE: np.ndarray, facts: Facts) -> Decision:
-        latency = measured_latency(self._cluster, self._spec, facts)
+    def _worth(self, predictor: Predictor, batch: Sequence[Waiting], so_far: Decision, facts: Facts) -> bool:
+        """Whether to know better than a decision does, by what that was measured to take."""
+        if not predictor.token_s or predictor.passed_over >= _ASK_AGAIN:
+            return True
+        cost_s = predictor.cost_s(batch)
+        return so_far.gain_s > cost_s and so_far.predict_s + 2 * so_far.plan_s + cost_s <= facts.within_s
+
+    def _weigh(
+        self,
+        saw: str,
+        demand: Demand,
+        predict_s: float,
+        placed_GLE: np.ndarray,
+        facts: Facts,
+        planned_s: float = 0.0,
+    ) -> Decision:
+        """A placement for a demand, and both sides of changing to it.
+
+        Args:
+            planned_s: seconds of planning before, for what was foretold less well.
+        """
+        latency = measured_latency(self._cluster, demand, facts)
         began = time.perf_counter()
         new_GLE = planner.place(
             self._planner, Problem(demand=demand, latency=latency, seed=self._seed), dict(self._options)
         )
-        plan_s = time.perf_counter() - began
+        plan_s = planned_s + time.perf_counter() - began
         gain_s = layers_s(latency, demand, placed_GLE) - layers_s(latency, demand, new_GLE)
         copies_GL = (new_GLE & ~placed_GLE).sum(axis=2)
         bytes_G = copies_GL @ np.array(self._spec.expert_bytes_L)
-        cost_s = max(0.0, float(bytes_G.max()) / facts.move_bytes_s - facts.free_s)
+        free_s = max(0.0, facts.free_s - predict_s - plan_s)
+        foretold_s = float(bytes_G.max()) / facts.move_bytes_s - free_s
+        cost_s = max(0.0, foretold_s, float(bytes_G.sum()) * facts.added_byte_s)
         return Decision(
             saw=saw,
             predict_s=predict_s,
@@ -209,23 +249,36 @@ class Control:
             cost_s=cost_s,
             copies=int(copies_GL.sum()),
             bytes=int(bytes_G.sum()),
-            made=bool((new_GLE != placed_GLE).any()) and (self._always or gain_s > cost_s),
+            made=bool((new_GLE != placed_GLE).any() and (self._always or gain_s > cost_s)),
             placed_GLE=new_GLE,
         )
 
 
-def measured_latency(cluster: Cluster, spec: ModelSpec, facts: Facts, value_bytes: int = 4) -> Latency:
-    """The ranks as planners see them: straight lines through 0, of what was measured."""
+def measured_latency(cluster: Cluster, demand: Demand, facts: Facts) -> Latency:
+    """The ranks as planners see them: straight lines through 0, so that the parts of a batch add up to the whole."""
     num_gpus = len(cluster.gpus)
+    byte_s_GG = np.broadcast_to(np.asarray(facts.byte_s_GG, np.float64), (num_gpus, num_gpus))
+    kinds, kind_GG = np.unique(byte_s_GG, return_inverse=True)
     return Latency(
         name="measured",
         unit="s",
-        comp=Curve(x=(0.0, 1.0), y=(0.0, facts.row_s)),
+        comp=_line(facts.row_s or _row_s(demand, facts.expert)),
         speed_G=tuple(gpu.speed for gpu in cluster.gpus),
-        links=(Curve(x=(0.0, 1.0), y=(0.0, 1.0 / facts.link_bytes_s)),),
-        link_GG=np.where(np.eye(num_gpus, dtype=bool), -1, 0),
-        token_bytes=float(spec.hidden_size * value_bytes),
+        links=tuple(_line(byte_s) for byte_s in kinds.tolist()),
+        link_GG=np.where(np.eye(num_gpus, dtype=bool), -1, kind_GG.reshape(num_gpus, num_gpus)),
+        token_bytes=facts.row_bytes or 4.0 * demand.spec.hidden_size,
     )
+
+
+def _line(slope: float) -> Curve:
+    return Curve(x=(0.0, 1.0), y=(0.0, slope))
+
+
+def _row_s(demand: Demand, expert: Curve | None) -> float:
+    """Mean seconds of a row, each source's rows of an expert computed at once."""
+    assert expert is not None, "nothing says what a row takes"
+    rows = demand.tokens_GLE[demand.tokens_GLE > 0]
+    return float(along(expert, rows).sum() / rows.sum())
 
 
 def layers_s(latency: Latency, demand: Demand, placed_GLE: np.ndarray) -> float:

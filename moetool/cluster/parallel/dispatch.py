@@ -36,6 +36,8 @@ class Tally:
         expert_s: seconds of computing experts.
         dense_s: seconds of computing everything else.
         exchange_s: seconds in all-to-alls, waiting for slower ranks included.
+        wire: sums of 1, x, y, x x and x y over the all-to-alls that send rows off, where x is the bytes that leave
+            this GPU and y the seconds; all ranks enter those at once, since they have just told each other counts.
     """
 
     tokens_LE: np.ndarray
@@ -45,6 +47,7 @@ class Tally:
     expert_s: float = 0.0
     dense_s: float = 0.0
     exchange_s: float = 0.0
+    wire: list[float] = field(default_factory=lambda: [0.0] * 5)
 
 
 class ParallelRuntime(ExpertRuntime):
@@ -182,8 +185,11 @@ class ParallelRuntime(ExpertRuntime):
             self._begin_exchange()
             theirs_RE = group.counts(counts_RE)
             receive_R = theirs_RE.sum(dim=1).tolist()
-            self._leave(send_R, rows_XD)
+            began = time.perf_counter()
+            away = self._leave(send_R, rows_XD)
             got_YD = group.exchange(rows_XD, send_R, receive_R)
+            taken_s = time.perf_counter() - began
+            tally.wire = [a + b for a, b in zip(tally.wire, (1, away, taken_s, away**2, away * taken_s), strict=True)]
             self._end_exchange(len(got_YD) * self._row_s)
 
             products_YD = self._compute_held(layer, got_YD, theirs_RE)
@@ -250,8 +256,8 @@ class ParallelRuntime(ExpertRuntime):
         self.tally.exchange_s += time.perf_counter() - self._began
         self.windows.open(next_s)
 
-    def _leave(self, rows_R: Sequence[int], rows_XD: torch.Tensor) -> None:
-        """Count what leaves this GPU, and take the emulated time of it."""
+    def _leave(self, rows_R: Sequence[int], rows_XD: torch.Tensor) -> int:
+        """Count the bytes that leave this GPU, and take the emulated time of them."""
         row_bytes = rows_XD.shape[1] * rows_XD.element_size()
         away = 0
         for rank, rows in enumerate(rows_R):
@@ -260,6 +266,7 @@ class ParallelRuntime(ExpertRuntime):
                 self.tally.sent[gpu] += rows * row_bytes
                 away += rows * row_bytes
         self._link.send(away)
+        return away
 
 
 def tally_to_json(tally: Tally) -> dict[str, Any]:
@@ -272,4 +279,5 @@ def tally_to_json(tally: Tally) -> dict[str, Any]:
         "expert_s": tally.expert_s,
         "dense_s": tally.dense_s,
         "exchange_s": tally.exchange_s,
+        "wire": tally.wire,
     }

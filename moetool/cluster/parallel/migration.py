@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
-from moetool.cluster.parallel.channel import Channel, Closed, Listener, connect
+from moetool.cluster.frames import LinkError
+from moetool.cluster.parallel.channel import Channel, connect, open_listener
 from moetool.cluster.parallel.shelf import Shelf
 from moetool.cluster.parallel.stages import Stage
 from moetool.cluster.parallel.windows import Link, Windows
-from moetool.errors import MismatchError, MoetoolError, first_line
+from moetool.errors import MoetoolError, first_line
 from moetool.types import ModelSpec
 
-MIGRATIONS = ("overlap", "pipelined", "stop")
 _LEAST_BYTES = 16 * 1024
 _MOST_BYTES = 1 << 20
 _AGAIN_S = 0.0005
@@ -81,7 +81,7 @@ class Migration:
         self.arrived = 0
         self.moved = Moved()
         self._closed = False
-        self._listener = Listener(host, token, self._serve)
+        self._listener = open_listener(host, token, self._serve)
         self.address = self._listener.address
         self._thread = threading.Thread(target=self._run, name=f"migration-{gpu}", daemon=True)
         self._thread.start()
@@ -156,8 +156,9 @@ class Migration:
         room = self._shelf.room()
         try:
             size = self._pull(key, source, room, epoch)
-        except (Closed, MismatchError):
-            self._channels.pop(source, None)
+        except LinkError:
+            if (channel := self._channels.pop(source, None)) is not None:
+                channel.close()
             size = None
         if self._epoch != epoch:
             return
@@ -184,7 +185,7 @@ class Migration:
                 fits = _MOST_BYTES if left_s == float("inf") else int(left_s * self._rate)
                 num = min(len(view) - done, max(_LEAST_BYTES, min(fits, _MOST_BYTES)))
                 channel.send({"key": key, "offset": done, "bytes": num})
-                answer, _ = channel.receive(view[done : done + num])
+                answer, _ = channel.receive(view[done : done + num], _ANSWER_S)
                 inside = inside or answer.get("inside", False) or self._windows.exchanges != exchanges
             finally:
                 self._windows.release()
@@ -224,9 +225,8 @@ class Migration:
         if source not in self._channels:
             address = self._peers[source] if source < len(self._peers) else None
             if address is None:
-                raise Closed(f"GPU {source} is not there")
+                raise LinkError(f"GPU {source} is not there")
             self._channels[source] = connect(address, self._token)
-            self._channels[source].set_timeout(_ANSWER_S)
         return self._channels[source]
 
     def _hang_up(self) -> None:

@@ -10,16 +10,19 @@ import numpy as np
 from moetool import config, planner
 from moetool.cluster.parallel.control import PLACEMENTS, Control, Predictor
 from moetool.cluster.parallel.head import Head
+from moetool.cluster.parallel.measuring import Costs, Said
 from moetool.cluster.parallel.members import Launcher
-from moetool.cluster.parallel.rank import RankOptions
+from moetool.cluster.parallel.options import RankOptions
+from moetool.cluster.parallel.seating import Seating
 from moetool.cluster.transport import own_address
+from moetool.costing.costs import CostProfile
 from moetool.costing.latency import unit_latency
 from moetool.errors import UsageError, unknown_name
-from moetool.models.loading import load_tokenizer
+from moetool.models.loading import load_tokenizer, parse_dtype
 from moetool.models.spec import locate, read_config, read_spec
 from moetool.placement_plan import PlacementPlan
 from moetool.planner import Problem
-from moetool.planning.demand import Demand
+from moetool.planning.demand import STARTS, Demand
 from moetool.predictor import load_predictor
 from moetool.types import Cluster, ModelSpec
 
@@ -38,6 +41,9 @@ class ParallelOptions:
         buffer_experts: of a GPU's room that placements made while serving leave free, for experts that arrive before
             others are given up (0: half of what the cluster has beyond one copy of each expert, at least 1).
         always: place anew whether that is expected to pay or not.
+        starts: on which rank a request's tokens start (`Seating`); as the plan says, if not said.
+        cost_row_s, cost_link_bytes_s, cost_move_bytes_s: what decisions reckon with in place of what is measured
+            (`moetool.cluster.parallel.measuring.Said`).
         gather_s: how long a batch that is not full waits for more requests.
         patience_s: how long a batch waits for a decision about it that is under way; one that comes later is dropped.
         seed: of planners.
@@ -49,6 +55,10 @@ class ParallelOptions:
     planner_options: dict[str, Any] = field(default_factory=dict)
     buffer_experts: int = 0
     always: bool = False
+    starts: str = ""
+    cost_row_s: float = 0.0
+    cost_link_bytes_s: float = 0.0
+    cost_move_bytes_s: float = 0.0
     gather_s: float = 0.01
     patience_s: float = 1.0
     seed: int = 0
@@ -58,6 +68,10 @@ class ParallelOptions:
             raise unknown_name("--set placement", self.placement, PLACEMENTS)
         if self.buffer_experts < 0 or min(self.gather_s, self.patience_s) < 0:
             raise UsageError("buffer_experts, gather_s and patience_s are 0 or more")
+        if self.starts and self.starts not in STARTS:
+            raise unknown_name("--set starts", self.starts, STARTS)
+        if min(self.cost_row_s, self.cost_link_bytes_s, self.cost_move_bytes_s) < 0:
+            raise UsageError("cost_row_s, cost_link_bytes_s and cost_move_bytes_s are 0 or more")
 
 
 def read_settings(values: Mapping[str, Any]) -> tuple[ParallelOptions, RankOptions]:
@@ -128,16 +142,18 @@ def open_head(
     options: ParallelOptions,
     ranks: RankOptions,
     *,
+    profile: CostProfile | None = None,
     toward: str = "",
 ) -> Head:
     """A head that is not started.
 
     Args:
+        profile: what things cost before they are measured.
         toward: HOST:PORT of the Ray head that other machines have joined; empty where all is on this machine.
 
     Raises:
         UsageError: an unknown planner, or a predictor that does not foretell.
-        MismatchError: plan, predictors and model do not belong together.
+        MismatchError: plan, profile, predictors and model do not belong together.
         CapacityError: the cluster has no room for a double buffer.
     """
     path = locate(model)
@@ -167,6 +183,20 @@ def open_head(
         tokenizer=load_tokenizer(path),
         vocab_size=int(read_config(path).get_text_config().vocab_size),
         rank_options=asdict(ranks),
+        costs=Costs(
+            spec,
+            cluster,
+            said=Said(
+                row_s=options.cost_row_s,
+                link_bytes_s=options.cost_link_bytes_s,
+                move_bytes_s=options.cost_move_bytes_s,
+            ),
+            profile=profile,
+            device=ranks.device,
+            dtype=ranks.dtype,
+            row_bytes=float(spec.hidden_size * parse_dtype(ranks.dtype).itemsize),
+        ),
+        seating=Seating(server_G=tuple(cluster.server_G), starts=options.starts or plan.starts, seed=options.seed),
         host=own_address(toward) if toward else "127.0.0.1",
         gather_s=options.gather_s,
         patience_s=options.patience_s,

@@ -2,13 +2,13 @@
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from moetool.cluster.parallel.control import Control, Decision, Facts, Waiting
+from moetool.cluster.parallel.control import Control, Decision, Waiting
+from moetool.cluster.parallel.measuring import Costs
 from moetool.cluster.parallel.records import BatchRecord
 from moetool.cluster.parallel.routing import holders_of, without
 from moetool.cluster.parallel.stages import plan_stages
@@ -24,13 +24,14 @@ class Placing:
 
     Args:
         placed_GLE: the placement to begin with, and of every generation in which all ranks are there.
-        migrate: how experts move (`moetool.cluster.parallel.migration.MIGRATIONS`).
-        link_bytes_s: rate of a GPU's way out, before anything was measured.
-        row_s: seconds of an expert's row, before anything was measured.
+        migrate: how experts move (`moetool.cluster.parallel.windows.MIGRATIONS`).
+        costs: measured by every batch.
+        patience_s: how long a batch waits for its decision.
         post: puts an event into the head's queue: `decided`, for `decided`.
 
     Attributes:
-        control: decides.
+        control: decides, by what
+        costs: have been measured.
         decisions: what it has decided.
         late: decisions that came when their batch had begun, and were dropped.
         error: of the control when it last failed; serving goes on without its decision.
@@ -47,8 +48,8 @@ class Placing:
         placed_GLE: np.ndarray,
         migrate: str,
         *,
-        link_bytes_s: float,
-        row_s: float,
+        costs: Costs,
+        patience_s: float,
         post: Callable[[str, Any], None],
     ) -> None:
         self.decisions: list[Decision] = []
@@ -62,14 +63,14 @@ class Placing:
         self._epoch = 0
         self._asked_for = -1  # the batch that was last decided about
         self._next: Decision | None = None  # to be carried out when the batch has ended
-        self._seconds: deque[float] = deque(maxlen=8)
-        self._link_bytes_s, self._row_s, self._move_s = link_bytes_s, row_s, link_bytes_s
+        self.costs, self._patience_s = costs, patience_s
         self.control: Control
         self.placed_GLE: np.ndarray
         self.use(control, placed_GLE, migrate)
 
     def use(self, control: Control, placed_GLE: np.ndarray, migrate: str) -> None:
-        """Begin anew; what was measured stays."""
+        """Begin anew; what was measured stays, but for what moving has cost."""
+        self.costs.forget_moving()
         self.control, self._planned_GLE, self.placed_GLE = control, placed_GLE, placed_GLE
         self._migrate = migrate
         self.decisions = []
@@ -96,7 +97,8 @@ class Placing:
             elapsed_s: since the batch that runs began, if one does.
         """
         self._asked_for, self.deciding = batch, time.monotonic()
-        control, placed_GLE, facts, epoch = self.control, self.placed_GLE, self._facts(elapsed_s), self._epoch
+        control, placed_GLE, epoch = self.control, self.placed_GLE, self._epoch
+        facts = self.costs.facts(elapsed_s, self._patience_s, overlaps=self._migrate != "stop")
 
         def decide() -> None:
             try:
@@ -144,21 +146,6 @@ class Placing:
         return [stage.to_json() for stage in made]
 
     def note(self, record: BatchRecord, moved_s: float, num_ranks: int) -> None:
-        """Measure by a batch that has ended.
-
-        Args:
-            moved_s: that its experts were on their way, summed over the ranks.
-        """
+        """A batch has ended; args as of `Costs.note`."""
         self.control.saw(record.tokens_GLE)
-        self._seconds.append(record.dense_s + record.expert_s)
-        if record.rows:
-            self._row_s = record.expert_s * num_ranks / record.rows
-        if record.moved_bytes and moved_s:
-            self._move_s = record.moved_bytes / moved_s
-
-    def _facts(self, elapsed_s: float | None) -> Facts:
-        """Moving costs nothing in what is left of the compute phases of the batch that runs."""
-        left_s = 0.0
-        if elapsed_s is not None and self._seconds and self._migrate != "stop":
-            left_s = max(0.0, float(np.mean(self._seconds)) - elapsed_s)
-        return Facts(row_s=self._row_s, link_bytes_s=self._link_bytes_s, move_bytes_s=self._move_s, free_s=left_s)
+        self.costs.note(record, moved_s, num_ranks)

@@ -30,6 +30,8 @@ class BatchRecord:
         version: of the placement at its end.
         tokens_GLE: uses of experts by each GPU's own tokens.
         expert_s, dense_s, exchange_s: means over the ranks.
+        byte_s: that a byte of rows took in an all-to-all, without what it takes besides; 0 where nothing tells.
+        decided_s: that the batch waited for the decision about it, before it began.
     """
 
     number: int
@@ -50,6 +52,8 @@ class BatchRecord:
     expert_s: float
     dense_s: float
     exchange_s: float
+    byte_s: float = 0.0
+    decided_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """All but `tokens_GLE`."""
@@ -58,7 +62,13 @@ class BatchRecord:
 
 
 def record_of(
-    number: int, requests: int, seconds: float, done: Mapping[int, Mapping[str, Any]], cluster: Cluster
+    number: int,
+    requests: int,
+    seconds: float,
+    done: Mapping[int, Mapping[str, Any]],
+    cluster: Cluster,
+    *,
+    decided_s: float = 0.0,
 ) -> BatchRecord:
     """What the ranks said when the batch had ended, put together.
 
@@ -92,4 +102,17 @@ def record_of(
         expert_s=float(np.mean([tally["expert_s"] for tally in tallies.values()])),
         dense_s=float(np.mean([tally["dense_s"] for tally in tallies.values()])),
         exchange_s=float(np.mean([tally["exchange_s"] for tally in tallies.values()])),
+        byte_s=slope(np.sum([tally["wire"] for tally in tallies.values()], axis=0)),
+        decided_s=decided_s,
     )
+
+
+def slope(sums: np.ndarray) -> float:
+    """Seconds a byte, by least squares; 0 where nothing varies.
+
+    Args:
+        sums: as of `Tally.wire`.
+    """
+    count, x, y, xx, xy = np.asarray(sums, np.float64)
+    spread = count * xx - x * x
+    return float(max(0.0, (count * xy - x * y) / spread)) if count > 1 and spread > 1e-9 * count * xx else 0.0

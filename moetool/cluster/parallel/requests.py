@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from moetool.cluster.parallel.seating import Seating
 from moetool.errors import MoetoolError
 from moetool.request import Output, SamplingParams, Sink, TokenLogprob
 
@@ -78,15 +79,16 @@ class Requests:
                 break
         return None
 
-    def choose(self, members: Sequence[int], seats: int) -> list[Request]:
+    def choose(self, seating: Seating, members: Sequence[int], seats: int) -> list[Request]:
         """The requests of the next batch, each with its GPU.
 
         Args:
             seats: on each of the members.
         """
-        chosen = list(self.pending)[: seats * len(members)]
-        for place, request in enumerate(chosen):
-            request.gpu = members[place % len(members)]
+        dealt = seating.deal([request.id for request in self.pending], members, seats)
+        chosen = [request for request, _ in zip(self.pending, dealt, strict=False)]
+        for request, gpu in zip(chosen, dealt, strict=True):
+            request.gpu = gpu
         return chosen
 
     def begin(self, chosen: Sequence[Request]) -> dict[int, list[dict[str, Any]]]:

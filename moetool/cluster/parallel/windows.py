@@ -3,6 +3,9 @@
 import threading
 import time
 
+MIGRATIONS = ("overlap", "pipelined", "stop")
+"""Ways to migrate (DIRECTOR, Figure 6): in compute phases only; whenever experts are there; while nothing runs."""
+
 
 class Windows:
     """The compute phases of one rank.

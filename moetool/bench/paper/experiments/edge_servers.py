@@ -45,6 +45,10 @@ class Options:
     costs: Mapping[str, Any] = field(default_factory=dict)
 
 
+_SWEPT = {"gpus": "{} GPUs", "bandwidth": "{}", "gap": "gap {}"}
+WHAT = {"latency": "mean latency of a request", "local": "expert calls computed on the request's own server"}
+
+
 def run(stage: Stage, options: Options) -> Found:
     """Simulate every mode at every point of the grid, over the seeds.
 
@@ -68,14 +72,15 @@ def run(stage: Stage, options: Options) -> Found:
     )
     runs = stage.once(f"edge {replace(options, measure='latency')}", make)
     values: dict[str, list[float]] = {}
-    curves: dict[str, Curve] = {}
+    curves: dict[str, list[Curve]] = {}
     for at, found in runs:
         name = label(at, options)
         values.setdefault(name, []).append(found.mean_s if options.measure == "latency" else found.local)
-        if not options.sweep and name not in curves:
-            curves[name] = over_time(found)
+        if not options.sweep:
+            curves.setdefault(name, []).append(over_time(found))
     return Found(
         values=values,
+        what=WHAT[options.measure],
         unit="s" if options.measure == "latency" else "%",
         on=f"{stage.on(list(traces.values()))}; {len(cluster.servers)} servers, simulated at assumed costs",
         curves=curves,
@@ -86,7 +91,7 @@ def run(stage: Stage, options: Options) -> Found:
 def label(at: Mapping[str, str], options: Options) -> str:
     """The name of a point of the grid: the mode, where there are several, and what is swept."""
     words = [at["mode"]] if len(options.modes) > 1 else []
-    return ", ".join([*words, *(f"{name} {at[name]}" for name in options.sweep)]) or at["mode"]
+    return ", ".join([*words, *(_SWEPT[name].format(at[name]) for name in options.sweep)]) or at["mode"]
 
 
 def over_time(found: Simulated) -> Curve:

@@ -35,7 +35,7 @@ def run(stage: Stage, options: Options) -> Found:
     Source: FineMoE § 2.4 (`moetool.report.measures.spread`, `moetool.report.sample.read_router_entropy`).
     """
     values: dict[str, list[float]] = {}
-    curves: dict[str, Curve] = {}
+    curves: dict[str, list[Curve]] = {}
     traces = []
     for fold in stage.folds:
         trace = stage.trace(options.data, new_tokens=options.new_tokens, fold=fold)
@@ -54,6 +54,12 @@ def run(stage: Stage, options: Options) -> Found:
         for step in options.steps:
             nearest = min(range(len(made.steps)), key=lambda i: abs(made.steps[i] - step))
             values.setdefault(f"{step} iterations", []).append(float(bits_N[nearest]))
-        if fold == 0:
-            curves["experts used together"] = tuple(map(float, made.steps)), tuple(bits_N.tolist())
-    return Found(values=values, unit="bits", on=stage.on(traces), curves=curves, axes=("iterations", "bits"))
+        curves.setdefault("all requests", []).append((tuple(map(float, made.steps)), tuple(bits_N.tolist())))
+    return Found(
+        values=values,
+        what="entropy over the experts, mean over layers",
+        unit="bits",
+        on=stage.on(traces),
+        curves=curves,
+        axes=("iterations", "entropy of the experts that they used together, bits"),
+    )

@@ -18,6 +18,11 @@ from moetool.simulation.running import read_world, simulate
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, Server
 
+_WHAT = {
+    "latency": "mean latency of a request",
+    "throughput": "served",
+    "unevenness": "standard deviation of the latency of rounds",
+}
 _QUICK: Mapping[str, Any] = {"kicks": 0, "relaxation": 0}
 
 
@@ -76,7 +81,7 @@ def run(stage: Stage, options: Options) -> Found:
     base = config.parse(SimulationOptions, options.simulation, "simulation")
     costs = config.parse(AssumedCosts, options.costs, "costs")
     values: dict[str, list[float]] = {}
-    curves: dict[str, Curve] = {}
+    curves: dict[str, list[Curve]] = {}
     for size in options.gpus:
         cluster = _cluster(trace, size, options)
         count = options.rounds * size or max(size, stage.sizes.requests // size * size)
@@ -98,11 +103,13 @@ def run(stage: Stage, options: Options) -> Found:
                 found = stage.once(f"rounds {same} {size} {seed} {count} {one}", make)
                 name = f"{label}, {size} GPUs" if len(options.gpus) > 1 else label
                 values.setdefault(name, []).append(_measure(found, options.measure))
-                if seed == 0 and len(options.gpus) == 1:
+                if len(options.gpus) == 1:
                     ends = sorted(_rounds(found))
-                    curves[name] = tuple(range(len(ends))), tuple(1e3 * seconds for _, seconds in ends)
+                    each_ms = tuple(1e3 * seconds for _, seconds in ends)
+                    curves.setdefault(name, []).append((tuple(range(1, len(ends) + 1)), each_ms))
     return Found(
         values=values,
+        what=_WHAT[options.measure],
         unit="tokens/s" if options.measure == "throughput" else "s",
         on=f"{stage.on([trace])}; rounds of a request a GPU, simulated at assumed costs",
         curves=curves,

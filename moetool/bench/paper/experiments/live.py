@@ -34,6 +34,14 @@ class Options:
     measure: Literal["latency", "ttft", "tpot", "booking"] = "latency"
 
 
+_WHAT = {
+    "latency": "mean latency of a request",
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "booking": "the policy's own share of the time per output token",
+}
+
+
 def run(stage: Stage, options: Options) -> Found:
     """Time the policies in paired rounds; a value for each round, in place of seeds.
 
@@ -71,7 +79,7 @@ def run(stage: Stage, options: Options) -> Found:
     }
     unit = {"latency": "s", "ttft": "ms", "tpot": "ms", "booking": "%"}[options.measure]
     on = f"{MODEL} live on {made.machine.cpu}, {stage.sizes.texts} requests of {options.new_tokens} new tokens a round"
-    return Found(values=values, unit=unit, on=on)
+    return Found(values=values, what=_WHAT[options.measure], unit=unit, on=on)
 
 
 def _value(found: Mapping[str, Any], options: Options) -> float:

@@ -34,6 +34,13 @@ class Options:
     measure: Literal["loads", "time", "ahead"] = "loads"
 
 
+_WHAT = {
+    "loads": "of the router's choices, those that had to be loaded",
+    "time": "of the time per output token",
+    "ahead": "of the prefetched experts",
+}
+
+
 @dataclass(slots=True, kw_only=True)
 class _Count:
     """Counts over decode, of low-score (0) and top-score (1) choices.
@@ -65,7 +72,7 @@ def run(stage: Stage, options: Options) -> Found:
             for label, value in _values(stage, trace, line, options, counts, fold).items():
                 values.setdefault(f"{name}, {label}" if len(options.lines) > 1 else label, []).append(value)
     on = f"{stage.on(traces)}; decode, replayed, {100 * options.memory:g} % of the experts"
-    return Found(values=values, unit="%", on=on)
+    return Found(values=values, what=_WHAT[options.measure], unit="%", on=on)
 
 
 def _count(stage: Stage, trace: Trace, line: Line, options: Options, fold: int) -> _Count:

@@ -9,6 +9,12 @@ from moetool.planning.maps import Likeness, MapReport, plan_maps
 from moetool.trace.reader import Trace
 
 KINDS = ("semantic", "trajectory")
+_WHAT = {
+    "pearson": "correlation of likeness and hit rate (Pearson)",
+    "rise": "hit rate of pairs of iterations",
+    "best": "likeness of the best map (cosine)",
+    "bytes": "size of the store",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +41,7 @@ def run(stage: Stage, options: Options) -> Found:
     """
     trace = stage.trace(options.data)
     values: dict[str, list[float]] = {}
-    curves: dict[str, Curve] = {}
+    curves: dict[str, list[Curve]] = {}
     for seed in stage.seeds:
         for capacity in options.capacities:
             made = _report(stage, trace, capacity, seed)
@@ -48,16 +54,18 @@ def run(stage: Stage, options: Options) -> Found:
                 for name, value in _values(kind, likeness, options.measure).items():
                     label = f"{name}, {capacity} maps" if len(options.capacities) > 1 else name
                     values.setdefault(label, []).append(value)
-                if seed == 0 and options.measure in ("pearson", "rise"):
+                if options.measure in ("pearson", "rise"):
                     filled = [each for each in likeness.bins if each[3]]
-                    curves[kind] = tuple(each[0] for each in filled), tuple(100 * each[2] for each in filled)
+                    line = tuple(each[0] for each in filled), tuple(100 * each[2] for each in filled)
+                    curves.setdefault(kind, []).append(line)
     unit = {"pearson": "", "rise": "%", "best": "", "bytes": "MB"}[options.measure]
     return Found(
         values=values,
+        what=_WHAT[options.measure],
         unit=unit,
         on=f"{stage.on([trace])}; maps of the training requests, iterations of held-out ones",
         curves=curves,
-        axes=("likeness, from", "hit rate, %"),
+        axes=("likeness of the iterations, from", "hit rate, %"),
     )
 
 

@@ -9,8 +9,46 @@ from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.models.spec import checkpoint_dtype, dense_bytes, locate, read_spec
 from moetool.policy import parse_options, policy_class
 from moetool.predictor import build
+from moetool.types import ModelSpec
 
 WHOLE = "all experts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A model of which only sizes matter here, so that it need not be at hand.
+
+    Attributes:
+        name: for people.
+        layers, experts, top_k, hidden: MoE layers, experts of each, those that a token uses, and the hidden size.
+        expert_bytes: of one expert.
+        dense_bytes: of all weights that are no expert's.
+    """
+
+    name: str
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    expert_bytes: int
+    dense_bytes: int
+
+    def spec(self) -> ModelSpec:
+        """What a policy and a predictor ask of a model."""
+        return ModelSpec(
+            name=self.name,
+            revision="",
+            layer_ids_L=tuple(range(self.layers)),
+            num_experts_L=(self.experts,) * self.layers,
+            top_k_L=(self.top_k,) * self.layers,
+            has_logits_L=(True,) * self.layers,
+            num_shared_experts=0,
+            num_groups=1,
+            hidden_size=self.hidden,
+            expert_bytes_L=(self.expert_bytes,) * self.layers,
+            score_function="softmax",
+            renormalize=True,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +57,11 @@ class Options:
 
     Attributes:
         lines: policies by name; a predictor's bytes count with its policy's.
+        model: another model than the embedded one, by its sizes.
     """
 
     lines: Mapping[str, Line]
+    model: Shape | None = None
 
 
 def run(stage: Stage, options: Options) -> Found:
@@ -32,11 +72,13 @@ def run(stage: Stage, options: Options) -> Found:
     Raises:
         CannotTestError: traces were given, which do not tell the dense weights.
     """
-    if stage.given:
+    if options.model is not None:
+        spec, dense = options.model.spec(), options.model.dense_bytes
+    elif not stage.given:
+        path = locate(MODEL)
+        spec, dense = read_spec(path), dense_bytes(path, checkpoint_dtype(path))
+    else:
         raise CannotTestError("dense weights are counted on the model itself, and only traces of one were given")
-    path = locate(MODEL)
-    spec = read_spec(path)
-    dense = dense_bytes(path, checkpoint_dtype(path))
     whole = dense + spec.total_experts * spec.slot_bytes
     values = {WHOLE: [1.0]}
     for name, line in options.lines.items():
@@ -46,4 +88,9 @@ def run(stage: Stage, options: Options) -> Found:
         if line.predictor:
             held += build(line.predictor, spec, line.predictor_options).num_bytes
         values[name] = [held / whole]
-    return Found(values=values, unit="%", on=f"{MODEL}: {dense / 1e6:.1f} MB of {whole / 1e6:.1f} MB are dense weights")
+    return Found(
+        values=values,
+        what="held on the device, of the whole model",
+        unit="%",
+        on=f"{spec.name}: {dense / 1e9:.3g} GB of {whole / 1e9:.3g} GB are dense weights",
+    )

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 from moetool import config
-from moetool.bench.paper.experiments.edge_servers import edge_cluster, over_time
+from moetool.bench.paper.experiments.edge_servers import WHAT, edge_cluster, over_time
 from moetool.bench.paper.stage import Stage
 from moetool.bench.paper.verdict import Curve, Found
 from moetool.simulation.costs import AssumedCosts
@@ -57,7 +57,7 @@ def run(stage: Stage, options: Options) -> Found:
     costs = config.parse(AssumedCosts, options.costs, "costs")
     count = max(1, round(options.requests * stage.sizes.requests))
     values: dict[str, list[float]] = {way: [] for way in WAYS}
-    curves: dict[str, Curve] = {}
+    curves: dict[str, list[Curve]] = {way: [] for way in WAYS}
     for seed in stage.seeds:
         for way, replan_s in zip(WAYS, (options.replan_s, 0.0), strict=True):
             chosen = replace(base, seed=seed, replan_s=replan_s)
@@ -65,9 +65,10 @@ def run(stage: Stage, options: Options) -> Found:
             make = partial(simulate, world, options.mode, options.arrivals, count, chosen, costs=costs)
             found = stage.once(f"migration {replace(options, measure='latency')} {seed} {way}", make)
             values[way].append(found.mean_s if options.measure == "latency" else found.local)
-            curves.setdefault(way, over_time(found))
+            curves[way].append(over_time(found))
     return Found(
         values=values,
+        what=WHAT[options.measure],
         unit="s" if options.measure == "latency" else "%",
         on=f"{stage.on(list(traces.values()))}; {len(cluster.servers)} servers, simulated at assumed costs",
         curves=curves,

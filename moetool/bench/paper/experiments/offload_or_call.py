@@ -79,6 +79,7 @@ def run(stage: Stage, options: Options) -> Found:
         values[TOGETHER].append(together.mean_s)
     return Found(
         values=values,
+        what="mean latency of a request",
         unit="s",
         on=f"{stage.on(list(traces.values()))}; offloading on the assumed machine, calls simulated on it",
     )

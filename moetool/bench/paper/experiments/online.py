@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.bench.paper.experiments.policies import Line
+from moetool.bench.paper.experiments.policies import Line, distribution
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
 from moetool.bench.paper.stage import ALL, Stage, requests_of
-from moetool.bench.paper.verdict import Curve, Found
+from moetool.bench.paper.verdict import Found
 from moetool.simulation.arrivals import read_arrivals
 
 
@@ -38,7 +38,7 @@ def run(stage: Stage, options: Options) -> Found:
     Source: FineMoE § 6.3. Deviation: arrivals are Poisson unless a file is given, and requests have their own lengths.
     """
     values: dict[str, list[float]] = {}
-    curves: dict[str, Curve] = {}
+    ends: dict[str, list[float]] = {}
     traces = []
     for fold in stage.folds:
         trace = stage.trace(options.data, fold=fold)
@@ -53,7 +53,13 @@ def run(stage: Stage, options: Options) -> Found:
                 how = {"seed": fold, "options": line.predictor_options, **line.fit}
                 predictor = stage.predictor(line.predictor, other, **how)
             row = stage.replayed(
-                trace, line.policy, budget, requests, options={line.policy: line.options}, predictor=predictor
+                trace,
+                line.policy,
+                budget,
+                requests,
+                synchronous=line.synchronous,
+                options={line.policy: line.options},
+                predictor=predictor,
             )
             takes = [sum(seconds) for seconds in row.timing.request_s.values()]
             if not coming:
@@ -62,13 +68,12 @@ def run(stage: Stage, options: Options) -> Found:
                 coming = [one.at_s for one in read_arrivals(options.arrivals or rate, [0], len(takes), rng)]
             served = serve_in_turn([(at_s, 0, each) for at_s, each in zip(coming, takes, strict=False)], 1)
             values.setdefault(name, []).append(mean_by_server(served)[-1])
-            if fold == 0:
-                ends = sorted(seconds for _, seconds in served)
-                curves[name] = tuple(ends), tuple(100 * (place + 1) / len(ends) for place in range(len(ends)))
+            ends.setdefault(name, []).extend(seconds for _, seconds in served)
     return Found(
         values=values,
+        what="mean time from arrival to the last token",
         unit="s",
         on=f"{stage.on(traces)}; replayed on the assumed machine, one request at a time",
-        curves=curves,
-        axes=("seconds from arrival", "requests, %"),
+        curves={name: [distribution(each)] for name, each in ends.items()},
+        axes=("time from arrival to the last token, s", "requests that took no longer, %"),
     )

@@ -61,6 +61,7 @@ def run(stage: Stage, options: Options) -> Found:
                     values.setdefault(label, []).append(mode.latency)
     return Found(
         values=values,
+        what="cost of a batch, T_comp + T_comm, mean over layers",
         unit="tokens",
         on=f"{stage.on([trace])}; {options.gpus} GPUs of one node, T_comp + T_comm a layer",
     )

@@ -1,12 +1,14 @@
 """Cache policies beside each other, replayed on the assumed machine: hits, times to first and to each later token."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from moetool.bench.paper.stage import ALL, Stage
+from moetool import config
+from moetool.bench.paper.machine import AssumedMachine
+from moetool.bench.paper.stage import ALL, Stage, requests_of
 from moetool.bench.paper.verdict import CannotTestError, Curve, Found
 from moetool.replay import Row
 from moetool.residency import Counts
@@ -20,9 +22,10 @@ class Line:
     Attributes:
         policy: its name.
         options: its own.
-        predictor: trained on the history; none without a name.
+        predictor: trained on the history, or on other prompts (`Options.apart`); none without a name.
         predictor_options, fit: of that (`moetool.learning.training.train`).
         before: it serves the history before it is measured.
+        synchronous: a layer's experts wait for all that was prefetched (`moetool.costing.pricing.TimelineOptions`).
     """
 
     policy: str
@@ -31,6 +34,7 @@ class Line:
     predictor_options: Mapping[str, Any] = field(default_factory=dict)
     fit: Mapping[str, Any] = field(default_factory=dict)
     before: bool = False
+    synchronous: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,23 +43,35 @@ class Options:
 
     Attributes:
         data: prompt sets, mixed; seven tenths of the requests are the history. A given trace takes their place.
+        apart: there is no history: predictors learn from all other parts of the prompts, and every request is measured;
+            of a trace that is given there are no other parts.
         lines: by name.
         memory: for experts, as shares of all of them.
         batch: requests that are forwarded together.
         measure: `hits`, the share of the experts needed in decode that were resident; `ttft`, seconds of a prompt;
             `tpot`, of a later token; `latency`, of a request; `speed`, its later tokens a second.
         new_tokens: of each request (0: as the sizes say).
+        machine: costs that are unlike those of the recipe's machine.
     """
 
     data: tuple[str, ...] = ALL
+    apart: bool = False
     lines: Mapping[str, Line]
     memory: tuple[float, ...] = (0.25,)
     batch: tuple[int, ...] = (1,)
     measure: Literal["hits", "ttft", "tpot", "latency", "speed"] = "hits"
     new_tokens: int = 0
+    machine: Mapping[str, float] = field(default_factory=dict)
 
 
 UNITS = {"hits": "%", "ttft": "ms", "tpot": "ms", "latency": "s", "speed": "tokens/s"}
+_WHAT = {
+    "hits": "experts needed in decode that were resident",
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "latency": "mean latency of a request",
+    "speed": "decode speed",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +100,10 @@ class Measured:
 def run(stage: Stage, options: Options) -> Found:
     """Replay every line with every memory and batch; another part of the prompts for each seed."""
     values: dict[str, list[float]] = {}
-    curves: dict[str, Curve] = {}
+    each: dict[str, list[float]] = {}  # of all requests of all parts
     traces: dict[str, Trace] = {}
+    machine = config.parse(AssumedMachine, {**asdict(stage.machine), **options.machine}, "machine")
+    apart = options.apart and len(stage.folds) > 1
     for fold in stage.folds:
         for batch in options.batch:
             trace = stage.trace(
@@ -96,19 +114,27 @@ def run(stage: Stage, options: Options) -> Found:
                 resident=options.memory[0] if look_through(options.lines) else 0.0,
             )
             traces[str(trace.path)] = trace
+            learned = None
+            if apart:
+                learned = stage.trace(options.data, new_tokens=options.new_tokens, fold=stage.others(fold))
             for memory in options.memory:
                 for name, line in options.lines.items():
-                    measured = measure(stage, trace, line, memory, batch, fold)
+                    measured = measure(stage, trace, line, memory, batch, fold, learned=learned, machine=machine)
                     label = _label(name, memory, batch, options)
                     values.setdefault(label, []).append(_value(measured, options.measure))
-                    if options.measure in ("latency", "speed") and fold == 0:
-                        curves[label] = _distribution(measured, options.measure)
+                    if options.measure in ("latency", "speed"):
+                        each.setdefault(label, []).extend(_by_request(measured, options.measure))
+    measured_on = "all" if apart else "30 % of the requests"
     return Found(
         values=values,
+        what=_WHAT[options.measure],
         unit=UNITS[options.measure],
-        on=f"{stage.on(list(traces.values()))}; replayed on the assumed machine, 30 % of the requests measured",
-        curves=curves,
-        axes=("seconds" if options.measure == "latency" else "tokens a second", "requests, %"),
+        on=f"{stage.on(list(traces.values()))}; replayed on the assumed machine, {measured_on} measured",
+        curves={label: [distribution(values)] for label, values in each.items()},
+        axes=(
+            "latency, s" if options.measure == "latency" else "decode speed, tokens/s",
+            f"requests that were {'as fast' if options.measure == 'latency' else 'no faster'}, %",
+        ),
     )
 
 
@@ -117,19 +143,40 @@ def look_through(lines: Mapping[str, Line]) -> bool:
     return any(line.options.get("look") == "resident" for line in lines.values())
 
 
-def measure(stage: Stage, trace: Trace, line: Line, memory: float, batch: int, fold: int) -> Measured:
-    """Replay one line on the requests that come after the history.
+def measure(
+    stage: Stage,
+    trace: Trace,
+    line: Line,
+    memory: float,
+    batch: int,
+    fold: int,
+    *,
+    learned: Trace | None = None,
+    machine: AssumedMachine | None = None,
+) -> Measured:
+    """Replay one line on the requests that come after the history; on all of them, if it has learned elsewhere.
 
     Raises:
-        CannotTestError: they have no later tokens.
+        CannotTestError: they have no later tokens, or the line is to serve a history that there is none of.
     """
-    history, later = stage.history(trace, batch)
+    if learned is None:
+        history, later = stage.history(trace, batch)
+    elif line.before:
+        raise CannotTestError(f"{line.policy} is to serve a history first, and apart from others there is none")
+    else:
+        history, later = learned, frozenset(requests_of(trace))
     predictor = None
     if line.predictor:
         how = {"seed": fold, "options": line.predictor_options, **line.fit}
         predictor = stage.predictor(line.predictor, history, **how)
     budget = int(memory * trace.spec.total_experts) * trace.spec.slot_bytes
-    more = {"options": {line.policy: line.options}, "predictor": predictor, "sequential": batch == 1}
+    more: dict[str, Any] = {
+        "options": {line.policy: line.options},
+        "predictor": predictor,
+        "sequential": batch == 1,
+        "machine": machine,
+        "synchronous": line.synchronous,
+    }
 
     def replayed(requests: frozenset[int]) -> Row:
         row: Row = stage.replayed(trace, line.policy, budget, requests, **more)
@@ -167,14 +214,17 @@ def _value(measured: Measured, what: str) -> float:
     )
 
 
-def _distribution(measured: Measured, what: str) -> Curve:
-    """Requests in per cent, below each latency or speed; every request has as many later tokens as the mean."""
-    each = measured.forwards / len(measured.request_s)
+def _by_request(measured: Measured, what: str) -> list[float]:
+    """The latency or speed of each request; every one has as many later tokens as the mean."""
     if what == "latency":
-        values = sorted(prompt_s + later_s for prompt_s, later_s in measured.request_s)
-    else:
-        values = sorted(each / later_s for _, later_s in measured.request_s if later_s)
-    return tuple(values), tuple(100 * (place + 1) / len(values) for place in range(len(values)))
+        return [prompt_s + later_s for prompt_s, later_s in measured.request_s]
+    each = measured.forwards / len(measured.request_s)
+    return [each / later_s for _, later_s in measured.request_s if later_s]
+
+
+def distribution(values: Sequence[float]) -> Curve:
+    """Per cent of the values that are no larger than each."""
+    return tuple(sorted(values)), tuple(100 * (place + 1) / len(values) for place in range(len(values)))
 
 
 def _label(name: str, memory: float, batch: int, options: Options) -> str:

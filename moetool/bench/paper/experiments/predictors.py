@@ -1,4 +1,4 @@
-"""How well predictors name the experts to come: trained on a part of a trace, scored on the requests held out."""
+"""How well predictors name the experts to come: trained on some prompts, scored on others."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +34,9 @@ class Options:
 
     Attributes:
         data: prompt sets; the given trace takes their place.
+        apart: what is learned from is all other parts of the prompts, and a part is scored whole for each seed; else
+            the requests of one part are dealt out by each seed, to learn from and to score; so are those of a trace
+            that is given.
         lines: by name.
         measure: `match`, the share of the k experts that are among the predicted k; `exact`, of all k; `one`, of one
             or more; `foretold`, the match of what is said of a prompt before it runs; `size`, bytes as a share of the
@@ -43,31 +46,48 @@ class Options:
     """
 
     data: tuple[str, ...] = ALL
+    apart: bool = False
     lines: Mapping[str, Line]
     measure: Literal["match", "exact", "one", "foretold", "size"] = "match"
     distance: int = 1
     phase: Literal["prefill", "decode", "all"] = "all"
 
 
+_WHAT = {
+    "match": "experts of a layer that are among the predicted k",
+    "exact": "layers of a token of which all k experts were predicted",
+    "one": "layers of a token of which one or more experts were predicted",
+    "foretold": "experts of a layer that were foretold before the prompt ran",
+    "size": "size of the predictor, of the routed experts'",
+}
+
+
 def run(stage: Stage, options: Options) -> Found:
-    """Train each predictor once a seed, which also draws the requests that are held out, and score it on those."""
+    """Train each predictor once a seed, and score it on prompts that it has not seen."""
     values: dict[str, list[float]] = {}
     traces: dict[str, Trace] = {}
+    apart = options.apart and len(stage.folds) > 1
     for name, one in options.lines.items():
-        trace = stage.trace(one.data or options.data)
-        traces[str(trace.path)] = trace
+        data = one.data or options.data
         for seed in stage.seeds:
-            found = _evaluated(stage, trace, one, seed)
+            trace = stage.trace(data, fold=seed if apart else 0)
+            learned = stage.trace(data, fold=stage.others(seed)) if apart else trace
+            traces[str(trace.path)] = trace
+            found = _evaluated(stage, learned, trace, one, seed)
             values.setdefault(name, []).append(_value(found, options))
+    scored_on = "other parts than those learned from" if apart else "requests that were held out"
     return Found(
-        values=values, unit="%", on=f"{stage.on(list(traces.values()))}; scored on requests that were held out"
+        values=values,
+        what=_WHAT[options.measure],
+        unit="%",
+        on=f"{stage.on(list(traces.values()))}; scored on {scored_on}",
     )
 
 
-def _evaluated(stage: Stage, trace: Trace, line: Line, seed: int) -> Evaluation:
+def _evaluated(stage: Stage, learned: Trace, trace: Trace, line: Line, seed: int) -> Evaluation:
     """The evaluation of a trained predictor: of the same one the same object."""
-    folder = stage.trained(line.predictor, trace, seed=seed, options=line.options, **line.fit)
-    found: Evaluation = stage.once(f"evaluated {folder}", lambda: evaluate([folder], trace.path)[0])
+    folder = stage.trained(line.predictor, learned, seed=seed, options=line.options, **line.fit)
+    found: Evaluation = stage.once(f"evaluated {folder} {trace.path}", lambda: evaluate([folder], trace.path)[0])
     return found
 
 

@@ -55,7 +55,10 @@ def run(stage: Stage, options: Options) -> Found:
             found = simulate(world, "uniform", options.arrivals, count, chosen, plan=plan, costs=costs)
             values.setdefault(f"{share:.0%} remote", []).append(found.mean_s)
     return Found(
-        values=values, unit="s", on=f"{stage.on([trace])}; two servers, simulated at assumed costs, nobody waits"
+        values=values,
+        what="mean latency of a request",
+        unit="s",
+        on=f"{stage.on([trace])}; two servers, simulated at assumed costs, nobody waits",
     )
 
 

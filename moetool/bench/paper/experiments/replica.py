@@ -58,5 +58,8 @@ def run(stage: Stage, options: Options) -> Found:
         key = f"replica {options.bits} {options.group} {options.grid} {options.tokens} {seed}"
         values["replica"].append(stage.once(key, make)[options.measure])
     return Found(
-        values=values, unit="%", on=f"{MODEL}, {options.bits} bits in groups of {options.group}, on held-out prompts"
+        values=values,
+        what="experts chosen as the model does" if options.measure == "match" else "size, of the model's",
+        unit="%",
+        on=f"{MODEL}, {options.bits} bits in groups of {options.group}, on held-out prompts",
     )

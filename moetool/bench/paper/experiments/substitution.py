@@ -49,7 +49,7 @@ def run(stage: Stage, options: Options) -> Found:
     texts = [f"{p.text} {p.answer or ''}" for several in zip(*sets, strict=False) for p in several]
     chosen = AlphaOptions(alphas=options.alphas, tokens=options.tokens, texts=stage.sizes.texts, rounds=1)
     values: dict[str, list[float]] = {}
-    curves: dict[str, Curve] = {}
+    curves: dict[str, list[Curve]] = {}
     for seed in stage.seeds:
         mine = texts[seed :: len(stage.seeds)]
         make = partial(plan_alpha, MODEL, mine, memory, _ANY_S, serve=serve, options=chosen)
@@ -57,13 +57,13 @@ def run(stage: Stage, options: Options) -> Found:
         for point in points:
             value = point.nats if options.measure == "nats" else point.same
             values.setdefault(f"alpha {point.alpha:g}", []).append(value)
-        if seed == 0:
-            alphas = tuple(point.alpha for point in points)
-            curves["nats a token"] = alphas, tuple(point.nats for point in points)
+        alphas = tuple(point.alpha for point in points)
+        curves.setdefault("mean of the texts", []).append((alphas, tuple(point.nats for point in points)))
     return Found(
         values=values,
+        what="cross-entropy of a token" if options.measure == "nats" else "likeliest next tokens as before",
         unit="nats" if options.measure == "nats" else "%",
         on=f"{MODEL} live, {stage.sizes.texts} texts of {options.tokens} tokens, {100 * options.memory:g} % of experts",
         curves=curves,
-        axes=("alpha", "nats a token"),
+        axes=("alpha", "cross-entropy of a token, nats"),
     )

@@ -1,0 +1,203 @@
+"""A rank's share of a batch, served step by step with the other ranks."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from moetool.cluster.parallel.dispatch import ParallelRuntime, tally_to_json
+from moetool.cluster.parallel.group import GroupBroken
+from moetool.cluster.parallel.migration import Migration
+from moetool.cluster.parallel.stages import Stage
+from moetool.cluster.parallel.windows import Windows
+from moetool.errors import first_line
+from moetool.models.batching import Batcher
+from moetool.models.sampling import NOT_NUMBERS
+from moetool.models.sequential import Sequential
+from moetool.request import Output, SamplingParams
+from moetool.types import ModelSpec
+
+FOREVER = float("inf")
+"""Seconds of a compute phase that ends when the next all-to-all comes, whenever that is."""
+_POLL_S = 0.002
+
+
+class Lockstep:
+    """Serves batches together with the other ranks; for the rank's forwarding thread.
+
+    A batch is static: its requests begin together, and the next one begins when all of them, on all ranks, have ended.
+    Each step begins with an agreement: who has work, and up to which version everybody's experts have arrived, so that
+    all switch to a placement in the same step.
+
+    Args:
+        gpu: the rank's number in the cluster.
+        say: tells the head something of this generation.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        gpu: int,
+        runtime: ParallelRuntime,
+        batcher: Batcher | Sequential,
+        migration: Migration,
+        windows: Windows,
+        say: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._spec, self._gpu, self._say = spec, gpu, say
+        self._runtime, self._batcher, self._migration, self._windows = runtime, batcher, migration, windows
+        self._cancelled: deque[int] = deque()
+        self._scores: deque[tuple[int, list[int], int]] = deque()
+        self._ids: set[int] = set()
+        self._stages: deque[Stage] = deque()
+        self._version = 0
+        self._moved = asdict(migration.moved)  # when the last batch ended
+
+    def cancel(self, request: int) -> None:
+        """End a request before the next step; from any thread."""
+        self._cancelled.append(request)
+
+    def follow(self, stages: Sequence[Stage]) -> None:
+        """Go on to these placements as their experts arrive; from any thread."""
+        for stage in stages:
+            self._stages.append(stage)
+            self._migration.ask(stage)
+
+    def begin_anew(self, version: int) -> None:
+        """A generation begins with a placement of this version: what ran, and where it was to go, is dropped."""
+        for request in self._ids:
+            self._batcher.cancel(request)
+        self._ids.clear()
+        self._scores.clear()
+        self._cancelled.clear()
+        self._stages.clear()
+        self._runtime.end_forward()
+        self._version = version
+
+    def serve(self, message: dict[str, Any]) -> None:
+        """Serve one batch, as the head has ordered it. Raises: GroupBroken."""
+        began = time.perf_counter()
+        self._runtime.count_anew()
+        waited_s = self._windows.waited_s
+        for one in message["requests"]:
+            if "top" in one:
+                self._scores.append((one["id"], one["prompt"], one["top"]))
+            else:
+                self._batcher.add(one["id"], one["prompt"], SamplingParams(**one["params"]), one["drawn"])
+            self._ids.add(one["id"])
+        ready_s = self._reach(message["version"])
+        while True:
+            self._end_cancelled()
+            work = bool(self._scores) or not self._batcher.idle
+            said = self._agree(work)
+            self._switch(min(arrived for _, arrived in said), False)
+            if not any(busy for busy, _ in said):
+                break
+            self._runtime.begin_step()
+            outputs = self._forward() if work else []
+            self._require_whole()
+            self._runtime.end_step()
+            if outputs:
+                self._say({"kind": "tokens", "outputs": outputs})
+        self._windows.open(FOREVER)
+        moved, self._moved = self._moved, asdict(self._migration.moved)
+        self._say(
+            {
+                "kind": "done",
+                "batch": message["batch"],
+                "seconds": time.perf_counter() - began,
+                "ready_s": ready_s,
+                "waited_s": self._windows.waited_s - waited_s,
+                "held": self._runtime.shelf.most,
+                "version": self._version,
+                "tally": tally_to_json(self._runtime.tally),
+                "moved": {name: value - moved[name] for name, value in self._moved.items()},
+            }
+        )
+
+    def _reach(self, version: int) -> float:
+        """Wait until the placement that the batch is to begin with is in force everywhere; how long that took."""
+        began = time.perf_counter()
+        self._windows.open(FOREVER)
+        while self._version < version:
+            if self._migration.arrived < version:
+                self._migration.wait(self._version + 1, _POLL_S)
+            arrived = min(arrived for _, arrived in self._agree(False))
+            self._switch(min(arrived, version), True)
+        return time.perf_counter() - began
+
+    def _agree(self, work: bool) -> list[list[int]]:
+        assert self._runtime.group is not None
+        self._migration.require_well()
+        return self._runtime.group.gather([work, self._migration.arrived])
+
+    def _switch(self, arrived: int, begins: bool) -> None:
+        """Switch to stages that have arrived everywhere.
+
+        Args:
+            begins: whether a batch begins.
+        """
+        while self._stages and self._stages[0].version <= arrived and (begins or not self._stages[0].at_batch):
+            stage = self._stages.popleft()
+            placed_GLE = self._runtime.placed_GLE.copy()
+            stage.apply(placed_GLE)
+            self._runtime.place(placed_GLE)
+            for layer, expert, holders in stage.changes:
+                if self._gpu not in holders:
+                    self._runtime.shelf.drop(self._spec.expert_key(layer, expert))
+            self._version = stage.version
+            self._migration.switched(stage.version)
+
+    def _forward(self) -> list[dict[str, Any]]:
+        if not self._scores:
+            return [_message(output) for output in self._end(self._batcher.step())]
+        request, prompt, top = self._scores.popleft()
+        self._ids.discard(request)
+        try:
+            logits_TV = self._batcher.score(request, prompt)
+        except GroupBroken:
+            raise
+        except Exception as error:
+            return [{"request": request, "error": first_line(error)}]
+        finally:
+            self._runtime.end_forward()
+        logprobs_TV = logits_TV.log_softmax(-1)
+        if logprobs_TV[: len(prompt) - 1].isnan().any():
+            return [{"request": request, "error": NOT_NUMBERS}]
+        values, ids = logprobs_TV.topk(top) if top else (logprobs_TV[:, :0], logprobs_TV[:, :0].long())
+        scored = [
+            [float(logprobs_TV[t, token]), list(zip(ids[t].tolist(), values[t].tolist(), strict=True))]
+            for t, token in enumerate(prompt[1:])
+        ]
+        return [{"request": request, "scored": scored}]
+
+    def _end(self, outputs: list[Output]) -> list[Output]:
+        self._runtime.end_forward()
+        self._ids -= {output.request for output in outputs if output.finish is not None}
+        return outputs
+
+    def _require_whole(self) -> None:
+        """The batcher takes any error in a forward for one of its requests; that of a lost rank is not."""
+        group = self._runtime.group
+        if group is not None and group.broken is not None:
+            raise GroupBroken(first_line(group.broken))
+
+    def _end_cancelled(self) -> None:
+        while self._cancelled:
+            request = self._cancelled.popleft()
+            if request in self._ids:
+                self._ids.discard(request)
+                self._batcher.cancel(request)
+                self._scores = deque(score for score in self._scores if score[0] != request)
+                ended = {"request": request, "token": None, "finish": "cancelled"}
+                self._say({"kind": "tokens", "outputs": [ended]})
+
+
+def _message(output: Output) -> dict[str, Any]:
+    said: dict[str, Any] = {"request": output.request, "token": output.token, "finish": output.finish}
+    if output.logprob is not None:
+        said["logprob"] = [output.logprob.logprob, [list(pair) for pair in output.logprob.top]]
+    if output.error is not None:
+        said["error"] = output.error
+    return said

@@ -1,0 +1,117 @@
+"""What the signals said of tokens that fit the trust in them: shown once, kept for every epoch.
+
+`moetool.learning.path_signals` follows the requests that are judged as if they ran; what its tables and memories said
+of each layer from each distance is kept, so that fitting the trust (`predictors/fused.py`) need not follow them again.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moetool.learning.path_signals import CONTEXT, GIVEN, SIGNALS, PathSignals
+from moetool.learning.path_trust import DISTANCES
+from moetool.learning.route_memory import EVERYONE, NOBODY
+from moetool.learning.tokens import Tokens
+from moetool.types import ForwardInfo, GateEvent
+
+_JUDGED_BYTES = 96 << 20  # of signals that are kept
+
+
+class JudgedPaths:
+    """Tokens of whole requests in order, and what the signals said of those that are judged.
+
+    Args:
+        signals: those that do not come from networks, knowing all that was counted.
+        source_C: the request of each path of their memory: its own paths are hidden from a request that is judged.
+        ordered: the tokens, without their hidden states.
+        judged: requests that fit the trust.
+        learns: whether the networks may learn from the others.
+        hidden: the hidden states of the tokens in another order, and the row of each token there: wide, and perhaps in
+            a file.
+
+    Shapes: before_N int64, the token whose path is known as the request's last, or -1; judged_N int64, the row J of a
+        judged token, or -1; said_JLDES and sure_JLDG float16, for the layer L that was asked about from D before.
+    """
+
+    def __init__(
+        self,
+        signals: PathSignals,
+        source_C: np.ndarray,
+        ordered: Tokens,
+        judged: list[int],
+        *,
+        learns: bool,
+        hidden: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        assert ordered.request_T is not None and ordered.iteration_T is not None
+        self.learns = learns
+        self._hidden = hidden
+        self._experts_NLK, self._num_experts = ordered.experts_TPK, signals.num_experts
+        request_N, iteration_N = ordered.request_T.numpy(), ordered.iteration_T.numpy()
+        index_N = np.arange(len(request_N))
+        begins_N = np.ones(len(request_N), bool)
+        begins_N[1:] = (request_N[1:] != request_N[:-1]) | (iteration_N[1:] != iteration_N[:-1])
+        last_N = np.maximum.accumulate(np.where(begins_N, index_N, 0)) - 1
+        same_N = (last_N >= 0) & (request_N[last_N] == request_N)
+        self.before_N = torch.from_numpy(np.where(same_N, last_N, -1))
+        L, E, S = signals.num_layers, signals.num_experts, len(SIGNALS) - GIVEN
+        of_judged = np.flatnonzero(np.isin(request_N, judged))
+        room = max(64, _JUDGED_BYTES // (2 * L * len(DISTANCES) * E * S))
+        chosen = of_judged[:: -(-len(of_judged) // room)]
+        self.judged_N = torch.full((len(request_N),), -1)
+        self.judged_N[chosen] = torch.arange(len(chosen))
+        self.said_JLDES = torch.zeros(len(chosen), L, len(DISTANCES), E, S, dtype=torch.float16)
+        self.sure_JLDG = torch.zeros(len(chosen), L, len(DISTANCES), CONTEXT, dtype=torch.float16)
+        ends = np.append(np.flatnonzero(begins_N)[1:], len(request_N))
+        for request in judged:
+            learned_C = signals.memory.owner_C[: signals.memory.num_learned]
+            learned_C[:] = np.where(source_C == request, NOBODY, EVERYONE)
+            signals.memory.forget()
+            signals.running.clear()
+            for start, end in zip(np.flatnonzero(begins_N).tolist(), ends.tolist(), strict=True):
+                if request_N[start] == request:
+                    self._watch(signals, ordered.take(slice(start, end)), start)
+
+    def __len__(self) -> int:
+        return len(self.before_N)
+
+    def hidden(self, token_N: Tensor) -> Tensor:
+        """hidden_NPD of these tokens, float32."""
+        assert self._hidden is not None
+        hidden_TPD, row_T = self._hidden
+        return hidden_TPD[row_T[token_N]].float()
+
+    def before(self, token_N: Tensor) -> Tensor:
+        """before_NLE: what the request's last token used; 0 where there is none."""
+        last_N = self.before_N[token_N]
+        num_layers = self._experts_NLK.shape[1]
+        used_NLE = torch.zeros(len(token_N), num_layers, self._num_experts)
+        used_NLE.scatter_(2, self._experts_NLK[last_N.clamp(min=0)], 1.0)
+        return used_NLE * (last_N >= 0)[:, None, None]
+
+    def _watch(self, signals: PathSignals, tokens: Tokens, start: int) -> None:
+        """Show the signals one forward, and keep what they say of the tokens that are judged."""
+        assert tokens.request_T is not None and tokens.weights_TPK is not None
+        num_tokens, num_layers, _ = tokens.experts_TPK.shape
+        request = int(tokens.request_T[0])
+        info = ForwardInfo(
+            forward_id=0, request_T=(request,) * num_tokens, phase_T=(0,) * num_tokens, position_T=(1,) * num_tokens
+        )
+        row_T = self.judged_N[start : start + num_tokens]
+        mine_T = row_T >= 0
+        for layer in range(num_layers):
+            experts_TK = tuple(map(tuple, tokens.experts_TPK[:, layer].tolist()))
+            ahead_ATE = None
+            if tokens.ahead_TPAE is not None:
+                ahead_ATE = tokens.ahead_TPAE[:, layer, : num_layers - 1 - layer].transpose(0, 1).numpy()
+            weights_TK = tokens.weights_TPK[:, layer].numpy()
+            signals.observe(
+                GateEvent(forward=info, layer=layer, experts_TK=experts_TK, weights_TK=weights_TK, ahead_ATE=ahead_ATE)
+            )
+            if not bool(mine_T.any()):
+                continue
+            for place, distance in enumerate(DISTANCES):
+                if (coming := layer + distance) < num_layers:
+                    f_TES, sure_TG = signals.signals(coming)
+                    self.said_JLDES[row_T[mine_T], coming, place] = torch.from_numpy(f_TES)[mine_T, :, GIVEN:].half()
+                    self.sure_JLDG[row_T[mine_T], coming, place] = torch.from_numpy(sure_TG)[mine_T].half()

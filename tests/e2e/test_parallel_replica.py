@@ -1,0 +1,119 @@
+"""The quantized replica foretells what ranks in threads wait to run, while they run."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moetool.cluster.parallel.control import Control, Decision, Facts, Waiting
+from moetool.cluster.parallel.head import Head
+from moetool.cluster.parallel.opening import open_predictors
+from moetool.models.spec import read_spec
+from moetool.quantize.calibration import Calibration
+from moetool.quantize.making import ReplicaOptions
+from moetool.quantize.replica import make_replica
+from moetool.types import ModelSpec
+from tests import families
+from tests.ranks import Answers, ThreadRanks, cluster_of, held, striped
+
+GPUS, SEATS = 2, 2
+DRAW = torch.Generator().manual_seed(5)
+
+
+class Watched(Control):
+    """Keeps what it was asked, and what the predictor said of it."""
+
+    def __init__(self, spec: ModelSpec, folders: Sequence[Path]) -> None:
+        predictors = open_predictors([str(folder) for folder in folders], spec)
+        super().__init__("proactive", spec, cluster_of(spec, GPUS, 64), predictors=predictors, always=True)
+        self.asked: list[list[Waiting]] = []
+        self.demands_GLE: list[np.ndarray] = []
+
+    def decide(self, batch: Sequence[Waiting], placed_GLE: np.ndarray, facts: Facts) -> Decision | None:
+        self.asked.append(list(batch))
+        self.demands_GLE.append(self.predictors[0].demand(self._spec, self._cluster, batch)[0].tokens_GLE)
+        return super().decide(batch, placed_GLE, facts)
+
+
+@dataclass
+class Made:
+    """A tiny model and its replica."""
+
+    model: Path
+    replica: Path
+    spec: ModelSpec
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp("replica")
+    families.save("qwen3_moe", folder / "model")
+    text = Calibration(
+        ids_NS=torch.randint(3, 64, (4, 24), generator=DRAW), judged_NS=torch.randint(3, 64, (2, 24), generator=DRAW)
+    )
+    make_replica(folder / "model", folder / "replica", text, ReplicaOptions(group=16, grid=2, min_tokens=4))
+    return Made(folder / "model", folder / "replica", read_spec(folder / "model"))
+
+
+@pytest.fixture(scope="module")
+def head(made: Made) -> Iterator[Head]:
+    cluster = cluster_of(made.spec, GPUS, 64)
+    opened = Head(
+        str(made.model),
+        made.spec,
+        cluster,
+        striped(made.spec, GPUS),
+        Control("offline", made.spec, cluster),
+        ThreadRanks(),
+        tokenizer=None,
+        vocab_size=64,
+        rank_options={"kv_tokens": 256, "threads": 1, "seats": SEATS},
+        gather_s=0.2,
+        patience_s=60.0,
+    )
+    opened.start()
+    yield opened
+    opened.close()
+
+
+def _ask(head: Head, prompts: Sequence[list[int]]) -> list[list[int]]:
+    answers = Answers(head)
+    with held(head):
+        requests = [answers.ask(prompt, 3, ignore_eos=True) for prompt in prompts]
+    found = answers.wait(requests)
+    head.settle()
+    return found
+
+
+def test_the_replica_says_what_the_next_batch_will_use_and_no_text_changes(head: Head, made: Made) -> None:
+    prompts = [torch.randint(3, 64, (20 + n,), generator=DRAW).tolist() for n in range(3 * GPUS * SEATS)]
+    calm = _ask(head, prompts)
+    control = Watched(made.spec, [made.replica])
+    head.use(control, striped(made.spec, GPUS))
+    assert _ask(head, prompts) == calm
+    assert [decision.saw for decision in head.decisions] == ["awq_replica"] * 2  # for every batch but the first
+    assert sum(record.moved_bytes for record in head.batches) > 0
+    assert sum(record.moved_during_exchange for record in head.batches) == 0
+    size = GPUS * SEATS
+    for number, (batch, demand_GLE, record) in enumerate(
+        zip(control.asked, control.demands_GLE, head.batches[1:], strict=True), 1
+    ):
+        assert [list(one.prompt) for one in batch] == prompts[number * size : (number + 1) * size]
+        assert [one.gpu for one in batch] == [0, 1, 0, 1] and {one.new_tokens for one in batch} == {3}
+        tokens_GL = record.tokens_GLE.sum(axis=2, keepdims=True)
+        even_GLE = np.broadcast_to(tokens_GL / made.spec.num_experts, record.tokens_GLE.shape)
+        foretold_GLE = demand_GLE * tokens_GL / demand_GLE.sum(axis=2, keepdims=True)
+        missed, missed_by_none = (np.abs(x - record.tokens_GLE).sum() for x in (foretold_GLE, even_GLE))
+        assert missed < 0.5 * missed_by_none
+
+
+def test_a_decision_takes_the_longer_the_longer_the_prompts_are(made: Made) -> None:
+    (predictor,) = open_predictors([str(made.replica)], made.spec)
+    batch = [Waiting(prompt=[5] * 20, new_tokens=1, gpu=0)]
+    assert predictor.token_s == 0.0
+    _, taken_s = predictor.demand(made.spec, cluster_of(made.spec, GPUS, 64), batch)
+    assert predictor.cost_s(batch) == pytest.approx(taken_s)
+    assert predictor.cost_s(batch * 3) == pytest.approx(3 * taken_s)

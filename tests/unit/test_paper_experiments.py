@@ -1,0 +1,101 @@
+"""What the experiments behind papers' claims measure, where a hand can tell what must come out."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from moetool.bench.paper.experiments import memory, policies, predictors
+from moetool.bench.paper.machine import AssumedMachine
+from moetool.bench.paper.picture import average, draw
+from moetool.bench.paper.recipe import Claim, Sizes
+from moetool.bench.paper.stage import Stage
+from moetool.bench.paper.verdict import Check, Found
+from moetool.errors import UsageError
+from moetool.prompts.gather import Prompt
+from tests.synthetic_routes import make_spec, write_trace
+
+LAYERS, EXPERTS, TOP_K = 4, 8, 2
+LOADS_ALONE = AssumedMachine(load_s=1e-3, expert_s=0.0, expert_token_s=0.0, dense_s=0.0, dense_token_s=0.0)
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("routes") / "trace"
+    return {"there": write_trace(folder, make_spec(LAYERS, EXPERTS, TOP_K), num_requests=8)}
+
+
+def _stage(tmp_path: Path, given: dict[str, Path]) -> Stage:
+    return Stage(sizes=Sizes(), machine=LOADS_ALONE, work=tmp_path, given=given)
+
+
+def test_where_loading_is_all_that_costs_a_token_takes_its_loads(tmp_path: Path, given: dict[str, Path]) -> None:
+    lines = {
+        "ACC": policies.Line(policy="on_demand"),
+        "whole layers": policies.Line(policy="moesys", synchronous=True),
+        "what is needed of them": policies.Line(policy="moesys"),
+    }
+    options = policies.Options(lines=lines, memory=(1.0,), measure="tpot", machine={"load_s": 3e-3})
+    found = policies.run(_stage(tmp_path, given), options)
+    assert found.values["ACC"] == [pytest.approx(3 * LAYERS * TOP_K)]  # milliseconds
+    assert found.values["whole layers"] == [pytest.approx(3 * LAYERS * EXPERTS)]
+    assert found.values["what is needed of them"][0] < found.values["whole layers"][0]
+    with pytest.raises(UsageError, match="did you mean 'load_s'"):
+        policies.run(_stage(tmp_path, given), policies.Options(lines=lines, machine={"lod_s": 1.0}))
+
+
+def test_predictors_learn_from_other_parts_and_every_request_of_a_part_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: dict[str, list[str]] = {}
+
+    def capture(model: str, prompts: Sequence[Prompt], out: Path, options: object) -> SimpleNamespace:
+        captured[out.name] = sorted(prompt.prompt_id for prompt in prompts)
+        write_trace(out, make_spec(LAYERS, EXPERTS, TOP_K), num_requests=len(prompts), seed=len(captured))
+        return SimpleNamespace(out=out)
+
+    monkeypatch.setattr("moetool.bench.paper.stage.capture", capture)
+    stage = Stage(sizes=Sizes(seeds=3, prompts=2), machine=LOADS_ALONE, work=tmp_path)
+    assert stage.others(1) == (0, 2)
+    options = predictors.Options(
+        data=("arithmetic",), apart=True, lines={"affinity": predictors.Line(predictor="affinity")}
+    )
+    found = predictors.run(stage, options)
+    assert len(found.values["affinity"]) == 3
+    assert "6 requests" in found.on
+    parts = [captured[f"trace-arithmetic-24-1-{part}-0"] for part in ("0", "1", "2")]
+    assert len({prompt for part in parts for prompt in part}) == 6
+    assert captured["trace-arithmetic-24-1-0.2-0"] == sorted(parts[0] + parts[2])
+    learned, part = stage.trace(("arithmetic",), fold=(0, 2)), stage.trace(("arithmetic",), fold=1)
+    measured = policies.measure(stage, part, policies.Line(policy="lru"), 0.5, 1, 1, learned=learned)
+    assert len(measured.request_s) == 2
+
+
+def test_bytes_of_a_model_that_is_not_at_hand(tmp_path: Path) -> None:
+    shape = memory.Shape(
+        name="small", layers=3, experts=10, top_k=2, hidden=8, expert_bytes=1_000_000, dense_bytes=10_000_000
+    )
+    lines = {"ACC": policies.Line(policy="on_demand"), "MoESys": policies.Line(policy="moesys")}
+    found = memory.run(_stage(tmp_path, {}), memory.Options(lines=lines, model=shape))
+    # 40 MB in all; two experts beside the dense weights, or two layers of ten
+    assert found.values == {memory.WHOLE: [1.0], "ACC": [12 / 40], "MoESys": [30 / 40]}
+
+
+def test_curves_are_averaged_where_all_have_a_point() -> None:
+    x, means, halves = average([((1.0, 2.0, 2.5), (1.0, 5.0, 9.0)), ((1.0, 2.0, 3.0), (3.0, 5.0, 9.0))])
+    assert (x, means) == ([1.0, 2.0], [2.0, 5.0])
+    assert halves == [pytest.approx(12.706 * 2**0.5 / 2**0.5), 0.0]  # Student's t of two values that are 2 apart
+    assert average([((1.0, 4.0), (2.0, 3.0))]) == ([1.0, 4.0], [2.0, 3.0], None)
+    assert average([((1.0,), (2.0,)), ((3.0,), (4.0,))]) == ([1.0], [2.0], None)
+
+
+def test_a_figure_says_what_its_values_are_and_points_show_what_bars_would_hide(tmp_path: Path) -> None:
+    claim = Claim(id="Figure 1", says="-", printed="-", experiment="policies", check=Check(lowest="few"))
+    for far, scale in ((2.0, "linear"), (900.0, "log")):
+        found = Found(
+            values={"few": [1.0, 1.2], "many": [far, far]}, what="time to first token", unit="ms", on="a model"
+        )
+        draw(tmp_path / f"{scale}.svg", claim, found)
+        text = (tmp_path / f"{scale}.svg").read_text()
+        assert "time to first token, ms" in text and "95 % interval of 2 runs" in text
