@@ -15,13 +15,14 @@ def head(kind: str, version: int) -> dict[str, Any]:
     return {"kind": kind, "schema_version": version, "moetool_version": __version__}
 
 
-def load(cls: type[T], path: Path, *, what: str, kind: str, version: int, command: str) -> T:
+def load(cls: type[T], path: Path, *, what: str, kind: str, version: int, command: str, example: str = "") -> T:
     """Read a dataclass from a file that `head` is the head of.
 
     Args:
         what: such a file is called ("plan").
         kind, version: that the head has to have.
-        command: makes one, but for where.
+        command: makes one.
+        example: what else that may be given; without, its help is named.
 
     Raises:
         UsageError: there is no such file.
@@ -33,8 +34,8 @@ def load(cls: type[T], path: Path, *, what: str, kind: str, version: int, comman
     except IsADirectoryError:
         raise UsageError(f"{path} is a folder, expected a {what}'s file; one is made with: {command}") from None
     except (FileNotFoundError, NotADirectoryError):
-        advice = f"make one with: {command} … --out {path} (see {command} --help)"
-        raise UsageError(f"no {what} at {path}; {advice}") from None
+        whole = f"{command} {example} --out {path}" if example else f"{command} … --out {path} (see {command} --help)"
+        raise UsageError(f"no {what} at {path}; make one with: {whole}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise MismatchError(f"{path} is not a {what} ({first_line(error)}); {advice}") from None
     if not isinstance(values, dict):

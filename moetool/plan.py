@@ -102,7 +102,13 @@ class CachePlan:
             MismatchError: it is not a cache plan of this schema version, or it is damaged.
         """
         plan = artefact.load(
-            cls, path, what="plan", kind="cache_plan", version=SCHEMA_VERSION, command="moetool plan cache"
+            cls,
+            path,
+            what="plan",
+            kind="cache_plan",
+            version=SCHEMA_VERSION,
+            command="moetool plan cache",
+            example="--trace DIR --device-memory 64MB",
         )
         if plan.predictor is not None:
             located = str((path.parent.resolve() / plan.predictor.path).resolve())

@@ -249,8 +249,9 @@ class CostProfile:
             UsageError: there is no such file.
             MismatchError: it is not a profile of this schema version, or it is damaged.
         """
-        command = "moetool profile MODEL"
-        return artefact.load(cls, path, what="profile", kind=KIND, version=SCHEMA_VERSION, command=command)
+        return artefact.load(
+            cls, path, what="profile", kind=KIND, version=SCHEMA_VERSION, command="moetool profile", example="MODEL"
+        )
 
 
 def _shape(spec: ModelSpec) -> set[tuple[int, ...]]:
