@@ -1,5 +1,6 @@
 """`moetool serve --cluster`: the servers of a placement plan, on this machine or on machines that Ray has joined."""
 
+import ipaddress
 import os
 import signal
 import threading
@@ -66,7 +67,7 @@ def require_no_placement(plan: Path) -> None:
 def _edge(command: ClusterCommand) -> None:
     """Edge servers that call each other's experts; each has an endpoint of its own."""
     from moetool.cluster.edge import Head
-    from moetool.cluster.launch import Workers, parse_where, require_ray
+    from moetool.cluster.launch import Workers, head_address, parse_where, require_ray
     from moetool.cluster.options import ClusterOptions, read_token
     from moetool.cluster.placing import Endpoints, beyond_reserved, worker_settings
     from moetool.cluster.worker import build_worker
@@ -99,11 +100,13 @@ def _edge(command: ClusterCommand) -> None:
     limits = parse(ServerOptions, values.pop("server", {}), "--set server")
     options = parse(ServeOptions, values, "--set")
     require_ray()
+    toward = head_address(where)
+    _require_any_machine(command.host, toward)
     settings = worker_settings(
         command.model,
         plan,
         token=read_token(own, os.environ),
-        endpoints=Endpoints(host=command.host, port=command.port, api_key=command.api_key, toward=where.address or ""),
+        endpoints=Endpoints(host=command.host, port=command.port, api_key=command.api_key, toward=toward),
         options=options,
         limits=limits,
         cluster=own,
@@ -115,6 +118,11 @@ def _edge(command: ClusterCommand) -> None:
         )
     if warning := open_to_all(address_of(command.host), command.api_key):
         tables.narrate(f"moetool: {warning}")
+    if _only_here(command.host) and not _only_here(settings[0].toward or command.host):
+        tables.narrate(
+            f"moetool: warning: with --host {command.host} each server answers only users on its own machine; "
+            f"--host 0.0.0.0 --api-key KEY lets others in"
+        )
     settings = watch.begin_with(settings)
     tables.narrate(f"moetool: starting {len(names)} servers")
     threads = max(1, (os.cpu_count() or 1) // len(names)) if where.count else 0
@@ -145,6 +153,24 @@ def _edge(command: ClusterCommand) -> None:
         finally:
             head.close()
             watch.close()
+
+
+def _only_here(host: str) -> bool:
+    from moetool.serving.server import address_of
+
+    return ipaddress.ip_address(address_of(host).partition("%")[0]).is_loopback
+
+
+def _require_any_machine(host: str, toward: str) -> None:
+    """Raises: UsageError where servers on several machines are all to listen at the address of one."""
+    from moetool.serving.server import address_of
+
+    address = ipaddress.ip_address(address_of(host).partition("%")[0])
+    if toward and not _only_here(toward) and not address.is_loopback and not address.is_unspecified:
+        raise UsageError(
+            f"--host {host} is an address of one machine, and each server is on its own; give --host 0.0.0.0, every "
+            f"address of it"
+        )
 
 
 def _ep(command: ClusterCommand) -> None:

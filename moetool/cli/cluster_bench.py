@@ -17,7 +17,9 @@ def register(app: typer.Typer) -> None:
 
 
 def cluster(
-    model: Annotated[str, typer.Argument(help="'reference', a folder in Hugging Face format, or a hub name.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="'reference', a folder in Hugging Face format, or a hub name.")
+    ],
     data: Annotated[
         list[str], typer.Option(help="Prompt sets or files, one a server; arithmetic, ascii_words and narratives.")
     ] = [],  # noqa: B006 - Typer copies defaults
@@ -30,7 +32,7 @@ def cluster(
     quick: Annotated[bool, typer.Option("--quick", help="Only to see it run: a few short requests.")] = False,
     settings: Annotated[
         list[str],
-        typer.Option("--set", help="bench.rounds, bench.requests, bench.gaps_s, bench.links, ... Repeatable."),
+        typer.Option("--set", help="bench.rounds, bench.gaps_s, bench.links, bench.where=namespaces, ... Repeatable."),
     ] = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the results (JSON) and the figures.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier run left there.")] = False,

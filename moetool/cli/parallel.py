@@ -29,7 +29,7 @@ def serve_parallel(
     Raises:
         UsageError: no plan, another number of ranks than the plan has GPUs, or an option that means nothing here.
     """
-    from moetool.cluster.launch import parse_where
+    from moetool.cluster.launch import head_address, parse_where
     from moetool.cluster.parallel.launching import RayRanks
     from moetool.cluster.parallel.opening import open_head, read_settings
     from moetool.costing.costs import CostProfile
@@ -64,7 +64,7 @@ def serve_parallel(
     head = None
     try:
         costs = None if profile is None else CostProfile.load(profile)
-        head = open_head(model, plan, launcher, options, ranks, profile=costs, toward=where.address or "")
+        head = open_head(model, plan, launcher, options, ranks, profile=costs, toward=head_address(where))
         tables.narrate(f"moetool: starting {num_ranks} ranks")
         head.start()
         for name, held in zip(names, head.stats()["experts_held"], strict=True):

@@ -229,7 +229,6 @@ class Head:
     def _supervise(self, n: int) -> None:
         """The life of one server: ask whether it is well; when it is not, mend."""
         if not self._processes.is_started(n):
-            self._narrate(f"server {self.names[n]} is started when a machine joins for it")
             self._bring_back(n)
         while not self._closing.is_set():
             if not self._died[n].wait(self._options.ping_s):
@@ -298,6 +297,7 @@ class Head:
     def _bring_back(self, n: int) -> None:
         """Start a server anew until it serves, and give it its experts back."""
         wait, most = _BACKOFF_S
+        waits_for_machine = False
         port = self._ports[n]  # its users find it where it was, if nobody has taken that
         while not self._closing.is_set():
             settings = replace(self._settings[n], held=self._table.home(n), port=port)
@@ -307,8 +307,10 @@ class Head:
                 self._processes.watch_again(n, self._on_death)
                 info = self._call(n, "info", timeout_s=self._options.start_timeout_s)
                 break
-            except CapacityError:
-                pass  # no machine: it may join
+            except CapacityError as error:  # it may join
+                if not waits_for_machine:
+                    self._narrate(f"server {self.names[n]} waits for a machine: {first_line(error)}")
+                waits_for_machine = True
             except Exception as error:
                 self._narrate(f"server {self.names[n]} could not be started: {first_line(error)}; trying again")
             port = self._settings[n].port

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moetool.cluster.machines import choose, head_of
 from moetool.errors import CapacityError, MoetoolError, UsageError, first_line
 
 _STORE_BYTES = 80 * 2**20
@@ -55,7 +56,7 @@ class Workers:
         build: a function of a module (Ray sends its name and not its code where it is installed on both sides).
         arguments: for each server, of `build`. They must pickle.
         names: of the servers. A machine that was started with `ray start --resources '{"moetool:NAME": 1}'` gets the
-            server of that name; the others get theirs in the order of their addresses.
+            server of that name; the others get theirs in the order of their addresses (`machines.choose`).
         threads: of arithmetic, for each worker's libraries (0 leaves it to them).
         late: whether servers for which no machine has joined yet are left out until `restart` finds one.
 
@@ -79,7 +80,8 @@ class Workers:
         self._build, self._arguments = build, [dict(one) for one in arguments]
         self._ray = require_ray()
         self._own = not self._ray.is_initialized()
-        self._connect(where)
+        if self._own:
+            _connect(self._ray, where)
         self._names, self._threads = tuple(names), threads
         self._joined = where.address is not None
         self._nodes: list[str | None] = [None] * len(names)
@@ -176,7 +178,8 @@ class Workers:
     def _start(self, n: int) -> None:
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 16}
         if self._joined:
-            self._nodes[n] = self._machine(n)
+            taken = {*self._nodes[:n], *self._nodes[n + 1 :]}
+            self._nodes[n] = choose(self._names[n], self._nodes[n], taken, self._ray.nodes())
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self._nodes[n], soft=False)
@@ -231,51 +234,6 @@ class Workers:
             reason = lines[-1].strip() if "creation task" in lines[0] else lines[0]
             raise WorkerDied(f"server {self._names[n]} has ended ({reason})") from None
 
-    def _connect(self, where: Where) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")  # a server is no background job, which Ray takes it for
-        if not self._own:
-            return
-        common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "include_dashboard": False}
-        if where.address is None:
-            # Without an address it would join whatever Ray runs on this machine.
-            self._ray.init(address="local", num_cpus=1, object_store_memory=_STORE_BYTES, **common)
-            return
-        common.pop("include_dashboard")
-        try:
-            self._ray.init(address=where.address, **common)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            hint = "start one there with: ray start --head"
-            if "authToken" in str(error) or "AuthToken" in str(error):
-                hint = "it asks for Ray's own token: set RAY_AUTH_MODE=token here as there"
-            raise UsageError(f"no Ray head at {where.address} ({first_line(error)}); {hint}") from None
-
-    def _machine(self, n: int) -> str:
-        """The machine for a server: the one it was on, the one with its name, or the first that is nobody's.
-
-        Raises:
-            CapacityError: there is none.
-        """
-        nodes = {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
-        if (before := self._nodes[n]) in nodes:
-            return str(before)
-        named = {
-            name.removeprefix("moetool:"): number
-            for number, node in nodes.items()
-            for name in node["Resources"]
-            if name.startswith("moetool:")
-        }
-        if self._names[n] in named:
-            return str(named[self._names[n]])
-        taken = {*named.values(), *self._nodes}
-        free = sorted((node["NodeManagerAddress"], number) for number, node in nodes.items() if number not in taken)
-        if not free:
-            raise CapacityError(
-                f"{len(nodes)} machines have joined, and none is left for server {self._names[n]}; join one with: ray "
-                f"start --address=HEAD, or plan for fewer servers"
-            )
-        return str(free[0][1])
-
     def close_connection(self) -> None:
         """Leave a Ray that was joined or started here."""
         if self._own:
@@ -300,10 +258,49 @@ class _Host:
         self._ended.wait()
 
 
+def head_address(where: Where) -> str:
+    """The address of the Ray head's machine, as the machines that have joined know it; empty for `local:N`.
+
+    Effects: joins Ray and leaves it again.
+
+    Raises:
+        UsageError: there is no head at the address, or it is not the same to all machines.
+    """
+    if where.address is None:
+        return ""
+    ray = require_ray()
+    own = not ray.is_initialized()
+    if own:
+        _connect(ray, where)
+    try:
+        return head_of(ray.nodes())
+    finally:
+        if own:
+            ray.shutdown()
+
+
+def _connect(ray: Any, where: Where) -> None:
+    """Start Ray, or join it. Raises: UsageError."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # a server is no background job, which Ray takes it for
+    common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
+    if where.address is None:
+        # Without an address it would join whatever Ray runs on this machine.
+        ray.init(address="local", num_cpus=1, object_store_memory=_STORE_BYTES, include_dashboard=False, **common)
+        return
+    try:
+        ray.init(address=where.address, **common)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        hint = "start one there with: ray start --head"
+        if "authtoken" in str(error).lower():
+            hint = "it asks for Ray's own token: have its ~/.ray/auth_token and RAY_AUTH_MODE=token on every machine"
+        raise UsageError(f"no Ray head at {where.address} ({first_line(error)}); {hint}") from None
+
+
 def require_ray() -> Any:
     """The module `ray`. Raises: UsageError where it is not installed."""
-    # It would print, where data goes, what `watch` tells.
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
+    # It would print, where data goes, what `watch` tells, and pages of its logs about it.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed|The node with node|Raylet is term")
     try:
         import ray
     except ImportError:

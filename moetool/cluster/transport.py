@@ -196,7 +196,9 @@ def own_address(toward: str) -> str:
     Raises:
         MoetoolError: there is no such machine, or no way there.
     """
-    host = (toward.rpartition(":")[0] or toward).strip("[]")
+    before, _, port = toward.rpartition(":")
+    has_port = port.isdecimal() and (":" not in before or before.endswith("]"))
+    host = (before if has_port else toward).strip("[]")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as sock:

@@ -53,6 +53,18 @@ def test_what_makes_no_sense_is_refused_in_a_line(arguments: list[str], says: st
     assert code == 2 and says in said and "\n" not in said.strip()
 
 
+@pytest.mark.parametrize(
+    ("user", "tool", "says"), [(1000, "/sbin", "only root may"), (0, None, "need iproute2, and there is no ip")]
+)
+def test_hosts_in_namespaces_need_root_and_iproute2(
+    user: int, tool: str | None, says: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    monkeypatch.setattr("shutil.which", lambda name: tool)
+    code, _, said = run("--set", "bench.where=namespaces")
+    assert code == 2 and says in said and "bench.where=ray" in said and "\n" not in said.strip()
+
+
 def test_lines_by_name() -> None:
     assert parse_lines([]) == (ALONE, REDIRECTED, *PLACEMENTS)
     assert parse_lines(["prism,alone", "redirected", "prism"]) == ("prism", ALONE, REDIRECTED)
@@ -86,13 +98,15 @@ def test_rows_are_medians_of_rounds_and_ratios_are_within_them(
     shifted = line_run("prism", 0, 1.0)
     shifted.changed_s = 4.0
     made.shifts = [shifted, shifted]
+    assert shifted.between_s(0.0, 4.0) == 0.0 and shifted.between_s(4.0, float("inf")) == 2.0
+    assert shifted.over_time(4.0) == ([2.0, 6.0], [0.0, 2.0])
     row = made.row("uniform")
     assert (row["mean_s"], row["least_s"], row["most_s"]) == (4.0, 2.0, 9.0)
     assert row["ratios"] == [2.0, 3.0, 1.0] and row["ratio"] == 2.0
     assert row["servers_s"] == [3.0, 5.0]
     assert row["local"] == 0.75
     print_cluster_bench(made)
-    assert "tasks change servers" in capsys.readouterr().out
+    assert "tasks change servers, without: mean 1 s (0 s before, 2 s after)" in capsys.readouterr().out
     assert [path.name for path in save_figures(made, tmp_path)] == ["local.svg", "shift.svg", "sweep.svg"]
 
 
@@ -105,6 +119,7 @@ def line_run(line: str, number: int, mean_s: float, gap_s: float = 1.0) -> LineR
         gap_s=gap_s,
         link=1.0,
         latencies=[[mean_s - 1], [mean_s + 1]],
+        arrived_s=[[1.0], [5.0]],
         failed=0,
         redirected=0,
         other_texts=0,

@@ -273,6 +273,7 @@ def test_a_server_whose_machine_joins_later(start: Callable[..., _Cluster]) -> N
     cluster.processes.late.clear()
     eventually(lambda: [worker and worker.held for worker in cluster.processes.workers] == list(HALVES))
     eventually(cluster.agree)
+    assert cluster.lines.count("server s0 waits for a machine: no machine") == 1
     assert any("server s0 has joined and serves on http://127.0.0.1:5000/v1 with 4" in line for line in cluster.lines)
 
 

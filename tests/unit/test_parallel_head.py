@@ -17,7 +17,7 @@ from moetool.cluster.parallel.head import Head
 from moetool.cluster.parallel.members import Members
 from moetool.cluster.parallel.requests import Request, Requests
 from moetool.cluster.parallel.seating import Seating
-from moetool.errors import MoetoolError
+from moetool.errors import CapacityError, MoetoolError
 from moetool.request import Output, SamplingParams, Unavailable
 from tests.clusters import make_cluster
 from tests.synthetic import make_spec
@@ -257,6 +257,36 @@ def test_a_rank_that_cannot_be_started_is_tried_again() -> None:
             ranks.died(posted.pop()[1])
     ranks.greet(0, Told(), ("", 0))
     assert ranks.there == [0]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_rank_whose_machine_has_gone_waits_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_MACHINE_S", 0.001)
+    launched, is_back = Launched(), threading.Event()
+    posted: list[tuple[str, Any]] = []
+
+    def restart(gpu: int) -> None:
+        launched.restarted.append(gpu)
+        if not is_back.is_set():
+            raise CapacityError("no machine")
+
+    monkeypatch.setattr(launched, "restart", restart)
+    ranks = Members(2, launched, lambda kind, value: posted.append((kind, value)))
+    for gpu in range(2):
+        ranks.greet(gpu, Told(), ("", 0))
+    ranks.lose(1)
+    deadline = time.monotonic() + 10
+    while len(launched.restarted) < 20:  # far more often than one that fails is tried
+        assert time.monotonic() < deadline and not ranks.gone
+    ranks.lose(0)
+    while posted != [("waits", 1), ("waits", 0)]:
+        assert time.monotonic() < deadline
+    assert ranks.gone  # nobody is there, and nobody can be started
+    is_back.set()
+    while ranks.gone:
+        assert time.monotonic() < deadline
+    ranks.greet(1, Told(), ("", 0))
+    assert ranks.there == [1]
 
 
 def test_a_rank_that_reads_for_long_is_not_ended_and_a_silent_one_is(monkeypatch: pytest.MonkeyPatch) -> None:

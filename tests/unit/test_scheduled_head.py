@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moetool.bench.cluster.stand import Threads
+from moetool.bench.cluster.site import Threads
 from moetool.cluster.edge import ClusterOptions, Head
 from moetool.cluster.scheduler import Options, Scheduler
 from moetool.cluster.worker import WorkerSettings

@@ -48,16 +48,17 @@ def _over_time(figure: "Figure", made: ClusterBench) -> None:
 
 
 def _shifts(figure: "Figure", made: ClusterBench) -> None:
-    """Prism's Fig. 7: with migration and without, when tasks change servers."""
+    """Prism's Fig. 7: with migration and without, when tasks change servers; over time, and by server."""
     from moetool.report.drawing import GREY
     from moetool.report.drawing import line as draw_line
 
-    panels: Any = figure.subplots(1, 2)
+    panels: Any = figure.subplots(1, 3)
     for number, run in enumerate(made.shifts):
         name = "with migration" if number == 0 else "without"
         times, shares = run.shares()
         draw_line(panels[0], times, [100 * share for share in shares], number, name)
-        panels[1].bar(
+        draw_line(panels[1], *run.over_time(made.options.interval_s / 2), number, name)
+        panels[2].bar(
             [n + 0.4 * number for n in range(len(made.tasks))],
             [run.server_s(n) for n in range(len(made.tasks))],
             0.38,
@@ -66,14 +67,18 @@ def _shifts(figure: "Figure", made: ClusterBench) -> None:
         )
         for decision in run.decisions:
             if decision["made"] and decision["done_s"]:
-                panels[0].axvline(decision["done_s"] - (run.began_s or 0.0), color=GREY, linestyle=":")
-    panels[0].axvline(made.shifts[0].changed_s, color=GREY)
-    panels[0].set_xlabel("seconds; line: tasks change servers, dotted: migrated")
+                for panel in panels[:2]:
+                    panel.axvline(decision["done_s"] - (run.began_s or 0.0), color=GREY, linestyle=":")
+    for panel in panels[:2]:
+        panel.axvline(made.shifts[0].changed_s, color=GREY)
+        panel.set_xlabel("seconds; line: tasks change\nservers, dotted: migrated")
     panels[0].set_ylabel("computed at home, %")
     panels[0].set_ylim(0, 100)
     panels[0].legend()
-    panels[1].set_xticks([n + 0.2 for n in range(len(made.tasks))], made.tasks)
-    panels[1].set_ylabel("mean latency, s")
+    panels[1].set_ylabel("mean latency of who came then, s")
+    panels[1].set_ylim(bottom=0)
+    panels[2].set_xticks([n + 0.2 for n in range(len(made.tasks))], made.tasks, rotation=15)
+    panels[2].set_ylabel("mean latency, s")
 
 
 def _sweeps(figure: "Figure", made: ClusterBench) -> None:

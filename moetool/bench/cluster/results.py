@@ -18,6 +18,7 @@ class LineRun:
     Attributes:
         gap_s, link: the setting (`ClusterBenchOptions`).
         latencies: by server the seconds of its users' requests.
+        arrived_s: in the same order, when they came, after the beginning.
         failed: requests that got no answer.
         redirected: requests that another server answered.
         other_texts: answers that differ from the first one to the same prompt.
@@ -36,6 +37,7 @@ class LineRun:
     gap_s: float
     link: float
     latencies: list[list[float]]
+    arrived_s: list[list[float]]
     failed: int
     redirected: int
     other_texts: int
@@ -57,6 +59,28 @@ class LineRun:
     def server_s(self, n: int) -> float:
         """Over one server's."""
         return statistics.fmean(self.latencies[n]) if self.latencies[n] else float("inf")
+
+    def between_s(self, since_s: float, until_s: float) -> float:
+        """Mean latency of the requests that came then; infinite if none was answered."""
+        times, every = (
+            [at for came_s in self.arrived_s for at in came_s],
+            [s for took_s in self.latencies for s in took_s],
+        )
+        found = [seconds for at, seconds in zip(times, every, strict=True) if since_s <= at < until_s]
+        return statistics.fmean(found) if found else float("inf")
+
+    def over_time(self, window_s: float) -> tuple[list[float], list[float]]:
+        """Mean latency of the requests that came in each stretch of time, by its middle."""
+        pairs = sorted(
+            pair
+            for came_s, took_s in zip(self.arrived_s, self.latencies, strict=True)
+            for pair in zip(came_s, took_s, strict=True)
+        )
+        by_window: dict[int, list[float]] = {}
+        for at_s, seconds in pairs:
+            by_window.setdefault(int(at_s // window_s), []).append(seconds)
+        times = [(number + 0.5) * window_s for number in by_window]
+        return times, [statistics.fmean(every) for every in by_window.values()]
 
     def shares(self) -> tuple[list[float], list[float]]:
         """Seconds after the beginning, and the share computed at home until then since the point before."""
@@ -174,6 +198,13 @@ class ClusterBench:
         }
 
 
+_WHERES = {
+    "ray": "processes",
+    "threads": "threads of one process",
+    "namespaces": "hosts in network namespaces, with links of tc tbf,",
+}
+
+
 def print_cluster_bench(made: ClusterBench) -> None:
     """Prism's tables, in miniature."""
     rows = {line: made.row(line) for line in made.lines}
@@ -210,12 +241,14 @@ def print_cluster_bench(made: ClusterBench) -> None:
         )
     for run in made.shifts:
         times, shares = run.shares()
-        before = [share for at, share in zip(times, shares, strict=True) if at <= (run.changed_s or 0.0)]
-        after = [share for at, share in zip(times, shares, strict=True) if at > (run.changed_s or 0.0)]
+        changed_s = run.changed_s or 0.0
+        before = [share for at, share in zip(times, shares, strict=True) if at <= changed_s]
+        after = [share for at, share in zip(times, shares, strict=True) if at > changed_s]
         moved = sum(decision["made"] for decision in run.decisions)
         how = f"with migration ({moved} made)" if run.decisions else "without"
         print(
-            f"tasks change servers, {how}: mean {run.mean_s:.3g} s; at home {_percent(_mean(before))} before, "
+            f"tasks change servers, {how}: mean {run.mean_s:.3g} s ({run.between_s(0.0, changed_s):.3g} s before, "
+            f"{run.between_s(changed_s, float('inf')):.3g} s after); at home {_percent(_mean(before))} before, "
             f"{_percent(_mean(after))} after, {_percent(shares[-1] if shares else None)} at the end"
         )
     slots = ", ".join(map(str, made.slots))
@@ -223,7 +256,7 @@ def print_cluster_bench(made: ClusterBench) -> None:
         f"{made.model}: {slots} of {made.total_experts} experts on {', '.join(made.tasks)}; an expert takes "
         f"{made.expert_s * 1e6:,.0f} us for a token, so links carry {tables.count(made.even_bytes_s, 'B')}/s; "
         f"{made.options.rounds} rounds of {made.options.requests} requests a server; "
-        f"{'processes' if made.options.where == 'ray' else 'threads of one process'} on one machine; load "
+        f"{_WHERES[made.options.where]} on one machine; load "
         f"{made.load_before} to {made.load_after}"
     )
     if wrong := sum(row["other_texts"] for row in rows.values()):

@@ -12,6 +12,7 @@ import numpy as np
 from moetool.bench.cluster.driving import Answered, Coming, draw, drive, warm
 from moetool.bench.cluster.options import ALONE, REDIRECTED, STATIC, ClusterBenchOptions
 from moetool.bench.cluster.results import ClusterBench, LineRun, Simulation
+from moetool.bench.cluster.site import open_site
 from moetool.bench.cluster.stage import ClusterStage, prepare
 from moetool.bench.cluster.stand import Stand, open_alone, open_stand
 from moetool.cluster.scheduler import Options
@@ -48,6 +49,10 @@ def bench_cluster(
         MoetoolError: a server could not be started, or lacks room.
         CapacityError: the servers' memory does not hold every expert once.
     """
+    if options.where == "namespaces":
+        from moetool.bench.cluster.namespaces import require_namespaces
+
+        require_namespaces()
     serve = ServeOptions(kv_tokens=2048, max_requests=4, threads=1)
     with tempfile.TemporaryDirectory(prefix="moetool-bench-") as folder:
         stage = prepare(model, tasks, options, Path(folder))
@@ -67,9 +72,10 @@ def bench_cluster(
             load_before=load_average(),
         )
         with ExitStack() as undo:
+            site = undo.enter_context(open_site(options.where, stage.tasks))
             alone = None
             if {ALONE, REDIRECTED} & set(lines):
-                alone = undo.enter_context(open_alone(model, made.slots, serve, options.where, stage.tasks))
+                alone = undo.enter_context(open_alone(model, made.slots, serve, site, stage.tasks))
             total = len(settings) * options.rounds * len(lines)
             for link in options.links:
                 cluster = stage.cluster(options, link)
@@ -79,7 +85,7 @@ def bench_cluster(
                     stand = None
                     if plans:
                         spare = plans.get("uniform") or stage.plans(cluster, ["uniform"], options.seed)["uniform"]
-                        stand = inner.enter_context(open_stand(model, spare, serve, options.where))
+                        stand = inner.enter_context(open_stand(model, spare, serve, site))
                         warm(stand.urls, model, stage.texts[0][0])
                     runner = _Runner(stage, options, stand, alone, plans, link)
                     for gap_s in gaps_s:
@@ -202,6 +208,10 @@ class _Runner:
             link=self._link,
             latencies=[
                 [one.seconds for one in answered if one.coming.server == n and one.text is not None]
+                for n in range(len(self._stage.tasks))
+            ],
+            arrived_s=[
+                [one.coming.at_s for one in answered if one.coming.server == n and one.text is not None]
                 for n in range(len(self._stage.tasks))
             ],
             failed=sum(one.text is None for one in answered),

@@ -1,18 +1,18 @@
 """The servers of a cluster bench: those that call each other, and those that are by themselves."""
 
-import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
+from moetool.bench.cluster.site import Processes, Site
 from moetool.cluster.deciding import pooled, steps_to
-from moetool.cluster.edge import ClusterOptions, Head, Processes
+from moetool.cluster.edge import ClusterOptions, Head
 from moetool.cluster.experts import CallOptions
-from moetool.cluster.placing import Endpoints, held_by, worker_settings
+from moetool.cluster.placing import held_by, worker_settings
 from moetool.cluster.scheduler import Options, Scheduler
+from moetool.cluster.transport import own_address
 from moetool.cluster.worker import build_worker
 from moetool.errors import MoetoolError
 from moetool.models.spec import locate, read_spec
@@ -23,55 +23,17 @@ from moetool.serving.copies import stride_of
 from moetool.serving.server import Server, bind
 from moetool.serving.server_options import ServerOptions
 
-Build = Callable[..., Any]
-
-
-class Threads:
-    """Workers of this process, for `moetool.cluster.edge.Head`: nothing is started anew, and nothing dies."""
-
-    def __init__(self, build: Build, arguments: Sequence[Mapping[str, Any]]) -> None:
-        self._workers: list[Any] = []
-        try:
-            for one in arguments:
-                self._workers.append(build(**one))
-        except BaseException:
-            self.close()
-            raise
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    def is_started(self, n: int) -> bool:
-        """All are, from the beginning."""
-        return True
-
-    def call(self, n: int, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> Any:
-        """Call a method of a worker; it takes as long as it takes."""
-        return getattr(self._workers[n], method)(*args, **kwargs)
-
-    def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None:
-        """Raises: MoetoolError."""
-        raise MoetoolError("a worker of this process cannot be started anew")
-
-    def kill(self, n: int) -> None:
-        """Nothing: a thread cannot be ended from outside."""
-
-    def watch_again(self, n: int, on_death: Callable[[int], None]) -> None:
-        """Nothing: it lives as long as this process."""
-
-    def close(self) -> None:
-        """End all."""
-        for worker in self._workers:
-            worker.close()
-
 
 class Alone:
     """A server by itself: the experts that fit by the policy lru, the rest on its disk.
 
+    Args:
+        toward: as for `moetool.cluster.worker.WorkerSettings`.
+
     Effects: as `moetool.cluster.worker.Worker`.
     """
 
-    def __init__(self, model: str, slots: int, options: ServeOptions) -> None:
+    def __init__(self, model: str, slots: int, options: ServeOptions, toward: str = "") -> None:
         path = locate(model)
         slot_bytes = stride_of(read_spec(path).slot_bytes)
         memory = sum(fixed_bytes(path, options)) + max(MIN_SLOTS, slots) * slot_bytes
@@ -79,7 +41,8 @@ class Alone:
         self._engine.start()
         self._url = ""
         self._ready = threading.Event()
-        self._server = Server(self._engine, bind("127.0.0.1", 0), on_ready=self._on_ready, options=ServerOptions())
+        sock = bind(own_address(toward) if toward else "127.0.0.1", 0)
+        self._server = Server(self._engine, sock, on_ready=self._on_ready, options=ServerOptions())
         self._thread = threading.Thread(target=self._server.serve_forever, name="alone", daemon=True)
         self._thread.start()
 
@@ -105,9 +68,9 @@ class Alone:
         self._ready.set()
 
 
-def build_alone(model: str, slots: int, options: ServeOptions) -> Alone:
+def build_alone(model: str, slots: int, options: ServeOptions, toward: str = "") -> Alone:
     """A server by itself in this process; for `moetool.cluster.launch.Workers`."""
-    return Alone(model, slots, options)
+    return Alone(model, slots, options, toward)
 
 
 class Stand:
@@ -186,17 +149,17 @@ class _Turn:
 
 
 @contextmanager
-def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, where: str) -> Iterator[Stand]:
+def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, site: Site) -> Iterator[Stand]:
     """The servers of a plan's cluster, which hold what it says, with its links emulated.
 
-    Effects: starts them, and Ray where they are processes; ends both.
+    Effects: starts them; ends them.
     """
-    options = ClusterOptions(emulate_links=True, ping_s=5.0, hang_s=120.0, call_timeout_s=60.0)
+    options = ClusterOptions(emulate_links=not site.has_links, ping_s=5.0, hang_s=120.0, call_timeout_s=60.0)
     settings = worker_settings(
         model,
         spare,
         token=secrets.token_bytes(32),
-        endpoints=Endpoints(),
+        endpoints=site.endpoints,
         options=serve,
         limits=ServerOptions(),
         cluster=options,
@@ -204,7 +167,8 @@ def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, where: str
     settings = [replace(one, calls=CallOptions(timeout_s=60.0, last_resort=False)) for one in settings]
     names = [server.name for server in spare.cluster.servers]
     turn = _Turn()
-    processes = open_processes(where, build_worker, [{"settings": one} for one in settings], names)
+    site.link(spare.cluster)
+    processes = site.start(build_worker, [{"settings": one} for one in settings], names)
     head = Head(processes, settings, names, spare.spec.num_experts_L, options=options, scheduler=turn)
     try:
         head.start()
@@ -215,21 +179,13 @@ def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, where: str
 
 @contextmanager
 def open_alone(
-    model: str, slots: Sequence[int], serve: ServeOptions, where: str, names: Sequence[str]
-) -> Iterator[Any]:
-    """Servers by themselves, each with so many slots; gives their `Processes`."""
-    with ExitStack() as undo:
-        arguments = [{"model": model, "slots": count, "options": serve} for count in slots]
-        processes = open_processes(where, build_alone, arguments, names)
-        undo.callback(processes.close)
+    model: str, slots: Sequence[int], serve: ServeOptions, site: Site, names: Sequence[str]
+) -> Iterator[Processes]:
+    """Servers by themselves, each with so many slots."""
+    toward = site.endpoints.toward
+    arguments = [{"model": model, "slots": count, "options": serve, "toward": toward} for count in slots]
+    processes = site.start(build_alone, arguments, names)
+    try:
         yield processes
-
-
-def open_processes(where: str, build: Build, arguments: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Processes:
-    """Workers in processes of their own (`ray`), or in this one (`threads`)."""
-    if where == "threads":
-        return Threads(build, arguments)
-    from moetool.cluster.launch import Where, Workers
-
-    threads = max(1, (os.cpu_count() or 1) // len(names))
-    return Workers(Where(count=len(names)), build, arguments, names, threads=threads)
+    finally:
+        processes.close()

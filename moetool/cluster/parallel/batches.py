@@ -150,6 +150,8 @@ class Batches:
                 self._lose(*value)
             case "died":
                 self.ranks.died(value)
+            case "waits":  # for a machine
+                pass
             case "message":
                 gpu, channel, message = value
                 if self.ranks.knows(gpu, channel):

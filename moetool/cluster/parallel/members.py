@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from moetool.cluster.frames import LinkError
 from moetool.cluster.parallel.channel import Channel
+from moetool.errors import CapacityError
 
 _ALIVE_S = 2.0
 """A rank that does not answer for so long when a new generation is called is ended."""
@@ -18,6 +19,8 @@ _TRIES = 5
 """So often a rank is started again that does not come to say hello; then it stays away."""
 _AGAIN_S = 0.5
 """Before the second try; twice as long before each that follows."""
+_MACHINE_S = 5.0
+"""So often it is looked whether there is a machine again for a rank whose own has gone."""
 
 
 class Launcher(Protocol):
@@ -34,7 +37,11 @@ class Launcher(Protocol):
         """
 
     def restart(self, gpu: int) -> None:
-        """A new process for a rank whose old one has ended."""
+        """A new process for a rank whose old one has ended.
+
+        Raises:
+            CapacityError: there is no machine for it now.
+        """
 
     def kill(self, gpu: int) -> None:
         """End a rank's process at once."""
@@ -69,7 +76,7 @@ class Members:
     A generation is called by an order (`call`) to all that are there. Each says that it is alive, at once; that it
     holds the experts that it is to hold; and, when all do and are told to join, that it has. Whoever is silent is
     ended. A rank that is gone is started again, and waits for the next call; if it ends before it has said hello, or
-    cannot be started, it is tried again, five times in all.
+    cannot be started, it is tried again, five times in all. One whose machine has gone waits for a machine.
 
     Args:
         post: puts an event into the head's queue.
@@ -91,6 +98,7 @@ class Members:
         self._num_gpus, self._launcher, self._post = num_gpus, launcher, post
         self._tries: dict[int, int] = {}  # of the ranks that are coming back
         self._starting: set[int] = set()  # of those, whose new process is not there yet
+        self._homeless: set[int] = set()  # of those, for whom there is no machine
         self._deadline: float | None = None
 
     @property
@@ -101,7 +109,12 @@ class Members:
     @property
     def gone(self) -> bool:
         """Whether nobody is there and nobody is being started again."""
-        return not self.ranks and not self._tries
+        return not self.ranks and not self._tries.keys() - self._homeless
+
+    def joined_after(self, generation: int) -> float | None:
+        """When the first generation after one was whole; from any thread. None while none is."""
+        later = [number for number in list(self.joined) if number > generation]
+        return self.joined[min(later)] if later else None
 
     def greet(self, gpu: int, channel: Channel, peer: Sequence[Any]) -> None:
         """A rank has said hello."""
@@ -201,9 +214,20 @@ class Members:
 
     def _restart(self, gpu: int, wait_s: float) -> None:
         sleep(wait_s)
-        try:
-            self._launcher.restart(gpu)
-            self._starting.discard(gpu)
-        except Exception:
-            self._starting.discard(gpu)
-            self._post("died", gpu)
+        while True:
+            try:
+                self._launcher.restart(gpu)
+            except CapacityError:
+                if gpu not in self._homeless:
+                    self._homeless.add(gpu)
+                    self._post("waits", gpu)
+                sleep(_MACHINE_S)
+                continue
+            except Exception:
+                self._homeless.discard(gpu)
+                self._starting.discard(gpu)
+                self._post("died", gpu)
+            else:
+                self._homeless.discard(gpu)
+                self._starting.discard(gpu)
+            return

@@ -1,0 +1,294 @@
+"""Hosts of a cluster on one machine: network namespaces, between which the kernel shapes the links.
+
+Each host is a namespace with an address of its own, from which nothing leads out of this machine. All are on one
+bridge, at full speed, over which Ray and users reach them; the servers themselves meet on a pair of virtual interfaces
+for each two of them, whose ends a token bucket of the kernel (`tc tbf`) slows down. The bridge is in a namespace too:
+outside of its namespaces this changes nothing on the machine.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from moetool.errors import MoetoolError, UsageError
+
+_NET = "10.77.0"
+_HEAD = 254
+"""The head's last byte of the address; hosts have 1, 2, ..."""
+_RAY_PORT = 6379
+_STORE_BYTES = 80 * 2**20
+_BURST_BYTES = 1600
+"""What goes over an idle link at once: one packet, the least that lets any pass."""
+_QUEUE = "400ms"
+_NETNS = Path("/run/netns")
+_FOLDERS = Path("/run")
+"""Root's own; and short, since sockets lie in there, whose paths may have 107 bytes."""
+_CLONE_NEWNET = 0x40000000
+_START_S = 120.0
+_NAME = re.compile(r"moetool-(\d+)-\w+")
+
+
+def require_namespaces() -> None:
+    """Raises: UsageError where this user or this machine cannot make hosts."""
+    otherwise = "or run the servers without them: --set bench.where=ray"
+    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
+        raise UsageError(f"hosts in namespaces need iproute2, and there is no {missing[0]}; install it, {otherwise}")
+    if os.geteuid() != 0:
+        raise UsageError(
+            f"only root may make hosts in namespaces, and this is user {os.geteuid()}; be root, {otherwise}"
+        )
+
+
+class Hosts:
+    """A head and so many hosts beside it, each with its own network. One at a time in a process.
+
+    Args:
+        count: of hosts besides the head.
+        link_bytes_s: rate from one host to another, by (from, to); pairs without one are not shaped.
+
+    Attributes:
+        count: as given.
+        names: of the hosts' namespaces; they carry this process's number.
+        head: the head's.
+
+    Effects: makes namespaces. `close` ends every process in them and them. What an earlier process left that could not
+    close is removed first.
+
+    Raises:
+        UsageError: this user may not, or iproute2 is not there.
+    """
+
+    def __init__(self, count: int, link_bytes_s: Mapping[tuple[int, int], float] | None = None) -> None:
+        require_namespaces()
+        if not 0 < count < _HEAD:
+            raise UsageError(f"there cannot be {count} hosts, expected 1 to {_HEAD - 1}")
+        remove_leftovers()
+        self.count = count
+        prefix = f"moetool-{os.getpid()}"
+        self.names = tuple(f"{prefix}-{n}" for n in range(count))
+        self.head, self._hub = f"{prefix}-head", f"{prefix}-hub"
+        self._folder = _FOLDERS / prefix
+        try:
+            self._folder.mkdir(mode=0o700)
+            self._join_all()
+            self._link_all(dict(link_bytes_s or {}))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Hosts":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def ray_address(self) -> str:
+        """Of the head, for `moetool.cluster.launch.Where`."""
+        return f"{self.address(None)}:{_RAY_PORT}"
+
+    def address(self, n: int | None) -> str:
+        """Of a host; None: of the head."""
+        return f"{_NET}.{_HEAD if n is None else n + 1}"
+
+    def namespace(self, n: int | None) -> str:
+        """Of a host; None: of the head."""
+        return self.head if n is None else self.names[n]
+
+    def shape(self, sender: int, receiver: int, bytes_s: float) -> None:
+        """From now on what one host sends to another goes at this rate.
+
+        A message of more than a packet waits for its bytes; a single packet on an idle link does not.
+        """
+        what = f"qdisc replace dev to{receiver} root tbf rate {max(8, round(8 * bytes_s))}bit"
+        _tool("tc", "-n", self.names[sender], *what.split(), "burst", str(_BURST_BYTES), "latency", _QUEUE)
+
+    def cut(self, n: int, down: bool = True) -> None:
+        """Take a host off all networks, or back on."""
+        state = "down" if down else "up"
+        # The far ends: what has an end that is down has no way, and keeps its addresses and routes.
+        _tool("ip", "-n", self._hub, "link", "set", f"host{n}", state)
+        for other in range(self.count):
+            if other != n:
+                _tool("ip", "-n", self.names[other], "link", "set", f"to{n}", state)
+                if not down:
+                    self._route(other, n)
+
+    def command(self, n: int | None, *command: str) -> list[str]:
+        """What runs a command on a host."""
+        return ["ip", "netns", "exec", self.namespace(n), *command]
+
+    def start_ray(self, names: Sequence[str] = (), hosts: Sequence[int] | None = None) -> None:
+        """Start Ray's head, if it does not run, and join hosts to it.
+
+        Args:
+            names: of the servers that they are for, by host; without them any server goes to any host.
+            hosts: which; all, if not given.
+
+        Raises:
+            MoetoolError: Ray does not start.
+        """
+        if not self.pids(None):
+            self._ray(None, "--head", f"--port={_RAY_PORT}", "--include-dashboard=false").finish()
+        starts = []
+        for n in range(self.count) if hosts is None else hosts:
+            resources = [f'--resources={{"moetool:{names[n]}": 1}}'] if names else []
+            starts.append(self._ray(n, f"--address={self.ray_address}", *resources))
+        for start in starts:
+            start.finish()
+
+    def pids(self, n: int | None) -> list[int]:
+        """The processes of a host."""
+        return _pids(self.namespace(n))
+
+    def kill(self, n: int | None) -> None:
+        """End every process of a host at once, as if its power had gone; its network stays."""
+        _end([self.namespace(n)])
+
+    @contextlib.contextmanager
+    def inside(self, n: int | None = None) -> Iterator[None]:
+        """Have this thread, and what it starts, be on a host; on the head, if none is said."""
+        mine = Path("/proc/thread-self/ns/net")
+        with mine.open("rb") as before, (_NETNS / self.namespace(n)).open("rb") as there:
+            _enter(there.fileno())
+            try:
+                yield
+            finally:
+                _enter(before.fileno())
+
+    def close(self) -> None:
+        """End the hosts' processes, and the hosts."""
+        _remove([*self.names, self.head, self._hub], self._folder)
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _join_all(self) -> None:
+        _tool("ip", "netns", "add", self._hub)
+        _tool("ip", "-n", self._hub, "link", "add", "hub", "type", "bridge")
+        _tool("ip", "-n", self._hub, "link", "set", "hub", "up")
+        for n in (None, *range(self.count)):
+            name, port = self.namespace(n), "head" if n is None else f"host{n}"
+            _tool("ip", "netns", "add", name)
+            _tool("ip", "-n", name, "link", "set", "lo", "up")
+            _tool("ip", "link", "add", "hub", "netns", name, "type", "veth", "peer", "name", port, "netns", self._hub)
+            _tool("ip", "-n", self._hub, "link", "set", port, "master", "hub", "up")
+            _tool("ip", "-n", name, "addr", "add", f"{self.address(n)}/24", "dev", "hub")
+            _tool("ip", "-n", name, "link", "set", "hub", "up")
+
+    def _link_all(self, link_bytes_s: dict[tuple[int, int], float]) -> None:
+        for n, name in enumerate(self.names):
+            for m in range(n):
+                peer = ["peer", "name", f"to{n}", "netns", self.names[m]]
+                _tool("ip", "link", "add", f"to{m}", "netns", name, "type", "veth", *peer)
+                for one, other in ((n, m), (m, n)):
+                    _tool("ip", "-n", self.names[one], "link", "set", f"to{other}", "up")
+                for one, other in ((n, m), (m, n)):
+                    self._route(one, other)
+        for (sender, receiver), bytes_s in link_bytes_s.items():
+            self.shape(sender, receiver, bytes_s)
+
+    def _route(self, sender: int, receiver: int) -> None:
+        """What goes to a host goes over the link to it, from the address that is known of the sender."""
+        way = ["dev", f"to{receiver}", "src", self.address(sender)]
+        _tool("ip", "-n", self.names[sender], "route", "replace", f"{self.address(receiver)}/32", *way)
+
+    def _ray(self, n: int | None, *arguments: str) -> "_Start":
+        folder = self._folder / ("head" if n is None else str(n))
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments]
+        command += [f"--node-ip-address={self.address(n)}", "--num-cpus=0", f"--object-store-memory={_STORE_BYTES}"]
+        command += [f"--temp-dir={folder}", "--disable-usage-stats", "--include-log-monitor=false"]
+        return _Start(self.command(n, *command), "head" if n is None else self.address(n))
+
+
+class _Start:
+    """A `ray start` under way."""
+
+    def __init__(self, command: Sequence[str], name: str) -> None:
+        self._name = name
+        # As `moetool.cluster.launch` has it where it starts Ray itself: a server is no background job. Where nobody has
+        # said whether Ray is to ask for its token, the head would if one lies in the user's home, and hosts know none.
+        environment = {"RAY_AUTH_MODE": "disabled", **os.environ, "RAY_worker_niceness": "0"}
+        # Its own session: Ctrl-C is for whoever made the hosts, who then ends them in order.
+        self._popen = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self) -> None:
+        """Wait until it runs. Raises: MoetoolError."""
+        try:
+            said, _ = self._popen.communicate(timeout=_START_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            raise MoetoolError(f"Ray did not start on host {self._name} in {_START_S:g} s") from None
+        if self._popen.returncode:
+            lines = [line for line in said.splitlines() if line.strip()] or ["it said nothing"]
+            raise MoetoolError(f"Ray did not start on host {self._name} ({lines[-1].strip()})")
+
+
+def remove_leftovers() -> None:
+    """Remove the hosts of processes that have ended without doing so."""
+    left: dict[int, list[str]] = {}
+    for path in _NETNS.iterdir() if _NETNS.is_dir() else ():
+        if (found := _NAME.fullmatch(path.name)) and not _lives(int(found[1])):
+            left.setdefault(int(found[1]), []).append(path.name)
+    for pid, names in left.items():
+        _remove(names, _FOLDERS / f"moetool-{pid}")
+
+
+def _lives(pid: int) -> bool:
+    return pid == os.getpid() or Path(f"/proc/{pid}").exists()
+
+
+def _remove(names: Sequence[str], folder: Path) -> None:
+    there = [name for name in names if (_NETNS / name).exists()]
+    _end(there)
+    for name in there:
+        with contextlib.suppress(MoetoolError):  # the next one removes what is left
+            _tool("ip", "netns", "del", name)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(names: Sequence[str], within_s: float = 10.0) -> None:
+    """Kill all processes of these namespaces, and wait for a while until there are none."""
+    by = time.monotonic() + within_s
+    while (pids := [pid for name in names for pid in _pids(name)]) and time.monotonic() < by:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _pids(name: str) -> list[int]:
+    """Processes whose first thread is in a namespace, but for this one."""
+    return [pid for pid in map(int, _tool("ip", "netns", "pids", name).split()) if pid != os.getpid()]
+
+
+def _enter(fd: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(fd, _CLONE_NEWNET):
+        number = ctypes.get_errno()
+        raise MoetoolError(f"cannot enter the network of a host ({os.strerror(number)})")
+
+
+def _tool(*command: str) -> str:
+    """What `ip` or `tc` prints. Raises: MoetoolError, in its words."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or f"it ended with {done.returncode}").splitlines()[0]
+        raise MoetoolError(f"{' '.join(command[:6])} ...: {said}; hosts in namespaces need root and its capabilities")
+    return done.stdout

@@ -1,0 +1,115 @@
+"""Where the servers of a cluster bench run: in processes, in this one, or on hosts of their own."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from moetool.cluster.edge import Processes
+from moetool.cluster.placing import Endpoints
+from moetool.errors import MoetoolError
+from moetool.types import Cluster
+
+if TYPE_CHECKING:
+    from moetool.bench.cluster.namespaces import Hosts
+
+Build = Callable[..., Any]
+
+
+class Threads:
+    """Workers of this process, for `moetool.cluster.edge.Head`: nothing is started anew, and nothing dies."""
+
+    def __init__(self, build: Build, arguments: Sequence[Mapping[str, Any]]) -> None:
+        self._workers: list[Any] = []
+        try:
+            for one in arguments:
+                self._workers.append(build(**one))
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def is_started(self, n: int) -> bool:
+        """All are, from the beginning."""
+        return True
+
+    def call(self, n: int, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> Any:
+        """Call a method of a worker; it takes as long as it takes."""
+        return getattr(self._workers[n], method)(*args, **kwargs)
+
+    def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None:
+        """Raises: MoetoolError."""
+        raise MoetoolError("a worker of this process cannot be started anew")
+
+    def kill(self, n: int) -> None:
+        """Nothing: a thread cannot be ended from outside."""
+
+    def watch_again(self, n: int, on_death: Callable[[int], None]) -> None:
+        """Nothing: it lives as long as this process."""
+
+    def close(self) -> None:
+        """End all."""
+        for worker in self._workers:
+            worker.close()
+
+
+class Site:
+    """Where servers run.
+
+    Args:
+        where: of `ClusterBenchOptions`.
+        hosts: which Ray has joined, if they have some of their own.
+
+    Attributes:
+        endpoints: where users of servers here reach them.
+    """
+
+    def __init__(self, where: str, hosts: "Hosts | None" = None) -> None:
+        self._where, self._hosts = where, hosts
+        self.endpoints = Endpoints() if hosts is None else Endpoints(host="0.0.0.0", toward=hosts.address(None))
+
+    @property
+    def has_links(self) -> bool:
+        """Whether there is something between servers that can be slow by itself."""
+        return self._hosts is not None
+
+    def link(self, cluster: Cluster) -> None:
+        """From now on the links are the cluster's, if there are any. What a link's latency adds is left out."""
+        if self._hosts is not None:
+            servers = range(len(cluster.servers))
+            for sender, receiver in ((n, m) for n in servers for m in servers if n != m):
+                self._hosts.shape(sender, receiver, cluster.link(sender, receiver)[0])
+
+    def start(self, build: Build, arguments: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Processes:
+        """Workers, one a server."""
+        if self._where == "threads":
+            return Threads(build, arguments)
+        from moetool.cluster.launch import Where, Workers
+
+        where = Where(count=len(names)) if self._hosts is None else Where(address=self._hosts.ray_address)
+        threads = max(1, (os.cpu_count() or 1) // len(names))
+        return Workers(where, build, arguments, names, threads=threads)
+
+
+@contextmanager
+def open_site(where: str, names: Sequence[str]) -> Iterator[Site]:
+    """A place for servers of these names.
+
+    Effects: where they have hosts of their own, makes them, starts Ray on each, has this thread be on the head's
+    meanwhile, and removes all of it.
+
+    Raises:
+        UsageError: this user or this machine cannot make hosts.
+    """
+    if where != "namespaces":
+        yield Site(where)
+        return
+    from moetool.bench.cluster.namespaces import Hosts
+
+    with ExitStack() as undo:
+        hosts = undo.enter_context(Hosts(len(names)))
+        hosts.start_ray(names)
+        undo.enter_context(hosts.inside())
+        yield Site(where, hosts)

@@ -1,0 +1,78 @@
+"""The machines that have joined a Ray head: which of them gets a server, and where the head's is.
+
+Each is described as `ray.nodes()` does.
+"""
+
+import ipaddress
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from moetool.errors import CapacityError, UsageError
+
+_NAME = "moetool:"
+_HEAD = "node:__internal_head__"
+
+
+def choose(name: str, before: str | None, taken: Collection[str | None], nodes: Sequence[Mapping[str, Any]]) -> str:
+    """The machine for a server: the one it was on, the one with its name, or the first that is nobody's.
+
+    Once a machine has the name of a server, the head's is nobody's only if it is asked for by name: else a server
+    whose machine is late, or has gone, would begin on the head's, away from its users, and stay there.
+
+    Args:
+        name: of the server; a rank of a server with several GPUs is `SERVER/GPU`, and goes where its server does.
+        before: the machine it was on, by its number at Ray, or None.
+        taken: machines of other servers.
+
+    Raises:
+        CapacityError: there is none.
+    """
+    there = {str(node["NodeID"]): node for node in nodes if node["Alive"]}
+    if before in there:
+        return str(before)
+    named = {
+        resource.removeprefix(_NAME): number
+        for number, node in there.items()
+        for resource in node["Resources"]
+        if resource.startswith(_NAME)
+    }
+    for asked in (name, name.rpartition("/")[0]):
+        if asked in named:
+            return named[asked]
+    free = sorted(
+        (node["NodeManagerAddress"], number)
+        for number, node in there.items()
+        if number not in taken and number not in named.values() and not (named and _HEAD in node["Resources"])
+    )
+    if not free:
+        raise CapacityError(
+            f"{len(there)} machines are there, and none is for server {name}; join one with: ray start --address=HEAD "
+            f"--resources '{{\"{_NAME}{name}\": 1}}'"
+        )
+    return str(free[0][1])
+
+
+def head_of(nodes: Sequence[Mapping[str, Any]]) -> str:
+    """The address of the head's machine, as it is known to the machines that have joined.
+
+    Whoever starts a cluster may call the head 127.0.0.1, which to every other machine is itself.
+
+    Raises:
+        UsageError: the head has no other name for itself, and other machines have joined.
+    """
+    there = [node for node in nodes if node["Alive"]]
+    addresses = {str(node["NodeManagerAddress"]) for node in there}
+    head = next((str(node["NodeManagerAddress"]) for node in there if _HEAD in node["Resources"]), min(addresses))
+    if _is_loopback(head) and (others := sorted(one for one in addresses if not _is_loopback(one))):
+        raise UsageError(
+            f"the Ray head calls itself {head}, which to {others[0]}, which has joined, is another machine; start it "
+            f"again with: ray start --head --node-ip-address=ADDRESS, one that the others reach"
+        )
+    return head
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"

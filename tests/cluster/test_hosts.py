@@ -1,0 +1,146 @@
+"""A cluster whose servers are on hosts of their own: network namespaces, with links that the kernel shapes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moetool.bench.cluster.namespaces import Hosts, remove_leftovers
+from moetool.cluster.acceptor import listen
+from moetool.cluster.frames import LinkError, Message
+from moetool.cluster.transport import Channel, Listener
+from moetool.errors import MoetoolError
+from moetool.models.spec import locate, read_spec
+from tests.clusters import make_cluster, make_plan
+from tests.edge_process import PROMPTS
+from tests.engines import engine, generate
+from tests.servers import PATIENCE_S, eventually, post
+
+pytestmark = pytest.mark.ray
+TOKEN, KEY = b"t" * 16, "sesame"
+BYTES_S = 2e6
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    try:
+        made = Hosts(2, {(0, 1): BYTES_S, (1, 0): 10 * BYTES_S})
+    except MoetoolError as error:
+        pytest.skip(str(error))
+    with made:
+        yield made
+
+
+def test_links_are_as_slow_as_they_are_said_to_be_and_can_be_cut(hosts: Hosts) -> None:
+    with hosts.inside(1):
+        sock = listen(hosts.address(1))
+    listener = Listener(sock, TOKEN, lambda message: Message(head={}, parts=[b"x" * message.head["want"]]))
+
+    def ask(sends: int, wants: int, timeout_s: float = 20.0) -> float:
+        began = time.monotonic()
+        with hosts.inside(0):  # its thread is made here, and connects from there
+            channel = Channel(1, listener.address, TOKEN, caller=0)
+        answer = channel.call({"want": wants}, [b"y" * sends], timeout_s=timeout_s).result()
+        channel.close()
+        assert len(answer.parts[0]) == wants
+        return time.monotonic() - began
+
+    try:
+        assert ask(1_000_000, 1) >= 0.9 * 1_000_000 / BYTES_S  # as fast as that it cannot have been
+        assert ask(1, 1_000_000) >= 0.9 * 1_000_000 / (10 * BYTES_S)
+        hosts.cut(1)
+        with pytest.raises(LinkError):
+            ask(1, 1, timeout_s=0.5)
+        hosts.cut(1, down=False)
+        ask(1, 1)
+    finally:
+        listener.close()
+
+
+def test_what_a_killed_process_has_left_is_removed(hosts: Hosts) -> None:
+    program = "import time; from moetool.bench.cluster.namespaces import Hosts; Hosts(1); print('made', flush=True); "
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    killed = subprocess.Popen(
+        [sys.executable, "-c", f"{program}time.sleep(60)"],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert killed.stdout is not None and killed.stdout.readline() == b"made\n"
+    name = f"moetool-{killed.pid}-0"
+    left = subprocess.Popen(["ip", "netns", "exec", name, "sleep", "60"])
+    assert Path(f"/run/netns/{name}").exists()
+    remove_leftovers()
+    assert Path(f"/run/netns/{name}").exists()  # its process lives
+    killed.kill()
+    killed.communicate()
+    eventually(lambda: bool(subprocess.run(["ip", "netns", "pids", name], capture_output=True, check=True).stdout))
+    remove_leftovers()
+    assert left.wait(PATIENCE_S) and not list(Path("/run/netns").glob(f"moetool-{killed.pid}-*"))
+    assert all(Path(f"/run/netns/{name}").exists() for name in hosts.names)
+
+
+def went_over(hosts: Hosts) -> int:
+    """Bytes that the kernel has let pass from the first host to the second."""
+    command = ["tc", "-n", hosts.names[0], "-s", "-j", "qdisc", "show", "dev", "to1"]
+    sent: int = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)[0]["bytes"]
+    return sent
+
+
+def test_servers_on_hosts_of_their_own_answer_as_one_would(
+    hosts: Hosts, reference: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    spec = read_spec(locate("reference"))
+    placed_GLE = np.zeros((2, spec.num_layers, spec.num_experts), bool)
+    placed_GLE[0, :, ::2] = placed_GLE[1, :, 1::2] = True
+    plan = tmp_path / "plan.json"
+    make_plan(spec, make_cluster([[130]] * 2, slot_bytes=spec.slot_bytes), placed_GLE).save(plan)
+    before = went_over(hosts)
+    with ThreadPoolExecutor() as threads, tempfile.NamedTemporaryFile("w", suffix=".stderr") as stderr:
+        started = threads.submit(hosts.start_ray, ["s0", "s1"])
+        alone = engine(reference, tokenizer, "lru", 256)
+        right = {}
+        for prompt in PROMPTS:
+            (tokens,), _ = generate(alone, [tokenizer(prompt)["input_ids"]], 8)
+            right[prompt] = tokenizer.decode(tokens, skip_special_tokens=True)
+        alone.close()
+        started.result()
+        # 127.0.0.1 is the head's machine only to itself: the servers have to hear of another address.
+        where = ["--plan", str(plan), "--cluster", "127.0.0.1:6379", "--host", "0.0.0.0", "--port", "0"]
+        command = [sys.executable, "-m", "moetool.cli.main", "serve", "reference", *where, "--set", "kv_tokens=512"]
+        path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {"RAY_AUTH_MODE": "disabled", **os.environ, "PYTHONPATH": path, "MOETOOL_API_KEY": KEY}
+        served = subprocess.Popen(hosts.command(None, *command), stderr=stderr, env=environment)
+
+        def said() -> str:
+            return Path(stderr.name).read_text(encoding="utf-8")
+
+        try:
+            eventually(lambda: "to be seen" in said() or served.poll() is not None, within_s=200)
+            urls = dict(re.findall(r"(\w+) is serving on (http://\S+?)/v1", said()))
+            assert {name: url.split(":")[1] for name, url in urls.items()} == {
+                "s0": f"//{hosts.address(0)}",
+                "s1": f"//{hosts.address(1)}",
+            }, said()
+            with hosts.inside():
+                for url in urls.values():
+                    for prompt, text in right.items():
+                        body = {"model": "reference", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+                        status, answer = post(url, "/v1/completions", body, Authorization=f"Bearer {KEY}")
+                        assert (status, answer["choices"][0]["text"]) == (200, text)
+            served.send_signal(signal.SIGINT)
+            assert served.wait(60) == 0, said()
+        finally:
+            served.kill()
+    assert went_over(hosts) - before > 50_000  # hidden states
