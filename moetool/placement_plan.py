@@ -262,8 +262,10 @@ def _load(cls: type[T], path: Path, kind: str, command: str) -> T:
     advice = f"make the plan again with: {command}"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise UsageError(f"no plan at {path}; make one with: {command} --out {path}") from None
+    except IsADirectoryError:
+        raise UsageError(f"{path} is a folder, expected a plan's file; one is made with: {command}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"no plan at {path}; make one with: {command} … --out {path} (see {command} --help)") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise MismatchError(f"{path} is not a plan ({first_line(error)}); {advice}") from None
     if not isinstance(values, Mapping):

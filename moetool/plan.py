@@ -106,8 +106,14 @@ class CachePlan:
         advice = "make the plan again with: moetool plan cache"
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-            raise UsageError(f"no plan at {path}; make one with: moetool plan cache --out {path}") from None
+        except IsADirectoryError:
+            raise UsageError(
+                f"{path} is a folder, expected a plan's file; one is made with: moetool plan cache"
+            ) from None
+        except (FileNotFoundError, NotADirectoryError):
+            raise UsageError(
+                f"no plan at {path}; make one with: moetool plan cache --trace DIR --device-memory 64MB --out {path}"
+            ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise MismatchError(f"{path} is not a plan ({first_line(error)}); {advice}") from None
         if not isinstance(values, dict):

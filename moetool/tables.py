@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,21 +15,64 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1) -> None:
-    """A table on stdout; the first `num_text` columns are text, the others are numbers."""
+    """A table on stdout; the first `num_text` columns are text, the others are numbers.
+
+    On a terminal too narrow for all of its numbers it comes in parts, each with the columns of text at its left: a
+    number is never broken.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(printable(title)), title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < num_text else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
-    console.print(table)
+    parts = _parts_of(columns, rows, num_text, console.width)
+    for part, widths in enumerate(parts):
+        heading = title if part == 0 else f"{title} (part {part + 1} of {len(parts)})" if title else ""
+        table = Table(title=Text(printable(heading)), title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+        for column in columns[:num_text]:
+            table.add_column(column, justify="left", overflow="fold")
+        for i, width in widths.items():
+            table.add_column(columns[i], justify="right", width=width)
+        for row in rows:
+            table.add_row(*(Text(printable(row[i])) for i in (*range(num_text), *widths)))
+        console.print(table)
+
+
+_GAP = 3
+"""What a table takes beside each column; one more at its edge."""
+
+
+def _parts_of(columns: Sequence[str], rows: Sequence[Sequence[str]], num_text: int, width: int) -> list[dict[int, int]]:
+    """The columns of numbers, with their widths, in each part of a table that is to be no wider than `width`."""
+    cells = [[column, *(row[i] for row in rows)] for i, column in enumerate(columns)]
+    full = [max(len(line) for cell in column for line in cell.split("\n")) for column in cells]
+    least = [max(map(len, [*heading.split(), *numbers]), default=0) for heading, *numbers in cells]
+    room = width - 1 - min(sum(full[:num_text]) + _GAP * num_text, width // 2)  # longer texts are folded
+    parts: list[dict[int, int]] = [{}]
+    for i in range(num_text, len(columns)):
+        if parts[-1] and sum(parts[-1].values()) + _GAP * (len(parts[-1]) + 1) + least[i] > room:
+            parts.append({})
+        parts[-1][i] = least[i]
+    for part in parts:  # headings are broken only where they have to be
+        for _ in range(room - sum(part.values()) - _GAP * len(part)):
+            tightest = max(part, key=lambda i: full[i] - part[i], default=None)
+            if tightest is None or part[tightest] >= full[tightest]:
+                break
+            part[tightest] += 1
+    return parts
+
+
+def significant(number: float, digits: int = 4) -> str:
+    """A number for people, with so many digits and never an exponent of ten where it is large: `142,844`, `0.4143`."""
+    return f"{number:,.0f}" if abs(number) >= 10 ** (digits - 1) else f"{number:.{digits}g}"
+
+
+def numbered(number: int, noun: str) -> str:
+    """`1 prompt`, `2 prompts`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def printable(text: str, keep: str = "\n") -> str:
@@ -36,10 +81,25 @@ def printable(text: str, keep: str = "\n") -> str:
 
 
 def print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
-    """Name, value and meaning, a line each."""
+    """Name, value and meaning, a line each; on a terminal the meaning is wrapped in its column, or goes below."""
     names, values = (max(len(row[i]) for row in rows) for i in (0, 1))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    left = names + 2 + values + 2
     for name, value, meaning in rows:
-        print(f"{name:<{names}}  {value:<{values}}  {meaning}")
+        line = f"{name:<{names}}  {value:<{values}}  {meaning}"
+        if not width or len(line) <= width:
+            print(line)
+        elif width - left >= _NARROWEST:
+            print(textwrap.fill(line, width, subsequent_indent=" " * left, break_on_hyphens=False))
+        else:
+            indent = " " * (names + 2)
+            print(f"{name:<{names}}  {value}")
+            room = max(width, _NARROWEST)
+            print(textwrap.fill(meaning, room, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False))
+
+
+_NARROWEST = 40
+"""The least width in which a sentence still reads well."""
 
 
 def print_prompt_sets(rows: Sequence[dict[str, Any]]) -> None:
@@ -174,7 +234,7 @@ def print_frontier(plan: Any) -> None:
         if timed:
             cells += ["-" if s is None else _ms(s) for s in (point["tpot_used_s"], point["tpot_held_out_s"])]
         table.append(cells)
-    title = f"the best policy by device memory, chosen on {len(plan.requests_used)} requests"
+    title = f"the best policy by device memory, chosen on {numbered(len(plan.requests_used), 'request')}"
     print_table(f"{title}, and on {len(plan.requests_held_out)} held out", columns, table, num_text=2)
 
 
@@ -185,7 +245,7 @@ def print_profile(profile: Any) -> None:
     threads = profile.compute[0].threads
     print(
         f"{spec.name}, by {origin}, on {machine.cpu}: {machine.cores} cores, load {profile.load_average:.1f}, "
-        f"arithmetic on {threads} thread{'s' if threads > 1 else ''}"
+        f"arithmetic on {numbered(threads, 'thread')}"
     )
     by_tokens, by_context, by_bytes = [], [], []
     for costs in profile.compute:
@@ -223,7 +283,7 @@ def _print_curves(title: str, curves: Sequence[tuple[str, Any]], amounts: Sequen
             name,
             *(f"{_ms(curve(amount))}{'*' if amount > curve.x[-1] else ''}" for amount in amounts),
             f"{curve.residual:.1%}",
-            f"{curve.noise:.0%}",
+            f"{curve.noise:.0%}" if curve.samples > 1 else "-",
             str(curve.samples),
         ]
         for name, curve in curves

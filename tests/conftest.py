@@ -1,5 +1,6 @@
 """What all tests share: one thread, no network, and the embedded model."""
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,6 +14,23 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # sums are compared to the bit; more threads may add in another order
+
+
+def pytest_collection_finish() -> None:
+    """Never look for garbage among what torch and transformers consist of.
+
+    transformers collects garbage whenever an engine is closed, which the tests do a thousand times: each time it would
+    look through half a million objects that stay, for a quarter of a second.
+    """
+    gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor among what a module of tests has loaded besides, once its own fixtures are gone."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -82,8 +82,11 @@ class EdgeProcess:
         self.server(name).send_signal(signal.SIGKILL)
 
     def is_back(self, name: str, times: int = 1) -> bool:
-        """Whether a server has come back so often."""
-        return self.narration.count(f"server {name} is back on {self.urls[name]}/v1") >= times
+        """Whether a server has come back so often; on another port, where somebody has taken its own meanwhile."""
+        found = re.findall(rf"server {name} is back on (http://\S+?)/v1", self.narration)
+        if len(found) >= times:
+            self.urls[name] = found[-1]
+        return len(found) >= times
 
     def processes(self) -> list[psutil.Process]:
         """All that it has started."""

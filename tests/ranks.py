@@ -1,7 +1,8 @@
 """Ranks of expert parallelism as threads of the test's own process."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from moetool.errors import MoetoolError
 from moetool.models.spec import read_spec
 from moetool.request import Output, SamplingParams
 from moetool.types import Cluster, Gpu, ModelSpec, Server
+from tests.servers import eventually
 
 
 class ThreadRanks:
@@ -92,6 +94,19 @@ def open_head(
     )
     head.start()
     return head
+
+
+@contextmanager
+def held(head: Head) -> Iterator[None]:
+    """Nothing begins and nothing is decided meanwhile: what is asked for makes batches that are as full as can be."""
+    batches = head._batches
+    batches._advance = lambda: None  # type: ignore[method-assign]
+    try:
+        yield
+        eventually(lambda: not batches.events.unfinished_tasks)
+    finally:
+        del batches._advance  # the class's own again
+        batches.post("tick", None)
 
 
 class Answers:

@@ -14,6 +14,9 @@ import openai
 
 from moetool.serving.server import Server, bind
 
+PATIENCE_S = 60.0
+"""Nobody waits longer for what comes at once on a machine that has nothing else to do."""
+
 
 @contextlib.contextmanager
 def serving(engine: Any, **options: Any) -> Iterator[tuple[str, Server]]:
@@ -23,21 +26,21 @@ def serving(engine: Any, **options: Any) -> Iterator[tuple[str, Server]]:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield ready.get(timeout=10), server
+        yield ready.get(timeout=PATIENCE_S), server
     finally:
         for _ in range(3):
             server.interrupt()
-        thread.join(10)
+        thread.join(PATIENCE_S)
         engine.close()
         assert not thread.is_alive()
 
 
 def client_of(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
 
 def connect(url: str) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
+    return http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE_S)
 
 
 def post(url: str, path: str, body: bytes | dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
@@ -55,8 +58,9 @@ def get(url: str, path: str) -> tuple[int, http.client.HTTPMessage, str]:
     return response.status, response.headers, response.read().decode()
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 30) -> None:
+def eventually(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
+    """Wait until something is so that comes about on another thread or in another process."""
     deadline = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, f"not within {within_s:g} s"
         time.sleep(0.01)

@@ -21,7 +21,7 @@ from moetool.models.resident import decoder_layers
 from moetool.models.sequential import one_at_a_time
 from moetool.models.spec import empty_model, locate, moe_layers, read_config, read_spec
 from moetool.prompts.gather import Prompt, tokens_to_decode
-from moetool.tables import count
+from moetool.tables import count, numbered
 from moetool.trace.rows import embedding_schema, token_schema
 from moetool.trace.writer import token_columns
 from moetool.types import ModelSpec
@@ -226,7 +226,7 @@ def plan_batches(
     if not items:
         context = "any length" if max_context is None else f"{max_context:,}"
         raise CapacityError(
-            f"none of {len(prompts)} prompts fits: the longest has {longest[0]:,} tokens, {longest[1]} "
+            f"no prompt fits ({len(prompts):,} in all): the longest has {longest[0]:,} tokens, {longest[1]} "
             f"new ones are asked for, and the model's context holds {context}; give shorter prompts"
         )
     size = options.batch_size
@@ -288,10 +288,14 @@ def require_disk(plan: CapturePlan, batches: Sequence[int], folder: Path, on_not
             f"{folder} has {count(free, 'B')} free, and the rows of the prompts alone take {count(least, 'B')} "
             f"({token:,} bytes a token); choose another --out, fewer prompts, or fewer columns with --keep"
         )
+    size = (
+        count(least, "B")
+        if least == most
+        else f"{count(least, 'B')} to {count(most, 'B')} by the length of the answers"
+    )
     note = (
-        f"{sum(len(plan.batches[batch]) for batch in batches):,} prompts, {token:,} bytes a token before compression: "
-        f"{count(least, 'B')} to {count(most, 'B')} by the length of the answers, and as much again while the trace is "
-        f"put together; {count(free, 'B')} free"
+        f"{numbered(sum(len(plan.batches[batch]) for batch in batches), 'prompt')}, {token:,} bytes a token before "
+        f"compression: {size}, and as much again while the trace is put together; {count(free, 'B')} free"
     )
     on_note(note if 2 * most <= free else f"{note}. That may not suffice; if so, make room and go on with --resume")
 

@@ -13,7 +13,6 @@ from moetool.cli.flags import (
     Overwrite,
     ProfileFile,
     Recipe,
-    Settings,
     TraceDir,
     listed,
     read_timeline,
@@ -36,7 +35,8 @@ def plan_cache(
         typer.Option(
             "--device-memory",
             "--max-memory",
-            help="For the whole model on the device, such as 64MB or 20GiB; with --target-tpot the most of it.",
+            help="For the whole model on the device, such as 64MB or 20GiB; with --target-tpot the most of it "
+            "(--max-memory says the same).",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="The plan, a JSON file.")],
@@ -56,7 +56,10 @@ def plan_cache(
     tune: Annotated[
         bool, typer.Option("--tune", help="Try prefetch distances, pinned experts and limits of prefetching too.")
     ] = False,
-    settings: Settings = [],  # noqa: B006
+    settings: Annotated[
+        list[str],
+        typer.Option("--set", help="kv_tokens, dtype, ..., as in serve, and timeline.device, .... Repeatable."),
+    ] = [],  # noqa: B006
     as_json: Json = False,
     recipe: Recipe = None,
 ) -> None:

@@ -17,6 +17,10 @@ def register(app: typer.Typer) -> None:
     app.command()(capture)
 
 
+def _note(line: str) -> None:
+    tables.narrate(f"moetool: {line}")
+
+
 def capture(
     model: Model,
     data: Annotated[
@@ -33,10 +37,12 @@ def capture(
         typer.Option(min=1, help="Tokens to decode for each prompt, at most; the public set's number, else 32."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are forwarded together.")] = 1,
-    keep: Annotated[str, typer.Option(help="Columns: topk,logits,embeddings,hidden,ahead,resident.")] = "topk,logits",
+    keep: Annotated[
+        str, typer.Option(help="Columns, with commas between: topk, logits, embeddings, hidden, ahead, resident.")
+    ] = "topk,logits",
     ahead: Annotated[int, typer.Option(min=1, help="For how many layers the column 'ahead' looks ahead.")] = 3,
     resident: Annotated[
-        float, typer.Option(help="Share of a layer's experts that column 'resident' reckons with.")
+        float, typer.Option(help="Share of a layer's experts that column 'resident' reckons with, up to 1.")
     ] = 0.5,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     threads: Annotated[int, typer.Option(min=0, help="Of the arithmetic; 0 chooses.")] = 0,
@@ -71,7 +77,7 @@ def capture(
     gathered = prompts.gather(listed(data), max_prompts=max_prompts, options=chosen)
     texts = gathered.prompts
     if gathered.duplicates:
-        tables.narrate(f"moetool: {gathered.duplicates:,} prompts that repeat others were left out")
+        tables.narrate(f"moetool: prompts left out, because they repeat others: {gathered.duplicates:,}")
     from moetool.capture import shares
     from moetool.capture.run import CaptureOptions
     from moetool.capture.run import capture as run
@@ -89,7 +95,7 @@ def capture(
         data=tuple(gathered.origins),
     )
     parse_device(options.device)  # refused here once, and not by every worker
-    rest: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "on_note": tables.narrate}
+    rest: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "on_note": _note}
     if device_memory is not None:
         from moetool.serving.assembly import open_pooled
 
@@ -114,6 +120,7 @@ def capture(
     left_out = [f"{n:,} {why}" for n, why in ((made.too_long, "too long for the context"), (made.empty, "empty")) if n]
     skipped = f"; prompts left out: {', '.join(left_out)}" if left_out else ""
     print(
-        f"{out}: {made.requests:,} prompts, {made.tokens:,} tokens, {tables.count(made.bytes, 'B')} "
+        f"{out}: {tables.numbered(made.requests, 'prompt')}, {tables.numbered(made.tokens, 'token')}, "
+        f"{tables.count(made.bytes, 'B')} "
         f"({made.bytes / made.tokens:,.0f} bytes a token) in {made.seconds:,.1f} s{skipped}"
     )

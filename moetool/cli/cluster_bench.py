@@ -17,7 +17,9 @@ def register(app: typer.Typer) -> None:
 
 
 def cluster(
-    model: Annotated[str, typer.Argument(help="'reference', a folder in Hugging Face format, or a hub name.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="'reference', a folder in Hugging Face format, or a hub name.")
+    ],
     data: Annotated[
         list[str], typer.Option(help="Prompt sets or files, one a server; arithmetic, ascii_words and narratives.")
     ] = [],  # noqa: B006 - Typer copies defaults

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from moetool.config import parse
-from moetool.errors import UsageError
+from moetool.errors import UsageError, unknown_name
 
 
 def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -18,15 +18,28 @@ def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the recipe {path}: {error}") from None
-    known = {parameter.name for parameter in ctx.command.params}
+    flags = _flags(ctx)
     for name in values:
-        if name.replace("-", "_") not in known:
-            raise UsageError(f"{path} sets {name!r}, which {ctx.command_path} does not have; see --help")
-    ctx.default_map = {name.replace("-", "_"): value for name, value in values.items()}
+        if name.replace("-", "_") not in flags:
+            raise unknown_name(f"flag of {ctx.command_path} in {path}:", name, set(flags))
+    ctx.default_map = {flags[name.replace("-", "_")]: value for name, value in values.items()}
     return path
 
 
-Model = Annotated[str, typer.Argument(help="'reference', a folder in Hugging Face format, or a hub name.")]
+def _flags(ctx: typer.Context) -> dict[str, str]:
+    """The command's parameters by what a recipe may call them: as on the command line, `settings` for `set` as well."""
+    names: dict[str, str] = {}
+    for parameter in ctx.command.params:
+        if parameter.name is None or parameter.name in ("recipe", "help"):
+            continue
+        for said in (parameter.name, *parameter.opts):
+            names[said.lstrip("-").replace("-", "_")] = parameter.name
+    return {name: names[name] for name in names if name != "as_json"}
+
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="'reference', a folder in Hugging Face format, or a hub name.")
+]
 TraceDir = Annotated[Path, typer.Option("--trace", help="Folder of a trace.")]
 Out = Annotated[Path, typer.Option("--out", help="Where the result goes; it appears there whole or not at all.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result that is there.")]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moetool import tables
+from moetool import durable, tables
 from moetool.cli.flags import Json
 from moetool.errors import UsageError
 
@@ -19,7 +19,12 @@ def register(app: typer.Typer) -> None:
 
 def profile(
     model: Annotated[
-        str | None, typer.Argument(help="As elsewhere; with --config-only also a shape or config.")
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="'reference', a folder in Hugging Face format, or a hub name; with --config-only also a shape "
+            "(deepseek-v2-lite, qwen3-30b-a3b) or a config.json.",
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="The profile, a JSON file; printed only, if not given.")
@@ -27,7 +32,9 @@ def profile(
     config_only: Annotated[
         bool, typer.Option("--config-only", help="Without the weights: a folder, config.json, shape or hub name.")
     ] = False,
-    dtype: Annotated[str | None, typer.Option(help="Of the arithmetic; float32 and bfloat16 both.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the arithmetic: float32 or bfloat16; both, if not given.")
+    ] = None,
     seconds: Annotated[float, typer.Option(min=0, help="How long to measure, beyond once everything.")] = 120.0,
     threads: Annotated[int, typer.Option(min=0, help="Of the arithmetic; 0 chooses.")] = 0,
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor to time.")] = None,
@@ -52,7 +59,7 @@ def profile(
     from moetool.costing.profile import profile as run
 
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        durable.require_writable(out)
     with tables.progress(f"profiling {model}", 100) as on_progress:
         made = run(
             model,
@@ -71,6 +78,8 @@ def profile(
         tables.print_json(made.to_json())
     else:
         tables.print_profile(made)
+        if out is not None:
+            print(f"{out}: for --profile of replay, plan, simulate and evaluate")
 
 
 def doctor(as_json: Json = False) -> None:

@@ -17,6 +17,7 @@ from moetool.cli import (
     cache_plans,
     capture,
     cluster_bench,
+    examples,
     machine,
     paper_bench,
     placement,
@@ -36,6 +37,12 @@ _OUTSIDE = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENAMETOOLONG}
     | {errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
 )
+
+_OURS = ("moetool", "predictors")
+"""Packages whose absence is a bug of ours."""
+
+_INTERRUPTED = 130
+"""The exit code after Ctrl-C: 128 and the signal's number."""
 
 _WrongLine: Any = typer.BadParameter.__base__
 """Click's UsageError, of whichever Click Typer uses."""
@@ -98,6 +105,9 @@ def demo(
     run(out)
 
 
+examples.explain(app)
+
+
 def main() -> None:
     """The console script.
 
@@ -106,7 +116,10 @@ def main() -> None:
     """
     garbage.rarely()
     try:
-        sys.exit(app(prog_name="moetool", standalone_mode=False) or 0)
+        code = app(prog_name="moetool", standalone_mode=False) or 0
+        if code == _INTERRUPTED:  # of Typer, which says nothing
+            _fail("stopped", code)
+        sys.exit(code)
     except _WrongLine as error:
         said = error.format_message().rstrip(".")  # nothing where the help has been printed instead
         see = error.ctx.command_path if error.ctx is not None else "moetool"
@@ -117,6 +130,15 @@ def main() -> None:
         if os.environ.get("MOETOOL_DEBUG") == "1":
             raise
         _fail(str(error), error.exit_code)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", *_OURS) or os.environ.get("MOETOOL_DEBUG") == "1":
+            raise
+        _fail(
+            f"this command needs the package {package}, which is not installed whole ({error}); install it with: "
+            f"pip install {package}",
+            1,
+        )
     except OSError as error:
         if error.errno not in _OUTSIDE or os.environ.get("MOETOOL_DEBUG") == "1":
             raise

@@ -25,7 +25,9 @@ def register(app: typer.Typer) -> None:
 def paper(
     name: Annotated[
         str | None,
-        typer.Argument(help="prism, director, duoserve, finemoe or smoe; or a recipe of your own, a .toml file."),
+        typer.Argument(
+            metavar="NAME", help="prism, director, duoserve, finemoe or smoe; or a recipe of your own, a .toml file."
+        ),
     ] = None,
     only: Annotated[
         list[str], typer.Option(help='A table or figure, such as "Figure 8"; all, if not given. Repeatable.')

@@ -61,8 +61,11 @@ def placement(
     if as_json:
         tables.print_json({"plan": str(out), "scores": [row.to_json() for row in rows]})
         return
-    bound = "not known" if plan.lower_bound is None else f"{plan.lower_bound:,.4g}"
-    print(f"{out}: {plan.objective} {plan.value:,.4g}, lower bound {bound}, planned in {plan.planning_s:,.2f} s")
+    bound = "not known" if plan.lower_bound is None else tables.significant(plan.lower_bound)
+    print(
+        f"{out}: {plan.objective} {tables.significant(plan.value)}, lower bound {bound}, "
+        f"planned in {plan.planning_s:,.2f} s"
+    )
     _print(rows, plan.cluster, setting, plan.costs, _c_max({planner: plan.options}))
 
 
@@ -179,7 +182,7 @@ def stream(
     tables.print_table(
         f"{planner} on {rows[0].batches} batches of {tokens} tokens a GPU (mean over batches and layers)",
         ["mode", "T_comp + T_comm", "of what the truth gains", "experts moved a batch"],
-        [[r.mode, f"{r.latency:,.4g}", f"{r.share_of_truth:.0%}", f"{r.moved:,.1f}"] for r in rows],
+        [[r.mode, tables.significant(r.latency), f"{r.share_of_truth:.0%}", f"{r.moved:,.1f}"] for r in rows],
     )
     print(f"tokens start one request a GPU; sides {setting.sides}; seed {setting.seed}; options {options or 'default'}")
 
@@ -222,8 +225,8 @@ def migrate(
     copies = sum(move.kind == "copy" for move in plan.moves)
     aside = sum(move.kind == "stage" for move in plan.moves)
     print(
-        f"{out}: {len(plan.moves):,} moves, {copies:,} of them copies ({tables.count(plan.bytes, 'B')}), {aside:,} by "
-        f"way of host memory, {plan.seconds:,.2f} s one after the other"
+        f"{out}: {tables.numbered(len(plan.moves), 'move')}, {copies:,} of them copies "
+        f"({tables.count(plan.bytes, 'B')}), {aside:,} by way of host memory, {plan.seconds:,.2f} s one after the other"
     )
     print(
         f"over {horizon_tokens:,.0f} tokens: {plan.calls_before:,.0f} remote calls become {plan.calls_after:,.0f}, "
@@ -328,8 +331,8 @@ def _print(rows: "Sequence[Row]", cluster: "Cluster", setting: "Setting", costs:
         [
             [
                 *(row.planner, row.requests),
-                *(f"{value:,.5g}" for value in (found.comp, found.comm, found.latency)),
-                "-" if found.latency_bound is None else f"{found.latency_bound:,.5g}",
+                *(tables.significant(value) for value in (found.comp, found.comm, found.latency)),
+                "-" if found.latency_bound is None else tables.significant(found.latency_bound),
                 "-" if found.latency_gap is None else f"{found.latency_gap:.2%}",
                 *(f"{found.balancedness[name]:.3f}" for name in ("sglang", "vllm", "tensorrt_llm")),
             ]

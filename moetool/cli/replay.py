@@ -84,5 +84,6 @@ def replay(
         tables.print_json([{**row.to_json(), **({"auto": row in chosen} if known else {})} for row in rows])
         return
     among = f", {devices} devices" if devices > 1 else ""
-    title = f"{trace}: {len(source.requests):,} requests, {source.num_tokens:,} tokens{among}"
+    size = f"{tables.numbered(len(source.requests), 'request')}, {tables.numbered(source.num_tokens, 'token')}"
+    title = f"{trace}: {size}{among}"
     tables.print_replay(title, rows, chosen)

@@ -127,9 +127,13 @@ def _placement(path: Path, out: Path, traces: Sequence[str], before: Path | None
         ("plan", str(path)),
         *([("before", f"{before}, by {other.planner}")] if other else []),
         ("planner", f"{plan.planner}, seed {plan.seed}, {_options(plan.options)}"),
-        ("made from", ", ".join(f"{one.server}: {one.path} ({one.requests:,} requests)" for one in plan.traces) or "-"),
+        (
+            "made from",
+            ", ".join(f"{one.server}: {one.path} ({tables.numbered(one.requests, 'request')})" for one in plan.traces)
+            or "-",
+        ),
         ("costs", plan.costs),
-        ("objective", f"{plan.objective}: {plan.value:,.5g} on what it was made from"),
+        ("objective", f"{plan.objective}: {tables.significant(plan.value)} on what it was made from"),
         *([("shown on", ", ".join(traces))] if traces else []),
     ]
     durable.write_text(out, page(made, tokens_LE, facts))
@@ -143,7 +147,7 @@ def _placement(path: Path, out: Path, traces: Sequence[str], before: Path | None
             print(
                 f"  {one.name} ({one.plan.planner}): {one.row.score.local:.1%} of the calls local"
                 + (f", {tables.count(sum(known), 'B')} between servers" if known else "")
-                + f", T_comp + T_comm {one.row.score.latency:,.5g} {one.row.score.unit}"
+                + f", T_comp + T_comm {tables.significant(one.row.score.latency)} {one.row.score.unit}"
             )
 
 

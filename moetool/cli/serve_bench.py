@@ -20,7 +20,7 @@ def bench_serve(
     policy: Annotated[list[str], typer.Option(help="Cache policies; repeat, or separate by commas.")],
     budget: Annotated[list[str], typer.Option(help="For experts: bytes (64MB) or a share of all experts (25%).")],
     model: Annotated[
-        str | None, typer.Argument(help="'reference', a folder in Hugging Face format, or a hub name.")
+        str | None, typer.Argument(metavar="MODEL", help="'reference', a folder in Hugging Face format, or a hub name.")
     ] = None,
     shape: Annotated[
         str | None, typer.Option(help="Instead of MODEL a config alone, such as deepseek-v2-lite: random weights.")

@@ -1,14 +1,16 @@
 """The commands at both ends of the API: `moetool serve` and `chat`."""
 
+import difflib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from moetool import garbage, tables
 from moetool.cli import cluster as cli_cluster
-from moetool.cli.flags import ApiKey, Device, HostMemory, Model, Recipe, Settings
+from moetool.cli.flags import ApiKey, Device, HostMemory, Model, Recipe
 from moetool.config import parse, parse_bytes, parse_settings
 from moetool.errors import UsageError
 
@@ -45,7 +47,14 @@ def serve(
     log: Annotated[
         Path | None, typer.Option(help="Record gates and decisions as a trace, for 'moetool replay'.")
     ] = None,
-    settings: Settings = [],  # noqa: B006
+    settings: Annotated[
+        list[str],
+        typer.Option(
+            "--set",
+            help="kv_tokens, dtype, devices, io_threads, policy.OPTION, server.max_queue, ..., as in --set "
+            "kv_tokens=8192. Repeatable.",
+        ),
+    ] = [],  # noqa: B006
     recipe: Recipe = None,
 ) -> None:
     """Serve a model through an OpenAI-compatible API, its experts in a pool smaller than the model."""
@@ -146,16 +155,22 @@ def _require_api_key(api_key: str | None) -> None:
 
 
 def chat(
-    url: Annotated[str, typer.Argument(help="Of the server, such as http://127.0.0.1:8000.")] = "http://127.0.0.1:8000",
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="Of the server, such as http://127.0.0.1:8000.")
+    ] = "http://127.0.0.1:8000",
     api_key: ApiKey = None,
-    settings: Settings = [],  # noqa: B006
+    settings: Annotated[
+        list[str], typer.Option("--set", help="A field of every request, as in --set temperature=0. Repeatable.")
+    ] = [],  # noqa: B006
 ) -> None:
     """Talk to a server: a line is a turn; Ctrl-C stops an answer, Ctrl-D or an empty line ends. --set temperature=0
     and the like go along with every request.
     """
     from moetool.chat import Conversation, Refused
 
-    conversation = Conversation(url, api_key, parse_settings(settings))
+    fields = parse_settings(settings)
+    conversation = Conversation(url, api_key, fields)
+    _say_what_is_ignored(fields)
     tables.narrate(tables.printable(f"moetool: {conversation.model}"))
     while text := _next_line():
         try:
@@ -168,6 +183,16 @@ def chat(
             tables.narrate(tables.printable(f"moetool: {refused}"))
         except KeyboardInterrupt:
             tables.narrate("\nmoetool: stopped; the answer is forgotten")
+
+
+def _say_what_is_ignored(fields: Mapping[str, Any]) -> None:
+    """Other servers may know more fields than ours, which ignores those that it does not know, as OpenAI's does."""
+    from moetool.serving.schema import ChatRequest, CompletionRequest
+
+    known = {**ChatRequest.model_fields, **CompletionRequest.model_fields}
+    for name in fields:
+        if name not in known and (near := difflib.get_close_matches(name, known, n=1)):
+            tables.narrate(f"moetool: servers of moetool ignore {name!r}; did you mean {near[0]!r}?")
 
 
 _SPOKEN = "\n\t\xa0\u3000\u200c\u200d"

@@ -191,7 +191,7 @@ def _print(runs: Any) -> None:
             ]
         )
     tables.print_table(
-        f"{len(runs[0][1].served):,} requests, seconds from arrival"
+        f"{tables.numbered(len(runs[0][1].served), 'request')}, seconds from arrival"
         if len({len(found.served) for _, found in runs}) == 1
         else "seconds from arrival",
         [

@@ -161,8 +161,12 @@ def import_files(
         tables.print_json(made.to_json())
         return
     tasks = ", ".join(made.tasks) if len(made.tasks) < 6 else f"{len(made.tasks)} tasks"
-    what = f"{tasks}: {made.requests:,} requests" if made.kind == "trace" else f"{made.requests:,} passes"
-    print(f"{out}: {made.model}, {what}, {made.tokens:,} tokens, {tables.count(made.bytes, 'B')}")
+    what = (
+        f"{tasks}: {tables.numbered(made.requests, 'request')}"
+        if made.kind == "trace"
+        else f"{made.requests:,} {'pass' if made.requests == 1 else 'passes'}"
+    )
+    print(f"{out}: {made.model}, {what}, {tables.numbered(made.tokens, 'token')}, {tables.count(made.bytes, 'B')}")
     for note in made.notes:
         print(f"  {note}")
 
@@ -190,4 +194,7 @@ def export(
 
 
 def _print(out: Path, made: "Trace") -> None:
-    print(f"{out}: {len(made.requests):,} requests, {made.num_tokens:,} tokens, {made.spec.num_layers} MoE layers")
+    print(
+        f"{out}: {tables.numbered(len(made.requests), 'request')}, {tables.numbered(made.num_tokens, 'token')}, "
+        f"{made.spec.num_layers} MoE layers"
+    )

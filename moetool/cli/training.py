@@ -19,9 +19,11 @@ def register(app: typer.Typer) -> None:
 
 
 def train(
-    predictor: Annotated[str, typer.Argument(help="Name of a predictor, such as expert_mlp.")],
+    predictor: Annotated[str, typer.Argument(metavar="PREDICTOR", help="Name of a predictor, such as expert_mlp.")],
     out: Out,
-    model: Annotated[str | None, typer.Argument(help="For awq_replica: the model that it is a replica of.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="For awq_replica: the model that it is a replica of.")
+    ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Folder of a trace, for all but awq_replica.")] = None,
     data: Annotated[list[str], typer.Option(help="For awq_replica: text to choose scales on, as for capture.")] = [],  # noqa: B006 - Typer copies defaults
     bits: Annotated[int | None, typer.Option(help="For awq_replica: bits of a weight: 2, 4 (default) or 8.")] = None,
@@ -37,7 +39,9 @@ def train(
     ] = None,
     settings: Annotated[
         list[str],
-        typer.Option("--set", help="The predictor's options, and fit.max_epochs, fit.max_tokens, fit.held_out, ..."),
+        typer.Option(
+            "--set", help="The predictor's options, and fit.max_epochs, fit.max_tokens, fit.held_out, ... Repeatable."
+        ),
     ] = [],  # noqa: B006
     seed: Annotated[int, typer.Option(help="Of the split, the weights and the order of the samples.")] = 0,
     overwrite: Overwrite = False,
@@ -80,8 +84,8 @@ def summarize_card(card: dict[str, Any]) -> str:
     """One line about a trained predictor."""
     return (
         f"{card['predictor']}, {tables.count(card['parameters'])} parameters, trained on "
-        f"{tables.count(card['tokens']['train'])} tokens of {len(card['requests']['train'])} prompts in "
-        f"{card['seconds']:,.1f} s"
+        f"{tables.numbered(card['tokens']['train'], 'token')} of "
+        f"{tables.numbered(len(card['requests']['train']), 'prompt')} in {card['seconds']:,.1f} s"
     )
 
 

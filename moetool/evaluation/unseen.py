@@ -6,6 +6,7 @@ from typing import Any
 
 from moetool.errors import UsageError
 from moetool.learning.tokens import Part
+from moetool.tables import numbered
 from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import repeated
 
@@ -47,8 +48,8 @@ def held_out(card: Card, trace: Trace) -> frozenset[int]:
     unseen = (frozenset(card["requests"]["test"]) if of_it else frozenset(rows)) - repeated(trace, card["seen_prompts"])
     if not unseen:
         raise UsageError(
-            f"{card['predictor']} was trained on all {len(rows)} prompts of {trace.path}, expected some that it has "
-            f"not seen; capture other prompts"
+            f"{card['predictor']} was trained on all of {trace.path} ({numbered(len(rows), 'prompt')}), expected some "
+            f"that it has not seen; capture other prompts"
         )
     return unseen
 

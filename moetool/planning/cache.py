@@ -15,6 +15,7 @@ from moetool.planning.frontier import frontier as frontier_of
 from moetool.planning.tuning import Setup, as_it_comes, tune
 from moetool.policy import MIN_SLOTS
 from moetool.replay import DEFAULT_MACHINE, Row
+from moetool.tables import numbered
 from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import repeated
 from moetool.types import ModelSpec
@@ -190,8 +191,8 @@ def _split(trace: Trace, trained_on: frozenset[int], seed: int) -> tuple[frozens
     unseen = sorted(request for request, num_tokens in tokens if num_tokens and request not in trained_on)
     if len(unseen) < 2:
         raise UsageError(
-            f"{trace.path} has {len(unseen)} requests that the predictor was not trained on, and a plan needs two "
-            f"(one to choose on, one to show it on); capture more prompts"
+            f"{trace.path} has {numbered(len(unseen), 'request')} that the predictor was not trained on, and a plan "
+            f"needs two (one to choose on, one to show it on); capture more prompts"
         )
     Random(seed).shuffle(unseen)
     half = len(unseen) // 2

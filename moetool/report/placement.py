@@ -14,6 +14,7 @@ from moetool.planning.placing import Workload, score_plan
 from moetool.report.figures.placement import Placed, sketches
 from moetool.report.page import shape_of
 from moetool.report.sheet import Section, Table, render_sheet
+from moetool.tables import significant
 
 
 def measure(
@@ -139,8 +140,8 @@ def _score_tables(plans: Sequence[Placed]) -> list[Table]:
                     f"{row.score.local:.1%}",
                     f"{row.score.remote_calls:,.0f}",
                     "-" if row.score.remote_bound is None else f"{row.score.remote_bound:,.0f}",
-                    f"{row.score.comp:,.4g}",
-                    f"{row.score.comm:,.4g}",
+                    significant(row.score.comp),
+                    significant(row.score.comm),
                     "-" if row.score.latency_gap is None else f"{row.score.latency_gap:.2%}",
                     f"{row.score.balancedness['sglang']:.3f}",
                     f"{row.score.copies:.2f}",

@@ -26,6 +26,11 @@ _COUNTERS = {
     "hits_prefetched": _Entry("moetool_expert_uses", _USES, ("outcome", "prefetched")),
     "hits_late": _Entry("moetool_expert_uses", _USES, ("outcome", "late")),
     "misses": _Entry("moetool_expert_uses", _USES, ("outcome", "missed")),
+    "hosted": _Entry("moetool_expert_uses_on_host", "Experts that the host computed instead of loading them."),
+    "prefetch_wasted": _Entry("moetool_prefetches_wasted", "Prefetched experts that were evicted before any use."),
+    "expert_reads": _Entry("moetool_expert_reads", "Experts read from storage."),
+    "prefetch_bytes_read": _Entry("moetool_prefetch_read_bytes", "Bytes among those read that were prefetched."),
+    "reads_retried": _Entry("moetool_reads_retried", "Reads from storage that failed and were tried again."),
     "bytes_read": _Entry("moetool_read_bytes", "Bytes of expert weights read from storage."),
     "host_hits": _Entry("moetool_host_hits", "Experts found in host memory when they were to be loaded."),
     "host_bytes": _Entry("moetool_host_bytes", "Bytes of expert weights found in host memory."),
@@ -34,6 +39,7 @@ _COUNTERS = {
     "tokens_prompt": _Entry("moetool_prompt_tokens", "Prompt tokens processed."),
     "tokens_generated": _Entry("moetool_generated_tokens", "Tokens generated."),
     "forwards": _Entry("moetool_forwards", "Forward passes of the model."),
+    "forward_seconds": _Entry("moetool_forward_seconds", "Seconds that forward passes took, waiting included."),
     "failures": _Entry("moetool_failures", "Forward passes that failed."),
 }
 _GAUGES = {
@@ -41,6 +47,10 @@ _GAUGES = {
     "queue_running": _Entry("moetool_requests", _REQUESTS, ("state", "running")),
     "slots": _Entry("moetool_slots", "Expert slots in the pool."),
     "slots_bytes": _Entry("moetool_slots_bytes", "Bytes of the pool of expert slots."),
+    "kv_bytes": _Entry("moetool_kv_cache_bytes", "Bytes of the cache of keys and values."),
+    "forward_running_seconds": _Entry(
+        "moetool_forward_running_seconds", "Seconds since the forward pass under way began; 0 between two."
+    ),
     "host_pool_bytes": _Entry("moetool_host_pool_bytes", "Bytes of the pool of host memory."),
 }
 

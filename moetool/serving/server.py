@@ -1,6 +1,7 @@
 """Runs the application: a socket before the model, signals, draining."""
 
 import contextlib
+import errno
 import ipaddress
 import socket
 import sys
@@ -20,6 +21,7 @@ from moetool.serving.api import create_app
 from moetool.serving.connections import ACCEPTED_AT_ONCE, MAX_HEAD_BYTES, Connection, Connections, room_for
 from moetool.serving.generation import Frontend
 from moetool.serving.server_options import ServerOptions
+from moetool.tables import numbered
 
 _BACKLOG = 2048
 """Connections that wait in the system to be taken."""
@@ -48,7 +50,10 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         reason = error.strerror or str(error)
-        raise MoetoolError(f"cannot listen on {host} port {port} ({reason}); choose a free port with --port") from None
+        advice = "choose a free port with --port"
+        if error.errno == errno.EADDRNOTAVAIL:
+            advice = "give an address of this machine with --host"
+        raise MoetoolError(f"cannot listen on {host} port {port} ({reason}); {advice}") from None
     return sock
 
 
@@ -183,7 +188,7 @@ class Server(uvicorn.Server):
             frontend.draining = True
             self._deadline = time.monotonic() + self._drain_timeout_s
             if frontend.running:
-                _narrate(f"finishing {len(frontend.running)} running requests; Ctrl-C again stops at once")
+                _narrate(f"finishing {numbered(len(frontend.running), 'running request')}; Ctrl-C again stops at once")
         if self._num_interrupts > 1:
             frontend.abort("the server was stopped")
         elif time.monotonic() > self._deadline:

@@ -7,6 +7,7 @@ from typing import Any
 
 from moetool import durable
 from moetool.errors import UsageError
+from moetool.tables import numbered
 from moetool.trace.edit import copy_requests, part_writer, request_numbers
 from moetool.trace.reader import MANIFEST, Trace
 
@@ -36,7 +37,7 @@ def merge(traces: Sequence[Trace], out: Path, *, overwrite: bool = False) -> tup
         seen[trace.sha256] = trace.path
     columns, notes = _common_columns(traces)
     if again := _prompts_again(traces):
-        notes.append(f"{again} prompts are in more than one of them; a split by request may part them")
+        notes.append(f"{numbered(again, 'prompt')} in more than one of them; a split by request may part such")
     durable.require_absent(out, overwrite, MANIFEST)
     with durable.staged_directory(out, overwrite, MANIFEST) as folder, ExitStack() as stack:
         writer = part_writer(stack, folder, first.spec, columns, first)

@@ -1,20 +1,13 @@
 """`moetool models` says of every family whether and how it runs."""
 
 import json
-import subprocess
-import sys
 
 from moetool.models.families import FAMILIES
+from tests.command_line import Run
 
 
-def _run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moetool.cli.main", *args], capture_output=True, text=True, check=False
-    )
-
-
-def test_every_family_is_listed() -> None:
-    rows = {row["family"]: row for row in json.loads(_run("models", "--json").stdout)}
+def test_every_family_is_listed(run: Run) -> None:
+    rows = {row["family"]: row for row in json.loads(run("models", "--json")[1])}
     assert rows.keys() == FAMILIES.keys()
     assert rows["mixtral"] == {
         "family": "mixtral",
@@ -31,14 +24,14 @@ def test_every_family_is_listed() -> None:
         assert row["remarks"] or (row["captured"] and row["served"] == "in batches" and row["substitution"])
 
 
-def test_the_table_names_them_too() -> None:
-    found = _run("models")
-    assert found.returncode == 0 and found.stderr == ""
-    lines = found.stdout.splitlines()
+def test_the_table_names_them_too(run: Run) -> None:
+    code, out, err = run("models")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
     assert all(any(line.split()[:1] == [name] for line in lines) for name in FAMILIES)
 
 
-def test_code_of_checkpoints_cannot_be_asked_for() -> None:
-    found = _run("capture", "reference", "--data", "all", "--out", "x", "--trust-remote-code")
-    assert found.returncode == 2
-    assert "no such option" in found.stderr and "--trust-remote-code" in found.stderr
+def test_code_of_checkpoints_cannot_be_asked_for(run: Run) -> None:
+    code, _, err = run("capture", "reference", "--data", "all", "--out", "x", "--trust-remote-code")
+    assert code == 2
+    assert "no such option" in err and "--trust-remote-code" in err

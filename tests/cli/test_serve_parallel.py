@@ -11,6 +11,8 @@ from moetool.cli import main as cli
 from moetool.cli.parallel_bench import bench_parallel
 from moetool.errors import MismatchError, UsageError
 from tests.edge_process import write_plan
+from tests.profiles import make_profile
+from tests.synthetic import make_spec
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,8 @@ def test_what_does_not_fit_the_plan(refused: Callable[..., tuple[int, str]]) -> 
         ("migrate=stopp", "did you mean 'stop'"),
         ("seats=0", "seats"),
         ("planner=directer", "did you mean 'director'"),
+        ("starts=frist", "did you mean 'first'"),
+        ("cost_row_s=-1", "0 or more"),
         ("placement=proactive", "--predictor DIR"),
         ("server.port=1", "server"),
     ],
@@ -65,6 +69,24 @@ def test_settings(refused: Callable[..., tuple[int, str]], setting: str, said: s
 def test_a_predictor_that_is_none(refused: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     code, line = refused("--predictor", tmp_path / "none")
     assert code == 2 and "no predictor at" in line
+
+
+def test_a_profile_that_is_none_or_of_another_model(refused: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    code, line = refused("--profile", tmp_path / "none.json")
+    assert code == 2 and "no profile at" in line
+    make_profile(make_spec()).save(tmp_path / "other.json")
+    code, line = refused("--profile", tmp_path / "other.json")
+    assert code == 3 and "the profile is of synthetic" in line
+
+
+def test_a_profile_means_something_to_ranks_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plan: Path
+) -> None:
+    for given in ([], ["--plan", str(plan), "--cluster", "local:3"]):
+        monkeypatch.setattr(sys, "argv", ["moetool", "serve", "reference", "--profile", "costs.json", *given])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 2 and "--profile" in capsys.readouterr().err
 
 
 def test_without_ray(refused: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 
 from moetool.bench.cluster.namespaces import Hosts, remove_leftovers
+from moetool.cluster.acceptor import listen
 from moetool.cluster.frames import LinkError, Message
-from moetool.cluster.transport import Channel, Listener, listen
+from moetool.cluster.transport import Channel, Listener
 from moetool.errors import MoetoolError
 from moetool.models.spec import locate, read_spec
 from tests.clusters import make_cluster, make_plan
 from tests.edge_process import PROMPTS
 from tests.engines import engine, generate
-from tests.servers import eventually, post
+from tests.servers import PATIENCE_S, eventually, post
 
 pytestmark = pytest.mark.ray
 TOKEN, KEY = b"t" * 16, "sesame"
@@ -85,7 +86,7 @@ def test_what_a_killed_process_has_left_is_removed(hosts: Hosts) -> None:
     killed.communicate()
     eventually(lambda: bool(subprocess.run(["ip", "netns", "pids", name], capture_output=True, check=True).stdout))
     remove_leftovers()
-    assert left.wait(10) and not list(Path("/run/netns").glob(f"moetool-{killed.pid}-*"))
+    assert left.wait(PATIENCE_S) and not list(Path("/run/netns").glob(f"moetool-{killed.pid}-*"))
     assert all(Path(f"/run/netns/{name}").exists() for name in hosts.names)
 
 

@@ -8,7 +8,7 @@ import pytest
 from moetool.cluster.launch import Where, WorkerDied, Workers
 from moetool.errors import MismatchError, MoetoolError
 from tests.launched import build
-from tests.servers import eventually
+from tests.servers import PATIENCE_S, eventually
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
@@ -37,7 +37,7 @@ def test_a_death_is_told_once_and_a_worker_started_anew(workers: Workers) -> Non
     before = workers.pid(1)
     with pytest.raises(WorkerDied, match="server second has ended"):
         workers.call(1, "end")
-    assert told.wait(30)
+    assert told.wait(PATIENCE_S)
     workers.restart(1, {"name": "c"})
     workers.watch_again(1, lambda n: died.append(n + 10))
     assert workers.call(1, "say", "hello") == "c: hello" and workers.pid(1) != before

@@ -39,23 +39,26 @@ def test_experts_move_under_load_and_no_answer_changes(reference: Path, tokenize
 
         asked = {name: (prompt,) for name, prompt in zip(NAMES, PROMPTS, strict=True)}  # each server's users another
         with Load(cluster, right, MAX_TOKENS, asked) as load:
-            eventually(done, within_s=120)
+            # The first may be of a moment when not all users had asked for anything yet.
+            eventually(lambda: sum(one["copies"] for one in done()) > 10, within_s=240)
             answered = load.outcomes.total()
-            eventually(lambda: load.outcomes.total() > answered + 9, within_s=60)
-            eventually(lambda: sum(map(share, state()["windows"][-3:])) / 3 > 0.7, within_s=60)
-        seen, first = state(), done()[0]
+            eventually(lambda: load.outcomes.total() > answered + 9, within_s=120)
+            eventually(lambda: sum(shares(state()["windows"])[-3:]) / 3 > 0.7, within_s=240)
+        seen, made = state(), done()
         assert {outcome for _, outcome in load.outcomes} == {"right"}, load.wrong
         assert seen["uncovered"] == 0
-        assert first["copies"] > 10 and first["measured"] and first["saved_s"] > first["cost_s"]
-        assert first["local_after"] > first["local_before"]
+        assert all(one["measured"] and one["saved_s"] > one["cost_s"] for one in made)
+        assert all(one["local_after"] > one["local_before"] for one in made)
         assert all(server["serves"] and server["url"] in cluster.urls.values() for server in seen["servers"])
         assert all(latency["p95_s"] > 0 and latency["failed"] == 0 for latency in seen["latency"])
     kept = json.loads(state_file.read_text())
-    assert kept["servers"] == list(NAMES) and kept["chronicle"]["decisions"][0]["copies"] == first["copies"]
+    assert kept["servers"] == list(NAMES)
+    kept_made = [one for one in kept["chronicle"]["decisions"] if one["made"] and one["outcome"] == "done"]
+    assert [one["copies"] for one in kept_made][: len(made)] == [one["copies"] for one in made]
     assert len({tuple(place) for held in kept["held"] for place in held}) == 256
 
 
-def share(window: Any) -> float:
-    """Of expert calls at home."""
-    local, remote = sum(window["local"]), sum(window["remote"])
-    return local / (local + remote) if local + remote else 0.0
+def shares(windows: list[Any]) -> list[float]:
+    """Of expert calls at home, in the windows that had any, after three that are 0."""
+    calls = [(sum(window["local"]), sum(window["remote"])) for window in windows]
+    return [0.0, 0.0, 0.0, *(local / (local + remote) for local, remote in calls if local + remote)]

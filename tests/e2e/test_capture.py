@@ -84,7 +84,7 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(tmp_path: Path) -> Non
     assert (made.requests, made.skipped, made.too_long, made.empty) == (2, 1, 1, 0)
     provenance = Trace(tmp_path / "t").manifest["provenance"]
     assert (provenance["skipped"], provenance["too_long"], provenance["empty"]) == (1, 1, 0)
-    with pytest.raises(CapacityError, match="none of 1 prompts fits"):
+    with pytest.raises(CapacityError, match=r"no prompt fits \(1 in all\)"):
         capture("reference", _prompts(1, "word " * 2000), tmp_path / "u", max_new_tokens=2)
     assert not (tmp_path / "u").exists()
 

@@ -17,7 +17,8 @@ from moetool.errors import CapacityError, UsageError
 from moetool.models.spec import read_spec
 from moetool.request import SamplingParams, Unavailable
 from tests import engines
-from tests.ranks import Answers, ThreadRanks, open_head, striped
+from tests.ranks import Answers, ThreadRanks, held, open_head, striped
+from tests.servers import eventually
 
 GPUS = 3
 TEXTS = ["The capital of France", "def add(a, b):", "12 + 30 =", "Once upon", "the court found", "import os"]
@@ -93,7 +94,8 @@ def _same_as_alone(head: Head, prompts: list[list[int]], alone: Any, rounds: int
         for g in range(GPUS)
     ]
     answers = Answers(head)
-    requests = [answers.ask(prompt, 6) for _ in range(rounds) for prompt in prompts]
+    with held(head):
+        requests = [answers.ask(prompt, 6) for _ in range(rounds) for prompt in prompts]
     tokens = answers.wait(requests)
     head.settle()
     for hook in hooks:
@@ -150,20 +152,19 @@ def test_a_rank_that_dies_is_done_without_and_taken_back(head: Head, prompts: An
     head.use(Control("offline", head.spec, head.cluster), striped(head.spec, GPUS))
     answers = Answers(head)
     seeded = {"temperature": 1.0, "seed": 7}
-    calm = answers.wait([answers.ask(prompts[0], 24), answers.ask(prompts[1], 24, **seeded)])
+    calm = answers.wait([answers.ask(prompts[0], 32), answers.ask(prompts[1], 32, **seeded)])
     answers.tokens.clear()
     generation, failures = head._batches.ranks.generation, head.metrics()["failures"]
-    requests = [answers.ask(prompts[0], 24), answers.ask(prompts[1], 24, **seeded)]
-    answers.wait_for_tokens(6)
+    requests = [answers.ask(prompts[0], 32), answers.ask(prompts[1], 32, **seeded)]
+    answers.wait_for_tokens(2)
     died = time.monotonic()
     head._launcher.kill(2)
     assert answers.wait(requests) == calm  # nothing is lost and nothing said twice
     assert all(answers.ends[request].finish == "length" for request in requests)
-    assert min(at for number, at in head._batches.ranks.joined.items() if number > generation) - died < 10
+    joined = head._batches.ranks.joined_after(generation)
+    assert joined is not None and joined - died < 10
     assert head.metrics()["requests_retried"] > 0 and head.metrics()["failures"] == failures + 1
-    while head.metrics()["ranks"] < GPUS:
-        assert time.monotonic() - died < 30
-        time.sleep(0.05)
+    eventually(lambda: head.metrics()["ranks"] == GPUS)
     answers.wait([answers.ask(prompts[0], 2)])
     _same_as_alone(head, prompts, alone)
 

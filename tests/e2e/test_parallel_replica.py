@@ -17,7 +17,7 @@ from moetool.quantize.making import ReplicaOptions
 from moetool.quantize.replica import make_replica
 from moetool.types import ModelSpec
 from tests import families
-from tests.ranks import Answers, ThreadRanks, cluster_of, striped
+from tests.ranks import Answers, ThreadRanks, cluster_of, held, striped
 
 GPUS, SEATS = 2, 2
 DRAW = torch.Generator().manual_seed(5)
@@ -81,7 +81,9 @@ def head(made: Made) -> Iterator[Head]:
 
 def _ask(head: Head, prompts: Sequence[list[int]]) -> list[list[int]]:
     answers = Answers(head)
-    found = answers.wait([answers.ask(prompt, 3, ignore_eos=True) for prompt in prompts])
+    with held(head):
+        requests = [answers.ask(prompt, 3, ignore_eos=True) for prompt in prompts]
+    found = answers.wait(requests)
     head.settle()
     return found
 
@@ -108,10 +110,10 @@ def test_the_replica_says_what_the_next_batch_will_use_and_no_text_changes(head:
         assert missed < 0.5 * missed_by_none
 
 
-def test_a_decision_takes_the_longer_the_longer_the_prompts_are(made: Made) -> None:
+def test_what_the_replica_takes_is_measured_before_anybody_waits_for_it(made: Made) -> None:
     (predictor,) = open_predictors([str(made.replica)], made.spec)
     batch = [Waiting(prompt=[5] * 20, new_tokens=1, gpu=0)]
-    assert predictor.token_s == 0.0
-    _, taken_s = predictor.demand(made.spec, cluster_of(made.spec, GPUS, 64), batch)
-    assert predictor.cost_s(batch) == pytest.approx(taken_s)
-    assert predictor.cost_s(batch * 3) == pytest.approx(3 * taken_s)
+    assert 0 < predictor.token_s == predictor.cost_s(batch) / 20
+    before_s, (_, taken_s) = predictor.token_s, predictor.demand(made.spec, cluster_of(made.spec, GPUS, 64), batch)
+    assert predictor.token_s == pytest.approx((before_s + taken_s / 20) / 2)
+    assert predictor.cost_s(batch * 3) == pytest.approx(3 * predictor.cost_s(batch))

@@ -85,6 +85,9 @@ def test_both_sides_of_a_decision() -> None:
     assert hidden is not None and hidden.made
     spent_s = hidden.predict_s + hidden.plan_s  # while it was decided, less was left
     assert hidden.cost_s == pytest.approx(0.05 + spent_s) and spent_s > 0
+    free = replace(FACTS, move_bytes_s=1e12, added_byte_s=0.3 / gets_G.sum())  # and all the same batches waited
+    slow = decide(control, free)
+    assert slow is not None and slow.cost_s == pytest.approx(0.3) and not slow.made
     always = Control("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1)], always=True)
     found = decide(always, dear)
     assert found is not None and found.made

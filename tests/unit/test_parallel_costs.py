@@ -99,6 +99,17 @@ def test_experts_move_for_nothing_in_what_is_left_of_the_compute_phases() -> Non
     assert costs.facts(5.0, 3.0, overlaps=True).free_s == 0.0
 
 
+def test_what_batches_have_waited_for_experts_is_what_moving_costs_until_that_is_forgotten() -> None:
+    costs = Costs(SPEC, CLUSTER)
+    costs.note(record(moved_bytes=1000, ready_s=0.3, waited_s=0.1), 0.1, 2)
+    assert costs.facts(**NOW).added_byte_s == pytest.approx(4e-4)
+    costs.note(record(moved_bytes=500, ready_s=0.0), 0.1, 2)
+    assert costs.facts(**NOW).added_byte_s == pytest.approx(0.2 / 1000)
+    for _ in range(10):
+        costs.note(record(), 0.0, 2)
+    assert costs.facts(**NOW).added_byte_s == pytest.approx(0.2 / 1000 * 0.9**10)
+
+
 def test_a_profile_of_another_data_type_is_refused() -> None:
     with pytest.raises(MismatchError, match="float64"):
         Costs(SPEC, CLUSTER, profile=profile_of(), dtype="float64")

@@ -110,7 +110,7 @@ def test_a_plan_comes_back_as_it_was_saved_even_when_its_folder_has_moved(trace:
 def test_what_does_not_fit_is_refused_with_the_numbers(trace: Trace) -> None:
     with pytest.raises(CapacityError, match=r"5,000 bytes .* at least 5,300 \(3,000 .* 300 .* 2,000 .*--device-memory"):
         choose_cache(trace, 5_000, dense_bytes=3_000, kv_bytes=300)
-    with pytest.raises(UsageError, match="has 1 requests that the predictor was not trained on"):
+    with pytest.raises(UsageError, match="has 1 request that the predictor was not trained on"):
         choose_cache(trace, 10_000, trained_on=range(5))
 
 

@@ -42,6 +42,8 @@ class Facts:
         row_s: seconds that an expert takes for one row; 0 where only `expert` says.
         byte_s_GG: seconds of a byte of rows from GPU to GPU, or one number for all ways.
         move_bytes_s: at which experts come to a GPU.
+        added_byte_s: seconds that batches have lately taken longer because of experts on the move, for each byte of
+            these; 0 where none have moved.
         row_bytes: of a row; 0 for float32.
         expert: seconds of an expert against the rows that it gets at once.
         free_s: compute phases that are left before the coming batch, in which moving costs nothing (0 where moving
@@ -52,6 +54,7 @@ class Facts:
     row_s: float
     byte_s_GG: np.ndarray | float
     move_bytes_s: float
+    added_byte_s: float = 0.0
     row_bytes: float = 0.0
     expert: Curve | None = None
     free_s: float = 0.0
@@ -104,6 +107,13 @@ class Predictor:
         self.passed_over = 0
         self._foretell = foretell
 
+    def measure(self, prompt: Sequence[int]) -> None:
+        """Find out what it takes, before anybody waits for it: the second time, since the first may have to load."""
+        for _ in range(2):
+            began = time.perf_counter()
+            self._foretell(prompt, 0)
+            self.token_s = (time.perf_counter() - began) / len(prompt)
+
     def demand(self, spec: ModelSpec, cluster: Cluster, batch: Sequence[Waiting]) -> tuple[Demand, float]:
         """What a batch will need, and the seconds that it took to say."""
         began = time.perf_counter()
@@ -136,12 +146,13 @@ class Control:
     Source: DIRECTOR § V-A: the cascade is for frequent, minor adjustments, the replica for critical, major ones. Which
     is which, the paper leaves open. Here the cheaper predictor is always asked. The other one is asked after it where
     the gain that the first foretells is more than the other was measured to take (a major adjustment), and its answer
-    would not come too late; and once at the beginning and after each 32 decisions without it, to measure it.
+    would not come too late; and after each 32 decisions without it, or if it was never measured, to measure it.
 
     Deviations:
         - The paper's placement follows every prediction; here it does where the gain foretold exceeds the cost.
         - `reactive` sees the last batch when that has ended, so its migrations are waited for, whatever way they take.
-        - The time that experts may move for nothing is what is left of it when the placement is known.
+        - Experts move for nothing in the compute phases that are left when the placement is known, as far as those
+          that moved before did not hold batches up all the same.
         - Both sides take a batch as one event of each layer, as the paper's T_comp and T_comm do; its forwards may be
           uneven in other ways.
     """
@@ -235,7 +246,8 @@ class Control:
         copies_GL = (new_GLE & ~placed_GLE).sum(axis=2)
         bytes_G = copies_GL @ np.array(self._spec.expert_bytes_L)
         free_s = max(0.0, facts.free_s - predict_s - plan_s)
-        cost_s = max(0.0, float(bytes_G.max()) / facts.move_bytes_s - free_s)
+        foretold_s = float(bytes_G.max()) / facts.move_bytes_s - free_s
+        cost_s = max(0.0, foretold_s, float(bytes_G.sum()) * facts.added_byte_s)
         return Decision(
             saw=saw,
             predict_s=predict_s,

@@ -14,6 +14,8 @@ from moetool.types import Cluster, ModelSpec
 
 _NEWEST = 0.5
 """How much of a measured cost is the newest batch's."""
+_STILL = 0.9
+"""What is left, with each batch in which nothing moved, of what moving is thought to cost."""
 _UNKNOWN_ROW_S = 1e-6
 _LINK_BYTES = (1e5, 1e6)  # between which a measured link's rate is taken from its curve
 
@@ -43,7 +45,9 @@ class Costs:
       those of one source, as ranks compute them.
     - A byte of rows: the slope of the seconds of an all-to-all against the bytes that a rank sent in it, over the
       layers and steps of a batch. Where links differ, all are slower or faster by one factor than the plan's.
-    - A byte of experts: bytes that came over the seconds that pieces of them were on their way.
+    - A byte of experts: bytes that came over the seconds that pieces of them were on their way; and what the batches
+      that they came in have waited for them, before they began and in all-to-alls. That is forgotten by a tenth with
+      each batch in which nothing moved, so that moving is tried again some time.
 
     Args:
         device, dtype: of the ranks.
@@ -77,6 +81,7 @@ class Costs:
             self._byte_s_GG = np.array([*slopes, 0.0])[latency.link_GG]
         np.fill_diagonal(self._byte_s_GG, 0.0)
         self._row_s = self._byte_s = self._move_bytes_s = 0.0  # until they are measured
+        self._waited_s = self._moved_bytes = 0.0  # of the newest batches in which experts moved, the older the less
         self._seconds: deque[tuple[float, float]] = deque(maxlen=8)
 
     def note(self, record: BatchRecord, moved_s: float, num_ranks: int) -> None:
@@ -92,6 +97,14 @@ class Costs:
             self._byte_s = _newer(self._byte_s, record.byte_s)
         if record.moved_bytes and moved_s:
             self._move_bytes_s = _newer(self._move_bytes_s, record.moved_bytes / moved_s)
+            self._moved_bytes = _NEWEST * self._moved_bytes + record.moved_bytes
+            self._waited_s = _NEWEST * self._waited_s + record.ready_s + record.waited_s
+        else:
+            self._waited_s *= _STILL
+
+    def forget_moving(self) -> None:
+        """Experts move in another way from now on."""
+        self._waited_s = self._moved_bytes = 0.0
 
     def facts(self, elapsed_s: float | None, within_s: float, *, overlaps: bool) -> Facts:
         """What a decision is made of.
@@ -116,6 +129,7 @@ class Costs:
             byte_s_GG=byte_s_GG,
             row_bytes=self._row_bytes,
             move_bytes_s=self._said.move_bytes_s or self._move_bytes_s or rate,
+            added_byte_s=self._added_byte_s,
             free_s=free_s,
             within_s=left_s + within_s,
         )
@@ -123,7 +137,16 @@ class Costs:
     def to_json(self) -> dict[str, Any]:
         """What has been measured so far; 0 where nothing has."""
         rate = 1.0 / self._byte_s if self._byte_s else 0.0
-        return {"row_s": self._row_s, "link_bytes_s": rate, "move_bytes_s": self._move_bytes_s}
+        return {
+            "row_s": self._row_s,
+            "link_bytes_s": rate,
+            "move_bytes_s": self._move_bytes_s,
+            "added_byte_s": self._added_byte_s,
+        }
+
+    @property
+    def _added_byte_s(self) -> float:
+        return self._waited_s / self._moved_bytes if self._moved_bytes else 0.0
 
     def _links(self) -> np.ndarray:
         away_GG = ~np.eye(len(self._byte_s_GG), dtype=bool)

@@ -111,6 +111,11 @@ class Members:
         """Whether nobody is there and nobody is being started again."""
         return not self.ranks and not self._tries.keys() - self._homeless
 
+    def joined_after(self, generation: int) -> float | None:
+        """When the first generation after one was whole; from any thread. None while none is."""
+        later = [number for number in list(self.joined) if number > generation]
+        return self.joined[min(later)] if later else None
+
     def greet(self, gpu: int, channel: Channel, peer: Sequence[Any]) -> None:
         """A rank has said hello."""
         self._tries.pop(gpu, None)

@@ -69,7 +69,8 @@ class Placing:
         self.use(control, placed_GLE, migrate)
 
     def use(self, control: Control, placed_GLE: np.ndarray, migrate: str) -> None:
-        """Begin anew; what was measured stays."""
+        """Begin anew; what was measured stays, but for what moving has cost."""
+        self.costs.forget_moving()
         self.control, self._planned_GLE, self.placed_GLE = control, placed_GLE, placed_GLE
         self._migrate = migrate
         self.decisions = []

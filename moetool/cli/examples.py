@@ -1,0 +1,85 @@
+"""What `--help` shows below a command's options: a line or two to copy, on the embedded model."""
+
+import inspect
+
+import typer
+
+_CLUSTER = "--cluster recipes/reference/cluster.toml"
+_SERVERS = "--trace clinic=A --trace court=B --trace lab=C"
+
+EXAMPLES = {
+    "capture": (
+        "moetool capture reference --data all --max-prompts 8 --batch-size 8 --out trace",
+        "moetool capture MODEL --data prompts.jsonl --device-memory 8GB --out trace",
+    ),
+    "train": (
+        "moetool train expert_mlp --trace trace --out predictor --set fit.max_epochs=4",
+        "moetool train awq_replica MODEL --data all --out replica",
+    ),
+    "evaluate": ("moetool evaluate predictor --trace trace --report predictor.html",),
+    "replay": (
+        "moetool replay --trace trace --policy lru,lfu,belady --budget 12.5%,25%,50%",
+        "moetool replay --trace trace --policy auto --budget 25% --profile profile.json",
+    ),
+    "serve": (
+        "moetool serve reference --plan plan.json",
+        "moetool serve reference --policy lru --device-memory 32MB --port 0",
+        "moetool serve MODEL --plan placement.json --cluster local:3",
+    ),
+    "chat": ("moetool chat http://127.0.0.1:8000 --set temperature=0 --set max_tokens=64",),
+    "simulate": (f"moetool simulate {_SERVERS} {_CLUSTER} --mode uniform,prism_exact --report page.html",),
+    "report": (
+        "moetool report trace --out trace.html",
+        "moetool report placement.json --before old.json --trace clinic=A --out page.html",
+    ),
+    "profile": (
+        "moetool profile reference --seconds 30 --out profile.json",
+        "moetool profile deepseek-v2-lite --config-only --out profile.json",
+    ),
+    "models": ("moetool models --json",),
+    "data": ("moetool data",),
+    "doctor": ("moetool doctor",),
+    "demo": ("moetool demo --out moetool-demo",),
+    "plan cache": (
+        "moetool plan cache --trace trace --device-memory 30MB --out plan.json",
+        "moetool plan cache --trace trace --predictor predictor --profile profile.json "
+        "--device-memory 8GB --target-tpot 80ms --out plan.json",
+    ),
+    "plan maps": ("moetool plan maps --trace trace --out maps --capacity 1000",),
+    "plan alpha": ("moetool plan alpha reference --data chat --device-memory 30MB --target-tpot 20ms --out plan.json",),
+    "plan placement": (f"moetool plan placement {_SERVERS} {_CLUSTER} --planner prism_exact --out placement.json",),
+    "plan score": (f"moetool plan score placement.json {_SERVERS}",),
+    "plan compare": (f"moetool plan compare {_SERVERS} {_CLUSTER} --planners uniform,prism,eplb --split 0.5",),
+    "plan stream": (f"moetool plan stream --trace A --trace B {_CLUSTER} --planner director --batches 8",),
+    "plan migrate": (f"moetool plan migrate old.json new.json {_SERVERS} --horizon-tokens 100000 --out moves.json",),
+    "plan export": ("moetool plan export placement.json --format sglang --out placement.sglang.json",),
+    "bench serve": ("moetool bench serve reference --policy on_demand,lru,foresight --budget 25%,50% --data chat",),
+    "bench cluster": ("moetool bench cluster reference --quick --out results",),
+    "bench paper": ('moetool bench paper prism --quick --only "Figure 8" --out results',),
+    "trace info": ("moetool trace info trace",),
+    "trace head": ("moetool trace head trace --requests 10 --out short",),
+    "trace sample": ("moetool trace sample trace --requests 10 --out some",),
+    "trace split": (
+        "moetool trace split trace --by task --out parts",
+        "moetool trace split trace --by request --share 0.8 --out parts",
+    ),
+    "trace merge": ("moetool trace merge parts/chat parts/code --out both",),
+    "trace export": ("moetool trace export trace --format vllm_routed_experts --out routes",),
+    "trace import": ("moetool trace import routes.csv --format route_csv --out trace --set task=law",),
+    "reference train": ("moetool reference train --data texts --out model --set fit.max_steps=500",),
+}
+"""By the words of a command: the lines."""
+
+
+def explain(app: typer.Typer, words: tuple[str, ...] = ()) -> None:
+    """Give every command of an application its examples, and its help paragraphs without the source's line ends."""
+    for command in app.registered_commands:
+        assert command.callback is not None
+        name = command.name or command.callback.__name__.replace("_", "-")
+        paragraphs = inspect.cleandoc(command.help or command.callback.__doc__ or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        lines = EXAMPLES[" ".join((*words, name))]
+        command.epilog = "\n\n".join(("For example:" if len(lines) == 1 else "Examples:", *lines))
+    for group in app.registered_groups:
+        assert group.typer_instance is not None and group.name is not None
+        explain(group.typer_instance, (*words, group.name))

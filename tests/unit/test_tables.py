@@ -1,0 +1,99 @@
+"""What a person at a terminal sees: nothing is broken in two, whatever the terminal's width."""
+
+import re
+import sys
+
+import pytest
+
+from moetool import tables
+
+COLUMNS = [
+    "planner",
+    "requests",
+    "clinic",
+    "court",
+    "in all",
+    "remote calls",
+    "sent",
+    "seconds to plan",
+    "TensorRT-LLM",
+]
+ROWS = [
+    ["prism_exact", "planned on", "87.1%", "81.4%", "87.6%", "16,892", "13.0 MB", "0.54", "0.446"],
+    ["uniform", "unseen task", "25.5%", "23.2%", "33.3%", "1,355,040", "142.3 MB", "0.01", "0.540"],
+]
+
+
+class _Terminal:
+    """Standard output that says it is a terminal, and passes what is written on."""
+
+    def __init__(self, out: object) -> None:
+        self._out = out
+
+    def isatty(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._out, name)
+
+
+def _seen(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed, without the codes for bold type."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+
+
+def _on_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setattr(sys, "stdout", _Terminal(sys.stdout))
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_no_number_is_broken_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    _on_terminal(monkeypatch, width)
+    tables.print_table("placements side by side", COLUMNS, ROWS, num_text=2)
+    out = _seen(capsys)
+    assert max(map(len, out.splitlines())) <= width
+    for row in ROWS:
+        for cell in row[2:]:
+            assert out.count(cell) >= 1, cell
+    for word in " ".join(COLUMNS[2:]).split():
+        assert word in out
+    assert len(re.findall(r"─ *$", out, re.M)) == {40: 6, 60: 3, 80: 2, 120: 1}[width]
+
+
+def test_a_file_gets_one_table_without_escape_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    tables.print_table("placements", COLUMNS, ROWS, num_text=2)
+    out = _seen(capsys)
+    assert "\x1b" not in out and "(part" not in out
+    assert len([line for line in out.splitlines() if line.strip()]) == 5  # title, two of headings' height, rows
+
+
+def test_texts_alone_are_folded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _on_terminal(monkeypatch, 40)
+    tables.print_table("", ["family", "remarks"], [["afmoe", "a sentence " * 8]], num_text=2)
+    assert max(map(len, _seen(capsys).splitlines())) <= 40
+
+
+@pytest.mark.parametrize("width", [50, 80])
+def test_lines_are_wrapped_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    rows = [("memory", "21.9 GB free", "weights, cache and slots share what is free: see --device-memory for the rest")]
+    tables.print_lines(rows)
+    assert _seen(capsys) == f"memory  21.9 GB free  {rows[0][2]}\n"
+    _on_terminal(monkeypatch, width)
+    tables.print_lines(rows)
+    out = _seen(capsys)
+    assert max(map(len, out.splitlines())) <= width
+    assert out.split() == " ".join(rows[0]).split()
+    assert len(out.splitlines()) > 1
+
+
+def test_numbers_for_people() -> None:
+    assert [tables.significant(n) for n in (142_840.6, 1000, 948.84, 0.41434, 0)] == [
+        *("142,841", "1,000", "948.8", "0.4143", "0")
+    ]
+    assert [tables.numbered(n, "prompt") for n in (0, 1, 1200)] == ["0 prompts", "1 prompt", "1,200 prompts"]
