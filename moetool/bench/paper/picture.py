@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _BAR = 0.27  # inches
 _LEAST = 2.6  # inches of the height of a figure with curves
+_MARKED = 12  # points of a line, as many as are marked
 _FEW = 5  # bars, as many as would fill the least height: fewer are no thicker
 _FAR = 50  # times the least abscissa, from which an axis is logarithmic
 _UNEVEN = 12  # times the least mean, from which bars would hide it: points on a logarithmic axis
@@ -72,7 +73,7 @@ def _curves(axes: "Axes", found: Found) -> None:
     series = [curves for curves in found.curves.values() if curves]
     for number, (name, curves) in enumerate(found.curves.items()):
         x, means, halves = average(curves)
-        line(axes, x, means, number, name)
+        line(axes, x, means, number, name, **({"marker": ""} if len(x) > _MARKED else {}))
         if halves is not None:
             low, high = np.subtract(means, halves), np.add(means, halves)
             axes.fill_between(x, low, high, color=STYLES[number % len(STYLES)][0], alpha=0.15, linewidth=0)
