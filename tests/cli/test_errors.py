@@ -439,3 +439,10 @@ def test_every_command_has_examples_whose_flags_it_has(run: Run, monkeypatch: py
             for part in parts:
                 if part.startswith("--"):
                     assert f"{part} " in options or f"{part}," in options, line
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "moetool", "trace", "split"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "moetool: missing argument 'DIR' (see moetool trace split --help)\n"
