@@ -33,7 +33,7 @@ EXAMPLES = {
         "moetool report placement.json --before old.json --trace clinic=A --out page.html",
     ),
     "profile": (
-        "moetool profile reference --seconds 30 --out profile.json",
+        "moetool profile reference --seconds 30 --predictor predictor --out profile.json",
         "moetool profile deepseek-v2-lite --config-only --out profile.json",
     ),
     "models": ("moetool models --json",),
@@ -45,14 +45,20 @@ EXAMPLES = {
         "moetool plan cache --trace trace --predictor predictor --profile profile.json "
         "--device-memory 8GB --target-tpot 80ms --out plan.json",
     ),
-    "plan maps": ("moetool plan maps --trace trace --out maps --capacity 1000",),
+    "plan maps": ("moetool plan maps --trace trace --out maps --capacity 1000 --set source=topk",),
     "plan alpha": ("moetool plan alpha reference --data chat --device-memory 30MB --target-tpot 20ms --out plan.json",),
-    "plan placement": (f"moetool plan placement {_SERVERS} {_CLUSTER} --planner prism_exact --out placement.json",),
+    "plan placement": (
+        f"moetool plan placement {_SERVERS} {_CLUSTER} --planner prism_exact --out placement.json",
+        f"moetool plan placement {_SERVERS} {_CLUSTER} --planner uniform --out even.json",
+    ),
     "plan score": (f"moetool plan score placement.json {_SERVERS}",),
     "plan compare": (f"moetool plan compare {_SERVERS} {_CLUSTER} --planners uniform,prism,eplb --split 0.5",),
     "plan stream": (f"moetool plan stream --trace A --trace B {_CLUSTER} --planner director --batches 8",),
     "plan migrate": (f"moetool plan migrate old.json new.json {_SERVERS} --horizon-tokens 100000 --out moves.json",),
-    "plan export": ("moetool plan export placement.json --format sglang --out placement.sglang.json",),
+    "plan export": (
+        "moetool plan export even.json --format sglang --out even.sglang.json",
+        "moetool plan export placement.json --format ktransformers --out placement.ktransformers.pt",
+    ),
     "bench serve": ("moetool bench serve reference --policy on_demand,lru,foresight --budget 25%,50% --data chat",),
     "bench cluster": ("moetool bench cluster reference --quick --out results",),
     "bench paper": ('moetool bench paper prism --quick --only "Figure 8" --out results',),
