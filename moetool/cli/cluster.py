@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moetool import tables
+from moetool import garbage, tables
 from moetool.cli.watch import Watch
 from moetool.config import parse
 from moetool.errors import UsageError, unknown_name
@@ -140,6 +140,7 @@ def _edge(command: ClusterCommand) -> None:
         try:
             if not interrupts.during(head.start, stop_at=1):
                 return
+            garbage.as_usual()
             for info in filter(None, head.infos()):
                 held, slots = len(info.held), info.slots
                 tables.narrate(

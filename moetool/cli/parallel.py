@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moetool import tables
+from moetool import garbage, tables
 from moetool.config import parse
 from moetool.errors import UsageError
 
@@ -67,6 +67,7 @@ def serve_parallel(
         head = open_head(model, plan, launcher, options, ranks, profile=costs, toward=head_address(where))
         tables.narrate(f"moetool: starting {num_ranks} ranks")
         head.start()
+        garbage.as_usual()
         for name, held in zip(names, head.stats()["experts_held"], strict=True):
             tables.narrate(f"moetool: rank {name} holds {held} of {plan.spec.total_experts} experts")
         url = f"moetool: placement {options.placement}, {ranks.seats} requests of a batch on each rank; serving on"
