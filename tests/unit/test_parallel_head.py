@@ -20,6 +20,7 @@ from moetool.cluster.parallel.seating import Seating
 from moetool.errors import CapacityError, MoetoolError
 from moetool.request import Output, SamplingParams, Unavailable
 from tests.clusters import make_cluster
+from tests.servers import eventually
 from tests.synthetic import make_spec
 
 SPEC = make_spec(1, 4)
@@ -213,10 +214,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settle(launched: Launched, count: int) -> None:
     """Until so many restarts were tried."""
-    deadline = time.monotonic() + 10
-    while len(launched.restarted) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    eventually(lambda: len(launched.restarted) >= count)
 
 
 @pytest.mark.usefixtures("quick")
@@ -228,15 +226,12 @@ def test_a_rank_that_ends_before_it_says_hello_is_started_again() -> None:
     ranks.call({})
     assert ranks.lose(1)
     settle(launched, 1)
-    deadline = time.monotonic() + 10
-    while 1 in ranks._starting:
-        assert time.monotonic() < deadline
+    eventually(lambda: 1 not in ranks._starting)
     for tries in range(2, 6):
         ranks.died(1)
         ranks.died(1)  # said of the same process twice, it counts once
         settle(launched, tries)
-        while 1 in ranks._starting:
-            assert time.monotonic() < deadline
+        eventually(lambda: 1 not in ranks._starting)
     ranks.died(1)
     assert launched.restarted == [1] * 5 and ranks.there == [0]
     ranks.lose(0)
@@ -275,16 +270,13 @@ def test_a_rank_whose_machine_has_gone_waits_until_it_is_back(monkeypatch: pytes
     for gpu in range(2):
         ranks.greet(gpu, Told(), ("", 0))
     ranks.lose(1)
-    deadline = time.monotonic() + 10
-    while len(launched.restarted) < 20:  # far more often than one that fails is tried
-        assert time.monotonic() < deadline and not ranks.gone
+    eventually(lambda: len(launched.restarted) >= 20)  # far more often than one that fails is tried
+    assert not ranks.gone
     ranks.lose(0)
-    while posted != [("waits", 1), ("waits", 0)]:
-        assert time.monotonic() < deadline
+    eventually(lambda: posted == [("waits", 1), ("waits", 0)])
     assert ranks.gone  # nobody is there, and nobody can be started
     is_back.set()
-    while ranks.gone:
-        assert time.monotonic() < deadline
+    eventually(lambda: not ranks.gone)
     ranks.greet(1, Told(), ("", 0))
     assert ranks.there == [1]
 
