@@ -178,8 +178,8 @@ class Hosts:
 
     def close(self) -> None:
         """End the hosts' processes, and the hosts."""
-        _remove([*self.names, self.head, self._hub], self._folder)
         Hosts._open = False
+        _remove([*self.names, self.head, self._hub], self._folder)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
