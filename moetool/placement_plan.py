@@ -1,19 +1,17 @@
 """Where experts live in a cluster, and how to get from one such plan to another. A plan is one JSON file."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from moetool import __version__, config, durable
-from moetool.errors import CapacityError, MismatchError, UsageError, first_line
+from moetool import artefact, durable
+from moetool.errors import CapacityError, MismatchError
 from moetool.types import Cluster, ModelSpec
 
 SCHEMA_VERSION = 1
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +129,7 @@ class PlacementPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON object."""
-        return {**_head("placement_plan"), **asdict(self), "spec": self.spec.to_json()}
+        return {**artefact.head("placement_plan", SCHEMA_VERSION), **asdict(self), "spec": self.spec.to_json()}
 
     @classmethod
     def load(cls, path: Path) -> "PlacementPlan":
@@ -142,7 +140,9 @@ class PlacementPlan:
             MismatchError: it is not a placement plan of this schema version, or it is damaged.
             CapacityError: it does not fit its own cluster.
         """
-        plan = _load(cls, path, "placement_plan", "moetool plan placement")
+        plan = artefact.load(
+            cls, path, what="plan", kind="placement_plan", version=SCHEMA_VERSION, command="moetool plan placement"
+        )
         plan.check()
         return plan
 
@@ -246,39 +246,11 @@ class MigrationPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON object."""
-        return {**_head("migration_plan"), **asdict(self), "spec": self.spec.to_json()}
+        return {**artefact.head("migration_plan", SCHEMA_VERSION), **asdict(self), "spec": self.spec.to_json()}
 
     @classmethod
     def load(cls, path: Path) -> "MigrationPlan":
         """Read a plan; errors as of `PlacementPlan.load`."""
-        return _load(cls, path, "migration_plan", "moetool plan migrate")
-
-
-def _head(kind: str) -> dict[str, Any]:
-    return {"kind": kind, "schema_version": SCHEMA_VERSION, "moetool_version": __version__}
-
-
-def _load(cls: type[T], path: Path, kind: str, command: str) -> T:
-    advice = f"make the plan again with: {command}"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except IsADirectoryError:
-        raise UsageError(f"{path} is a folder, expected a plan's file; one is made with: {command}") from None
-    except (FileNotFoundError, NotADirectoryError):
-        raise UsageError(f"no plan at {path}; make one with: {command} … --out {path} (see {command} --help)") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise MismatchError(f"{path} is not a plan ({first_line(error)}); {advice}") from None
-    if not isinstance(values, Mapping):
-        raise MismatchError(f"{path} is not a plan (it holds no JSON object); {advice}")
-    values = dict(values)
-    found = values.pop("kind", "something else"), values.pop("schema_version", None)
-    if found != (kind, SCHEMA_VERSION):
-        raise MismatchError(
-            f"{path} holds {found[0]} of schema version {found[1]}, expected a {kind} of version {SCHEMA_VERSION}; "
-            f"{advice}"
+        return artefact.load(
+            cls, path, what="plan", kind="migration_plan", version=SCHEMA_VERSION, command="moetool plan migrate"
         )
-    values.pop("moetool_version", None)
-    try:
-        return config.parse(cls, values, str(path))
-    except UsageError as error:
-        raise MismatchError(f"{first_line(error)}; {advice}") from None

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moetool import __version__, config, durable
-from moetool.errors import MismatchError, UsageError, first_line
+from moetool import artefact, durable
 from moetool.residency import PrefetchLimits
 from moetool.types import ModelSpec
 
@@ -92,8 +91,7 @@ class CachePlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON object."""
-        head = {"kind": "cache_plan", "schema_version": SCHEMA_VERSION, "moetool_version": __version__}
-        return {**head, **asdict(self), "spec": self.spec.to_json()}
+        return {**artefact.head("cache_plan", SCHEMA_VERSION), **asdict(self), "spec": self.spec.to_json()}
 
     @classmethod
     def load(cls, path: Path) -> "CachePlan":
@@ -103,32 +101,15 @@ class CachePlan:
             UsageError: there is no such file.
             MismatchError: it is not a cache plan of this schema version, or it is damaged.
         """
-        advice = "make the plan again with: moetool plan cache"
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except IsADirectoryError:
-            raise UsageError(
-                f"{path} is a folder, expected a plan's file; one is made with: moetool plan cache"
-            ) from None
-        except (FileNotFoundError, NotADirectoryError):
-            raise UsageError(
-                f"no plan at {path}; make one with: moetool plan cache --trace DIR --device-memory 64MB --out {path}"
-            ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise MismatchError(f"{path} is not a plan ({first_line(error)}); {advice}") from None
-        if not isinstance(values, dict):
-            raise MismatchError(f"{path} is not a plan (it holds no JSON object); {advice}")
-        kind, version = values.pop("kind", "something else"), values.pop("schema_version", None)
-        if (kind, version) != ("cache_plan", SCHEMA_VERSION):
-            raise MismatchError(
-                f"{path} holds {kind} of schema version {version}, expected a cache_plan of version "
-                f"{SCHEMA_VERSION}; {advice}"
-            )
-        values.pop("moetool_version", None)
-        try:
-            plan = config.parse(cls, values, str(path))
-        except UsageError as error:
-            raise MismatchError(f"{first_line(error)}; {advice}") from None
+        plan = artefact.load(
+            cls,
+            path,
+            what="plan",
+            kind="cache_plan",
+            version=SCHEMA_VERSION,
+            command="moetool plan cache",
+            example="--trace DIR --device-memory 64MB",
+        )
         if plan.predictor is not None:
             located = str((path.parent.resolve() / plan.predictor.path).resolve())
             return replace(plan, predictor=replace(plan.predictor, path=located))

@@ -14,11 +14,13 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1))
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1) -> None:
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1, num_keys: int = 1
+) -> None:
     """A table on stdout; the first `num_text` columns are text, the others are numbers.
 
-    On a terminal too narrow for all of its numbers it comes in parts, each with the columns of text at its left: a
-    number is never broken.
+    On a terminal too narrow for all of its numbers it comes in parts, each with the texts, or the first `num_keys`
+    columns if they are more, at its left: a number is never broken, nor a name in the first column.
     """
     from rich import box
     from rich.console import Console
@@ -28,16 +30,15 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
-    parts = _parts_of(columns, rows, num_text, console.width)
+    num_keys = max(num_text, num_keys)
+    keys, parts = _widths(columns, rows, num_text, num_keys, console.width)
     for part, widths in enumerate(parts):
-        heading = title if part == 0 else f"{title} (part {part + 1} of {len(parts)})" if title else ""
+        heading = title if part == 0 else f"(part {part + 1} of {len(parts)})"
         table = Table(title=Text(printable(heading)), title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
-        for column in columns[:num_text]:
-            table.add_column(column, justify="left", overflow="fold")
-        for i, width in widths.items():
-            table.add_column(columns[i], justify="right", width=width)
+        for i, width in (keys | widths).items():
+            table.add_column(columns[i], justify="left" if i < num_text else "right", overflow="fold", width=width)
         for row in rows:
-            table.add_row(*(Text(printable(row[i])) for i in (*range(num_text), *widths)))
+            table.add_row(*(Text(printable(row[i])) for i in keys | widths))
         console.print(table)
 
 
@@ -45,14 +46,20 @@ _GAP = 3
 """What a table takes beside each column; one more at its edge."""
 
 
-def _parts_of(columns: Sequence[str], rows: Sequence[Sequence[str]], num_text: int, width: int) -> list[dict[int, int]]:
-    """The columns of numbers, with their widths, in each part of a table that is to be no wider than `width`."""
+def _widths(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], num_text: int, num_keys: int, width: int
+) -> tuple[dict[int, int | None], list[dict[int, int | None]]]:
+    """The columns that every part of a table has, and the others by part, each with its width; None fits it in."""
     cells = [[column, *(row[i] for row in rows)] for i, column in enumerate(columns)]
     full = [max(len(line) for cell in column for line in cell.split("\n")) for column in cells]
     least = [max(map(len, [*heading.split(), *numbers]), default=0) for heading, *numbers in cells]
-    room = width - 1 - min(sum(full[:num_text]) + _GAP * num_text, width // 2)  # longer texts are folded
+    keys: dict[int, int | None] = {i: None if i < num_text else least[i] for i in range(num_keys)}
+    left = sum((full if i < num_text else least)[i] + _GAP for i in keys)
+    if num_text and full[0] <= width // 3:
+        keys[0] = full[0]
+    room = width - 1 - min(left, width // 2)  # longer texts are folded
     parts: list[dict[int, int]] = [{}]
-    for i in range(num_text, len(columns)):
+    for i in range(num_keys, len(columns)):
         if parts[-1] and sum(parts[-1].values()) + _GAP * (len(parts[-1]) + 1) + least[i] > room:
             parts.append({})
         parts[-1][i] = least[i]
@@ -62,7 +69,7 @@ def _parts_of(columns: Sequence[str], rows: Sequence[Sequence[str]], num_text: i
             if tightest is None or part[tightest] >= full[tightest]:
                 break
             part[tightest] += 1
-    return parts
+    return keys, [dict(part) for part in parts]
 
 
 def significant(number: float, digits: int = 4) -> str:
@@ -215,7 +222,7 @@ def print_replay(title: str, rows: Sequence[Any], chosen: Sequence[Any] = ()) ->
                 count(row.timing.total.late),
             ]
         table.append(cells)
-    print_table(title, columns, table)
+    print_table(title, columns, table, num_keys=3)
 
 
 def print_frontier(plan: Any) -> None:

@@ -60,8 +60,8 @@ class Options:
         stride: how many layers ahead the networks on hidden states see.
     """
 
-    hidden: int = 1024
-    dropout: float = 0.5
+    hidden: int = 512
+    dropout: float = 0.2
     forget: float = 0.2
     paths: int = 10240
     recent: int = 4096
@@ -117,7 +117,7 @@ class Predictor(moetool.predictor.Predictor):
             self.needs = self.needs | {"hidden"}
         L, E, K, S = self.num_layers, self.num_experts, self.top_k, len(SIGNALS)
         self.lookahead = L
-        self.net = PathNet(L, E, options.hidden, options.dropout)
+        self.net = PathNet(L, E, K, options.hidden, options.dropout)
         self.states = promoe.Predictor(spec, promoe.Options(stride=options.stride)) if options.states else None
         first_S = torch.tensor([_FIRST_TRUST.get(name, 0.0) for name in SIGNALS])
         if options.ahead:

@@ -1,6 +1,6 @@
 """PathMLP: one hidden layer over what a token used so far, fading from layer to layer at each unit's own rate.
 
-    z_l      = fade * z_{l-1} + sum over the experts i of layer l of (used[l, i] + log(1 + E weight_i) by_weight[l, i])
+    z_l      = fade * z_{l-1} + sum over the experts i of layer l of (now[l, i] + root(weight_i) by_weight[l, i])
     logit_m  = relu(z_l + before + phase_l) out_m + bias_m                     for any layer m after l
 
 so that one pass answers for every layer after every layer: a training token is looked at after each of its layers, and
@@ -10,6 +10,7 @@ Source: ours; the plain MLP over all earlier layers' experts and weights that it
 and step. `before` is what the request's last token used, which only `fused` knows; alone it is zero.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,8 +39,8 @@ class Options:
         forget: share of the path's experts that are dropped in training.
     """
 
-    hidden: int = 1024
-    dropout: float = 0.5
+    hidden: int = 512
+    dropout: float = 0.2
     forget: float = 0.2
 
     def __post_init__(self) -> None:
@@ -52,15 +53,15 @@ class Options:
 class PathNet(nn.Module):
     """The network.
 
-    Shapes: used_LFH, F = 2E: experts, then the same by what `marks` makes of their weight; before_LEH; phase_LH; fade_H
-        before the sigmoid; out_LHE; bias_LE.
+    Shapes: now_LFH, F = 2E: experts, then the same by the root of their weight; before_LEH; phase_LH; fade_H before
+        the sigmoid; out_LHE; bias_LE.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, hidden: int, dropout: float) -> None:
+    def __init__(self, num_layers: int, num_experts: int, top_k: int, hidden: int, dropout: float) -> None:
         super().__init__()
         L, E, H = num_layers, num_experts, hidden
-        self.num_experts, self.dropout = E, dropout
-        self.used_LFH = nn.Parameter(torch.randn(L, 2 * E, H) * 0.1)
+        self.num_experts, self.dropout, self.root_scale = E, dropout, math.sqrt(top_k)
+        self.now_LFH = nn.Parameter(torch.randn(L, 2 * E, H) * 0.1)
         self.before_LEH = nn.Parameter(torch.randn(L, E, H) * 0.03)
         self.phase_LH = nn.Parameter(torch.zeros(L, H))
         self.fade_H = nn.Parameter(torch.linspace(-1, 5, H))
@@ -74,16 +75,16 @@ class PathNet(nn.Module):
         self.bias_LE.data.copy_(torch.from_numpy(np.log(rate_LE / (1 - rate_LE))))
 
     def marks(self, experts_TPK: Tensor, weights_TPK: Tensor) -> Tensor:
-        """x_TPF: 1 for what was used, and beside it log(1 + E weight), which grows as the router's logit does."""
+        """x_TPF: 1 for what was used, and beside it the root of its weight, times that of K."""
         x_TPF = weights_TPK.new_zeros(*experts_TPK.shape[:2], 2 * self.num_experts)
         x_TPF.scatter_(2, experts_TPK, 1.0)
-        by_weight_TPK = (weights_TPK.abs() * self.num_experts).log1p()
-        return x_TPF.scatter_(2, experts_TPK + self.num_experts, by_weight_TPK)
+        root_TPK = weights_TPK.abs().sqrt() * self.root_scale
+        return x_TPF.scatter_(2, experts_TPK + self.num_experts, root_TPK)
 
     def hidden(self, x_TPF: Tensor, before_TLE: Tensor | None = None) -> Tensor:
         """hidden_PTH: the hidden layer after each of the first P layers."""
         num_seen = x_TPF.shape[1]
-        x_PTH = torch.bmm(x_TPF.transpose(0, 1), self.used_LFH[:num_seen])
+        x_PTH = torch.bmm(x_TPF.transpose(0, 1), self.now_LFH[:num_seen])
         fade_H = self.fade_H.sigmoid()
         z_TH = x_PTH[0]
         z_PTH = [z_TH]
@@ -140,7 +141,7 @@ class Predictor(moetool.predictor.Predictor):
     def __init__(self, spec: ModelSpec, options: Options) -> None:
         super().__init__(spec, options)
         self.lookahead = self.num_layers
-        self.net = PathNet(self.num_layers, self.num_experts, options.hidden, options.dropout)
+        self.net = PathNet(self.num_layers, self.num_experts, self.top_k, options.hidden, options.dropout)
 
     def count(self, tokens: Tokens) -> None:
         self.net.begin_at(tokens.experts_TPK.numpy())

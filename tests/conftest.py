@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -22,15 +23,25 @@ def pytest_collection_finish() -> None:
     transformers collects garbage whenever an engine is closed, which the tests do a thousand times: each time it would
     look through half a million objects that stay, for a quarter of a second.
     """
-    gc.freeze()
+    _freeze()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Nor among what a module of tests has loaded besides, once its own fixtures are gone."""
-    if nextitem is not None and nextitem.path != item.path:
+    """Nor among what is loaded later: after tests that have imported much, and once a file's own fixtures are gone."""
+    if nextitem is not None and (nextitem.path != item.path or len(sys.modules) > _loaded + 100):
         gc.collect()
-        gc.freeze()
+        _freeze()
+
+
+_loaded = 0
+"""Modules there were at the last freeze."""
+
+
+def _freeze() -> None:
+    global _loaded
+    gc.freeze()
+    _loaded = len(sys.modules)
 
 
 @pytest.fixture(scope="session")

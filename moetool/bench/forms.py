@@ -390,6 +390,7 @@ def print_forms(made: FormsBench) -> None:
         ],
         rows,
         num_text=2,
+        num_keys=3,
     )
     if made.judged_tokens:
         print(

@@ -267,6 +267,8 @@ def bench_parallel(
                     always=one.always,
                     seed=options.seed,
                 )
+                for predictor in control.predictors:
+                    predictor.measure(requests[0])
                 start_GLE = uniform(spec, room) if one.placement == "vanilla" else offline_GLE
                 head.use(control, start_GLE, one.migrate)
                 bench.runs[one.name].append(_run(head, requests, options))

@@ -240,6 +240,7 @@ def print_serve_bench(made: ServeBench) -> None:
             *("stall", "books", "sum", "larger", "x bound"),
         ],
         rows,
+        num_keys=2,
     )
     if made.refused is not None:
         print(f"{OFFLOADED}: {made.refused}")

@@ -43,7 +43,7 @@ def info(path: Dir, as_json: Json = False) -> None:
     print(f"columns {', '.join(found['columns'])}; batches {found['composition']}; whole and unchanged")
     rows = [
         [
-            f"{row['dataset']} / {row['task']}",
+            f"{row['dataset']} / {row['task'] or '-'}",
             *(tables.count(row[c]) for c in ("requests", "prompt_tokens", "new_tokens")),
         ]
         for row in found["tasks"]

@@ -2,6 +2,10 @@
 
 Ray carries calls of control only: how a worker is to be built, its statistics, what to hold. Tensors and tokens go
 over the workers' own connections (a Ray call takes milliseconds).
+
+A machine that cannot be reached for about a minute is given up by Ray, which then ends its own processes there: it has
+to be joined again, by the same `ray start`, and gets its server back. What it is given up after is the head's to say
+(`RAY_health_check_failure_threshold` where `ray start --head` is called).
 """
 
 import os

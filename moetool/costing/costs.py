@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moetool import __version__, config, durable
-from moetool.errors import MismatchError, UsageError, first_line
+from moetool import artefact, durable
+from moetool.errors import MismatchError
 from moetool.machine import Machine
 from moetool.types import ModelSpec
 
@@ -239,8 +239,7 @@ class CostProfile:
 
     def to_json(self) -> dict[str, Any]:
         """The profile as a JSON object."""
-        head = {"kind": KIND, "schema_version": SCHEMA_VERSION, "moetool_version": __version__}
-        return {**head, **asdict(self), "spec": self.spec.to_json()}
+        return {**artefact.head(KIND, SCHEMA_VERSION), **asdict(self), "spec": self.spec.to_json()}
 
     @classmethod
     def load(cls, path: Path) -> "CostProfile":
@@ -250,26 +249,9 @@ class CostProfile:
             UsageError: there is no such file.
             MismatchError: it is not a profile of this schema version, or it is damaged.
         """
-        advice = "make the profile again with: moetool profile"
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except OSError:
-            raise UsageError(f"no profile at {path}; make one with: moetool profile MODEL --out {path}") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise MismatchError(f"{path} is not a profile ({first_line(error)}); {advice}") from None
-        if not isinstance(values, dict):
-            raise MismatchError(f"{path} is not a profile (it holds no JSON object); {advice}")
-        kind, version = values.pop("kind", "something else"), values.pop("schema_version", None)
-        if (kind, version) != (KIND, SCHEMA_VERSION):
-            raise MismatchError(
-                f"{path} holds {kind} of schema version {version}, expected a {KIND} of version {SCHEMA_VERSION}; "
-                f"{advice}"
-            )
-        values.pop("moetool_version", None)
-        try:
-            return config.parse(cls, values, str(path))
-        except UsageError as error:
-            raise MismatchError(f"{first_line(error)}; {advice}") from None
+        return artefact.load(
+            cls, path, what="profile", kind=KIND, version=SCHEMA_VERSION, command="moetool profile", example="MODEL"
+        )
 
 
 def _shape(spec: ModelSpec) -> set[tuple[int, ...]]:

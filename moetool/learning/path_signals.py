@@ -131,11 +131,11 @@ class PathSignals:
         self._chain = [self._affinity_MEE[layer][experts_TK].mean(axis=1)] if layer + 1 < self.num_layers else []
         self._ahead_ATE = event.ahead_ATE
         if self._net is not None:
-            used_FH = self._net["used_LFH"][layer]
-            by_weight_TK = np.log1p(np.abs(event.weights_TK, dtype=np.float32) * self.num_experts)
+            now_FH = self._net["now_LFH"][layer]
+            scale = np.float32(math.sqrt(experts_TK.shape[1]))
             self._z_TH *= self._fade_H
-            self._z_TH += used_FH[experts_TK].sum(axis=1)
-            self._z_TH += np.einsum("tkh,tk->th", used_FH[self.num_experts + experts_TK], by_weight_TK)
+            self._z_TH += now_FH[experts_TK].sum(axis=1)
+            self._z_TH += np.einsum("tkh,tk->th", now_FH[self.num_experts + experts_TK], root_TK * scale)
             self._hidden_TH = np.maximum(self._z_TH + self._before_TH + self._net["phase_LH"][layer], 0)
         if self._states is not None and layer + 1 < self.num_layers:
             assert event.hidden_TD is not None, "hidden states were asked for and not given"

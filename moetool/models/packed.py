@@ -196,6 +196,8 @@ class Block(NamedTuple):
 
     def dense(self, bits: int) -> torch.Tensor:
         """The weight, in the type of its scales."""
+        if len(self.words) * self.columns <= _CHUNK:
+            return _dense(self._values(slice(None), bits), self.scale, self._zero(bits))
         out = torch.empty(len(self.words), self.columns, dtype=self.scale.dtype, device=self.words.device)
         self.into(out, bits)
         return out
@@ -204,22 +206,27 @@ class Block(NamedTuple):
         """Write the weight to `out`, as the type of its scales has it; some rows at a time, so that they stay in the
         processor's cache between one step and the next.
         """
-        zero = None if self.zero is None else unpack(self.zero.T, bits, len(self.words)).T
+        zero = self._zero(bits)
         rows = max(1, _CHUNK // self.columns)
         if self.tile:
             rows = max(1, rows // self.tile) * self.tile
         for first in range(0, len(self.words), rows):
             part = slice(first, first + rows)
-            words = self.words[part]
-            if self.tile:
-                values = _unpack_pairs(packed_product.restore(words, len(words), self.tile))
-            else:
-                values = unpack(words, bits, self.columns)
-            mine = None if zero is None else zero[part]
+            values, mine = self._values(part, bits), None if zero is None else zero[part]
             if out.dtype == self.scale.dtype:
                 _dense_into(out[part], values, self.scale[part], mine)
             else:
                 out[part] = _dense(values, self.scale[part], mine)
+
+    def _values(self, part: slice, bits: int) -> torch.Tensor:
+        """The values int8 of some rows, which are whole tiles."""
+        words = self.words[part]
+        if self.tile:
+            return _unpack_pairs(packed_product.restore(words, len(words), self.tile))
+        return unpack(words, bits, self.columns)
+
+    def _zero(self, bits: int) -> torch.Tensor | None:
+        return None if self.zero is None else unpack(self.zero.T, bits, len(self.words)).T
 
     @property
     def nbytes(self) -> int:
@@ -236,6 +243,8 @@ class PackedWeight(NamedTuple):
     def to(self, dtype: torch.dtype) -> torch.Tensor:
         """The dense weight. It is made in the type of the scales, as transformers makes experts, then widened."""
         first = self.blocks[0]
+        if len(self.blocks) == 1 and self.numel <= _CHUNK:
+            return first.dense(self.bits).to(dtype)
         rows = [len(block.words) for block in self.blocks]
         out = torch.empty(sum(rows), first.columns, dtype=dtype, device=first.words.device)
         for block, part in zip(self.blocks, out.split(rows), strict=True):

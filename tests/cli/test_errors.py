@@ -306,7 +306,7 @@ def test_outputs_that_cannot_be_written(run: Run, trace: Path, tmp_path: Path) -
     _one_line(run(*plan, tmp_path), 2, "is a folder, expected the name of a file")
     _one_line(run(*plan, file / "plan.json"), 1, "what was there before is unchanged")
     assert run(*plan, tmp_path / "new" / "plan.json")[0] == 0
-    _one_line(run("serve", "reference", "--plan", tmp_path, "--port", 0), 2, "no plan at")
+    _one_line(run("serve", "reference", "--plan", tmp_path, "--port", 0), 2, "is a folder, expected a plan's file")
     capture = ("capture", "reference", "--data", "chat", "--max-prompts", 1, "--out")
     _one_line(run(*capture, file / "t"), 1, "what was there before is unchanged")
     _one_line(run(*capture, tmp_path / "new", "--overwrite"), 2, "moetool did not write it")
@@ -439,3 +439,10 @@ def test_every_command_has_examples_whose_flags_it_has(run: Run, monkeypatch: py
             for part in parts:
                 if part.startswith("--"):
                     assert f"{part} " in options or f"{part}," in options, line
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "moetool", "trace", "split"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "moetool: missing argument 'DIR' (see moetool trace split --help)\n"

@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from moetool.trace.reader import Trace
-from tests import foreign, synthetic_routes
+from moetool.trace.writer import TraceWriter
+from tests import foreign, synthetic_routes, traces
 from tests.command_line import Run
 
 COMMAND = ("trace",)
@@ -90,3 +93,12 @@ def test_parted_and_joined(run: Run, tmp_path: Path) -> None:
     assert code == 0 and "2 requests, 10 tokens" in out
     code, _, err = run("split", trace, "--by", "request", "--share", "half", "--out", tmp_path / "x")
     assert code == 2 and "expected numbers, such as 0.8" in err
+
+
+def test_a_trace_without_tasks(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = TraceWriter.add_request
+    monkeypatch.setattr(TraceWriter, "add_request", lambda self, n, **facts: add(self, n, **{**facts, "task": ""}))
+    traces.write(tmp_path / "t", traces.alone([(3, 2)]), [(3, 2)])
+    code, out, err = run("info", tmp_path / "t")
+    assert code == 0, err
+    assert "d / - " in out

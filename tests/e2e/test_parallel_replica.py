@@ -110,10 +110,10 @@ def test_the_replica_says_what_the_next_batch_will_use_and_no_text_changes(head:
         assert missed < 0.5 * missed_by_none
 
 
-def test_a_decision_takes_the_longer_the_longer_the_prompts_are(made: Made) -> None:
+def test_what_the_replica_takes_is_measured_before_anybody_waits_for_it(made: Made) -> None:
     (predictor,) = open_predictors([str(made.replica)], made.spec)
     batch = [Waiting(prompt=[5] * 20, new_tokens=1, gpu=0)]
-    assert predictor.token_s == 0.0
-    _, taken_s = predictor.demand(made.spec, cluster_of(made.spec, GPUS, 64), batch)
-    assert predictor.cost_s(batch) == pytest.approx(taken_s)
-    assert predictor.cost_s(batch * 3) == pytest.approx(3 * taken_s)
+    assert 0 < predictor.token_s == predictor.cost_s(batch) / 20
+    before_s, (_, taken_s) = predictor.token_s, predictor.demand(made.spec, cluster_of(made.spec, GPUS, 64), batch)
+    assert predictor.token_s == pytest.approx((before_s + taken_s / 20) / 2)
+    assert predictor.cost_s(batch * 3) == pytest.approx(3 * predictor.cost_s(batch))

@@ -1,6 +1,5 @@
 """A capture that is stopped goes on, and its files are those of one that was not."""
 
-import gc
 import hashlib
 import os
 import resource
@@ -10,7 +9,7 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,15 +65,6 @@ def _quiet(note: str) -> None:
 def sha256s(folder: Path) -> dict[str, str]:
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def little_garbage() -> Iterator[None]:
-    """transformers collects garbage whenever a batcher is closed, among all objects of all modules."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

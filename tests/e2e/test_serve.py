@@ -128,6 +128,7 @@ def test_metrics_add_up(client: openai.OpenAI, engine: Any) -> None:
     assert metrics["slots_bytes"] + metrics["kv_bytes"] < 20_000_000
     _, _, text = get(str(client.base_url).removesuffix("/v1/"), "/metrics")
     assert f'moetool_expert_uses_total{{outcome="missed"}} {float(metrics["misses"])}' in text
+    assert "The engine's" not in text  # every number of an engine says what it is
 
 
 def _answer(engine: Any, prompt: list[int], max_tokens: int = 8) -> list[Output]:

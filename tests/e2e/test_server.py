@@ -99,7 +99,7 @@ def test_a_signal_drains(processes: list[Process], sig: signal.Signals) -> None:
     assert response.read().endswith(b"data: [DONE]\n\n")
     code, out, err = process.end()
     assert (code, out) == (0, "ended, live requests: 0\n")
-    assert err == "moetool: finishing 1 running requests; Ctrl-C again stops at once\n"
+    assert err == "moetool: finishing 1 running request; Ctrl-C again stops at once\n"
 
 
 def test_a_second_signal_stops_at_once(processes: list[Process]) -> None:

@@ -77,6 +77,18 @@ def test_texts_alone_are_folded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert max(map(len, _seen(capsys).splitlines())) <= 40
 
 
+def test_names_stay_whole_and_what_tells_rows_apart_is_in_every_part(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _on_terminal(monkeypatch, 60)
+    tables.print_table("", ["name", "licence"], [["livecodebench", "a sentence " * 9]], num_text=2)
+    assert "livecodebench" in _seen(capsys)
+    columns = ["policy", "budget", *(f"measure {i}" for i in range(9))]
+    tables.print_table("", columns, [["lru", f"{b}.0 MB", *["0.12345"] * 9] for b in (2, 4)], num_keys=2)
+    out = _seen(capsys)
+    assert out.count("lru") == 2 * out.count("2.0 MB") == 2 * out.count("4.0 MB") > 2
+
+
 @pytest.mark.parametrize("width", [50, 80])
 def test_lines_are_wrapped_between_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int

@@ -14,6 +14,7 @@ from moetool.placement_plan import PlacementPlan
 from moetool.planning.demand import loads
 from moetool.planning.placing import plan_placement
 from moetool.prompts.gather import Prompt, gather
+from moetool.tables import numbered
 from moetool.trace.edit import split
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
@@ -101,8 +102,8 @@ def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work
 
     if len(tasks) != len(options.memory) or len(set(tasks)) != len(tasks):
         raise UsageError(
-            f"{len(tasks)} sets of prompts for {len(options.memory)} servers; give each server a set of its own with "
-            f"--data, or as many with --set bench.memory"
+            f"{numbered(len(tasks), 'set')} of prompts for {numbered(len(options.memory), 'server')}; give "
+            f"each server a set of its own with --data, or as many with --set bench.memory"
         )
     spec = read_spec(locate(model))
     parts: tuple[dict[str, list[Prompt]], ...] = ({}, {})
@@ -123,7 +124,7 @@ def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work
     made = capture(model, every, work / "trace", how)
     if made.skipped:
         raise UsageError(
-            f"{made.skipped} prompts do not fit into the context of {model}; cut them with --set "
+            f"prompts that do not fit into the context of {model}: {made.skipped}; cut them with --set "
             f"bench.prompt_tokens=200"
         )
     traces = split(Trace(work / "trace"), work / "parts", by="task")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _BAR = 0.27  # inches
 _LEAST = 2.6  # inches of the height of a figure with curves
+_MARKED = 12  # points of a line, as many as are marked
 _FEW = 5  # bars, as many as would fill the least height: fewer are no thicker
 _FAR = 50  # times the least abscissa, from which an axis is logarithmic
 _UNEVEN = 12  # times the least mean, from which bars would hide it: points on a logarithmic axis
@@ -56,7 +57,7 @@ def _values(axes: "Axes", found: Found) -> None:
         below = [min(error, 0.9 * value) for value, error in zip(values, errors, strict=True)]
         axes.errorbar(values, places, xerr=[below, errors], fmt="none", ecolor="#222222")
         axes.scatter(values, places, c=colours, zorder=3)
-        axes.set_xscale("log")
+        _logarithmic(axes)
     else:
         axes.barh(places, values, xerr=errors, height=0.7, color=colours, ecolor="#222222")
     axes.set_yticks(places, names)
@@ -72,13 +73,13 @@ def _curves(axes: "Axes", found: Found) -> None:
     series = [curves for curves in found.curves.values() if curves]
     for number, (name, curves) in enumerate(found.curves.items()):
         x, means, halves = average(curves)
-        line(axes, x, means, number, name)
+        line(axes, x, means, number, name, **({"marker": ""} if len(x) > _MARKED else {}))
         if halves is not None:
             low, high = np.subtract(means, halves), np.add(means, halves)
             axes.fill_between(x, low, high, color=STYLES[number % len(STYLES)][0], alpha=0.15, linewidth=0)
     abscissae = [x for curves in series for xs, _ in curves for x in xs]
     if abscissae and min(abscissae) > 0 and max(abscissae) > _FAR * min(abscissae):
-        axes.set_xscale("log")
+        _logarithmic(axes)
     elif all(x == round(x) for x in abscissae):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(found.axes[0])
@@ -87,6 +88,16 @@ def _curves(axes: "Axes", found: Found) -> None:
         axes.set_ylim(0, 103)
     if len(found.curves) > 1:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _logarithmic(axes: "Axes") -> None:
+    """Abscissae by their logarithms, with ticks at 1, 2 and 5 that read as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def average(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[float] | None]:

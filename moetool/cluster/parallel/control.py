@@ -107,6 +107,13 @@ class Predictor:
         self.passed_over = 0
         self._foretell = foretell
 
+    def measure(self, prompt: Sequence[int]) -> None:
+        """Find out what it takes, before anybody waits for it: the second time, since the first may have to load."""
+        for _ in range(2):
+            began = time.perf_counter()
+            self._foretell(prompt, 0)
+            self.token_s = (time.perf_counter() - began) / len(prompt)
+
     def demand(self, spec: ModelSpec, cluster: Cluster, batch: Sequence[Waiting]) -> tuple[Demand, float]:
         """What a batch will need, and the seconds that it took to say."""
         began = time.perf_counter()
@@ -139,7 +146,7 @@ class Control:
     Source: DIRECTOR § V-A: the cascade is for frequent, minor adjustments, the replica for critical, major ones. Which
     is which, the paper leaves open. Here the cheaper predictor is always asked. The other one is asked after it where
     the gain that the first foretells is more than the other was measured to take (a major adjustment), and its answer
-    would not come too late; and once at the beginning and after each 32 decisions without it, to measure it.
+    would not come too late; and after each 32 decisions without it, or if it was never measured, to measure it.
 
     Deviations:
         - The paper's placement follows every prediction; here it does where the gain foretold exceeds the cost.

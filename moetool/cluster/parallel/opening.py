@@ -26,6 +26,9 @@ from moetool.planning.demand import STARTS, Demand
 from moetool.predictor import load_predictor
 from moetool.types import Cluster, ModelSpec
 
+_MEASURED_TOKENS = 32
+"""Of a prompt that predictors are measured on."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
@@ -116,7 +119,7 @@ def uniform(spec: ModelSpec, cluster: Cluster) -> np.ndarray:
 
 
 def open_predictors(folders: Sequence[str], spec: ModelSpec) -> list[Predictor]:
-    """Trained predictors that say from a prompt what a request will use.
+    """Trained predictors that say from a prompt what a request will use, and how long they take to say it.
 
     Raises:
         UsageError: there is none, or it says nothing before a request runs.
@@ -132,6 +135,7 @@ def open_predictors(folders: Sequence[str], spec: ModelSpec) -> list[Predictor]:
                 f"single_transformer or awq_replica"
             )
         opened.append(Predictor(found.name, found.workload))
+        opened[-1].measure(range(_MEASURED_TOKENS))
     return opened
 
 

@@ -81,12 +81,14 @@ class Measured:
     Attributes:
         decode: counts of the forwards without prompt tokens.
         request_s: of each request, of its prompt and of its later tokens.
+        request_tokens: of each request its later tokens.
         decode_s, compute_s, forwards: of the forwards without prompt tokens their seconds, those of the device's
             arithmetic, and how many they are.
     """
 
     decode: Counts
     request_s: tuple[tuple[float, float], ...]
+    request_tokens: tuple[int, ...]
     decode_s: float
     compute_s: float
     forwards: int
@@ -195,8 +197,16 @@ def measure(
         compute_s -= earlier.timing.decode.compute_s
     if not forwards:
         raise CannotTestError(f"{trace.path} has no new tokens in the requests that are measured")
-    seconds = tuple(each for request, each in row.timing.request_s.items() if request in later)
-    return Measured(decode=decode, request_s=seconds, decode_s=decode_s, compute_s=compute_s, forwards=forwards)
+    tokens = {each["request"]: each["tokens"] - each["prompt_tokens"] for each in trace.requests.to_pylist()}
+    measured = [request for request in row.timing.request_s if request in later]
+    return Measured(
+        decode=decode,
+        request_s=tuple(row.timing.request_s[request] for request in measured),
+        request_tokens=tuple(tokens[request] for request in measured),
+        decode_s=decode_s,
+        compute_s=compute_s,
+        forwards=forwards,
+    )
 
 
 def _less(counts: Counts, others: Counts) -> Counts:
@@ -215,11 +225,11 @@ def _value(measured: Measured, what: str) -> float:
 
 
 def _by_request(measured: Measured, what: str) -> list[float]:
-    """The latency or speed of each request; every one has as many later tokens as the mean."""
+    """The latency or speed of each request; one without later tokens has no speed."""
     if what == "latency":
         return [prompt_s + later_s for prompt_s, later_s in measured.request_s]
-    each = measured.forwards / len(measured.request_s)
-    return [each / later_s for _, later_s in measured.request_s if later_s]
+    pairs = zip(measured.request_tokens, measured.request_s, strict=True)
+    return [tokens / later_s for tokens, (_, later_s) in pairs if later_s]
 
 
 def distribution(values: Sequence[float]) -> Curve:
