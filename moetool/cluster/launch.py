@@ -238,11 +238,6 @@ class Workers:
             reason = lines[-1].strip() if "creation task" in lines[0] else lines[0]
             raise WorkerDied(f"server {self._names[n]} has ended ({reason})") from None
 
-    def close_connection(self) -> None:
-        """Leave a Ray that was joined or started here."""
-        if self._own:
-            self._ray.shutdown()
-
 
 class _Host:
     """The Ray actor around a worker."""

@@ -20,6 +20,7 @@ from moetool.cluster.parallel.seating import Seating
 from moetool.errors import CapacityError, MoetoolError
 from moetool.request import Output, SamplingParams, Unavailable
 from tests.clusters import make_cluster
+from tests.servers import eventually
 from tests.synthetic import make_spec
 
 SPEC = make_spec(1, 4)
@@ -265,11 +266,11 @@ def test_a_rank_that_cannot_be_started_is_tried_again() -> None:
     ranks = Members(1, launched, lambda kind, value: posted.append((kind, value)))
     ranks.greet(0, Told(), ("", 0))
     ranks.lose(0)
-    deadline = time.monotonic() + 10
-    while len(launched.restarted) < 3:
-        assert time.monotonic() < deadline and not ranks.gone
-        if posted:
-            ranks.died(posted.pop()[1])
+    for failed in (1, 2):
+        eventually(lambda failed=failed: len(posted) == failed)  # type: ignore[misc]
+        ranks.died(posted[-1][1])
+    eventually(lambda: len(launched.restarted) == 3)
+    assert not ranks.gone
     ranks.greet(0, Told(), ("", 0))
     assert ranks.there == [0]
 
@@ -290,16 +291,13 @@ def test_a_rank_whose_machine_has_gone_waits_until_it_is_back(monkeypatch: pytes
     for gpu in range(2):
         ranks.greet(gpu, Told(), ("", 0))
     ranks.lose(1)
-    deadline = time.monotonic() + 10
-    while len(launched.restarted) < 20:  # far more often than one that fails is tried
-        assert time.monotonic() < deadline and not ranks.gone
+    eventually(lambda: len(launched.restarted) >= 20)  # far more often than one that fails is tried
+    assert not ranks.gone
     ranks.lose(0)
-    while posted != [("waits", 1), ("waits", 0)]:
-        assert time.monotonic() < deadline
+    eventually(lambda: posted == [("waits", 1), ("waits", 0)])
     assert ranks.gone  # nobody is there, and nobody can be started
     is_back.set()
-    while ranks.gone:
-        assert time.monotonic() < deadline
+    eventually(lambda: not ranks.gone)
     ranks.greet(1, Told(), ("", 0))
     assert ranks.there == [1]
 
