@@ -61,5 +61,5 @@ def run(stage: Stage, options: Options) -> Found:
         unit="bits",
         on=stage.on(traces),
         curves=curves,
-        axes=("iterations", "entropy of the experts that they used together, bits"),
+        axes=("iterations, taken together", "entropy, bits"),
     )
