@@ -22,7 +22,7 @@ import psutil
 
 from moetool.models.spec import locate, read_spec
 from tests.clusters import make_cluster, make_plan
-from tests.servers import eventually, post
+from tests.servers import PATIENCE_S, eventually, post
 
 NAMES = ("s0", "s1", "s2")
 _SERVING = re.compile(r"(\w+) is serving on (http://\S+?)/v1")
@@ -151,7 +151,7 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(2 * PATIENCE_S)  # what it has asked for takes no longer than that
             assert not thread.is_alive(), "somebody waits for ever"
 
     def _live(self, name: str) -> None:

@@ -68,14 +68,20 @@ class Acceptor:
                     return
                 time.sleep(0.05)  # no file descriptor is free, say
                 continue
-            connection = Connection(sock, self._limit_bytes)
-            with self._lock:
-                if len(self._open) >= self._most or self._closed:
-                    connection.close()
-                    continue
-                thread = threading.Thread(target=self._serve, args=(connection,), name="peer-call", daemon=True)
-                self._open[connection] = thread
-            thread.start()
+            try:
+                self._take(Connection(sock, self._limit_bytes))
+            except (OSError, RuntimeError):  # it has gone already, or there is no room for a thread: others will come
+                sock.close()
+
+    def _take(self, connection: Connection) -> None:
+        """Serve a connection on a thread of its own. Raises: RuntimeError: none can be started."""
+        with self._lock:
+            if len(self._open) >= self._most or self._closed:
+                connection.close()
+                return
+            thread = threading.Thread(target=self._serve, args=(connection,), name="peer-call", daemon=True)
+            thread.start()  # it waits for the lock before it takes itself off the list
+            self._open[connection] = thread
 
     def _serve(self, connection: Connection) -> None:
         try:
@@ -90,7 +96,7 @@ class Acceptor:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A socket for a `Listener`; port 0 takes any free one. Raises: MoetoolError where that is not possible."""
+    """A socket for an `Acceptor`; port 0 takes any free one. Raises: MoetoolError where that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -313,7 +313,7 @@ class Head:
                 waits_for_machine = True
             except Exception as error:
                 self._narrate(f"server {self.names[n]} could not be started: {first_line(error)}; trying again")
-            port = self._settings[n].port
+                port = self._settings[n].port
             if self._closing.wait(wait):
                 return
             wait = min(most, 2 * wait)

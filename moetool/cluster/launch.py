@@ -8,9 +8,11 @@ to be joined again, by the same `ray start`, and gets its server back. What it i
 (`RAY_health_check_failure_threshold` where `ray start --head` is called).
 """
 
+import contextlib
 import os
+import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,11 +240,6 @@ class Workers:
             reason = lines[-1].strip() if "creation task" in lines[0] else lines[0]
             raise WorkerDied(f"server {self._names[n]} has ended ({reason})") from None
 
-    def close_connection(self) -> None:
-        """Leave a Ray that was joined or started here."""
-        if self._own:
-            self._ray.shutdown()
-
 
 class _Host:
     """The Ray actor around a worker."""
@@ -290,15 +287,32 @@ def _connect(ray: Any, where: Where) -> None:
     common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
     if where.address is None:
         # Without an address it would join whatever Ray runs on this machine.
-        ray.init(address="local", num_cpus=1, object_store_memory=_STORE_BYTES, include_dashboard=False, **common)
+        given = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+        with _sigterm_kept():
+            ray.init(address="local", **given, **common)
         return
     try:
-        ray.init(address=where.address, **common)
+        with _sigterm_kept():
+            ray.init(address=where.address, **common)
     except (ConnectionError, ValueError, RuntimeError) as error:
         hint = "start one there with: ray start --head"
         if "authtoken" in str(error).lower():
             hint = "it asks for Ray's own token: have its ~/.ray/auth_token and RAY_AUTH_MODE=token on every machine"
         raise UsageError(f"no Ray head at {where.address} ({first_line(error)}); {hint}") from None
+
+
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Leave it to this process what a SIGTERM does: with Ray's own handler it aborts, and nothing is closed."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may say it
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None:  # it was set by what is no Python
+            signal.signal(signal.SIGTERM, before)
 
 
 def require_ray() -> Any:

@@ -1,7 +1,10 @@
 """Workers as Ray actors, with workers that cost nothing to build."""
 
+import re
+import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,7 @@ from tests.servers import PATIENCE_S, eventually
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
+BEFORE = signal.getsignal(signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +23,14 @@ def workers() -> Iterator[Workers]:
     made = Workers(Where(count=2), build, [{"name": "a"}, {"name": "b"}], ["first", "second"], threads=1)
     yield made
     made.close()
+
+
+def test_a_sigterm_does_what_it_did_before_ray(workers: Workers) -> None:
+    assert signal.getsignal(signal.SIGTERM) is BEFORE
+    found = re.search(r"SigCgt:\s*(\w+)", Path("/proc/self/status").read_text(encoding="ascii"))
+    assert found is not None and len(workers) == 2
+    is_caught = int(found[1], 16) >> (signal.SIGTERM - 1) & 1  # as the kernel has it: Ray's handler is none of Python's
+    assert bool(is_caught) == callable(BEFORE)
 
 
 def test_calls_and_what_they_raise(workers: Workers) -> None:

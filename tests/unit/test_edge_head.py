@@ -274,7 +274,19 @@ def test_a_server_whose_machine_joins_later(start: Callable[..., _Cluster]) -> N
     eventually(lambda: [worker and worker.held for worker in cluster.processes.workers] == list(HALVES))
     eventually(cluster.agree)
     assert cluster.lines.count("server s0 waits for a machine: no machine") == 1
-    assert any("server s0 has joined and serves on http://127.0.0.1:5000/v1 with 4" in line for line in cluster.lines)
+    joined = "server s0 has joined and serves on http://127.0.0.1:5000/v1 with 4"
+    eventually(lambda: any(joined in line for line in cluster.lines))
+
+
+def test_a_server_whose_machine_was_away_comes_back_where_its_users_know_it(start: Callable[..., _Cluster]) -> None:
+    cluster = start(HALVES, 6)
+    cluster.processes.late.add(1)
+    cluster.processes.die(1)
+    eventually(lambda: "server s1 waits for a machine: no machine" in cluster.lines)
+    cluster.processes.late.clear()
+    eventually(lambda: cluster.processes.workers[1] is not None)
+    assert cluster.processes[1].port == 5001
+    eventually(cluster.agree)
 
 
 def test_random_deaths(start: Callable[..., _Cluster]) -> None:

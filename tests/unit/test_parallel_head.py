@@ -192,6 +192,21 @@ def test_what_is_asked_when_the_head_has_ended_is_refused_and_not_lost() -> None
         head.prompt_logprobs([1, 2], 0)
 
 
+@pytest.mark.parametrize("state", ["draining", "failed"])
+def test_nobody_waits_for_what_a_head_that_has_ended_would_have_done(state: str) -> None:
+    head, _ = open_head()
+    submit(head)
+    if state == "draining":  # it is being closed
+        head._batches.state = "draining"
+    head._batches.post("close", None)
+    head._batches.run()
+    assert head.state == state
+    with pytest.raises(MoetoolError, match="the engine was closed"):
+        head.settle()
+    with pytest.raises(MoetoolError, match="the engine was closed"):
+        head.use(Control("offline", SPEC, CLUSTER), head._batches.placing.placed_GLE)
+
+
 def test_a_request_is_retried_three_times() -> None:
     requests = Requests()
     outputs: list[Output] = []
@@ -245,11 +260,11 @@ def test_a_rank_that_cannot_be_started_is_tried_again() -> None:
     ranks = Members(1, launched, lambda kind, value: posted.append((kind, value)))
     ranks.greet(0, Told(), ("", 0))
     ranks.lose(0)
-    deadline = time.monotonic() + 10
-    while len(launched.restarted) < 3:
-        assert time.monotonic() < deadline and not ranks.gone
-        if posted:
-            ranks.died(posted.pop()[1])
+    for failed in (1, 2):
+        eventually(lambda failed=failed: len(posted) == failed)  # type: ignore[misc]
+        ranks.died(posted[-1][1])
+    eventually(lambda: len(launched.restarted) == 3)
+    assert not ranks.gone
     ranks.greet(0, Told(), ("", 0))
     assert ranks.there == [0]
 

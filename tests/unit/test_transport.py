@@ -77,6 +77,24 @@ def test_a_call_brings_parts_there_and_back_and_errors_as_words() -> None:
         assert channel.call({}, [b"x"], timeout_s=5).result(5).head == {"got": 0}
 
 
+def test_a_caller_for_whom_there_is_no_room_costs_only_that_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+    refused: list[threading.Thread] = []
+
+    def first_fails(thread: threading.Thread) -> None:
+        if thread.name == "peer-call" and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with _listener() as listener:
+        monkeypatch.setattr(threading.Thread, "start", first_fails)
+        with _raw(listener) as sock:
+            assert _is_closed(sock) and refused
+        with _channel(listener) as channel:
+            assert channel.call({}, timeout_s=5).result(5).head == {"got": 0}
+
+
 def test_bytes_are_counted_each_way() -> None:
     there, back = Links(), Links()
     with _listener(links=back) as listener, _channel(listener, links=there) as channel:

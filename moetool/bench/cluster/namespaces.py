@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from moetool.errors import MoetoolError, UsageError
 
@@ -33,7 +34,8 @@ _FOLDERS = Path("/run")
 """Root's own; and short, since sockets lie in there, whose paths may have 107 bytes."""
 _CLONE_NEWNET = 0x40000000
 _START_S = 120.0
-_NAME = re.compile(r"moetool-(\d+)-\w+")
+_NAME = re.compile(r"moetool-(\d+)(?:-\w+)?")
+"""Of a namespace, and of the folder beside them."""
 
 
 def require_namespaces() -> None:
@@ -64,9 +66,14 @@ class Hosts:
 
     Raises:
         UsageError: this user may not, or iproute2 is not there.
+        MoetoolError: this machine does not let it.
     """
 
+    _open: ClassVar[bool] = False
+    """Whether this process has some: else what carries its number is of one that had it before."""
+
     def __init__(self, count: int, link_bytes_s: Mapping[tuple[int, int], float] | None = None) -> None:
+        assert not Hosts._open, "one at a time"
         require_namespaces()
         if not 0 < count < _HEAD:
             raise UsageError(f"there cannot be {count} hosts, expected 1 to {_HEAD - 1}")
@@ -76,8 +83,9 @@ class Hosts:
         self.names = tuple(f"{prefix}-{n}" for n in range(count))
         self.head, self._hub = f"{prefix}-head", f"{prefix}-hub"
         self._folder = _FOLDERS / prefix
+        Hosts._open = True
         try:
-            self._folder.mkdir(mode=0o700)
+            self._make_folder()
             self._join_all()
             self._link_all(dict(link_bytes_s or {}))
         except BaseException:
@@ -139,11 +147,15 @@ class Hosts:
         if not self.pids(None):
             self._ray(None, "--head", f"--port={_RAY_PORT}", "--include-dashboard=false").finish()
         starts = []
-        for n in range(self.count) if hosts is None else hosts:
-            resources = [f'--resources={{"moetool:{names[n]}": 1}}'] if names else []
-            starts.append(self._ray(n, f"--address={self.ray_address}", *resources))
-        for start in starts:
-            start.finish()
+        try:
+            for n in range(self.count) if hosts is None else hosts:
+                resources = [f'--resources={{"moetool:{names[n]}": 1}}'] if names else []
+                starts.append(self._ray(n, f"--address={self.ray_address}", *resources))
+            for start in starts:
+                start.finish()
+        finally:
+            for start in starts:
+                start.give_up()
 
     def pids(self, n: int | None) -> list[int]:
         """The processes of a host."""
@@ -166,9 +178,16 @@ class Hosts:
 
     def close(self) -> None:
         """End the hosts' processes, and the hosts."""
+        Hosts._open = False
         _remove([*self.names, self.head, self._hub], self._folder)
 
     # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _make_folder(self) -> None:
+        try:
+            self._folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise MoetoolError(f"cannot make the folder {self._folder} ({error.strerror or error})") from None
 
     def _join_all(self) -> None:
         _tool("ip", "netns", "add", self._hub)
@@ -233,17 +252,25 @@ class _Start:
         try:
             said, _ = self._popen.communicate(timeout=_START_S)
         except subprocess.TimeoutExpired:
-            self._popen.kill()
+            self.give_up()
             raise MoetoolError(f"Ray did not start on host {self._name} in {_START_S:g} s") from None
         if self._popen.returncode:
             lines = [line for line in said.splitlines() if line.strip()] or ["it said nothing"]
             raise MoetoolError(f"Ray did not start on host {self._name} ({lines[-1].strip()})")
 
+    def give_up(self) -> None:
+        """End it, unless it has ended."""
+        if self._popen.poll() is None:
+            self._popen.kill()
+            self._popen.wait()
+        if self._popen.stdout is not None:
+            self._popen.stdout.close()
+
 
 def remove_leftovers() -> None:
     """Remove the hosts of processes that have ended without doing so."""
     left: dict[int, list[str]] = {}
-    for path in _NETNS.iterdir() if _NETNS.is_dir() else ():
+    for path in [*(_NETNS.iterdir() if _NETNS.is_dir() else ()), *_FOLDERS.glob("moetool-*")]:
         if (found := _NAME.fullmatch(path.name)) and not _lives(int(found[1])):
             left.setdefault(int(found[1]), []).append(path.name)
     for pid, names in left.items():
@@ -251,7 +278,7 @@ def remove_leftovers() -> None:
 
 
 def _lives(pid: int) -> bool:
-    return pid == os.getpid() or Path(f"/proc/{pid}").exists()
+    return Hosts._open if pid == os.getpid() else Path(f"/proc/{pid}").exists()
 
 
 def _remove(names: Sequence[str], folder: Path) -> None:
@@ -274,8 +301,14 @@ def _end(names: Sequence[str], within_s: float = 10.0) -> None:
 
 
 def _pids(name: str) -> list[int]:
-    """Processes whose first thread is in a namespace, but for this one."""
-    return [pid for pid in map(int, _tool("ip", "netns", "pids", name).split()) if pid != os.getpid()]
+    """Processes whose first thread is in a namespace, but for this one; none where there is no such namespace."""
+    try:
+        said = _tool("ip", "netns", "pids", name)
+    except MoetoolError:
+        if (_NETNS / name).exists():
+            raise
+        return []  # somebody else who found it left over has removed it meanwhile
+    return [pid for pid in map(int, said.split()) if pid != os.getpid()]
 
 
 def _enter(fd: int) -> None:

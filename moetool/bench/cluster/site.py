@@ -1,6 +1,8 @@
 """Where the servers of a cluster bench run: in processes, in this one, or on hosts of their own."""
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -109,7 +111,26 @@ def open_site(where: str, names: Sequence[str]) -> Iterator[Site]:
     from moetool.bench.cluster.namespaces import Hosts
 
     with ExitStack() as undo:
+        undo.enter_context(_ends_in_order())
         hosts = undo.enter_context(Hosts(len(names)))
         hosts.start_ray(names)
         undo.enter_context(hosts.inside())
         yield Site(where, hosts)
+
+
+@contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """Have the first SIGTERM end this process as an exception does: Ray's daemons on hosts would outlive it."""
+
+    def end(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_DFL)  # the second one ends it at once
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # which alone may say what a signal does
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from moetool.bench.cluster.site import Processes, Site
+from moetool.bench.cluster.site import Site
 from moetool.cluster.deciding import pooled, steps_to
-from moetool.cluster.edge import ClusterOptions, Head
+from moetool.cluster.edge import Head, Processes
 from moetool.cluster.experts import CallOptions
+from moetool.cluster.options import ClusterOptions
 from moetool.cluster.placing import held_by, worker_settings
 from moetool.cluster.scheduler import Options, Scheduler
 from moetool.cluster.transport import own_address

@@ -190,18 +190,21 @@ class Head:
             raise
 
     def use(self, control: Control, placed_GLE: np.ndarray, migrate: str | None = None) -> None:
-        """Begin anew with another control, placement and way to migrate, when nothing runs; records begin anew."""
+        """Begin anew with another control, placement and way to migrate, when nothing runs; records begin anew.
+
+        Raises:
+            MoetoolError: the engine has failed, or is closed meanwhile.
+        """
         over = threading.Event()
         self._batches.post("use", (control, placed_GLE, migrate or self._migrate, over))
         while not over.wait(0.1):
-            if self.state == "failed":
-                raise MoetoolError(self._batches.reason)
+            self._require_going()
+        self._require_going()
 
     def settle(self) -> None:
-        """Wait until nothing runs or waits."""
+        """Wait until nothing runs or waits. Raises: as `use`."""
         while not self._batches.idle:
-            if self.state == "failed":
-                raise MoetoolError(self._batches.reason)
+            self._require_going()
             time.sleep(0.005)
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
@@ -286,6 +289,11 @@ class Head:
         if self._listener is not None:
             self._listener.close()
         self._store = None
+
+    def _require_going(self) -> None:
+        """Raises: MoetoolError: what is waited for will not come about any more."""
+        if self.state in ("draining", "failed"):
+            raise MoetoolError(self._batches.reason or f"the engine is {self.state}")
 
     def _require_ready(self) -> None:
         if self.state != "ready":
