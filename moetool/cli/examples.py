@@ -46,7 +46,10 @@ EXAMPLES = {
         "--device-memory 8GB --target-tpot 80ms --out plan.json",
     ),
     "plan maps": ("moetool plan maps --trace trace --out maps --capacity 1000 --set source=topk",),
-    "plan alpha": ("moetool plan alpha reference --data chat --device-memory 30MB --target-tpot 20ms --out plan.json",),
+    "plan alpha": (
+        "moetool plan alpha reference --data chat --device-memory 30MB --target-tpot 80ms --out plan.json "
+        "--set rounds=1 --set tokens=24",
+    ),
     "plan placement": (
         f"moetool plan placement {_SERVERS} {_CLUSTER} --planner prism_exact --out placement.json",
         f"moetool plan placement {_SERVERS} {_CLUSTER} --planner uniform --out even.json",
