@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def _commands() -> list[list[str]]:
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [shlex.split(line) for line in lines if line]
+    return [shlex.split(line, comments=True) for line in lines if line]
 
 
 def test_the_readme_is_short() -> None:

@@ -4,7 +4,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any, Protocol
 
 from moetool.cluster.frames import LinkError
@@ -100,6 +100,7 @@ class Members:
         self._starting: set[int] = set()  # of those, whose new process is not there yet
         self._homeless: set[int] = set()  # of those, for whom there is no machine
         self._deadline: float | None = None
+        self._over = threading.Event()
 
     @property
     def there(self) -> list[int]:
@@ -199,7 +200,8 @@ class Members:
             self.send(gpu, message)
 
     def dismiss(self) -> None:
-        """Have all that are there end."""
+        """Have all that are there end, and start none again."""
+        self._over.set()
         for gpu in self.there:
             self.send(gpu, {"kind": "stop"})
 
@@ -213,15 +215,14 @@ class Members:
         threading.Thread(target=self._restart, args=(gpu, wait_s), name=f"restart-{gpu}", daemon=True).start()
 
     def _restart(self, gpu: int, wait_s: float) -> None:
-        sleep(wait_s)
-        while True:
+        while not self._over.wait(wait_s):
             try:
                 self._launcher.restart(gpu)
             except CapacityError:
                 if gpu not in self._homeless:
                     self._homeless.add(gpu)
                     self._post("waits", gpu)
-                sleep(_MACHINE_S)
+                wait_s = _MACHINE_S
                 continue
             except Exception:
                 self._homeless.discard(gpu)
