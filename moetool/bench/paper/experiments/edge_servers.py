@@ -46,7 +46,7 @@ class Options:
 
 
 _SWEPT = {"gpus": "{} GPUs", "bandwidth": "{}", "gap": "gap {}"}
-WHAT = {"latency": "mean latency of a request", "local": "expert calls computed on the request's own server"}
+_WHAT = {"latency": "mean latency of a request", "local": "expert calls computed on the request's own server"}
 
 
 def run(stage: Stage, options: Options) -> Found:
@@ -78,11 +78,29 @@ def run(stage: Stage, options: Options) -> Found:
         values.setdefault(name, []).append(found.mean_s if options.measure == "latency" else found.local)
         if not options.sweep:
             curves.setdefault(name, []).append(over_time(found))
+    on = stage.on(list(traces.values()))
+    return simulated(options.measure, values, curves, on, len(cluster.servers))
+
+
+def simulated(
+    measure: Literal["latency", "local"],
+    values: Mapping[str, list[float]],
+    curves: Mapping[str, list[Curve]],
+    on: str,
+    num_servers: int,
+) -> Found:
+    """What simulations of edge servers have found.
+
+    Args:
+        values: by name, one for each seed: seconds, or shares of 1.
+        curves: the same runs' share of calls at home over time (`over_time`).
+        on: the traces that were simulated.
+    """
     return Found(
         values=values,
-        what=WHAT[options.measure],
-        unit="s" if options.measure == "latency" else "%",
-        on=f"{stage.on(list(traces.values()))}; {len(cluster.servers)} servers, simulated at assumed costs",
+        what=_WHAT[measure],
+        unit="s" if measure == "latency" else "%",
+        on=f"{on}; {num_servers} servers, simulated at assumed costs",
         curves=curves,
         axes=("simulated seconds", "computed locally, %"),
     )

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 from moetool import config
-from moetool.bench.paper.experiments.edge_servers import WHAT, edge_cluster, over_time
+from moetool.bench.paper.experiments.edge_servers import edge_cluster, over_time, simulated
 from moetool.bench.paper.stage import Stage
 from moetool.bench.paper.verdict import Curve, Found
 from moetool.simulation.costs import AssumedCosts
@@ -66,11 +66,4 @@ def run(stage: Stage, options: Options) -> Found:
             found = stage.once(f"migration {replace(options, measure='latency')} {seed} {way}", make)
             values[way].append(found.mean_s if options.measure == "latency" else found.local)
             curves[way].append(over_time(found))
-    return Found(
-        values=values,
-        what=WHAT[options.measure],
-        unit="s" if options.measure == "latency" else "%",
-        on=f"{stage.on(list(traces.values()))}; {len(cluster.servers)} servers, simulated at assumed costs",
-        curves=curves,
-        axes=("simulated seconds", "computed locally, %"),
-    )
+    return simulated(options.measure, values, curves, stage.on(list(traces.values())), len(cluster.servers))
