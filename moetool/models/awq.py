@@ -1,0 +1,103 @@
+"""AWQ as AutoAWQ writes it (`quant_method: awq`, version `gemm`).
+
+A weight [N, K] that would be `X.weight` is stored transposed as
+
+    X.qweight  int32 [K, N / 8]: eight outputs a word, in the order 0 2 4 6 1 3 5 7 from the lowest bits
+    X.qzeros   int32 [K / group, N / 8], in the same order
+    X.scales   float16 [K / group, N]
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from moetool.models.value_scaling import Groups, write_scaled
+from moetool.models.weight_format import FLOATS, Stored, StoredWeight, Unclaimed, ceil_div
+
+_PER_WORD = 8
+_OUTPUTS = ((0, 2), (4, 6), (1, 3), (5, 7))  # of the lower and the upper half of each byte of a word
+
+
+@dataclass(frozen=True, slots=True)
+class AwqCodec:
+    """Values less their group's zero point, times its scale, in the type of the scale.
+
+    Attributes:
+        group: inputs that share a scale.
+    """
+
+    group: int
+    transposed: bool = False
+
+    def into(self, stored: Stored, out: torch.Tensor) -> None:
+        words, scale = stored["values"].T.contiguous(), stored["scale"]
+        groups = Groups(
+            scale_NG=scale.T.to(torch.float32),
+            zero_NG=_rows(stored["zero"].T.contiguous()),
+            size=self.group,
+        )
+
+        def numbers(part: slice) -> torch.Tensor:
+            return _rows(words[part.start // _PER_WORD : part.stop // _PER_WORD])
+
+        write_scaled(out, numbers, groups, scale.dtype, multiple=_PER_WORD)
+
+
+def _rows(words: torch.Tensor) -> torch.Tensor:
+    """The values float32 [8 * M, K] of words [M, K], each of which holds an input of eight outputs."""
+    rows = torch.empty(len(words), _PER_WORD, words.shape[1], device=words.device)
+    octets = words.view(torch.uint8).view(*words.shape, 4)
+    for byte, (low, high) in enumerate(_OUTPUTS):
+        plane = octets[..., byte].contiguous()
+        rows[:, low] = plane & 15
+        rows[:, high] = plane >> 4
+    return rows.flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """The format; `group` as the config's `group_size`."""
+
+    group: int
+    name: str = "awq"
+
+    def weight_of(self, tensor: str) -> str | None:
+        for suffix in (".qweight", ".qzeros"):
+            if tensor.endswith(suffix):
+                return tensor.removesuffix(suffix) + ".weight"
+        return None
+
+    def claim(self, weight: str, unclaimed: Unclaimed) -> StoredWeight | None:
+        stem = weight.removesuffix("weight")
+        either = unclaimed.get(stem + "qweight") or unclaimed.get(stem + "qzeros")
+        assert either is not None
+        values = unclaimed.need(stem + "qweight", either, "the values")
+        zero = unclaimed.need(stem + "qzeros", either, "the zero points")
+        scale = unclaimed.need(stem + "scales", either, "the scales")
+        unclaimed.require_dtype(stem + "qweight", values, "I32")
+        unclaimed.require_dtype(stem + "qzeros", zero, "I32")
+        unclaimed.require_dtype(stem + "scales", scale, *FLOATS)
+        if len(values.shape) != 2:
+            raise unclaimed.error(stem + "qweight", values, f"has shape {list(values.shape)}, expected a matrix")
+        columns, words = values.shape
+        group = columns if self.group == -1 else self.group
+        if columns % group:
+            raise unclaimed.error(
+                stem + "qweight",
+                values,
+                f"holds {columns} inputs, expected a multiple of the config's group_size {group}",
+            )
+        why = f"for {columns} inputs in groups of {group} by the config"
+        unclaimed.require_shape(stem + "scales", scale, (columns // group, words * _PER_WORD), why)
+        unclaimed.require_shape(stem + "qzeros", zero, (columns // group, words), why)
+        return StoredWeight(
+            name=weight,
+            shape=(words * _PER_WORD, columns),
+            tensors={"values": values, "zero": zero, "scale": scale},
+            codec=AwqCodec(group),
+            format=self.name,
+        )
+
+    def stored_bytes(self, rows: int, columns: int, number_bytes: int) -> int:
+        groups = 1 if self.group == -1 else ceil_div(columns, self.group)
+        return (columns + groups) * rows // 2 + 2 * groups * rows

@@ -1,0 +1,83 @@
+"""Which tensors of a checkpoint make which parameter of a model, by transformers' own conversion mapping.
+
+Checkpoints name and split their tensors as their authors did; transformers renames, stacks and joins them when it
+loads. We ask the same tables in the same order, so that a layout that transformers reads is one that we read, and
+keep the answer instead of the tensors.
+"""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moetool.errors import MismatchError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """What makes one parameter.
+
+    Attributes:
+        parameter: its name in the model; the first one where a conversion makes several.
+        names: checkpoint tensors in natural order, by the pattern of the conversion that they matched.
+        converter: transformers' conversion; None where one tensor is the parameter as it stands.
+    """
+
+    parameter: str
+    names: dict[str, list[str]]
+    converter: Any | None
+
+    def convert(self, tensors: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+        """The parameters that the checkpoint tensors make, by name.
+
+        Raises:
+            MismatchError: the tensors do not fit together.
+        """
+        if self.converter is None:
+            return {self.parameter: next(iter(tensors.values()))}
+        converter = copy.deepcopy(self.converter)
+        for pattern, names in self.names.items():
+            for name in names:
+                converter.add_tensor(self.parameter, name, pattern, tensors[name])
+        try:
+            made: dict[str, torch.Tensor] = converter.convert(self.parameter, model=model, config=model.config)
+        except (RuntimeError, ValueError) as error:
+            raise MismatchError(f"cannot make {self.parameter} of the tensors in the weight files: {error}") from None
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def sources(model: Any, names: Iterable[str]) -> dict[str, TensorSource]:
+    """For each parameter and buffer of the model, what makes it.
+
+    Tensors that the model has no place for (further prediction layers, vision towers) are left out.
+
+    Args:
+        model: a transformers model, its tensors on the meta device or not.
+        names: all tensors of the checkpoint.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    places = model.state_dict()
+    prefix = model.base_model_prefix
+
+    found: dict[str, TensorSource] = {}
+    for name in sorted(names, key=dot_natural_key):
+        # The text part of a multimodal checkpoint goes by its own names there.
+        for candidate in dict.fromkeys((name, name.replace("language_model.", "", 1))):
+            renamed, pattern = rename_source_key(candidate, renamings, converters, prefix, places)
+            if renamed not in places and candidate in places:
+                renamed, pattern = candidate, None
+            if renamed in places:
+                break
+        else:
+            continue
+        source = found.setdefault(renamed, TensorSource(renamed, {}, by_pattern.get(pattern) if pattern else None))
+        source.names.setdefault(pattern or name, []).append(name)
+    return found

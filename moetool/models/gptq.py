@@ -1,0 +1,127 @@
+"""GPTQ as AutoGPTQ and GPTQModel write it (`quant_method: gptq`), with and without act-order.
+
+A weight [N, K] that would be `X.weight` is stored transposed as
+
+    X.qweight  int32 [K * bits / 32, N]: values packed down the inputs, the first in the lowest bits
+    X.qzeros   int32 [G, N * bits / 32]: zero points packed along the outputs; less one in all but `gptq_v2` files
+    X.scales   float16 [G, N]
+    X.g_idx    int32 [K]: the group of each input; absent, or k / group, without act-order
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from moetool.models.value_scaling import Groups, four_bits, write_scaled
+from moetool.models.weight_format import FLOATS, Stored, StoredWeight, Unclaimed, ceil_div
+
+BITS = (2, 4, 8)  # those of which none lies across two words
+
+
+def unsigned_values(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The values float32 [N, K] of words [N, K * bits / 32], the first in the lowest bits; all of them positive."""
+    if bits == 4:
+        return four_bits(words.view(torch.uint8), e2m1=False)
+    values = words.view(torch.uint8)
+    if bits == 2:
+        shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=words.device)
+        values = ((values[..., None] >> shifts) & 3).flatten(-2)
+    return values.to(torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class GptqCodec:
+    """Values less their group's zero point, times its scale, in the type of the scale.
+
+    Attributes:
+        bits: of a value.
+        group: inputs that share a scale, unless `g_idx` says which do.
+        offset: what is added to the stored zero points.
+    """
+
+    bits: int
+    group: int
+    offset: int
+    transposed: bool = False
+
+    def into(self, stored: Stored, out: torch.Tensor) -> None:
+        words, scale, order = stored["values"].T.contiguous(), stored["scale"], stored.get("order")
+        zero_GN = unsigned_values(stored["zero"], self.bits)[:, : len(out)]
+        consecutive = order is None or torch.equal(order, torch.arange(len(order)).to(order) // self.group)
+        groups = Groups(
+            scale_NG=scale.T.to(torch.float32),
+            zero_NG=((zero_GN + self.offset) % (1 << self.bits)).T.contiguous(),
+            size=self.group,
+            index_K=None if consecutive else order,
+        )
+        write_scaled(out, lambda part: unsigned_values(words[part], self.bits), groups, scale.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """The format.
+
+    Attributes:
+        bits: of a value.
+        group: inputs that share a scale; -1 for all of them.
+        act_order: whether groups may be made of any inputs (`desc_act`).
+        offset: what is added to the stored zero points: 1, and 0 in files of the second version.
+    """
+
+    bits: int
+    group: int
+    act_order: bool
+    offset: int = 1
+    name: str = "gptq"
+
+    def weight_of(self, tensor: str) -> str | None:
+        for suffix in (".qweight", ".qzeros"):
+            if tensor.endswith(suffix):
+                return tensor.removesuffix(suffix) + ".weight"
+        return None
+
+    def claim(self, weight: str, unclaimed: Unclaimed) -> StoredWeight | None:
+        stem = weight.removesuffix("weight")
+        either = unclaimed.get(stem + "qweight") or unclaimed.get(stem + "qzeros")
+        assert either is not None
+        values = unclaimed.need(stem + "qweight", either, "the values")
+        zero = unclaimed.need(stem + "qzeros", either, "the zero points")
+        scale = unclaimed.need(stem + "scales", either, "the scales")
+        order = unclaimed.take(stem + "g_idx")
+        unclaimed.require_dtype(stem + "qweight", values, "I32")
+        unclaimed.require_dtype(stem + "qzeros", zero, "I32")
+        unclaimed.require_dtype(stem + "scales", scale, *FLOATS)
+        if len(values.shape) != 2:
+            raise unclaimed.error(stem + "qweight", values, f"has shape {list(values.shape)}, expected a matrix")
+        columns, rows = values.shape[0] * 32 // self.bits, values.shape[1]
+        group = columns if self.group == -1 else self.group
+        why = f"for {columns} inputs of {self.bits} bits in groups of {group} by the config"
+        if columns % group:
+            raise unclaimed.error(
+                stem + "qweight",
+                values,
+                f"holds {columns} inputs, expected a multiple of the config's group_size {group}",
+            )
+        unclaimed.require_shape(stem + "scales", scale, (columns // group, rows), why)
+        unclaimed.require_shape(stem + "qzeros", zero, (columns // group, ceil_div(rows * self.bits, 32)), why)
+        tensors = {"values": values, "zero": zero, "scale": scale}
+        if order is not None:
+            unclaimed.require_dtype(stem + "g_idx", order, "I32")
+            unclaimed.require_shape(stem + "g_idx", order, (columns,), "a group for each input")
+            tensors["order"] = order
+        elif self.act_order:
+            raise unclaimed.error(
+                stem + "qweight", values, f"has no {stem}g_idx, expected it: the config says desc_act"
+            )
+        return StoredWeight(
+            name=weight,
+            shape=(rows, columns),
+            tensors=tensors,
+            codec=GptqCodec(self.bits, group, self.offset),
+            format=self.name,
+        )
+
+    def stored_bytes(self, rows: int, columns: int, number_bytes: int) -> int:
+        groups = 1 if self.group == -1 else ceil_div(columns, self.group)
+        words = columns * self.bits // 32 * rows + groups * ceil_div(rows * self.bits, 32)
+        return 4 * (words + columns) + 2 * groups * rows

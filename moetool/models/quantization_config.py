@@ -1,0 +1,279 @@
+"""What a checkpoint's config says of its weight formats, and the stored weights that its tensors then make."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moetool.errors import UsageError
+from moetool.models.awq import Awq
+from moetool.models.fp8_block import Fp8Block
+from moetool.models.gptq import BITS, Gptq
+from moetool.models.mxfp4 import GROUP, Mxfp4Blocks, Mxfp4Packed
+from moetool.models.nvfp4 import Nvfp4
+from moetool.models.pack_quantized import PackQuantized
+from moetool.models.scaled import Scaled
+from moetool.models.tensor_index import Tensor
+from moetool.models.weight_format import StoredWeight, Unclaimed, WeightFormat, as_dense
+
+READ = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "fbgemm_fp8", "modelopt")
+"""Values of `quant_method` that are read."""
+_QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "I32")
+_PARTS = (".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_global_scale", ".scales", ".g_idx")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """Modules that share a weight format.
+
+    Attributes:
+        names: of modules; `re:` begins a pattern; a class name such as `Linear` stands for all.
+        format: None for modules that are not quantized.
+    """
+
+    names: tuple[str, ...]
+    format: WeightFormat | None
+
+    def rank(self, module: str) -> int:
+        """How closely the targets name a module: 0 not at all, 1 by class, 2 by pattern, 3 by name."""
+        if module in self.names:
+            return 3
+        if any(name.startswith("re:") and re.match(name[3:], module) for name in self.names):
+            return 2
+        return int(any(re.fullmatch(r"[A-Z]\w*", name) for name in self.names))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """The weight formats of a checkpoint.
+
+    Attributes:
+        method: the config's `quant_method`.
+        groups: targets with their formats.
+        ignore: names or patterns of modules that are not quantized.
+        wide_scales: whether the scales of weights outside experts are taken as float32, whatever their type, as
+            compressed-tensors does where it unpacks after loading.
+    """
+
+    method: str
+    groups: tuple[Targets, ...]
+    ignore: tuple[str, ...] = ()
+    wide_scales: bool = False
+
+    @property
+    def formats(self) -> tuple[WeightFormat, ...]:
+        """All formats, each once."""
+        return tuple(dict.fromkeys(group.format for group in self.groups if group.format is not None))
+
+    def format_of(self, module: str) -> WeightFormat | None:
+        """The format of a module by the config; None where it is not quantized."""
+        if Targets(names=self.ignore, format=None).rank(module) > 1:
+            return None
+        ranked = [(group.rank(module), group.format) for group in self.groups]
+        best = max((rank for rank, _ in ranked), default=0)
+        return next((format for rank, format in ranked if rank == best and rank), None)
+
+    def claim(
+        self, tensors: Mapping[str, Tensor], files: Sequence[Path], read: Callable[[Tensor], bytes]
+    ) -> dict[str, StoredWeight]:
+        """The weights that the tensors of a checkpoint make, dense ones included, by name.
+
+        A module that the config ignores may be quantized all the same, and the other way round: it is what its
+        tensors are.
+
+        Args:
+            files: that `Tensor.file` counts.
+            read: gives the bytes of a small tensor.
+
+        Raises:
+            MismatchError: tensors are missing, contradict one another or the config.
+            UsageError: they are stored in a way that is not read.
+        """
+        unclaimed = Unclaimed(dict(tensors), files, read)
+        found: dict[str, StoredWeight] = {}
+        for name in unclaimed:
+            tensor = unclaimed.get(name)
+            if tensor is None:
+                continue
+            if name.endswith(".weight_g_idx"):
+                raise UsageError(
+                    f"{files[tensor.file]} orders the groups of a weight by activation ({name}), which moetool does "
+                    "not read: give the model that it was made from"
+                )
+            for format in self._candidates(name):
+                weight = format.weight_of(name)
+                made = format.claim(weight, unclaimed) if weight is not None else None
+                if made is not None:
+                    found[made.name] = made
+                    break
+        for name in unclaimed:
+            tensor = unclaimed.take(name)
+            assert tensor is not None
+            if name.endswith(_PARTS):
+                raise unclaimed.error(name, tensor, "belongs to a weight whose values are missing")
+            if tensor.dtype in _QUANTIZED and name.endswith("weight") and len(tensor.shape) > 1:
+                raise unclaimed.error(
+                    name, tensor, f"is stored as {tensor.dtype} without scales, expected some beside it"
+                )
+            found[name] = as_dense(name, tensor)
+        return found
+
+    def _candidates(self, tensor: str) -> list[WeightFormat]:
+        """The formats that may claim a tensor, the config's own for it first."""
+        marked = [format for format in self.formats if format.weight_of(tensor) is not None]
+        if len(marked) < 2:
+            return marked
+        weight = marked[0].weight_of(tensor)
+        assert weight is not None
+        own = self.format_of(weight.removesuffix(".weight"))
+        return sorted(marked, key=lambda format: format != own)
+
+
+def quantization_of(config: Mapping[str, Any], path: Path) -> Quantization | None:
+    """How the weights of a checkpoint are quantized, by its config.json; None where they are not.
+
+    Raises:
+        UsageError: in a way that is not read.
+    """
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) else {}
+    found = next(
+        (c[key] for c in (config, inner) for key in ("quantization_config", "compression_config") if c.get(key)), None
+    )
+    if found is None:
+        return None
+    if not isinstance(found, Mapping):
+        raise UsageError(f"{path}: quantization_config is {type(found).__name__}, expected an object")
+    method = str(found.get("quant_method"))
+    if method not in READ:
+        raise UsageError(
+            f"{path} is quantized ({method}); moetool reads float32, float16, bfloat16 and the methods "
+            f"{', '.join(READ)}: give the model that it was made from"
+        )
+    ignore = tuple(map(str, found.get("modules_to_not_convert") or ()))
+    if method == "compressed-tensors":
+        return _compressed_tensors(found, path)
+    groups = {
+        "fp8": lambda: [Targets(names=("Linear",), format=Fp8Block(_block(found.get("weight_block_size"), path)))],
+        "mxfp4": lambda: [Targets(names=("Linear",), format=Mxfp4Blocks())],
+        "fbgemm_fp8": lambda: [Targets(names=("Linear",), format=Scaled("channel"))],
+        "gptq": lambda: _gptq(found, path),
+        "awq": lambda: [_awq(found, path)],
+        "modelopt": lambda: [_modelopt(found, path)],
+    }[method]()
+    patterns = tuple(f"re:.*{re.escape(name)}" for name in ignore)
+    return Quantization(method=method, groups=tuple(groups), ignore=patterns)
+
+
+def _block(size: Any, path: Path) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    if not (isinstance(size, Sequence) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)):
+        raise UsageError(f"{path}: weight_block_size is {size!r}, expected two positive numbers such as [128, 128]")
+    return int(size[0]), int(size[1])
+
+
+def _gptq(found: Mapping[str, Any], path: Path) -> list[Targets]:
+    version = found.get("checkpoint_format", found.get("format", "gptq"))
+    if version not in ("gptq", "gptq_v2"):
+        raise UsageError(
+            f"{path} is quantized by gptq and stored as {version!r}, expected gptq or gptq_v2: give a checkpoint in "
+            "one of these"
+        )
+
+    def read(values: Mapping[str, Any]) -> Gptq:
+        bits, group = values.get("bits"), values.get("group_size", 128)
+        if bits not in BITS or not isinstance(group, int) or (group < 1 and group != -1):
+            raise UsageError(
+                f"{path} is quantized by gptq to {bits!r} bits in groups of {group!r}, expected "
+                f"{', '.join(map(str, BITS))} bits, and a positive group_size or -1"
+            )
+        return Gptq(bits, group, bool(values.get("desc_act")), 0 if version == "gptq_v2" else 1)
+
+    groups = [Targets(names=("Linear",), format=read(found))]
+    for pattern, values in (found.get("dynamic") or {}).items():
+        sign, _, regex = pattern.partition(":")
+        names = (f"re:{regex if regex else sign}",)
+        format = None if sign == "-" else read({**found, **values})
+        groups.append(Targets(names=names, format=format))
+    return groups
+
+
+def _awq(found: Mapping[str, Any], path: Path) -> Targets:
+    bits, group, version = found.get("bits"), found.get("group_size", 128), str(found.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm" or found.get("zero_point") is False:
+        raise UsageError(
+            f"{path} is quantized by awq to {bits!r} bits ({version}, zero_point {found.get('zero_point', True)}), "
+            "expected 4 bits, gemm, with zero points: give a checkpoint in that layout"
+        )
+    if not isinstance(group, int) or (group < 1 and group != -1):
+        raise UsageError(f"{path}: group_size is {group!r}, expected a positive number or -1")
+    return Targets(names=("Linear",), format=Awq(group))
+
+
+def _modelopt(found: Mapping[str, Any], path: Path) -> Targets:
+    algorithm = found.get("quant_algo")
+    formats: dict[Any, WeightFormat] = {"NVFP4": Nvfp4(), "FP8": Scaled("tensor")}
+    if algorithm not in formats:
+        raise UsageError(f"{path} is quantized by modelopt to {algorithm}, expected one of {', '.join(formats)}")
+    return Targets(names=("Linear",), format=formats[algorithm])
+
+
+def _compressed_tensors(found: Mapping[str, Any], path: Path) -> Quantization:
+    for name, what in (("sparsity_config", "leaves out weights (sparsity)"), ("transform_config", "turns weights")):
+        own = found.get(name) or {}
+        if (own and own.get("format", "dense") != "dense") or own.get("config_groups"):
+            raise UsageError(
+                f"{path} also {what}, by its {name}; moetool does not: give the model that it was made from"
+            )
+    form = found.get("format")
+    groups = []
+    for group in (found.get("config_groups") or {}).values():
+        weights = group.get("weights")
+        names = tuple(map(str, group.get("targets") or ("Linear",)))
+        groups.append(
+            Targets(names=names, format=_scheme(weights, group.get("format") or form, path) if weights else None)
+        )
+    if not any(group.format for group in groups):
+        raise UsageError(f"{path} names no config_groups with weights in its quantization_config: give the original")
+    return Quantization(
+        method="compressed-tensors",
+        groups=tuple(groups),
+        ignore=tuple(map(str, found.get("ignore") or ())),
+        wide_scales=not found.get("dequantize"),
+    )
+
+
+def _scheme(weights: Mapping[str, Any], form: Any, path: Path) -> WeightFormat:
+    """The format of one group of modules."""
+    bits, kind, size = weights.get("num_bits"), weights.get("type", "int"), weights.get("group_size")
+    symmetric = bool(weights.get("symmetric", True))
+    # compressed-tensors derives the strategy from the size where the config does not say it.
+    strategy = weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+    described = f"{path} is quantized to {bits} bits ({kind}, by {strategy}, {form})"
+    if weights.get("actorder") not in (None, False, "weight", "static"):
+        raise UsageError(f"{path} orders its groups by activation, which moetool does not read: give the original")
+    if strategy in ("group", "tensor_group") and not (isinstance(size, int) and size > 0):
+        raise UsageError(f"{path} is quantized by group with a group_size of {size}, expected a positive number")
+    if form == "pack-quantized":
+        if kind != "int" or strategy not in ("group", "channel") or bits not in BITS:
+            raise UsageError(
+                f"{described}, expected integers of {', '.join(map(str, BITS))} bits by group or channel: give the "
+                "model that it was made from"
+            )
+        return PackQuantized(int(bits), int(size) if strategy == "group" and size else 0, symmetric)
+    if form == "nvfp4-pack-quantized" and (kind, bits, size) == ("float", 4, 16) and symmetric:
+        return Nvfp4()
+    if form == "mxfp4-pack-quantized" and (kind, bits, size) == ("float", 4, GROUP) and symmetric:
+        return Mxfp4Packed()
+    if form in ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized") and bits == 8:
+        block = None
+        if strategy == "block":
+            block = _block(weights.get("block_structure"), path)
+        elif strategy == "group" and size:
+            block = (1, int(size))
+        if strategy in ("tensor", "channel") or block is not None:
+            name = "fp8_scaled" if kind == "float" else "int8_scaled"
+            return Scaled(strategy, block, symmetric, name)
+    raise UsageError(f"{described}, which moetool does not read: give the model that it was made from")

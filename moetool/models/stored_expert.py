@@ -1,0 +1,207 @@
+"""One expert as its files store it: which tensors it is made of, how they lie in memory, and computing with them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from moetool.models.pack_quantized import PackCodec
+from moetool.models.packed import Block, PackedWeight
+from moetool.models.weight_format import STORED_DTYPES, Codec, Dense, Stored, StoredWeight, unpack
+
+
+class LazyWeight(NamedTuple):
+    """A weight that stays as it is stored until something is computed with it: blocks one under the other."""
+
+    blocks: tuple[Stored, ...]
+    codecs: tuple[Codec, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight."""
+        parts = zip(self.codecs, self.blocks, self.shapes, strict=True)
+        made = [unpack(codec, block, shape, dtype) for codec, block, shape in parts]
+        return made[0] if len(made) == 1 else torch.cat(made)
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, I] times the transpose of the weight [O, I], in the type of `x`."""
+        return functional.linear(x, self.to(x.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes, as stored."""
+        return sum(tensor.nbytes for block in self.blocks for tensor in block.values())
+
+
+Weight = torch.Tensor | PackedWeight | LazyWeight
+"""A part of an expert, ready to be computed with."""
+
+
+class Field(NamedTuple):
+    """A tensor of an expert and its place in memory."""
+
+    part: int
+    block: int
+    role: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor in the memory of an expert."""
+        return memory[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class StoredLayout:
+    """How the experts of some layers lie in memory as stored: wide types first, so that all are aligned and none is
+    padded; of one type the tensors of a part that have one role together.
+
+    Attributes:
+        codecs: by part and block.
+        shapes: of the blocks, by part and block, unpacked.
+        fields: all tensors.
+    """
+
+    codecs: tuple[tuple[Codec, ...], ...]
+    shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    fields: tuple[Field, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of an expert."""
+        return sum(field.num_bytes for field in self.fields)
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether every tensor is a weight as it is."""
+        return all(isinstance(codec, Dense) for part in self.codecs for codec in part)
+
+    @cached_property
+    def packed(self) -> bool:
+        """Whether every tensor is a weight as it is, or packed as `moetool.models.packed` has it."""
+        return all(isinstance(codec, Dense | PackCodec) for part in self.codecs for codec in part)
+
+    def of_part(self, part: int, role: str) -> list[Field]:
+        """The fields of a part that have a role, block after block."""
+        return [field for field in self.fields if (field.part, field.role) == (part, role)]
+
+    def blocks(self, memory: torch.Tensor, part: int) -> tuple[Stored, ...]:
+        """The tensors of a part, block by block."""
+        found: list[dict[str, torch.Tensor]] = [{} for _ in self.codecs[part]]
+        for field in self.fields:
+            if field.part == part:
+                found[field.block][field.role] = field.of(memory)
+        return tuple(found)
+
+    def views(self, memory: torch.Tensor, shapes: Sequence[tuple[int, ...]], tile: int = 0) -> tuple[Weight, ...]:
+        """The parts of an expert in memory.
+
+        Args:
+            shapes: of the parts.
+            tile: of packed words in the order of `moetool.models.packed_product`, the rows of a tile.
+        """
+        return tuple(self._part(memory, part, shape, tile) for part, shape in enumerate(shapes))
+
+    def _part(self, memory: torch.Tensor, part: int, shape: tuple[int, ...], tile: int) -> Weight:
+        codecs = self.codecs[part]
+        plain = self.of_part(part, "weight")
+        if len(plain) == len(codecs) and len({field.dtype for field in plain}) == 1:
+            return _lying_together(memory, plain).view(shape)
+        first = codecs[0]
+        if not isinstance(first, PackCodec) or set(codecs) != {first}:
+            return LazyWeight(self.blocks(memory, part), codecs, self.shapes[part])
+        words, scale, zero = (self.of_part(part, role) for role in ("words", "scale", "zero"))
+        # Tensors that lie together are unpacked together, unless zero points end inside a word between them.
+        together = not zero or all(field.shape[0] * first.bits % 32 == 0 for field in words[:-1])
+        cuts = [slice(None)] if together else [slice(i, i + 1) for i in range(len(words))]
+        made = [
+            Block(
+                _lying_together(memory, words[cut]),
+                _lying_together(memory, scale[cut]),
+                _lying_together(memory, zero[cut]) if zero else None,
+                first.columns,
+                tile,
+            )
+            for cut in cuts
+        ]
+        return PackedWeight(tuple(made), first.bits)
+
+
+def _lying_together(memory: torch.Tensor, fields: Sequence[Field]) -> torch.Tensor:
+    """Tensors that follow each other in memory, as one: one under the other."""
+    first = fields[0]
+    flat = memory[first.offset : first.offset + sum(field.num_bytes for field in fields)]
+    return flat.view(first.dtype).view(sum(field.shape[0] for field in fields), *first.shape[1:])
+
+
+def layout_of(parts: Sequence[Sequence[StoredWeight]]) -> StoredLayout:
+    """The layout of an expert of these weights, by part and block."""
+    tensors = [
+        (-STORED_DTYPES[tensor.dtype].itemsize, part, role, block, tensor)
+        for part, weights in enumerate(parts)
+        for block, weight in enumerate(weights)
+        for role, tensor in weight.tensors.items()
+    ]
+    tensors.sort(key=lambda item: item[:4])
+    fields, offset = [], 0
+    for _, part, role, block, tensor in tensors:
+        field = Field(part, block, role, tensor.shape, STORED_DTYPES[tensor.dtype], offset)
+        fields.append(field)
+        offset += field.num_bytes
+    return StoredLayout(
+        codecs=tuple(tuple(weight.codec for weight in weights) for weights in parts),
+        shapes=tuple(tuple(weight.shape for weight in weights) for weights in parts),
+        fields=tuple(fields),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSlot:
+    """A slot that holds an expert unpacked, its parts one after the other.
+
+    Attributes:
+        shapes: of the parts.
+        transposed: by part, whether it lies there as its transpose, which is the faster to multiply with.
+        dtype: of the numbers.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    transposed: tuple[bool, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a slot."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes) * self.dtype.itemsize
+
+    def views(self, slot: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The parts of the expert in a slot."""
+        sizes = [torch.Size(shape).numel() for shape in self.shapes]
+        flat = slot[: self.num_bytes].view(self.dtype).split(sizes)
+        return tuple(
+            part.view(shape[::-1]).T if transposed else part.view(shape)
+            for part, shape, transposed in zip(flat, self.shapes, self.transposed, strict=True)
+        )
+
+    def fill(self, layout: StoredLayout, stored: torch.Tensor, slot: torch.Tensor) -> None:
+        """Unpack an expert from memory into a slot."""
+        for part, view in enumerate(self.views(slot)):
+            natural = view.T if self.transposed[part] else view
+            row = 0
+            blocks = zip(layout.codecs[part], layout.blocks(stored, part), layout.shapes[part], strict=True)
+            for codec, block, shape in blocks:
+                if codec.transposed != self.transposed[part]:
+                    view.copy_(unpack(codec, block, shape, self.dtype))
+                    continue
+                rows = shape[1] if codec.transposed else shape[0]
+                codec.into(block, natural[row : row + rows])
+                row += rows

@@ -1,0 +1,115 @@
+"""Which tensors a checkpoint's safetensors files hold, and where each one lies."""
+
+import os
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+import torch
+
+from moetool.errors import MismatchError, UsageError
+from moetool.json_files import read_json
+from moetool.models.safetensors_header import read_header
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+OTHER_DTYPES = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
+
+_INDEX = "model.safetensors.index.json"
+
+
+class Tensor(NamedTuple):
+    """A tensor's place in a shard: `offset` counts from the start of the file."""
+
+    file: int
+    offset: int
+    num_bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class FileStamp(NamedTuple):
+    """What a file's content is known by without reading it: another one, or a write into it, changes this."""
+
+    device: int
+    inode: int
+    num_bytes: int
+    written_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> "FileStamp":
+        """From `os.stat` or `os.fstat`."""
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+class TensorIndex(NamedTuple):
+    """The tensors of a checkpoint by name, as its files have them, and the files that `Tensor.file` counts.
+
+    Attributes:
+        stamps: of the files, before their headers were read.
+    """
+
+    files: tuple[Path, ...]
+    stamps: tuple[FileStamp, ...]
+    tensors: dict[str, Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files."""
+        return sum(file.stat().st_size for file in self.files)
+
+
+def read_index(folder: Path) -> TensorIndex:
+    """Read the header of every safetensors file of a checkpoint, once.
+
+    Raises:
+        UsageError: there are none, or one that the index names is missing.
+        MismatchError: one is damaged, two hold a tensor of the same name, or the index names a file elsewhere or a
+            tensor that its file does not hold.
+    """
+    files, weight_map = _weight_files(folder)
+    stamps = tuple(FileStamp.of(file.stat()) for file in files)
+    tensors: dict[str, Tensor] = {}
+    for number, file in enumerate(files):
+        for name, entry in read_header(file).items():
+            if name in tensors:
+                raise MismatchError(
+                    f"{name} is in {files[tensors[name].file]} and in {file}, expected it once; download the model "
+                    "again"
+                )
+            tensors[name] = Tensor(number, entry.begin, entry.end - entry.begin, entry.shape, entry.dtype)
+    for name, file_name in weight_map.items():
+        if name not in tensors or files[tensors[name].file] != folder / file_name:
+            raise MismatchError(
+                f"{folder / _INDEX} names {name} in {file_name}, which does not hold it; download the model again"
+            )
+    return TensorIndex(files, stamps, tensors)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether there are safetensors files in a folder, or it is a GGUF file."""
+    return folder.is_file() or any(folder.glob("*.safetensors"))
+
+
+def _weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
+    """The safetensors files of a model in order, and in which of them its index says that each tensor is."""
+    index = folder / _INDEX
+    if not index.is_file():
+        found = tuple(sorted(folder.glob("*.safetensors")))
+        if not found:
+            raise UsageError(f"{folder} holds no .safetensors weights; moetool reads no other format")
+        return found, {}
+    content = read_json(index, advice="download the model again")
+    weight_map = content.get("weight_map")
+    if not (isinstance(weight_map, dict) and weight_map and all(isinstance(v, str) for v in weight_map.values())):
+        raise MismatchError(f"{index} has no weight_map from tensors to files; download the model again")
+    files = []
+    for name in sorted(set(weight_map.values())):
+        place = PurePosixPath(name)
+        if place.is_absolute() or ".." in place.parts or "\\" in name or "\0" in name or place.suffix != ".safetensors":
+            raise MismatchError(
+                f"{index} names the file {name!r}, expected a .safetensors file of its own folder; download the model "
+                "again"
+            )
+        if not (folder / place).is_file():
+            raise UsageError(f"{folder / place} is missing, though {_INDEX} names it; download the model again")
+        files.append(folder / place)
+    return tuple(files), weight_map

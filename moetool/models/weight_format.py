@@ -1,0 +1,228 @@
+"""The contract of the weight formats: which stored tensors make a weight, how many bytes, and how to unpack them.
+
+One format a file beside this one. A format recognises its weights by the names of their tensors, takes its parameters
+from the checkpoint's config and checks the tensors against them. What it makes is a `StoredWeight`, which goes by the
+name and the shape that an unquantized checkpoint would give it, so that the rest of the package need not know more.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from moetool.errors import MismatchError
+from moetool.models.tensor_index import Tensor
+
+FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+STORED_DTYPES = FLOATS | {
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
+"""Data types of safetensors files, as torch has them."""
+
+
+Stored = Mapping[str, torch.Tensor]
+"""The tensors of a weight by role."""
+
+
+class Codec(Protocol):
+    """How stored tensors make a weight. Equal codecs unpack alike.
+
+    Attributes:
+        transposed: whether the weight is [in, out], and what `into` writes is its transpose, which is the faster to
+            multiply with.
+    """
+
+    @property
+    def transposed(self) -> bool: ...
+
+    def into(self, stored: Stored, out: torch.Tensor) -> None:
+        """Write the weight [out, in] to `out`, which is contiguous.
+
+        It is rounded as the format's own library rounds it, and then to the type of `out`.
+
+        Args:
+            stored: the tensors by role.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A weight stored as it is."""
+
+    transposed: bool = False
+
+    def into(self, stored: Stored, out: torch.Tensor) -> None:
+        out.copy_(stored["weight"])
+
+
+DENSE = Dense()
+
+
+def unpack(codec: Codec, stored: Stored, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """The weight that stored tensors make.
+
+    Args:
+        shape: of the weight.
+    """
+    if len(shape) > 2 and not isinstance(codec, Dense):  # stacked
+        shares = zip(*(tensor.unbind() for tensor in stored.values()), strict=True)
+        return torch.stack([unpack(codec, dict(zip(stored, s, strict=True)), shape[1:], dtype) for s in shares])
+    natural = tuple(shape[::-1]) if codec.transposed else tuple(shape)
+    out = torch.empty(natural, dtype=dtype, device=next(iter(stored.values())).device)
+    codec.into(stored, out)
+    return out.T if codec.transposed else out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeight:
+    """A weight and the tensors that store it.
+
+    Attributes:
+        name: of the weight in a checkpoint that is not quantized.
+        shape: of the weight.
+        tensors: by role.
+        codec: makes the weight of them.
+        format: name of the weight format.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tensors: Mapping[str, Tensor]
+    codec: Codec
+    format: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def share(self, index: int, count: int, shape: tuple[int, ...]) -> "StoredWeight":
+        """One of `count` equal shares of a weight that lies stacked, each of this shape.
+
+        Raises:
+            ValueError: a tensor cannot be cut like that.
+        """
+        return replace(self, shape=shape, tensors={r: _cut(t, index, count) for r, t in self.tensors.items()})
+
+
+def _cut(tensor: Tensor, index: int, count: int) -> Tensor:
+    if not tensor.shape or tensor.shape[0] % count:
+        raise ValueError(f"a tensor of shape {list(tensor.shape)} does not hold {count} experts")
+    rows, size = tensor.shape[0] // count, tensor.num_bytes // count
+    shape = tensor.shape[1:] if rows == 1 else (rows, *tensor.shape[1:])
+    return tensor._replace(offset=tensor.offset + index * size, num_bytes=size, shape=shape)
+
+
+def as_dense(name: str, tensor: Tensor) -> StoredWeight:
+    """A tensor that is a weight as it stands."""
+    return StoredWeight(name=name, shape=tensor.shape, tensors={"weight": tensor}, codec=DENSE, format="dense")
+
+
+class WeightFormat(Protocol):
+    """A weight format with the parameters that a config gives.
+
+    Attributes:
+        name: of the format in tables.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def weight_of(self, tensor: str) -> str | None:
+        """The name of the weight that a tensor of this name marks; None for a tensor that marks none."""
+
+    def claim(self, weight: str, unclaimed: "Unclaimed") -> StoredWeight | None:
+        """Take the tensors of a weight; None where they turn out to be of another format.
+
+        Raises:
+            MismatchError: one is missing, or they contradict one another or the config.
+        """
+
+    def stored_bytes(self, rows: int, columns: int, number_bytes: int) -> int:
+        """Bytes of a stored matrix [rows, columns], scales and all.
+
+        Args:
+            number_bytes: of a number of the model's own data type, which scales have where the format fixes none.
+        """
+
+
+class Unclaimed:
+    """The tensors of a checkpoint that no weight has claimed yet.
+
+    Args:
+        tensors: by name; claimed ones are taken out.
+        files: that `Tensor.file` counts.
+        read: gives the bytes of a small tensor.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], files: Sequence[Path], read: Callable[[Tensor], bytes]) -> None:
+        self._tensors = tensors
+        self._files = files
+        self._read = read
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._tensors))
+
+    def get(self, name: str) -> Tensor | None:
+        """A tensor that stays unclaimed."""
+        return self._tensors.get(name)
+
+    def take(self, name: str) -> Tensor | None:
+        """A tensor, claimed."""
+        return self._tensors.pop(name, None)
+
+    def need(self, name: str, beside: Tensor, what: str) -> Tensor:
+        """A tensor, claimed. Raises: MismatchError where it is missing.
+
+        Args:
+            beside: one of the same weight.
+            what: it is, for the error.
+        """
+        tensor = self.take(name)
+        if tensor is None:
+            raise MismatchError(
+                f"{self._files[beside.file]}: {name} is missing: {what} of a weight that is there; download the model "
+                "again"
+            )
+        return tensor
+
+    def integers(self, name: str, tensor: Tensor) -> tuple[int, ...]:
+        """The values of a small tensor of integers."""
+        self.require_dtype(name, tensor, "I64", "I32")
+        size = {"I64": 8, "I32": 4}[tensor.dtype]
+        data = self._read(tensor)
+        return tuple(int.from_bytes(data[i : i + size], "little", signed=True) for i in range(0, len(data), size))
+
+    def error(self, name: str, tensor: Tensor, problem: str) -> MismatchError:
+        """The error for a tensor that is not as it should be: file, name, what is found and what is expected."""
+        return MismatchError(f"{self._files[tensor.file]}: {name} {problem}; download the model again")
+
+    def require_dtype(self, name: str, tensor: Tensor, *dtypes: str) -> None:
+        """Raises: MismatchError for a tensor of none of these data types."""
+        if tensor.dtype not in dtypes:
+            raise self.error(name, tensor, f"is stored as {tensor.dtype}, expected {' or '.join(dtypes)}")
+
+    def require_shape(self, name: str, tensor: Tensor, expected: Sequence[int], why: str) -> None:
+        """Raises: MismatchError for a tensor of another shape.
+
+        Args:
+            why: it is expected, for the error.
+        """
+        if tuple(tensor.shape) != tuple(expected):
+            raise self.error(name, tensor, f"has shape {list(tensor.shape)}, expected {list(map(int, expected))} {why}")
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)

@@ -1,0 +1,278 @@
+"""Checkpoints in every weight format are served as plain transformers runs what their writers say they stand for."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moetool import plugins
+from moetool.caching._policy import MIN_SLOTS, build_policy, parse_options, policy_class
+from moetool.caching._residency import Residency
+from moetool.errors import MismatchError
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import load_full, load_lazy
+from moetool.request import SamplingParams
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.expert_store import open_store
+from moetool.runtime.sequential import open_batcher
+from tests import families, quantized
+from tests.quantized import GROUP, compressed, compressed_config
+
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+_NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+_FP8_BLOCK = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+_UNEVEN = "kv_a_proj_with_mqa"  # 24 rows, where transformers wants whole blocks
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+_MIXED = {
+    **compressed_config("mixed-precision", {}),
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {**_FP8, "strategy": "channel"}, "format": "float-quantized"},
+        "group_1": {
+            "targets": [r"re:.*layers\.1\.mlp\.experts.*"],
+            "weights": {**_INT4, "symmetric": True},
+            "format": "pack-quantized",
+        },
+    },
+    "ignore": ["lm_head", r"re:.*layers\.2\.mlp.*", "re:.*v_proj"],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
+}
+
+
+def _mixed(name: str) -> quantized.Writer | None:
+    if "layers.2.mlp" in name or "v_proj" in name:
+        return None
+    if "layers.1.mlp.experts" in name:
+        return compressed("pack-quantized", {**_INT4, "symmetric": True})
+    return compressed("float-quantized", {**_FP8, "strategy": "channel"})
+
+
+def _everywhere(writer: quantized.Writer) -> Callable[[str], quantized.Writer]:
+    return lambda name: writer
+
+
+FORMATS: dict[str, tuple[str, dict[str, Any], Callable[[str], quantized.Writer | None]]] = {
+    "deepseek_v3-fp8_block": (
+        "deepseek_v3",
+        {**_FP8_BLOCK, "modules_to_not_convert": [_UNEVEN, "lm_head"]},
+        lambda name: None if _UNEVEN in name else quantized.fp8_block(16),
+    ),
+    "qwen3_moe-fp8_block": ("qwen3_moe", _FP8_BLOCK, _everywhere(quantized.fp8_block(16))),
+    "mixtral-gptq": ("mixtral", {**_GPTQ, "desc_act": False}, _everywhere(quantized.gptq(act_order=False))),
+    "qwen3_moe-gptq_act_order": (
+        "qwen3_moe",
+        {**_GPTQ, "desc_act": True},
+        _everywhere(quantized.gptq(act_order=True, symmetric=False)),
+    ),
+    "mixtral-awq": ("mixtral", _AWQ, _everywhere(quantized.awq())),
+    **{
+        f"qwen3_moe-{name}": (
+            "qwen3_moe",
+            compressed_config(form, weights),
+            _everywhere(compressed(form, weights)),
+        )
+        for name, form, weights in (
+            ("fp8_tensor", "float-quantized", {**_FP8, "strategy": "tensor"}),
+            ("fp8_channel", "float-quantized", {**_FP8, "strategy": "channel"}),
+            ("nvfp4", "nvfp4-pack-quantized", _NVFP4),
+            ("int4", "pack-quantized", {**_INT4, "symmetric": True}),
+            ("int4_asymmetric", "pack-quantized", {**_INT4, "symmetric": False}),
+        )
+    },
+    "qwen3_moe-mixed": ("qwen3_moe", _MIXED, _mixed),
+}
+NAMES = [*FORMATS, "gpt_oss-mxfp4"]
+ALL_POLICIES = ("deepseek_v3-fp8_block", "gpt_oss-mxfp4", "mixtral-gptq", "qwen3_moe-mixed")
+PROMPTS = [[(7 * i + 3 * k) % 60 + 3 for i in range(3 + k)] for k in range(4)]
+
+
+@dataclass
+class Case:
+    """A quantized checkpoint, its twin, and what plain transformers makes of the twin."""
+
+    path: Path
+    twin: Path
+    expected: list[list[int]]
+    gaps: list[list[float]]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp(request.param)
+    path, twin = written(request.param, folder)
+    model = load_full(Checkpoint.open(twin), torch.float32).model
+    expected, gaps = [], []
+    for prompt in PROMPTS:
+        made = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        expected.append(made.sequences[0, len(prompt) :].tolist())
+        best = [logits[0].topk(2).values for logits in made.logits]
+        gaps.append([float(top[0] - top[1]) for top in best])
+    return Case(path, twin, expected, gaps)
+
+
+def written(name: str, folder: Path) -> tuple[Path, Path]:
+    """A tiny checkpoint in a format, and its twin."""
+    if name == "gpt_oss-mxfp4":
+        families.save("gpt_oss", folder / "dense", intermediate_size=32)
+        return folder / "m", quantized.mxfp4_experts(folder / "dense", folder / "m")
+    family, config, writer = FORMATS[name]
+    families.save(family, folder / "dense", intermediate_size=48 if family != "mixtral" else 32)
+    return folder / "m", quantized.quantize(folder / "dense", folder / "m", config, writer)
+
+
+def _served(path: Path, policy: str, *, host_experts: int | None = None, products: bool = True) -> list[list[int]]:
+    """The greedy tokens of all prompts, out of the policy's smallest pool."""
+    loaded = load_lazy(Checkpoint.open(path), torch.float32, products=products)
+    files, spec = loaded.files, loaded.spec
+    assert files is not None
+    kind = policy_class(policy)
+    slots = max(MIN_SLOTS, kind.min_slots(spec, parse_options(policy, {})))
+    made = build_policy(policy, spec, {}, slots, predictor=families.counted(spec) if kind.needs_predictor else None)
+    residency = Residency(made)
+    host = None if host_experts is None else host_experts * (files.stored_bytes + 256)
+    store = open_store(loaded, residency, num_threads=2, host_memory_bytes=host)
+    runtime = ExpertRuntime(loaded, residency, store)
+    batcher = open_batcher(loaded.model, max_requests=1, kv_tokens=64)
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    try:
+        batcher.on_forward = lambda batch: runtime.begin_forward(batch.info)
+        for i, prompt in enumerate(PROMPTS):
+            batcher.add(i, prompt, SamplingParams(max_tokens=6, ignore_eos=True))
+            while not batcher.idle:
+                for output in batcher.step():
+                    assert output.error is None, output.error
+                    assert output.token is not None
+                    found[output.request].append(output.token)
+                runtime.end_forward()
+        stats = store.stats
+        stored = set(spec.expert_bytes_L)
+        if len(stored) == 1:
+            (each,) = stored
+            assert stats.bytes_read == stats.reads * each and stats.host_bytes == stats.host_hits * each
+        assert stats.reads > slots
+    finally:
+        batcher.close()
+        runtime.close()
+        loaded.close()
+    return found
+
+
+def _require_same(found: list[list[int]], case: Case) -> None:
+    """Equal tokens, or a first difference where the two best were as good as equal."""
+    for ours, theirs, gaps in zip(found, case.expected, case.gaps, strict=True):
+        differing = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
+        assert not differing or gaps[differing[0]] < 1e-4, (ours, theirs)
+
+
+def test_every_policy_generates_what_transformers_does(case: Case) -> None:
+    every = case.path.parent.name.startswith(tuple(ALL_POLICIES))
+    for policy in plugins.names("policy") if every else ("lru", "promoe"):
+        kind = policy_class(policy)
+        if kind.lossless and not kind.needs_future:
+            _require_same(_served(case.path, policy), case)
+
+
+def test_slots_as_stored_and_host_memory_change_nothing(case: Case) -> None:
+    _require_same(_served(case.path, "lru", products=False), case)
+    _require_same(_served(case.path, "lru", host_experts=12), case)
+    _require_same(_served(case.path, "hybrimoe", host_experts=12), case)
+
+
+def test_weights_in_memory_are_those_of_the_writer(case: Case) -> None:
+    """To the bit: those that capture runs, and those of every expert that serve reads."""
+    theirs = load_full(Checkpoint.open(case.twin), torch.float32)
+    ours = load_full(Checkpoint.open(case.path), torch.float32)
+    expected, found = theirs.model.state_dict(), ours.model.state_dict()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    loaded = load_lazy(Checkpoint.open(case.path), torch.float32, products=True)
+    assert loaded.files is not None
+    for layer in loaded.layers:
+        for name, stacked in loaded.files.stacked(layer, torch.float32).items():
+            assert torch.equal(stacked, ours.layers[layer.index].experts.get_parameter(name))
+    loaded.close()
+    assert loaded.spec == ours.spec
+    assert loaded.spec.all_experts_bytes < theirs.spec.all_experts_bytes
+
+
+def test_bytes_are_known_by_config_alone(case: Case) -> None:
+    """What profile and plan count before any weight is there."""
+    whole, alone = Checkpoint.open(case.path), Checkpoint.open(case.path, weights=False)
+    if "mixed" in str(whole.raw["quantization_config"]):
+        return  # by layer, which the config says by patterns of names that only files have
+    for found, expected in zip(alone.spec.expert_bytes_L, whole.spec.expert_bytes_L, strict=True):
+        assert found == pytest.approx(expected, rel=0.15)  # the type of scales is not in the config
+    for dtype in (torch.float32, torch.bfloat16):
+        files = whole.expert_files(fastest=dtype)
+        assert whole.slot_bytes(dtype) == files.slot_bytes
+        assert files.stored_bytes == whole.spec.slot_bytes
+    whole.close()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3-fp8_block", "gpt_oss-mxfp4"])
+def test_transformers_reads_the_same_checkpoint(name: str, tmp_path: Path) -> None:
+    """Plain transformers with `dequantize`, which gives the weights that the writer meant."""
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+
+    path, _ = written(name, tmp_path)
+    kind = Mxfp4Config if "mxfp4" in name else FineGrainedFP8Config
+    config = kind(dequantize=True, **({} if "mxfp4" in name else {"weight_block_size": (16, 16)}))
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, quantization_config=config).state_dict()
+    ours = load_full(Checkpoint.open(path), torch.float32).model.state_dict()
+    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+
+
+def _damaged(case: Case, to: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    shutil.copytree(case.path, to)
+    tensors = load_file(to / "model.safetensors")
+    change(tensors)
+    save_file(tensors, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+def test_a_missing_tensor_of_a_weight_is_refused_by_file_and_name(case: Case, tmp_path: Path) -> None:
+    tensors = load_file(case.path / "model.safetensors")
+    last = max(
+        int(name.split(".experts.")[0].rpartition(".layers.")[2].split(".")[0])
+        for name in tensors
+        if ".experts." in name
+    )
+    suffixes = {name.rpartition(".")[2] for name in tensors if f".{last}." in name and ".experts." in name}
+    optional = {"weight_shape", "g_idx"}
+    for number, suffix in enumerate(sorted(suffixes - optional)):
+        name = max(n for n in tensors if ".experts." in n and n.endswith(f".{suffix}"))
+        path = _damaged(case, tmp_path / str(number), lambda tensors, name=name: tensors.pop(name))
+        with pytest.raises(MismatchError) as caught:
+            load_lazy(Checkpoint.open(path), torch.float32)
+        stem = name.rpartition(".")[0]
+        assert stem in str(caught.value) and "\n" not in str(caught.value), (name, caught.value)
+
+
+def test_a_wrong_group_size_is_refused(case: Case, tmp_path: Path) -> None:
+    shutil.copytree(case.path, tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    config = json.loads(file.read_text())
+    quantization = config["quantization_config"]
+    text = json.dumps(quantization)
+    changed = text.replace('"group_size": 16', '"group_size": 8').replace("[16, 16]", "[8, 8]")
+    changed = changed.replace('"strategy": "tensor"', '"strategy": "channel"') if changed == text else changed
+    changed = changed.replace('"strategy": "channel"', '"strategy": "tensor"') if changed == text else changed
+    if changed == text or "tensor_group" in text:
+        pytest.skip("its groups are fixed by the format")
+    file.write_text(json.dumps(config | {"quantization_config": json.loads(changed)}))
+    with pytest.raises(MismatchError, match=r"model\.safetensors: model\.layers\..* has shape .*, expected"):
+        load_lazy(Checkpoint.open(tmp_path / "m"), torch.float32)

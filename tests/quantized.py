@@ -1,0 +1,200 @@
+"""Checkpoints as their formats' own writers make them, each with a twin that holds what its writer says it stands for.
+
+Compressed-tensors' formats are written and unpacked by its own compressors. Those of GPTQ, AWQ, FP8 and MXFP4 are laid
+out here as their authors publish them; the golden tensors of tests/unit/test_weight_formats.py hold both to that.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+Writer = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
+"""From the name and the value of a weight to what a file holds of it, and to the weight that this stands for."""
+
+GROUP = 16
+_LINEAR = re.compile(r"\.(self_attn|mlp|block_sparse_moe)\..*\.weight$")
+_KEPT = re.compile(r"(norm|\.gate|router)\.weight$")
+
+
+def quantize(dense: Path, out: Path, config: dict[str, Any], writer: Callable[[str], Writer | None]) -> Path:
+    """Write a checkpoint of single experts anew.
+
+    Args:
+        config: the `quantization_config`.
+        writer: what writes a linear weight of this name; None leaves it as it is.
+
+    Returns:
+        The folder of its twin, beside it.
+    """
+    twin = out.with_name(out.name + "-twin")
+    made, meant = {}, {}
+    for name, weight in load_file(dense / "model.safetensors").items():
+        write = writer(name) if _LINEAR.search(name) and not _KEPT.search(name) and weight.dim() == 2 else None
+        if write is None:
+            made[name] = meant[name] = weight
+            continue
+        tensors, meant[name] = write(name, weight)
+        made |= tensors
+    for folder, tensors in ((out, made), (twin, meant)):
+        folder.mkdir(parents=True)
+        for file in dense.iterdir():
+            if file.suffix != ".safetensors":
+                shutil.copy(file, folder)
+        save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    raw = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+    return twin
+
+
+def fp8_block(block: int) -> Writer:
+    """FP8 in square blocks."""
+
+    def write(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        blocks = weight.unflatten(1, (-1, block)).unflatten(0, (-1, block))
+        scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+        values = (blocks / scale).to(torch.float8_e4m3fn)
+        meant = (values.float() * scale).view(weight.shape)
+        return {name: values.view(weight.shape), f"{name}_scale_inv": scale[:, 0, :, 0]}, meant
+
+    return write
+
+
+def compressed(form: str, weights: dict[str, Any]) -> Writer:
+    """A format of compressed-tensors, by its own compressor."""
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    compressor = BaseCompressor.get_value_from_registry(form)
+    bits, group = weights["num_bits"], weights.get("group_size")
+
+    def write(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        groups = weight.unflatten(1, (-1, group or weight.shape[1]))
+        if weights["strategy"] == "tensor":
+            groups = weight.view(1, 1, -1)
+        low, high = groups.amin(-1), groups.amax(-1)
+        local = {"weight": weight}
+        if weights["type"] == "float":
+            local["weight_scale"] = torch.maximum(-low, high) / (448 if bits == 8 else 6)
+            if weights["strategy"] == "tensor_group":
+                whole = 448 * 6 / weight.abs().amax()
+                local["weight_global_scale"] = whole.reshape(1)
+                local["weight_scale"] = (local["weight_scale"] * whole).to(torch.float8_e4m3fn).float()
+        elif weights["symmetric"]:
+            local["weight_scale"] = 2 * torch.maximum(-low, high) / (2**bits - 1)
+        else:
+            low, high = low.clamp(max=0), high.clamp(min=0)
+            local["weight_scale"] = (high - low) / (2**bits - 1)
+            zero = -(2 ** (bits - 1)) - low / local["weight_scale"]
+            local["weight_zero_point"] = zero.round().to(torch.int8)
+        if weights["strategy"] == "tensor":
+            local["weight_scale"] = local["weight_scale"].reshape(1)
+        made = compressor.compress(local, scheme)
+        stem = name.removesuffix("weight")
+        meant = compressor.decompress(dict(made), scheme)["weight"].float()
+        return {f"{stem}{local_name}": tensor for local_name, tensor in made.items()}, meant
+
+    return write
+
+
+def compressed_config(form: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What config.json says of it."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "format": form}
+    head = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+    return {**head, "quantization_status": "compressed", "ignore": ["lm_head"], **more}
+
+
+def gptq(act_order: bool, symmetric: bool = True) -> Writer:
+    """GPTQ in four bits; the groups of act-order are drawn at random."""
+
+    def write(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        columns = weight.shape[1]
+        index = torch.arange(columns) // GROUP
+        if act_order:
+            index = index[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        scale, zero = _affine(weight, index, symmetric)
+        values = (weight / scale[:, index] + zero[:, index]).round().clamp(0, 15)
+        meant = ((values - zero[:, index]) * scale[:, index]).half().float()
+        stem = name.removesuffix("weight")
+        return {
+            f"{stem}qweight": _words(values.T, 0, range(8)),
+            f"{stem}qzeros": _words(zero.T - 1, 1, range(8)),
+            f"{stem}scales": scale.T.half(),
+            f"{stem}g_idx": index.int(),
+        }, meant
+
+    return write
+
+
+def awq() -> Writer:
+    """AWQ in four bits."""
+
+    def write(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        index = torch.arange(weight.shape[1]) // GROUP
+        scale, zero = _affine(weight, index, symmetric=False)
+        values = (weight / scale[:, index] + zero[:, index]).round().clamp(0, 15)
+        meant = ((values - zero[:, index]) * scale[:, index]).half().float()
+        stem, order = name.removesuffix("weight"), (0, 2, 4, 6, 1, 3, 5, 7)
+        return {
+            f"{stem}qweight": _words(values.T, 1, order),
+            f"{stem}qzeros": _words(zero.T, 1, order),
+            f"{stem}scales": scale.T.half(),
+        }, meant
+
+    return write
+
+
+def _affine(weight: torch.Tensor, index: torch.Tensor, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales, as float16 holds them, and zero points from 1 to 15, [N, G]."""
+    scales, zeros = [], []
+    for group in range(int(index.max()) + 1):
+        part = weight[:, index == group]
+        low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+        scale = (2 * torch.maximum(-low, high) if symmetric else high - low) / 15
+        scales.append(scale.half().float())
+        zeros.append(torch.full_like(scale, 8) if symmetric else (-low / scale).round().clamp(1, 15))
+    return torch.stack(scales, 1), torch.stack(zeros, 1)
+
+
+def _words(values: torch.Tensor, dim: int, order: Any) -> torch.Tensor:
+    """Eight values a word along a dimension, the value of place `order[i]` in the i-th four bits."""
+    eights = values.long().unflatten(dim, (-1, 8)).movedim(dim + 1, -1)
+    words = sum(eights[..., place] << (4 * i) for i, place in enumerate(order))
+    assert isinstance(words, torch.Tensor)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def mxfp4_experts(dense: Path, out: Path) -> Path:
+    """A gpt_oss checkpoint whose experts are MXFP4, and its twin."""
+    twin = out.with_name(out.name + "-twin")
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    made, meant = {}, {}
+    for name, weight in load_file(dense / "model.safetensors").items():
+        if not re.search(r"experts\.(gate_up|down)_proj$", name):
+            made[name] = meant[name] = weight
+            continue
+        groups = weight.transpose(1, 2).unflatten(2, (-1, 32))  # [E, N, K / 32, 32]
+        exponent = (groups.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+        scaled = groups / exponent.exp2()
+        values = (scaled.abs()[..., None] - table).abs().argmin(-1)
+        numbers = table[values] * scaled.sign() * exponent.exp2()
+        codes = values | ((scaled < 0).long() << 3)
+        made[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        made[f"{name}_scales"] = (exponent[..., 0] + 127).to(torch.uint8)
+        meant[name] = numbers.flatten(2).transpose(1, 2)
+    for folder, tensors in ((out, made), (twin, meant)):
+        folder.mkdir(parents=True)
+        for file in dense.iterdir():
+            if file.suffix != ".safetensors":
+                shutil.copy(file, folder)
+        save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    raw = json.loads((out / "config.json").read_text())
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (out / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
+    return twin
