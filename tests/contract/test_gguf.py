@@ -1,0 +1,141 @@
+"""Models in GGUF files are served as plain transformers runs what the gguf package says is in them."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moetool.errors import MismatchError, MoetoolError, UsageError
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.gguf_weights import GgmlCodec
+from moetool.models.loading import load_full, load_lazy
+from tests import families
+
+gguf = pytest.importorskip("gguf")
+
+_TYPES = {"gate": "Q4_0", "up": "Q8_0", "down": "Q4_1"}
+_ARCHITECTURES = {"qwen3_moe": "qwen3moe", "qwen2_moe": "qwen2moe"}
+
+
+def _written(family: str, folder: Path) -> tuple[Path, Path]:
+    """A GGUF file of a tiny model by the gguf package's own writer and quantizers, and its twin in safetensors."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    families.save(family, folder / "dense", norm_topk_prob=family == "qwen3_moe", **sizes)
+    config = Checkpoint.open(folder / "dense").config
+    architecture = _ARCHITECTURES[family]
+    writer = gguf.GGUFWriter(folder / "m.gguf", architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if family == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    tensors = load_file(folder / "dense" / "model.safetensors")
+    meant: dict[str, torch.Tensor] = {}
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            layer, leaf = name.split(".")[2], name.split(".")[6].removesuffix("_proj")
+            stacks.setdefault(f"blk.{layer}.ffn_{leaf}_exps.weight", [])
+            continue
+        kind = "Q8_0" if tensor.dim() == 2 and "norm" not in name and ".gate." not in name else "F32"
+        meant[name] = _add(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), tensor, kind)
+    for stacked in stacks:
+        layer, leaf = stacked.split(".")[1], stacked.split("_")[1]
+        root = f"model.layers.{layer}.mlp.experts"
+        single = [f"{root}.{e}.{leaf}_proj.weight" for e in range(config.num_experts)]
+        values = _add(writer, stacked, torch.stack([tensors[name] for name in single]), _TYPES[leaf])
+        meant |= dict(zip(single, values, strict=True))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    shutil.copytree(folder / "dense", folder / "twin")
+    save_file({n: t.contiguous() for n, t in meant.items()}, folder / "twin" / "model.safetensors", {"format": "pt"})
+    return folder / "m.gguf", folder / "twin"
+
+
+def _add(writer: Any, name: str, tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    """Write a tensor; gives what the gguf package reads of it."""
+    quantized = gguf.GGMLQuantizationType[kind]
+    if kind == "F32":
+        writer.add_tensor(name, tensor.numpy())
+        return tensor
+    blocks = gguf.quantize(tensor.numpy(), quantized)
+    writer.add_tensor(name, blocks, raw_dtype=quantized)
+    return torch.from_numpy(np.ascontiguousarray(gguf.dequantize(blocks, quantized))).view(tensor.shape)
+
+
+@pytest.mark.parametrize("family", _ARCHITECTURES)
+def test_weights_are_those_of_the_gguf_package(family: str, tmp_path: Path) -> None:
+    """To the bit, in memory and as serve reads each expert; with them plain transformers gives the same logits."""
+    path, twin = _written(family, tmp_path)
+    ours, theirs = load_full(Checkpoint.open(path), torch.float32), load_full(Checkpoint.open(twin), torch.float32)
+    expected, found = theirs.model.state_dict(), ours.model.state_dict()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    for products in (True, False):
+        loaded = load_lazy(Checkpoint.open(path), torch.float32, products=products)
+        assert loaded.files is not None
+        for layer in loaded.layers:
+            for name, stacked in loaded.files.stacked(layer, torch.float32).items():
+                assert torch.equal(stacked, theirs.layers[layer.index].experts.get_parameter(name))
+        slot = torch.empty(loaded.files.slot_bytes, dtype=torch.uint8)
+        assert loaded.files.read_into(3, slot) == loaded.spec.slot_bytes < theirs.spec.slot_bytes
+        loaded.close()
+    tokens = torch.tensor([[5, 9, 12, 33, 7]])
+    with torch.inference_mode():
+        assert torch.allclose(ours.model(tokens).logits, theirs.model(tokens).logits, rtol=0, atol=1e-5)
+    assert ours.spec.num_experts_L == theirs.spec.num_experts_L and ours.spec.top_k_L == theirs.spec.top_k_L
+
+
+def test_the_header_alone_is_enough_for_a_profile(tmp_path: Path) -> None:
+    path, _ = _written("qwen3_moe", tmp_path)
+    whole, alone = Checkpoint.open(path), Checkpoint.open(path, weights=False)
+    assert alone.spec.expert_bytes_L == whole.spec.expert_bytes_L
+    assert alone.slot_bytes(torch.bfloat16) == 3 * 64 * 32 * 2
+
+
+def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
+    path, _ = _written("qwen3_moe", tmp_path)
+    data = path.read_bytes()
+    for number, (content, error, reason) in enumerate(
+        (
+            (data[:-100], MismatchError, "is cut short"),
+            (data[:200], MoetoolError, "GGUF"),
+            (b"GGML" + data[4:], MismatchError, "GGUF magic"),
+            (data.replace(b"qwen3moe", b"llama4xx"), UsageError, "architecture 'llama4xx'"),
+        )
+    ):
+        file = tmp_path / f"{number}.gguf"
+        file.write_bytes(content)
+        with pytest.raises(error, match=reason) as caught:
+            Checkpoint.open(file)
+        assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
+def test_blocks_are_unpacked_as_the_gguf_package_does(kind: str) -> None:
+    """Blocks of random bits, with scales that are numbers."""
+    quantized = gguf.GGMLQuantizationType[kind]
+    num_values, num_bytes = gguf.GGML_QUANT_SIZES[quantized]
+    draw = np.random.default_rng(3)
+    blocks = draw.integers(0, 256, (6, 4 * num_bytes), dtype=np.uint8)
+    theirs = torch.from_numpy(gguf.dequantize(blocks, quantized))
+    out = torch.empty(6, 4 * num_values)
+    GgmlCodec(quantized.value).into({"blocks": torch.from_numpy(blocks)}, out)
+    assert torch.allclose(out, theirs, rtol=0, atol=0, equal_nan=True)
