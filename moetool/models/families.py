@@ -5,6 +5,7 @@ top-k are derived from the modules (`moetool.models.spec`); this table holds how
 stands in the way of capturing, serving in batches or substituting experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -69,6 +70,7 @@ class Family:
         notes: what else a person has to know.
         probabilities: whether the router returns probabilities in place of logits.
         routers: router classes besides those that `_can_record_outputs` names.
+        inferred: whether this was found out by trying its router (`moetool.models.family_inference`).
     """
 
     name: str
@@ -81,6 +83,7 @@ class Family:
     notes: str = ""
     probabilities: bool = False
     routers: tuple[str, ...] = ()
+    inferred: bool = False
 
     @property
     def substitutable(self) -> bool:
@@ -104,10 +107,11 @@ class Family:
         """What `moetool models --json` prints."""
         return {
             "family": self.name,
+            "known": "inferred" if self.inferred else "listed",
             "captured": not self.refused,
             "served": self.served,
             "substitution": self.substitutable,
-            "weights": self.weight_rule,
+            "weights": "by its router" if self.inferred else self.weight_rule,
             "remarks": "; ".join(
                 filter(None, (self.refused, self.exception, self.fixed, self.one_at_a_time, self.notes))
             ),
@@ -228,6 +232,36 @@ _ALL = (
     ),
 )
 FAMILIES = {family.name: family for family in _ALL}
+"""Those that moetool lists, by name."""
+
+_found: dict[str, Family] = {}
+"""Those that were inferred in this process, when a model of theirs was opened."""
+
+INFERRED = (
+    *("aria_text", "axk1", "axk2", "dots3_note_text", "granitemoe_swa", "hy_v4", "inkling2_text", "inkling_text"),
+    *("kolibri1", "minimax_m3_vl_text"),
+)
+"""Families that transformers has, that are not listed, and whose default config can be inferred."""
+
+
+def unlisted(name: str, **known: Any) -> Family:
+    """A family that the table does not list."""
+    return Family(
+        name=name, inferred=True, one_at_a_time="inferred from its modules, so the paged cache is not used", **known
+    )
+
+
+def find_or_add(model_type: str, infer: Callable[[], Family]) -> Family:
+    """The family of a model, inferred where the table does not list it."""
+    family = known(model_type)
+    if family is None:
+        family = _found[model_type] = infer()
+    return family
+
+
+def known(model_type: str) -> Family | None:
+    """The family that the table lists, or that was inferred when a model of it was opened."""
+    return FAMILIES.get(model_type) or _found.get(model_type)
 
 
 def find(model_type: str) -> Family:
@@ -236,7 +270,7 @@ def find(model_type: str) -> Family:
     Raises:
         UsageError: moetool does not know it, or cannot run it.
     """
-    family = FAMILIES.get(model_type)
+    family = known(model_type)
     if family is None:
         raise UsageError(
             f"{model_type} is no family that moetool knows, so it cannot tell how its routers choose; "
@@ -248,7 +282,7 @@ def find(model_type: str) -> Family:
 
 def require_supported(model_type: str) -> None:
     """Raises: UsageError, with the reason, for a family that can be neither captured nor served."""
-    family = FAMILIES.get(model_type)
+    family = known(model_type)
     if family is not None and family.refused:
         raise UsageError(f"{model_type} models are not supported: {family.refused}; see 'moetool models'")
 
@@ -263,7 +297,7 @@ def require_substitutable(spec_name: str, policy: str) -> None:
     Raises:
         UsageError: the family's routers cannot be substituted.
     """
-    family = FAMILIES.get(spec_name.partition(":")[0])
+    family = known(spec_name.partition(":")[0])
     if family is not None and not family.substitutable:
         raise UsageError(
             f"policy {policy} puts experts in place of others, and {family.name} does not allow that: "

@@ -2,15 +2,20 @@
 
 import json
 
-from moetool.models.families import FAMILIES
+from moetool.models.families import FAMILIES, INFERRED
+from moetool.models.tested_formats import INFERRED_AND_RUN
 from tests.command_line import Run
 
 
 def test_every_family_is_listed(run: Run) -> None:
     rows = {row["family"]: row for row in json.loads(run("models", "--json")[1])}
-    assert rows.keys() == FAMILIES.keys()
+    assert rows.keys() == {*FAMILIES, *INFERRED, *INFERRED_AND_RUN}
+    assert {name for name, row in rows.items() if row["known"] == "inferred"} == {*INFERRED, *INFERRED_AND_RUN}
+    formats = rows["mixtral"].pop("formats")
+    assert formats["gptq"] == formats["dense"] == "tested" and formats["mxfp4"] == "not tested"
     assert rows["mixtral"] == {
         "family": "mixtral",
+        "known": "listed",
         "captured": True,
         "served": "in batches",
         "substitution": True,

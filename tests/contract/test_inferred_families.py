@@ -1,0 +1,103 @@
+"""Families that the table does not list: inferred where they can be, refused in one line where they cannot."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency
+from moetool.errors import MoetoolError
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.families import INFERRED, known
+from moetool.models.loading import load_full, load_lazy
+from moetool.models.tested_formats import INFERRED_AND_RUN, format_table
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.expert_store import ExpertStore
+from moetool.types import ForwardInfo, Phase
+from tests import families
+from tests.contract.test_quantized import FORMATS as QUANTIZED
+
+TOKENS = torch.tensor([[(7 * i + 3) % 60 + 3 for i in range(24)]])
+_EXPERTS = re.compile("expert|moe", re.IGNORECASE)
+
+
+def _opened(model_type: str, folder: Path) -> str | None:
+    """What becomes of the default config of a type: `spec`, or the error; None where it has no experts."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        config: Any = CONFIG_MAPPING[model_type]()
+        named = _EXPERTS.search(f"{model_type} {config.to_json_string(use_diff=False)}")
+    except Exception:  # it has no default that transformers accepts
+        return None
+    if not named:
+        return None
+    config.save_pretrained(folder)
+    try:
+        spec = Checkpoint.open(folder, weights=False).spec
+        assert spec.num_layers > 0 and min(spec.expert_bytes_L) > 0
+        return "spec"
+    except MoetoolError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_no_config_of_transformers_ends_in_a_traceback(tmp_path: Path) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    found = {name: _opened(name, tmp_path / name) for name in CONFIG_MAPPING}
+    assert sum(outcome == "spec" for outcome in found.values()) > 50
+    assert all("\n" not in (outcome or "") for outcome in found.values())
+    assert [name for name in INFERRED if found[name] != "spec"] == []
+
+
+@pytest.mark.parametrize("name", ["qwen4_exp", "qwen3_vl_moe", "glm5_next", "mistral_large4", "dots1", "deepseek_v2"])
+def test_what_cannot_be_built_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    outcome = _opened(name, tmp_path)
+    assert outcome not in ("spec", None) and "\n" not in outcome
+    assert name.removesuffix("_exp") in outcome.lower().replace("deepseekv2", "deepseek_v2"), outcome
+
+
+@pytest.mark.parametrize("name", ["aria", "inkling2", "minimax_m3_vl", "kimi_k25"])
+def test_the_text_part_is_taken_out(name: str, tmp_path: Path) -> None:
+    assert _opened(name, tmp_path) == "spec"
+
+
+@pytest.mark.parametrize("name", INFERRED_AND_RUN)
+def test_an_inferred_family_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+    families.save(name, tmp_path)
+    full = load_full(Checkpoint.open(tmp_path), torch.float32)
+    full.model.set_experts_implementation("eager")
+    loaded = load_lazy(Checkpoint.open(tmp_path), torch.float32)
+    assert loaded.files is not None
+    runtime = ExpertRuntime(
+        loaded, Residency(build_policy("lru", loaded.spec, {}, 4)), ExpertStore(loaded.files, 4, num_threads=1)
+    )
+    count = TOKENS.shape[1]
+    runtime.begin_forward(
+        ForwardInfo(
+            forward_id=0, request_T=(0,) * count, phase_T=(Phase.PREFILL,) * count, position_T=tuple(range(count))
+        )
+    )
+    with torch.inference_mode():
+        theirs = full.model(TOKENS, use_cache=False).logits[0]
+        ours = loaded.model(TOKENS, use_cache=False).logits[0]
+    runtime.close()
+    loaded.close()
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-6 * float(theirs.abs().max()))
+    family = known(name)
+    assert family is not None and family.inferred and family.one_at_a_time
+    assert bool(family.exception) == (name == "inkling_text")  # whose router takes more than hidden states
+
+
+def test_the_table_of_formats_names_what_is_tested() -> None:
+    tested = {(family, format) for family, row in format_table().items() for format, done in row.items() if done}
+    short = {"gptq_act_order": "gptq", "fp8_tensor": "fp8_scaled", "fp8_channel": "fp8_scaled", "mixed": "fp8_scaled"}
+    short |= {"int4_asymmetric": "int4"}
+    cases = {tuple(name.split("-")) for name in [*QUANTIZED, "gpt_oss-mxfp4", "qwen2_moe-gguf", "qwen3_moe-gguf"]}
+    assert {(family, short.get(format, format)) for family, format in cases} == {
+        pair for pair in tested if pair[1] != "dense"
+    }
