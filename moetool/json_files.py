@@ -1,0 +1,101 @@
+"""Reading JSON that somebody else wrote, or that a disk has damaged: bounded, and with errors that name the file."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from moetool.bounded_read import read_bytes
+from moetool.errors import MismatchError, first_line, shortened
+
+MAX_BYTES = 256 << 20
+_MAX_DEPTH = 100
+
+
+def parse_object(content: bytes, *, constants: bool = False) -> dict[str, Any]:
+    """A JSON object.
+
+    Args:
+        content: UTF-8.
+        constants: whether NaN and Infinity, which JSON does not have and Python writes, are numbers here.
+
+    Raises:
+        ValueError: it is something else, has a key twice or a number that is too large, or is nested more than 100
+            levels deep.
+    """
+    try:
+        values = json.loads(
+            content.decode("utf-8"),
+            object_pairs_hook=_without_duplicates,
+            parse_constant=None if constants else _refuse_constant,
+            parse_float=None if constants else _finite,
+        )
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels") from None
+    if not isinstance(values, dict):
+        raise ValueError("it holds no JSON object")
+    _require_depth(values)
+    return values
+
+
+def read_json(path: Path, *, advice: str, constants: bool = False, max_bytes: int | None = None) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+        advice: the next command, for the message.
+        constants: as for `parse_object`.
+
+    Raises:
+        MismatchError: it has more bytes than that, or is no JSON object, or one with a key twice.
+        OSError: it cannot be read.
+    """
+    return decode_json(path, read_bounded(path, advice=advice, max_bytes=max_bytes), advice=advice, constants=constants)
+
+
+def read_bounded(path: Path, *, advice: str, max_bytes: int | None = None) -> bytes:
+    """The bytes of a file. Raises: MismatchError where there are too many, or it is no regular file; OSError."""
+    try:
+        return read_bytes(path, MAX_BYTES if max_bytes is None else max_bytes)
+    except ValueError as error:
+        raise MismatchError(f"{path} is damaged ({error}); {advice}") from None
+
+
+def decode_json(path: Path, content: bytes, *, advice: str, constants: bool = False) -> dict[str, Any]:
+    """The JSON object in the content of a file; arguments and errors are those of `read_json`."""
+    try:
+        return parse_object(content, constants=constants)
+    except ValueError as error:  # what JSON and UTF-8 are decoded by raises kinds of it
+        raise MismatchError(f"{path} is damaged ({first_line(error)}); {advice}") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"it has {twice!r} twice")
+    return values
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{shortened(text, 20)} is too large for a number")
+    return value
+
+
+def _require_depth(values: Any) -> None:
+    level = [values]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")

@@ -1,0 +1,70 @@
+"""Whether the sizes in a model's config can be, before a model is built from them, and whether its weights fit them."""
+
+import logging
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from moetool.errors import MismatchError, shortened
+from moetool.validation import MAX_EXPERTS
+
+_log = logging.getLogger(__name__)
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k_experts", "moe_top_k", "moe_k")
+_LEAST = {
+    "num_hidden_layers": 1,
+    "hidden_size": 1,
+    "num_attention_heads": 1,
+    "vocab_size": 1,
+    "intermediate_size": 0,
+    "moe_intermediate_size": 0,
+    **dict.fromkeys(_EXPERTS, 0),
+}
+_MOST = dict.fromkeys(_EXPERTS, MAX_EXPERTS)
+_MAX_SIZE = 2**24
+
+
+def check_config(config: Any, file: Path) -> None:
+    """Refuse a text config whose sizes cannot be, such as those below zero.
+
+    Raises:
+        MismatchError: a size is no whole number, too small or too large, or a token uses other than 1 to all experts.
+    """
+    for name, least in _LEAST.items():
+        value, most = getattr(config, name, None), _MOST.get(name, _MAX_SIZE)
+        if value is not None and not isinstance(value, list) and not _within(value, least, most):
+            raise _wrong(file, name, value, least, most)
+    experts = next((count for name in _EXPERTS if (count := getattr(config, name, None))), None)
+    if not isinstance(experts, int):
+        return
+    experts += int(getattr(config, "zero_expert_num", 0) or 0)  # identities, which a router chooses as well
+    for name in _TOP_K:
+        value = getattr(config, name, None)
+        if value is not None and not isinstance(value, list) and not _within(value, 1, experts):
+            raise _wrong(file, name, value, 1, experts)
+
+
+def warn_of_further_layers(config: Any, names: Iterable[str], path: Path) -> None:
+    """Warn where weight files hold more layers than the config says, beside those that predict further tokens."""
+    expected = int(config.num_hidden_layers) + int(getattr(config, "num_nextn_predict_layers", 0) or 0)
+    numbers = [int(match[1]) for name in names if (match := re.search(r"(?:^|\.)layers\.(\d{1,6})\.", name))]
+    if numbers and (held := max(numbers) + 1) > expected:
+        _log.warning(
+            "%s holds weights of %d layers, and its config.json says %d: the others are left out; if that is not "
+            "meant, correct num_hidden_layers or download the model again",
+            path,
+            held,
+            expected,
+        )
+
+
+def _within(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _wrong(file: Path, name: str, value: Any, least: int, most: int) -> MismatchError:
+    return MismatchError(
+        f"{file}: {name}: found {shortened(repr(value))}, expected {least} to {most:,}; correct it, or download the "
+        f"model again"
+    )

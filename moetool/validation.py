@@ -1,0 +1,69 @@
+"""What the `validate` methods of artefacts are written in: a field, what it holds and what it may hold."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from moetool.errors import MismatchError, shortened
+
+MAX_LAYERS = 4096
+MAX_EXPERTS = 2**16
+"""Of a layer: traces store an expert as 16 bits."""
+MAX_TOTAL_EXPERTS = 2**20
+MAX_WIDTH = 2**20
+MAX_BYTES = 2**53
+"""Amounts of bytes and of tokens: as many as a float64 tells apart."""
+MAX_GPUS = 2**16
+
+
+def require(holds: bool, field: str, found: object, expected: str) -> None:
+    """Raises: MismatchError unless `holds`, naming the field, what was found and what is expected."""
+    if not holds:
+        text = shortened(found if isinstance(found, str) else repr(found))
+        raise MismatchError(f"{shortened(field)}: found {text}, expected {expected}")
+
+
+def require_whole(field: str, value: int, least: int, most: int = MAX_BYTES) -> None:
+    """Raises: MismatchError unless least <= value <= most."""
+    if not least <= value <= most:
+        expected = f"{least:,} or more" if value < least else f"at most {most:,}"
+        require(False, field, f"{value:,}" if abs(value) < 10**30 else "a number of more than 30 digits", expected)
+
+
+def require_number(field: str, value: float, least: float = 0.0, most: float = math.inf) -> None:
+    """Raises: MismatchError unless the value is finite and least <= value <= most."""
+    if not (math.isfinite(value) and least <= value <= most):
+        expected = f"a number of {least:g} or more" if most == math.inf else f"a number from {least:g} to {most:g}"
+        require(False, field, value, expected)
+
+
+def require_positive(field: str, value: float) -> None:
+    """Raises: MismatchError unless the value is finite and above 0."""
+    require(math.isfinite(value) and value > 0, field, value, "a number above 0")
+
+
+def require_one_of(field: str, value: str, known: Iterable[str]) -> None:
+    """Raises: MismatchError unless the value is among `known`."""
+    names = list(known)
+    require(value in names, field, value, f"one of {', '.join(names)}")
+
+
+def require_distinct(field: str, values: Sequence[Any]) -> None:
+    """Raises: MismatchError where a value is there twice."""
+    if len(set(values)) != len(values):
+        seen: set[Any] = set()
+        twice = next(value for value in values if value in seen or seen.add(value))  # type: ignore[func-returns-value]
+        require(False, field, f"{twice} twice", "each once")
+
+
+def require_plain(field: str, value: Any) -> None:
+    """Raises: MismatchError where a number within plain values (dictionaries, lists) is not finite."""
+    rest = [value]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, dict):
+            rest += one.values()
+        elif isinstance(one, list | tuple):
+            rest += one
+        elif isinstance(one, float) and not math.isfinite(one):
+            require(False, field, one, "finite numbers")

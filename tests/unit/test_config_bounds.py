@@ -1,0 +1,22 @@
+"""Configs that would take minutes to build are refused before that."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetool.errors import MismatchError
+from moetool.models.checkpoint import Checkpoint
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_hidden_layers", 10**6), ("num_local_experts", 10**9), ("vocab_size", 10**12)]
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_more_than_any_model_has(reference: Path, tmp_path: Path, name: str, value: Any, nested: bool) -> None:
+    config = json.loads((reference / "config.json").read_text())
+    changed = {name: value}
+    (tmp_path / "config.json").write_text(json.dumps(config | ({"text_config": changed} if nested else changed)))
+    with pytest.raises(MismatchError, match=rf"{name} {value:,}, and no model has more than"):
+        Checkpoint.open(tmp_path, weights=False)

@@ -1,0 +1,67 @@
+"""Model configs whose sizes cannot be are refused before a model is built, and weights beyond them are told."""
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetool.errors import MismatchError, MoetoolError
+from moetool.models.checkpoint import Checkpoint
+from tests.tiny_shape import CONFIG, write_shape
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok: found 0, expected 1 to 8"),
+        ({"num_experts_per_tok": -1}, "num_experts_per_tok: found -1, expected 1 to 8"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok: found 9, expected 1 to 8"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers 1,000,000, and no model has more"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: found 0"),
+        ({"hidden_size": -32}, "hidden_size: found -32"),
+        ({"hidden_size": 10**12}, "hidden_size"),
+        ({"n_routed_experts": 10**9}, "experts"),
+        ({"vocab_size": "many"}, "vocab_size|cannot read"),
+        ({"num_attention_heads": 3, "q_lora_rank": -1}, "cannot read"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    write_shape(tmp_path / "m")
+    (tmp_path / "m" / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    with pytest.raises(MoetoolError, match=says) as caught:
+        Checkpoint(tmp_path / "m", weights=False).spec  # noqa: B018 - reading it builds it
+    assert "config.json" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> set[str]:
+    """What moetool warned of; other libraries log too, and a record may come by two ways."""
+    records = [r for r in caplog.records if r.name.startswith("moetool") and r.levelno >= logging.WARNING]
+    return {record.getMessage() for record in records}
+
+
+def test_a_config_of_fewer_layers_than_its_weights_is_told(
+    reference: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("moetool"), "propagate", True)
+    for name in ("moetool", "moetool.models"):
+        caplog.set_level(logging.WARNING, name)  # other tests set levels too
+    shutil.copytree(reference, tmp_path / "m")
+    config = json.loads((reference / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    assert Checkpoint(tmp_path / "m").spec.num_layers == layers
+    assert not _warnings(caplog)
+    (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers - 1}))
+    assert Checkpoint(tmp_path / "m").spec.num_layers == layers - 1
+    (said,) = _warnings(caplog)
+    assert f"weights of {layers} layers, and its config.json says {layers - 1}" in said
+
+
+def test_a_pipe_in_the_place_of_a_config_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(MismatchError, match="a named pipe, expected a regular file"):
+        Checkpoint(tmp_path, weights=False)
