@@ -57,6 +57,15 @@ def array(where: object, holder: dict[str, Any], key: str, dimensions: int) -> n
     return found
 
 
+def records_of(pack: dict[str, Any]) -> str | None:
+    """The mode whose records a `.pt` file's dictionary holds: `per_pass` or `per_token`."""
+    held = pack.get("records")
+    first = held[0] if isinstance(held, list) and held else None
+    if not isinstance(first, dict):
+        return None
+    return "per_token" if "topk_ids_of_layer" in first else "per_pass"
+
+
 def records(path: Path, pack: dict[str, Any]) -> list[dict[str, Any]]:
     """The records of the modes per_pass and per_token.
 

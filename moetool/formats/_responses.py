@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool.errors import MismatchError
-from moetool.trace.model_facts import ModelFacts, hidden_layers, require_even, with_dense, without_dense
-from moetool.trace.routes import Routes, RouteSequence, check, prompt_rows, whole_requests
+from moetool.formats._model_facts import ModelFacts, hidden_layers, require_even, with_dense, without_dense
+from moetool.formats._routes import Routes, RouteSequence, check, prompt_rows, whole_requests
 from moetool.types import ModelSpec
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import numpy as np
 
 from moetool import durable
 from moetool.errors import MismatchError
-from moetool.placement_plan import PlacementPlan
+from moetool.placement._placement_plan import PlacementPlan
 
 
 def equal_slots(plan: PlacementPlan, format: str) -> np.ndarray:
@@ -16,7 +16,7 @@ def equal_slots(plan: PlacementPlan, format: str) -> np.ndarray:
     Raises:
         MismatchError: the plan has unequal numbers, or layers of different width: the format cannot say that.
     """
-    plan.check()
+    plan.validate()
     if len(set(plan.spec.num_experts_L)) > 1:
         raise MismatchError(f"{format} knows one number of experts for all layers, but {plan.spec.name} has several")
     first = len(plan.experts_LG[0][0])

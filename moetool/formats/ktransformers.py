@@ -2,8 +2,8 @@
 
 KTransformers keeps the experts with the highest counts of the whole table on its GPU, so what it can take from a plan
 is not which GPU has which expert but the counts that the plan was made from. They are read again from the plan's
-traces, without the requests that the plan held out; layers without experts have zeros. The reader is in `sglang-kt`,
-and was not looked at.
+traces, without the requests that the plan held out; layers without experts have zeros. A trace, or counts, are written
+without any plan. The reader is in `sglang-kt`, and was not looked at.
 """
 
 import io
@@ -13,10 +13,10 @@ import numpy as np
 
 from moetool import durable
 from moetool.errors import MismatchError
-from moetool.placement_plan import PlacementPlan
-from moetool.planning.demand import loads, numbers, planned_share
-from moetool.trace.expert_counts import open_workload
-from moetool.trace.model_facts import hidden_layers
+from moetool.formats._model_facts import hidden_layers
+from moetool.placement._demand import loads, numbers, planned_share
+from moetool.placement._placement_plan import PlacementPlan
+from moetool.trace.expert_counts import Counted, open_workload
 
 
 def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:
@@ -46,9 +46,30 @@ def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = N
             )
         for _, tokens_LE in loads(trace, frozenset(planned)):
             count_LE[list(plan.spec.layer_ids_L)] += tokens_LE
+    durable.write_bytes(out, _packed(count_LE))
+    return [f"{out}: counts of {plan.spec.num_layers} layers x {plan.spec.num_experts} experts"]
+
+
+def write_counts(counted: Counted, out: Path, num_hidden_layers: int | None = None) -> list[str]:
+    """Write counts, all passes added up; gives what was added.
+
+    Raises:
+        MismatchError: the layers differ in width.
+        UsageError: `num_hidden_layers` is too small.
+    """
+    spec = counted.spec
+    if len(set(spec.num_experts_L)) > 1:
+        raise MismatchError(f"KTransformers has one width for all layers, but {spec.name} has several")
+    count_LE = np.zeros((hidden_layers(spec, num_hidden_layers), spec.num_experts))
+    count_LE[list(spec.layer_ids_L)] = counted.counts_WLE.sum(axis=0)
+    out.write_bytes(_packed(count_LE))
+    return [f"{len(count_LE)} layers, zeros in those without experts; KTransformers keeps the highest counts of all"]
+
+
+def _packed(count_LE: np.ndarray) -> bytes:
     import torch
 
+    dtype = np.int32 if count_LE.max(initial=0) < 2**31 else np.int64
     buffer = io.BytesIO()
-    torch.save({"logical_count": torch.from_numpy(count_LE.astype(np.int32))}, buffer)
-    durable.write_bytes(out, buffer.getvalue())
-    return [f"{out}: counts of {plan.spec.num_layers} layers x {plan.spec.num_experts} experts"]
+    torch.save({"logical_count": torch.from_numpy(count_LE.astype(dtype))}, buffer)
+    return buffer.getvalue()

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool.errors import MismatchError
-from moetool.trace.model_facts import ModelFacts
-from moetool.trace.routes import Routes, RouteSequence, check, prompt_rows, renormalized, sums_to_one, whole_requests
+from moetool.formats._model_facts import ModelFacts
+from moetool.formats._routes import Routes, RouteSequence, check, prompt_rows, renormalized, sums_to_one, whole_requests
+from moetool.formats._sample import FileSample
 
 if TYPE_CHECKING:
     from moetool.trace.reader import Trace
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 FOLDER_MARK = "00000.jsonl"
 _FORMAT = "moe-cache-lab.routing-jsonl"
 _PHASES = ("prompt", "generated")
+
+
+def recognize(sample: FileSample) -> str | None:
+    """The metadata line."""
+    return f"its first line says {_FORMAT}" if sample.first_object.get("format") == _FORMAT else None
 
 
 def read_routes(path: Path, facts: ModelFacts) -> Routes:

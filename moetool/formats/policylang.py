@@ -18,10 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moetool.errors import MismatchError, first_line
+from moetool.formats._model_facts import ModelFacts
+from moetool.formats._routes import Routes, RouteSequence, check, renormalized, sums_to_one, whole_requests
+from moetool.formats._sample import FileSample
 from moetool.trace.events import router_scores
-from moetool.trace.model_facts import ModelFacts
 from moetool.trace.reader import Trace
-from moetool.trace.routes import Routes, RouteSequence, check, renormalized, sums_to_one, whole_requests
 from moetool.trace.rows import TokenBatch
 from moetool.types import Phase
 
@@ -47,6 +48,12 @@ _PHASES = {
     **dict.fromkeys(("prefill", "prompt"), Phase.PREFILL),
     **dict.fromkeys(("decode", "generated", "generation"), Phase.DECODE),
 }
+
+
+def recognize(sample: FileSample) -> str | None:
+    """A Parquet file with the columns that every such file has."""
+    names = set(sample.parquet.names) if sample.parquet is not None else set()
+    return f"a Parquet file with {', '.join(_SCHEMA.names[:4])}" if set(_SCHEMA.names[:4]) <= names else None
 
 
 def read_routes(path: Path, facts: ModelFacts) -> Routes:

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moetool.errors import MismatchError
-from moetool.trace.model_facts import ModelFacts, hidden_layers, require_even, revision_of
-from moetool.trace.routes import Routes, RouteSequence, check, prompt_rows, renormalized, sums_to_one, whole_requests
+from moetool.formats._model_facts import ModelFacts, hidden_layers, require_even, revision_of
+from moetool.formats._routes import Routes, RouteSequence, check, prompt_rows, renormalized, sums_to_one, whole_requests
+from moetool.formats._sample import FileSample
 from moetool.types import ModelSpec
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ _MAGIC = "# route_trace v1"
 _MODEL = re.compile(r"# model=(.+) arch=(\S+) n_layer=(\d+) n_expert=(\d+) n_expert_used=(\d+)")
 _LAYER = re.compile(r"# layer=(\d+) expert_bytes=(\d+)\b")
 _LONGEST = 18  # digits that surely fit 64 bits
+
+
+def recognize(sample: FileSample) -> str | None:
+    """Its first line."""
+    return f"it begins with {_MAGIC!r}" if sample.lines[:1] == [_MAGIC] else None
 
 
 def read_routes(path: Path, facts: ModelFacts) -> Routes:

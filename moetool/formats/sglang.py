@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from moetool import durable
+from moetool.formats._model_facts import hidden_layers
 from moetool.formats._slots import equal_slots, write_sidecar
-from moetool.placement_plan import PlacementPlan
-from moetool.trace.model_facts import hidden_layers
+from moetool.placement._placement_plan import PlacementPlan
 
 
 def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:

@@ -15,8 +15,14 @@ import numpy as np
 
 from moetool.errors import MismatchError
 from moetool.formats import _recorder
+from moetool.formats._model_facts import ModelFacts, hidden_layers
+from moetool.formats._sample import FileSample
 from moetool.trace.expert_counts import Counted
-from moetool.trace.model_facts import ModelFacts, hidden_layers
+
+
+def recognize(sample: FileSample) -> str | None:
+    """A `.pt` file whose records count and hold no tokens."""
+    return "a .pt file with records that count" if _recorder.records_of(sample.tensors) == "per_pass" else None
 
 
 def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:

@@ -26,8 +26,9 @@ import numpy as np
 
 from moetool.errors import MismatchError
 from moetool.formats import _recorder
-from moetool.trace.model_facts import ModelFacts, hidden_layers, require_even, with_dense, without_dense
-from moetool.trace.routes import Routes, RouteSequence, check
+from moetool.formats._model_facts import ModelFacts, hidden_layers, require_even, with_dense, without_dense
+from moetool.formats._routes import Routes, RouteSequence, check
+from moetool.formats._sample import FileSample
 from moetool.types import Phase
 
 if TYPE_CHECKING:
@@ -56,6 +57,12 @@ class _Record:
     positions: list[int]
     lengths: list[int]
     mode: int
+
+
+def recognize(sample: FileSample) -> str | None:
+    """A `.pt` file whose records hold the experts of each token."""
+    held = _recorder.records_of(sample.tensors) == "per_token"
+    return "a .pt file with records of topk_ids_of_layer" if held else None
 
 
 def read_routes(path: Path, facts: ModelFacts) -> Routes:

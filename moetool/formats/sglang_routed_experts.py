@@ -17,13 +17,23 @@ import numpy as np
 
 from moetool.errors import MismatchError
 from moetool.formats import _responses
+from moetool.formats._model_facts import ModelFacts
 from moetool.formats._responses import decoded, field, read_responses
-from moetool.trace.model_facts import ModelFacts
-from moetool.trace.routes import Routes, RouteSequence
+from moetool.formats._routes import Routes, RouteSequence
+from moetool.formats._sample import FileSample
 from moetool.types import ModelSpec
 
 if TYPE_CHECKING:
     from moetool.trace.reader import Trace
+
+
+def recognize(sample: FileSample) -> str | None:
+    """A response with `routed_experts` in `meta_info` or `sglext`."""
+    for name in ("meta_info", "sglext"):
+        holder = sample.first_object.get(name)
+        if isinstance(holder, dict) and "routed_experts" in holder:
+            return f"a response with {name}.routed_experts"
+    return None
 
 
 def read_routes(path: Path, facts: ModelFacts) -> Routes:

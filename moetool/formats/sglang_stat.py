@@ -13,8 +13,14 @@ import numpy as np
 
 from moetool.errors import MismatchError
 from moetool.formats import _recorder
+from moetool.formats._model_facts import ModelFacts, hidden_layers
+from moetool.formats._sample import FileSample
 from moetool.trace.expert_counts import Counted
-from moetool.trace.model_facts import ModelFacts, hidden_layers
+
+
+def recognize(sample: FileSample) -> str | None:
+    """A `.pt` file with `logical_count`."""
+    return "a .pt file with logical_count" if "logical_count" in sample.tensors else None
 
 
 def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:

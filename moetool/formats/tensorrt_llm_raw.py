@@ -1,8 +1,8 @@
 """TensorRT-LLM's raw expert statistics: the experts of each token, by iteration and layer.
 
-The file to name is the folder (`moetool.formats._statistics` has what is in it). Nothing tells requests, positions or
-prompts apart, so each iteration of each rank is imported as one request whose tokens are all forwarded at once: the
-events are those of the engine, and what asks for the next token of a request finds none.
+The file to name is the folder (`moetool.formats._tensorrt_statistics` has what is in it). Nothing tells requests,
+positions or prompts apart, so each iteration of each rank is imported as one request whose tokens are all forwarded at
+once: the events are those of the engine, and what asks for the next token of a request finds none.
 """
 
 from pathlib import Path
@@ -11,16 +11,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moetool.errors import MismatchError
-from moetool.formats import _statistics
-from moetool.planning.demand import count_experts
-from moetool.trace.model_facts import ModelFacts, require_even
-from moetool.trace.routes import Routes, RouteSequence, check
+from moetool.formats import _tensorrt_statistics as _statistics
+from moetool.formats._model_facts import ModelFacts, require_even
+from moetool.formats._routes import Routes, RouteSequence, check
+from moetool.formats._sample import FileSample
+from moetool.placement._demand import count_experts
 
 if TYPE_CHECKING:
     from moetool.trace.reader import Trace
 
 READS_FOLDERS = True
 FOLDER_MARK = _statistics.META
+
+
+def recognize(sample: FileSample) -> str | None:
+    """A folder with the model's numbers and the experts of each token."""
+    return _statistics.recognized(sample.path, raw=True)
 
 
 def read_routes(path: Path, facts: ModelFacts) -> Routes:

@@ -1,7 +1,7 @@
 """TensorRT-LLM's expert statistics: how many tokens used each expert, by iteration and layer.
 
-The file to name is the folder (`moetool.formats._statistics` has what is in it). Ranks are added up, as TensorRT-LLM's
-own reader does.
+The file to name is the folder (`moetool.formats._tensorrt_statistics` has what is in it). Ranks are added up, as
+TensorRT-LLM's own reader does.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,18 @@ from pathlib import Path
 import numpy as np
 
 from moetool.errors import MismatchError
-from moetool.formats import _statistics
+from moetool.formats import _tensorrt_statistics as _statistics
+from moetool.formats._model_facts import ModelFacts, require_even
+from moetool.formats._sample import FileSample
 from moetool.trace.expert_counts import Counted
-from moetool.trace.model_facts import ModelFacts, require_even
 
 READS_FOLDERS = True
 FOLDER_MARK = _statistics.META
+
+
+def recognize(sample: FileSample) -> str | None:
+    """A folder with the model's numbers and counts of ranks."""
+    return _statistics.recognized(sample.path, raw=False)
 
 
 def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:

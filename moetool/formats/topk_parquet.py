@@ -14,9 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moetool.errors import MismatchError, first_line
-from moetool.trace.model_facts import ModelFacts, require_even, revision_of
+from moetool.formats._model_facts import ModelFacts, require_even, revision_of
+from moetool.formats._routes import Routes, RouteSequence, check, one_task, renormalized, sums_to_one, whole_requests
+from moetool.formats._sample import FileSample
 from moetool.trace.reader import Trace
-from moetool.trace.routes import Routes, RouteSequence, check, one_task, renormalized, sums_to_one, whole_requests
 from moetool.types import ModelSpec
 
 _KEYS = ("model", "moe_layers", "num_experts", "top_k", "layout")
@@ -28,6 +29,12 @@ _MODELS: dict[str, dict[str, int]] = {
         "expert_bytes": 3 * 2048 * 1408 * 2,
     },
 }
+
+
+def recognize(sample: FileSample) -> str | None:
+    """A Parquet file whose schema metadata says moe_layers."""
+    metadata = (sample.parquet.metadata or {}) if sample.parquet is not None else {}
+    return "a Parquet file with moe_layers in its schema metadata" if b"moe_layers" in metadata else None
 
 
 def read_routes(path: Path, facts: ModelFacts) -> Routes:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moetool import durable
 from moetool.formats._slots import equal_slots
-from moetool.placement_plan import PlacementPlan
+from moetool.placement._placement_plan import PlacementPlan
 
 
 def write_plan(plan: PlacementPlan, out: Path, num_hidden_layers: int | None = None) -> list[str]:

@@ -19,12 +19,20 @@ import numpy as np
 
 from moetool.errors import MismatchError, first_line
 from moetool.formats import _responses
+from moetool.formats._model_facts import ModelFacts
 from moetool.formats._responses import decoded, field, read_responses
-from moetool.trace.model_facts import ModelFacts
-from moetool.trace.routes import Routes
+from moetool.formats._routes import Routes
+from moetool.formats._sample import FileSample
 
 if TYPE_CHECKING:
     from moetool.trace.reader import Trace
+
+
+def recognize(sample: FileSample) -> str | None:
+    """A response whose choices have `routed_experts`."""
+    choices = sample.first_object.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return "a response with choices[].routed_experts" if isinstance(first, dict) and "routed_experts" in first else None
 
 
 def read_routes(path: Path, facts: ModelFacts) -> Routes:

@@ -20,6 +20,14 @@ META = "meta_info.json"
 _KEY = re.compile(r"(\d{1,9})_(\d{1,6})")
 
 
+def recognized(path: Path, raw: bool) -> str | None:
+    """Why a folder holds such statistics, or their raw kind, if it does."""
+    if not (path / META).is_file():
+        return None
+    files = [file.name for file in path.glob("rank*.safetensors") if file.stem.endswith("_raw") == raw]
+    return f"a folder with {META} and {min(files)}" if files else None
+
+
 def read_meta(folder: Path) -> tuple[int, int]:
     """num_experts and num_experts_per_token.
 

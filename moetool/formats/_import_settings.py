@@ -1,0 +1,121 @@
+"""What a user says of a model with `--set`, beside foreign files which tell little of it."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from moetool.errors import UsageError
+from moetool.formats._model_facts import MOST_EXPERTS, ModelFacts
+from moetool.trace.expert_counts import MANIFEST, open_workload
+from moetool.types import ModelSpec
+
+_MOST = {
+    "num_hidden_layers": 10_000,
+    "num_experts": MOST_EXPERTS,
+    "top_k": MOST_EXPERTS,
+    "expert_bytes": 1 << 50,
+    "hidden_size": 1 << 20,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The values by name.
+
+    Attributes:
+        model: `reference`, a folder of a model (its config.json is enough), or a folder of a trace of it. It has to
+            agree with the files; then what they hold belongs to that model.
+        task: what the files are about, if they don't tell or if they are all of one task.
+        name: of the model, for people.
+        num_hidden_layers: its layers with and without experts.
+        first_k_dense: how many layers without experts come first; all later ones have experts.
+        moe_layers: the layers with experts, such as 1..26 or 1,3,5.
+        num_experts: of each of them.
+        top_k: experts that a token uses in each.
+        expert_bytes: of one expert, for everything about memory.
+        hidden_size: width of the residual stream.
+        drop_tokens: leave out token ids: they spell what people wrote.
+
+    Raises:
+        UsageError: a number is not above 0 or absurd, or two of these say the same.
+    """
+
+    model: str | None = None
+    task: str | None = None
+    name: str | None = None
+    num_hidden_layers: int | None = None
+    first_k_dense: int | None = None
+    moe_layers: str | int | None = None
+    num_experts: int | None = None
+    top_k: int | None = None
+    expert_bytes: int | None = None
+    hidden_size: int | None = None
+    drop_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        for name, most in _MOST.items():
+            if (value := getattr(self, name)) is not None and not 1 <= value <= most:
+                raise UsageError(f"--set {name}: found {value}, expected a whole number above 0, at most {most:,}")
+        if self.first_k_dense is not None and self.first_k_dense < 0:
+            raise UsageError(f"--set first_k_dense: found {self.first_k_dense}, expected a whole number from 0")
+        if self.first_k_dense is not None and self.moe_layers is not None:
+            raise UsageError("--set first_k_dense and moe_layers both say which layers have experts; give one")
+        shape = ("name", "first_k_dense", "moe_layers", "num_experts", "top_k", "expert_bytes", "hidden_size")
+        if self.model is not None and (twice := [name for name in shape if getattr(self, name) is not None]):
+            raise UsageError(f"--set model says {twice[0]} itself; leave out --set {twice[0]}")
+
+    def facts(self) -> ModelFacts:
+        """The same, with the model's own spec in place of its path."""
+        if self.model is not None:
+            spec, num_hidden_layers = _model(self.model)
+            return ModelFacts(spec=spec, num_hidden_layers=self.num_hidden_layers or num_hidden_layers)
+        return ModelFacts(
+            name=self.name,
+            num_hidden_layers=self.num_hidden_layers,
+            first_k_dense=self.first_k_dense,
+            moe_layers=None if self.moe_layers is None else _layers(str(self.moe_layers)),
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            expert_bytes=self.expert_bytes,
+            hidden_size=self.hidden_size,
+        )
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    """Layers from `1..26` or `1,3,5`.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if match := re.fullmatch(r"(\d{1,6})\s*\.\.\s*(\d{1,6})", text.strip()):
+        layers = tuple(range(int(match[1]), int(match[2]) + 1))
+    elif re.fullmatch(r"\d{1,6}(\s*,\s*\d{1,6})*", text.strip()):
+        layers = tuple(sorted({int(part) for part in text.split(",")}))
+    else:
+        layers = ()
+    if not layers:
+        raise UsageError(f"--set moe_layers: found {text!r}, expected such as 1..26 or 1,3,5")
+    return layers
+
+
+def _model(name: str) -> tuple[ModelSpec, int | None]:
+    """The spec of a model or a trace at hand, and how many layers it has, if that is known.
+
+    Raises:
+        UsageError: there is neither at this path.
+    """
+    path = Path(name)
+    if (path / MANIFEST).is_file():
+        return open_workload(path).spec, None
+    from moetool.models.checkpoint import Checkpoint
+    from moetool.models.location import REFERENCE, locate
+    from moetool.models.tensor_index import has_weights
+
+    if name != REFERENCE and not (path / "config.json").is_file():
+        raise UsageError(
+            f"no model at {name!r}: give {REFERENCE!r}, a folder with a model's config.json, or the folder of a trace"
+        )
+    folder = locate(name)
+    checkpoint = Checkpoint(folder, weights=has_weights(folder))
+    layers = getattr(checkpoint.config, "num_hidden_layers", None)
+    return checkpoint.spec, None if layers is None else int(layers)

@@ -1,0 +1,154 @@
+"""Routes whose rows come layer by layer as the model ran, without a number for the token: forwards and requests.
+
+An engine that hooks its router writes, for each forward, the tokens of the first MoE layer, then those of the next.
+A forward therefore ends where the layer number falls. Two things such files leave out are made up for here:
+
+- Requests: a forward of several tokens is a prompt (or a chunk of one), and one of a single token a new token. A
+  request begins with the first prompt chunk after a new token.
+- Prompt tokens in the last layer: engines that need logits for the last token alone compute the last layer for no
+  other. The missing tokens repeat the experts of the next token that has some, so that the union is as recorded.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moetool.errors import MismatchError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRows:
+    """The rows of a file, one for each token in each layer, in the order of the file.
+
+    Attributes:
+        layer_R: absolute layer.
+        experts_RK: the experts of the token.
+        weights_RK: their weights, where the file has them.
+        decode_R: whether the row is of a new token, where the file tells.
+        most_drafts: tokens that one forward of new tokens may have (above 1: drafts that are verified together).
+    """
+
+    layer_R: np.ndarray
+    experts_RK: np.ndarray
+    weights_RK: np.ndarray | None = None
+    decode_R: np.ndarray | None = None
+    most_drafts: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRows:
+    """The same by token.
+
+    Attributes:
+        layers: absolute layers with experts, ascending.
+        experts_TLK, weights_TLK: as in the file.
+        forward_T: running number of the forward.
+        starts: first token of each request.
+        prompt_tokens: of each request; None where it begins with new tokens.
+        filled: prompt tokens that had no row in the last layer.
+    """
+
+    layers: list[int]
+    experts_TLK: np.ndarray
+    weights_TLK: np.ndarray | None
+    forward_T: np.ndarray
+    starts: list[int]
+    prompt_tokens: list[int | None]
+    filled: int
+
+    def filled_note(self) -> str:
+        """A sentence about the tokens that had no row in the last layer."""
+        return (
+            f"{self.filled} prompt tokens have no experts in layer {self.layers[-1]} in the file; they repeat those of "
+            f"a later one, so that the union of the prompt is as recorded"
+        )
+
+    def spans(self) -> list[slice]:
+        """The tokens of each request."""
+        return [slice(a, b) for a, b in zip(self.starts, [*self.starts[1:], len(self.forward_T)], strict=True)]
+
+
+def by_token(path: Path, rows: LayerRows) -> TokenRows:
+    """Tell forwards, tokens and requests apart.
+
+    Raises:
+        MismatchError: a forward lacks a layer, or its layers have different numbers of tokens.
+    """
+    layer_R = rows.layer_R
+    start_N = np.flatnonzero(np.diff(layer_R, prepend=layer_R[0] - 1))  # runs of one layer
+    tokens_N = np.diff(np.append(start_N, len(layer_R)))
+    layer_N = layer_R[start_N]
+    layers, place_N = np.unique(layer_N, return_inverse=True)
+    forward_N = np.cumsum(np.diff(layer_N, prepend=layer_N[0]) < 0)
+    num_forwards, num_layers = int(forward_N[-1]) + 1, len(layers)
+    tokens_FL = np.zeros((num_forwards, num_layers), np.int64)
+    start_FL = np.full((num_forwards, num_layers), -1, np.int64)
+    tokens_FL[forward_N, place_N] = tokens_N
+    start_FL[forward_N, place_N] = start_N
+    tokens_F = tokens_FL[:, 0]
+    _check_forwards(path, layers, tokens_FL)
+    first_F = np.concatenate([[0], np.cumsum(tokens_F)])
+    num_tokens = int(first_F[-1])
+    forward_T = np.repeat(np.arange(num_forwards), tokens_F)
+    offset_T = np.arange(num_tokens) - first_F[forward_T]
+    row_TL = start_FL[forward_T] + offset_T[:, None]
+    absent_T = np.zeros(num_tokens, bool)
+    if num_layers > 1:
+        # the last layer's rows are those of the forward's last tokens
+        short_F = tokens_F - tokens_FL[:, -1]
+        absent_T = offset_T < short_F[forward_T]
+        row_TL[:, -1] -= short_F[forward_T]
+        present = np.flatnonzero(~absent_T)
+        if not len(present) or absent_T[-1]:
+            raise MismatchError(f"{path} ends before the last layer of its last prompt; the file is cut off")
+        following = present[np.searchsorted(present, np.flatnonzero(absent_T))]
+        row_TL[absent_T, -1] = row_TL[following, -1]
+    weights_TLK = None if rows.weights_RK is None else rows.weights_RK[row_TL]
+    if weights_TLK is not None:
+        weights_TLK[absent_T, -1] = 0
+    decode_F = tokens_F <= rows.most_drafts if rows.decode_R is None else rows.decode_R[start_FL[:, 0]]
+    starts, prompts = _requests(decode_F, tokens_F, first_F)
+    return TokenRows(
+        layers=layers.tolist(),
+        experts_TLK=rows.experts_RK[row_TL],
+        weights_TLK=weights_TLK,
+        forward_T=forward_T,
+        starts=starts,
+        prompt_tokens=prompts,
+        filled=int(absent_T.sum()),
+    )
+
+
+def _check_forwards(path: Path, layers: np.ndarray, tokens_FL: np.ndarray) -> None:
+    for place in range(len(layers) - 1):
+        wrong = np.flatnonzero(tokens_FL[:, place] != tokens_FL[:, 0])
+        if len(wrong):
+            at = int(wrong[0])
+            raise MismatchError(
+                f"{path}, forward {at}: layer {layers[place]} has {tokens_FL[at, place]} tokens and layer {layers[0]} "
+                f"{tokens_FL[at, 0]}, expected as many; rows are missing"
+            )
+    if len(layers) == 1:
+        return
+    if (wrong := np.flatnonzero(tokens_FL[:, -1] > tokens_FL[:, 0])).size or (tokens_FL[:, 0] == 0).any():
+        at = int(wrong[0]) if wrong.size else int(np.argmin(tokens_FL[:, 0]))
+        raise MismatchError(
+            f"{path}, forward {at}: layer {layers[-1]} has {tokens_FL[at, -1]} tokens and layer {layers[0]} "
+            f"{tokens_FL[at, 0]}, expected at most as many; if layer {layers[-1]} is a draft head (MTP), name the "
+            f"model's layers with --set num_hidden_layers={layers[-1]}"
+        )
+
+
+def _requests(decode_F: np.ndarray, tokens_F: np.ndarray, first_F: np.ndarray) -> tuple[list[int], list[int | None]]:
+    starts: list[int] = []
+    prompts: list[int | None] = []
+    for forward, decode in enumerate(decode_F.tolist()):
+        if forward == 0 or (not decode and decode_F[forward - 1]):
+            starts.append(int(first_F[forward]))
+            prompts.append(None if decode else 0)
+        if not decode:
+            before = prompts[-1]
+            assert before is not None
+            prompts[-1] = before + int(tokens_F[forward])
+    return starts, prompts

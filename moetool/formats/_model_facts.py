@@ -1,0 +1,226 @@
+"""What a user says of a model beside foreign files, which tell little of it, and how the two are brought together.
+
+Shape letter of files that have a row for every layer of the model: H hidden layers, with and without experts.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moetool.errors import MismatchError, UsageError
+from moetool.types import ModelSpec
+
+MOST_EXPERTS = 1 << 16
+"""A trace keeps the number of an expert in 16 bits."""
+
+SAY_LAYERS = "--set model=PATH, first_k_dense=N or moe_layers=1..26"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What is said of the model beside the files, which tell little of it.
+
+    Attributes:
+        spec: of a model or a trace at hand; it has to agree with the files, and is taken as it is.
+        name: of the model, for people.
+        num_hidden_layers: its layers with and without experts.
+        first_k_dense: how many layers without experts come first; all later ones have experts.
+        moe_layers: the layers with experts, where these are not simply the last ones.
+        num_experts: of each MoE layer.
+        top_k: experts that a token uses in each.
+        expert_bytes: of one expert.
+        hidden_size: width of the residual stream.
+    """
+
+    spec: ModelSpec | None = None
+    name: str | None = None
+    num_hidden_layers: int | None = None
+    first_k_dense: int | None = None
+    moe_layers: tuple[int, ...] | None = None
+    num_experts: int | None = None
+    top_k: int | None = None
+    expert_bytes: int | None = None
+    hidden_size: int | None = None
+
+    def layers_of(self, path: object, num_hidden_layers: int) -> tuple[int, ...]:
+        """Those with experts, of a file that has a row for every layer; all of them unless it is said otherwise.
+
+        Raises:
+            MismatchError: the file has other layers than what is said.
+        """
+        if self.spec is not None:
+            layers = self.spec.layer_ids_L
+        elif self.moe_layers is not None:
+            layers = self.moe_layers
+        else:
+            layers = tuple(range(self.first_k_dense or 0, num_hidden_layers))
+        expected = self.num_hidden_layers or max(max(layers, default=0) + 1, num_hidden_layers)
+        if not layers or num_hidden_layers != expected or layers[-1] >= num_hidden_layers:
+            raise MismatchError(
+                f"{path} has {num_hidden_layers} layers, expected {expected}, of which layers {_span(layers)} have "
+                f"experts; name the right model with {SAY_LAYERS}"
+            )
+        return layers
+
+    def said(self, path: object, what: str) -> int:
+        """One of the numbers, which the file does not tell (the number of `what`: an attribute's name).
+
+        Raises:
+            UsageError: it is not said either.
+        """
+        if (value := self.known(what)) is not None:
+            return value
+        raise UsageError(f"{path} does not tell {what} of its model; add --set model=PATH or --set {what}=NUMBER")
+
+    def known(self, what: str) -> int | None:
+        """One of the numbers, if it is said (`what`: an attribute's name)."""
+        if (value := getattr(self, what)) is not None:
+            return int(value)
+        if self.spec is not None and what in ("num_experts", "top_k", "expert_bytes"):
+            return int(max(getattr(self.spec, f"{what}_L")))
+        if self.spec is not None and what == "num_hidden_layers":
+            return max(self.spec.layer_ids_L) + 1
+        return None
+
+    def spec_of(
+        self,
+        path: object,
+        *,
+        name: str,
+        layers: Sequence[int],
+        num_experts: int | None = None,
+        top_k_L: Sequence[int] | None = None,
+        has_logits: bool = False,
+        renormalize: bool = False,
+    ) -> ModelSpec:
+        """The model of a file that tells so much of it, and of what is said for the rest.
+
+        Raises:
+            UsageError: something is neither in the file nor said.
+            MismatchError: the file and what is said differ.
+        """
+        num_layers = len(layers)
+        given = {"num_experts": num_experts, "top_k": top_k_L, "expert_bytes": None}
+        missing = [what for what, value in given.items() if value is None and self.known(what) is None]
+        if len(missing) > 1:
+            numbers = " ".join(f"--set {what}=NUMBER" for what in missing)
+            raise UsageError(
+                f"{path} does not tell {' and '.join(missing)} of its model; add --set model=PATH or {numbers}"
+            )
+        if num_experts is None and self.spec is not None and self.spec.num_layers == num_layers:
+            num_experts_L = self.spec.num_experts_L
+        else:
+            num_experts_L = (num_experts or self.said(path, "num_experts"),) * num_layers
+        top_k_L = tuple(top_k_L or [self.said(path, "top_k")] * num_layers)
+        expert_bytes = self.said(path, "expert_bytes")
+        name = self.name or name
+        facts = {"layers": list(layers), "num_experts": num_experts_L, "top_k": top_k_L, "bytes": expert_bytes}
+        return self.adopt(
+            path,
+            ModelSpec(
+                name=name,
+                revision=revision_of(name, facts),
+                layer_ids_L=tuple(layers),
+                num_experts_L=num_experts_L,
+                top_k_L=top_k_L,
+                has_logits_L=(has_logits,) * num_layers,
+                num_shared_experts=0,
+                num_groups=1,
+                hidden_size=self.hidden_size or 0,
+                expert_bytes_L=(expert_bytes,) * num_layers,
+                score_function="softmax",
+                renormalize=renormalize,
+            ),
+        )
+
+    def adopt(self, path: object, found: ModelSpec) -> ModelSpec:
+        """The model at hand in place of the one that a file tells of, if there is one.
+
+        Raises:
+            MismatchError: the file and what is said differ.
+        """
+        num_layers = found.num_layers
+        said = self.spec
+        if found.num_experts > MOST_EXPERTS:
+            raise MismatchError(f"{path} has {found.num_experts:,} experts a layer, expected at most {MOST_EXPERTS:,}")
+        expected: dict[str, Any] = {
+            "layer_ids_L": said.layer_ids_L if said else self.moe_layers,
+            "num_experts_L": said.num_experts_L if said else self.num_experts and (self.num_experts,) * num_layers,
+            "top_k_L": said.top_k_L if said else self.top_k and (self.top_k,) * num_layers,
+        }
+        for name, value in expected.items():
+            if value and tuple(value) != getattr(found, name):
+                raise MismatchError(
+                    f"{path} has {name.removesuffix('_L')} {_span(getattr(found, name))}, expected {_span(value)} of "
+                    f"{said.name if said else 'what is said'}; name the model that it was recorded from"
+                )
+        return said or found
+
+
+def _span(values: Sequence[int]) -> str:
+    """Numbers, shortly: a run as first..last, equal ones as one."""
+    values = list(values)
+    if len(values) > 1 and len(set(values)) == 1:
+        return f"{values[0]} in each of {len(values)} layers"
+    if len(values) > 2 and values == list(range(values[0], values[0] + len(values))):
+        return f"{values[0]}..{values[-1]}"
+    return ", ".join(map(str, values)) or "none"
+
+
+def without_dense(path: object, experts_THK: np.ndarray, layers: Sequence[int], empty: int = 0) -> np.ndarray:
+    """experts_TS of the layers that have experts.
+
+    Args:
+        empty: what an engine writes for the others.
+
+    Raises:
+        MismatchError: one of the others has experts after all.
+    """
+    for layer in sorted(set(range(experts_THK.shape[1])) - set(layers)):
+        if (experts_THK[:, layer] != empty).any():
+            raise MismatchError(
+                f"{path}: layer {layer} has experts, expected none; name the layers that do with {SAY_LAYERS}"
+            )
+    return experts_THK[:, list(layers)].reshape(len(experts_THK), -1)
+
+
+def with_dense(spec: ModelSpec, experts_TS: np.ndarray, num_hidden_layers: int, empty: int = 0) -> np.ndarray:
+    """experts_THK int32 of rows of a trace, `empty` in the layers that have none."""
+    num_tokens = len(experts_TS)
+    experts_THK = np.full((num_tokens, num_hidden_layers, spec.top_k_L[0]), empty, np.int32)
+    experts_THK[:, list(spec.layer_ids_L)] = experts_TS.reshape(num_tokens, spec.num_layers, -1)
+    return experts_THK
+
+
+def hidden_layers(spec: ModelSpec, asked: int | None) -> int:
+    """The model's layers with and without experts; unless it is said, none follows the last with experts.
+
+    Raises:
+        UsageError: fewer than there are.
+    """
+    least = max(spec.layer_ids_L) + 1
+    if asked is not None and asked < least:
+        raise UsageError(f"num_hidden_layers is {asked}, but the model has layer {least - 1}; give its number")
+    return asked or least
+
+
+def require_even(spec: ModelSpec, format: str) -> None:
+    """Raises: MismatchError where layers have different numbers of experts, or tokens use different numbers of them."""
+    for name in ("num_experts_L", "top_k_L"):
+        if len(set(getattr(spec, name))) > 1:
+            raise MismatchError(
+                f"{format} knows one {name.removesuffix('_L')} for all layers, but {spec.name} has "
+                f"{_span(getattr(spec, name))}; export to policylang or moe_cache_lab"
+            )
+
+
+def revision_of(model: str, header: dict[str, Any]) -> str:
+    """A revision for a model of which there are only routes: equal for equal names and headers.
+
+    It never equals that of a checkpoint (`moetool.models.spec.revision`): nothing shows that the weights are the same.
+    """
+    return hashlib.sha256(json.dumps(["routes", model, header], sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,148 @@
+"""What a foreign file of routes comes to, and a trace on its way to one: which experts a model used, token by token.
+
+A module of `moetool.formats` may have any of these; `moetool.formats._import` and `moetool.formats._export` call them:
+
+    recognize(sample) -> reason | None                      whether a file is of the format (`_sample`, `_guess`)
+    read_routes(path, facts) -> Routes                      a file as sequences of tokens
+    read_counts(paths, facts) -> Counted                    files that only count (`moetool.trace.expert_counts`)
+    write_routes(trace, out, num_hidden_layers) -> notes    a trace as a file (a folder where the module says so)
+    write_counts(counts, out, num_hidden_layers) -> notes   counts as a file
+
+`TAKES_MAP` says that readers take `mapping` too, the column of each field; `GENERIC` that a file is of the format only
+where no other recognizes it; `READS_FOLDERS` and `FOLDER_MARK` that the file is a folder.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moetool.errors import MismatchError
+from moetool.formats._model_facts import SAY_LAYERS, ModelFacts
+from moetool.types import ModelSpec, Phase
+
+if TYPE_CHECKING:
+    from moetool.trace.reader import Trace
+    from moetool.trace.rows import TokenBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteSequence:
+    """The routes of one sequence of tokens, in their order.
+
+    Attributes:
+        name: tells it from the other sequences of its task.
+        prompt_tokens: how many of its rows are of the prompt; None where the file does not tell (teacher-forced).
+        new_tokens: how many tokens were generated; None: the rows after the prompt. An engine has one more than that,
+            since it samples the last one and never forwards it.
+        task: of this sequence, where a file has several.
+
+    Shapes:
+        experts_TS uint16; weights_TS float16 or None, with S = sum of top_k_L, layer-major, the experts in the file's
+        order; logits_TF float16 or None, with F = sum of num_experts_L; token_id_T int32 or None; position_T int32 or
+        None (from 0 on); forward_T int32, the forward that each token ran in, or None: one sequence after the other,
+        its prompt at once.
+    """
+
+    name: str
+    prompt_tokens: int | None
+    experts_TS: np.ndarray
+    weights_TS: np.ndarray | None = None
+    logits_TF: np.ndarray | None = None
+    token_id_T: np.ndarray | None = None
+    position_T: np.ndarray | None = None
+    forward_T: np.ndarray | None = None
+    new_tokens: int | None = None
+    task: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routes:
+    """The content of one file. Its sequences have the same columns.
+
+    Attributes:
+        spec: the model, as far as the file or the user tells; without a model at hand `revision` is by
+            `moetool.formats._model_facts.revision_of`.
+        task: what the sequences are about.
+        notes: a sentence for each thing that the file lacks or that is not as in the file, for the provenance.
+    """
+
+    spec: ModelSpec
+    task: str
+    sequences: list[RouteSequence]
+    notes: list[str] = field(default_factory=list)
+
+
+def one_task(trace: "Trace", format: str) -> str:
+    """The task of a trace that has a single one.
+
+    Raises:
+        MismatchError: it has several.
+    """
+    tasks = sorted(set(trace.requests["task"].to_pylist()))
+    if len(tasks) != 1:
+        raise MismatchError(
+            f"{format} has one task a file, but {trace.path} has {len(tasks)}; part it with: moetool trace split "
+            f"{trace.path} --by task --out DIR"
+        )
+    return str(tasks[0])
+
+
+def whole_requests(trace: "Trace", columns: Sequence[str] = ()) -> "Iterator[tuple[dict[str, Any], TokenBatch]]":
+    """Each request of a trace that has tokens: its row of requests.parquet and its rows of tokens/."""
+    facts = {row["request"]: row for row in trace.requests.to_pylist()}
+    for rows in trace.whole_requests(columns):
+        yield facts[int(rows.request_T[0])], rows
+
+
+def prompt_rows(rows: "TokenBatch") -> int:
+    """How many rows of a request are of its prompt."""
+    return int(np.count_nonzero(rows.phase_T == Phase.PREFILL))
+
+
+def sums_to_one(weights_TS: np.ndarray, num_layers: int) -> bool:
+    """Whether the weights of each token and layer add up to 1, as those of routers that renormalise do."""
+    sums_TL = weights_TS.astype(np.float32).reshape(len(weights_TS), num_layers, -1).sum(axis=2)
+    return bool((np.abs(sums_TL - 1) < 0.01).all())
+
+
+def renormalized(spec: ModelSpec, facts: ModelFacts, weights: bool) -> ModelSpec:
+    """The spec with what its routes' weights say; a model at hand says it itself."""
+    return spec if facts.spec is not None else replace(spec, renormalize=weights)
+
+
+def check(path: object, spec: ModelSpec, experts_TS: np.ndarray, weights_TS: np.ndarray | None) -> None:
+    """Refuse rows that no router can have given. Weights may be zero, but not in every token of a layer.
+
+    Raises:
+        MismatchError: the first layer that is wrong, with what was found and expected.
+    """
+    if not len(experts_TS):
+        raise MismatchError(f"{path} has no tokens, expected some; record again")
+    start = 0
+    for layer, (top_k, num_experts) in enumerate(zip(spec.top_k_L, spec.num_experts_L, strict=True)):
+        name = f"{path}: MoE layer {spec.layer_ids_L[layer]}"
+        experts = experts_TS[:, start : start + top_k]
+        weights = None if weights_TS is None else weights_TS[:, start : start + top_k]
+        start += top_k
+        if not experts.any() and (weights is None or not weights.any()):
+            raise MismatchError(
+                f"{name} is all zero, expected its experts: a layer without experts is recorded so, and any layer "
+                f"where the recorder was off; name the layers with experts with {SAY_LAYERS}, or record again"
+            )
+        if experts.min() < 0 or experts.max() >= num_experts:
+            wrong = experts[(experts < 0) | (experts >= num_experts)][0]
+            raise MismatchError(f"{name} uses expert {wrong}, expected 0 to {num_experts - 1}; get the file again")
+        ordered = np.sort(experts, axis=1)
+        if len(twice := np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))):
+            found = experts[twice[0]].tolist()
+            raise MismatchError(
+                f"{name} gives row {twice[0]} the experts {found}, expected {top_k} different ones; get the file again"
+            )
+        if weights is None:
+            continue
+        if not np.isfinite(weights).all() or weights.min() < 0:
+            raise MismatchError(f"{name} has weights below 0 or not finite, expected neither; get the file again")
+        if not weights.any():
+            raise MismatchError(f"{name} has no weight above 0, expected those of its experts; get the file again")

@@ -1,0 +1,63 @@
+"""Any table that counts: a row for each layer and expert with a number of tokens.
+
+Which column means what is told by its name or by `--map` (`moetool.formats._column_table`).
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moetool.errors import MismatchError, UsageError
+from moetool.formats import _column_table
+from moetool.formats._model_facts import ModelFacts
+from moetool.formats._sample import FileSample
+from moetool.trace.expert_counts import Counted
+
+GENERIC = True
+TAKES_MAP = True
+
+
+def recognize(sample: FileSample) -> str | None:
+    """Columns that are known to be the layer, the expert and a count."""
+    names = _column_table.match(_column_table.column_names(sample), {})
+    if not {"layer", "expert", "count"} <= names.keys():
+        return None
+    return f"a table that counts: {', '.join(f'{field} ({name})' for field, name in names.items())}"
+
+
+def read_counts(paths: Sequence[Path], facts: ModelFacts, mapping: Mapping[str, str] | None = None) -> Counted:
+    """The counts of each file, as a pass; an expert without a row has 0.
+
+    Raises:
+        MismatchError: a file is damaged, or has an expert twice.
+        UsageError: a column is not known, or the model's experts, top-k or expert bytes are not said.
+    """
+    found, notes = [], []
+    for path in paths:
+        mapped = _column_table.read(path, mapping or {})
+        if "count" not in mapped.names:
+            raise UsageError(f"{path} has no column known to be the count; say it with --map count=COLUMN")
+        rows_R3 = np.stack(
+            [
+                _column_table.whole_numbers(path, mapped.names[field], mapped.table[mapped.names[field]])
+                for field in ("layer", "expert", "count")
+            ],
+            axis=1,
+        )
+        if len(np.unique(rows_R3[:, :2], axis=0)) < len(rows_R3):
+            raise MismatchError(f"{path} has an expert of a layer twice, expected one row for each; is there a token?")
+        found.append(rows_R3)
+        notes.append(f"{path.name}: columns were read as {mapped.used}")
+    rows = np.concatenate(found)
+    layers = np.unique(rows[:, 0])
+    num_experts = facts.known("num_experts") or int(rows[:, 1].max()) + 1
+    if facts.known("num_experts") is None:
+        notes.append(f"{num_experts} experts a layer, by the highest number in the files")
+    if rows[:, 1].max() >= num_experts:
+        raise MismatchError(f"{paths[0]} counts expert {rows[:, 1].max()}, expected 0 to {num_experts - 1}")
+    spec = facts.spec_of(paths[0], name="unnamed model", layers=layers.tolist(), num_experts=num_experts)
+    counts_WLE = np.zeros((len(paths), len(layers), num_experts), np.int64)
+    for w, rows_R3 in enumerate(found):
+        counts_WLE[w, np.searchsorted(layers, rows_R3[:, 0]), rows_R3[:, 1]] = rows_R3[:, 2]
+    return Counted(spec=spec, counts_WLE=counts_WLE, notes=notes)

@@ -1,0 +1,136 @@
+"""llama.cpp's `moe-trace` example: CSV without a header, a row `layer,expert` for each expert that a token uses.
+
+Rows come forward by forward, layer by layer, token by token, best expert first. Neither the token nor the prompt is in
+the file (`moetool.formats._layer_runs` says how they are told). Expert numbers are those of the model.
+
+The first version of the example read a strided view as if it were contiguous: of a forward of several tokens it wrote
+the ranking of all experts for the first token in place of the experts of the others. Such a forward lists each expert
+once in every layer. Its first token is right and kept, the others are left out.
+
+Source: github.com/ggml-org/llama.cpp, pull request 28544, examples/moe-trace.
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moetool.errors import MismatchError
+from moetool.formats._layer_runs import LayerRows, TokenRows, by_token
+from moetool.formats._model_facts import ModelFacts
+from moetool.formats._routes import Routes, RouteSequence, check, whole_requests
+from moetool.formats._sample import FileSample, read_numbers
+
+if TYPE_CHECKING:
+    from moetool.trace.reader import Trace
+
+_LOG_CHANCE = -15.0  # a file is taken to be of the first version where chance would make one so once in 3 million
+
+
+def recognize(sample: FileSample) -> str | None:
+    """Rows of two whole numbers and nothing else."""
+    lines = sample.lines
+    if lines and all(len(cells := line.split(",")) == 2 and all(c.strip().isdigit() for c in cells) for line in lines):
+        return "rows of two whole numbers without a header: layer,expert"
+    return None
+
+
+def read_routes(path: Path, facts: ModelFacts) -> Routes:
+    """Read and check the whole file.
+
+    Raises:
+        MismatchError: it is damaged, not such a file, or of another model than the one at hand.
+        UsageError: the model's experts or their bytes are not said.
+    """
+    rows_R2 = read_numbers(path, 2, "layer,expert")
+    layer_R, expert_R = rows_R2.T
+    runs = np.diff(np.append(np.flatnonzero(np.diff(layer_R, prepend=layer_R[0] - 1)), len(layer_R)))
+    top_k = facts.known("top_k") or int(runs.min())
+    if len(wrong := np.flatnonzero(runs % top_k)):
+        raise MismatchError(
+            f"{path} has {runs[wrong[0]]} rows in a run of one layer, expected a multiple of top_k {top_k}; name the "
+            f"right one with --set top_k, or the file is cut off"
+        )
+    rows = LayerRows(layer_R=layer_R[::top_k], experts_RK=expert_R.reshape(-1, top_k))
+    tokens, dropped = _whole(by_token(path, rows))
+    spec = facts.spec_of(path, name="unnamed model", layers=tokens.layers, top_k_L=[top_k] * len(tokens.layers))
+    experts_TS = tokens.experts_TLK.reshape(len(tokens.forward_T), -1)
+    check(path, spec, experts_TS, None)
+    notes = [
+        "top-k only: no weights, no scores over all experts, no embeddings, no token ids",
+        "the prompt is not marked in the file: forwards of several tokens are taken to be of a prompt",
+    ]
+    if facts.known("top_k") is None:
+        notes.append(f"top_k {top_k} is the length of the shortest run of rows of one layer")
+    if dropped:
+        notes.append(
+            f"{dropped} prompt tokens are left out: the file lists the ranking of another token in their place, as "
+            f"moe-trace did before it read strided tensors"
+        )
+    if tokens.filled:
+        notes.append(tokens.filled_note())
+    return Routes(
+        spec=spec,
+        task=path.stem,
+        sequences=[
+            RouteSequence(name=str(i), prompt_tokens=prompt, experts_TS=experts_TS[span].astype(np.uint16))
+            for i, (span, prompt) in enumerate(zip(tokens.spans(), tokens.prompt_tokens, strict=True))
+        ],
+        notes=notes,
+    )
+
+
+def _whole(tokens: TokenRows) -> tuple[TokenRows, int]:
+    """The tokens, without those of a prompt that were read from a strided view; and how many those are."""
+    size_F = np.bincount(tokens.forward_T)
+    end_F = np.cumsum(size_F)
+    spans = [slice(int(end_F[f] - size_F[f]), int(end_F[f])) for f in np.flatnonzero(size_F > 1).tolist()]
+    log_chances = [_log_chance_of_one_ranking(tokens.experts_TLK[span]) for span in spans]
+    if not log_chances or sum(log_chances) > _LOG_CHANCE:
+        return tokens, 0
+    keep_T = np.ones(len(tokens.forward_T), bool)
+    for span in spans:
+        keep_T[span.start + 1 : span.stop] = False
+    kept_before_T = np.concatenate([[0], np.cumsum(keep_T)])
+    prompts = [
+        None if prompt is None else int(keep_T[start : start + prompt].sum())
+        for start, prompt in zip(tokens.starts, tokens.prompt_tokens, strict=True)
+    ]
+    whole = replace(
+        tokens,
+        experts_TLK=tokens.experts_TLK[keep_T],
+        forward_T=tokens.forward_T[keep_T],
+        starts=kept_before_T[tokens.starts].tolist(),
+        prompt_tokens=prompts,
+    )
+    return whole, int((~keep_T).sum())
+
+
+def _log_chance_of_one_ranking(experts_TLK: np.ndarray) -> float:
+    """How likely independent tokens would list distinct experts throughout, as these do; infinite where they do not.
+
+    The last layer is left out: it may hold a single token.
+    """
+    top_k, num_experts = experts_TLK.shape[2], int(experts_TLK.max()) + 1
+    num_tokens = min(len(experts_TLK), num_experts // top_k)
+    listed_LR = experts_TLK[:num_tokens, :-1].swapaxes(0, 1).reshape(-1, num_tokens * top_k)
+    ordered_LR = np.sort(listed_LR, axis=1)
+    if (ordered_LR[:, 1:] == ordered_LR[:, :-1]).any():
+        return math.inf
+    free = 1 - np.arange(num_tokens * top_k) / num_experts
+    return float(len(listed_LR) * (np.log(free).sum() - num_tokens * np.log(free[:top_k]).sum()))
+
+
+def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
+    """Write a trace, each request a prompt in one forward and then a forward for each new token."""
+    spec = trace.spec
+    cuts = np.cumsum(spec.top_k_L)[:-1]
+    with out.open("w", encoding="ascii", newline="\n") as file:
+        for _, rows in whole_requests(trace):
+            edges = np.flatnonzero(np.diff(rows.iteration_T)) + 1
+            for forward in np.split(rows.experts_TS, edges):
+                for layer, part in zip(spec.layer_ids_L, np.split(forward, cuts, axis=1), strict=True):
+                    file.write("".join(f"{layer},{expert}\n" for expert in part.ravel().tolist()))
+    return ["llamacpp_layer_expert has layers and experts alone; it does not tell tokens or requests apart"]

@@ -1,0 +1,141 @@
+"""Decisions for other engines: counts and profiles without a cluster, and placements that engines can take."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moetool import plugins
+from moetool.cli.main import app
+from moetool.errors import CapacityError, MismatchError, UsageError
+from moetool.formats._export import export_trace
+from moetool.formats._import import import_trace
+from moetool.placement._comparing import Setting, plan_placement
+from moetool.placement._demand import read_demand
+from moetool.placement._engine_slots import filled
+from moetool.placement._latency import unit_latency
+from moetool.placement._planner import Problem, place
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
+from moetool.types import Cluster, Gpu, Server
+from tests import synthetic_routes
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    path = tmp_path_factory.mktemp("decisions") / "t"
+    synthetic_routes.write_trace(path, synthetic_routes.make_spec(4, 16, 2), num_requests=6)
+    return Trace(path)
+
+
+def counts_of(trace: Trace, *, decode: bool = False) -> np.ndarray:
+    rows = TokenBatch.concatenate(list(trace.batches()))
+    experts = rows.experts_TS[rows.phase_T == 1] if decode else rows.experts_TS
+    spec = trace.spec
+    layers = experts.reshape(len(experts), spec.num_layers, -1)
+    return np.stack([np.bincount(layers[:, i].ravel(), minlength=spec.num_experts) for i in range(spec.num_layers)])
+
+
+def hot(profile: Path, slots: int) -> dict[int, list[int]]:
+    """The experts of each layer that a fork with `--moe-cache-slots` keeps: its reading of a profile, in Python."""
+    freq: dict[int, Counter[int]] = {}
+    for line in profile.read_text().splitlines():
+        pos, layer, *ids = map(int, line.split(","))
+        if pos >= 0:
+            freq.setdefault(layer, Counter()).update(ids)
+    return {
+        layer: [e for _, e in sorted((-count, expert) for expert, count in counts.items())][:slots]
+        for layer, counts in freq.items()
+    }
+
+
+def hottest(counts_LE: np.ndarray, layers: tuple[int, ...], slots: int) -> dict[int, list[int]]:
+    order = np.argsort(-counts_LE, axis=1, kind="stable")
+    return {layer: [int(e) for e in order[i][:slots] if counts_LE[i, e]] for i, layer in enumerate(layers)}
+
+
+def test_a_cache_profile_keeps_the_hottest_experts(trace: Trace, tmp_path: Path) -> None:
+    export_trace(trace.path, "llamacpp_moe_profile", tmp_path / "p.csv")
+    layers = trace.spec.layer_ids_L
+    assert hot(tmp_path / "p.csv", 5) == hottest(counts_of(trace, decode=True), layers, 5)
+    # of counts, by rank
+    export_trace(trace.path, "sglang_stat", tmp_path / "x.pt")
+    import_trace([tmp_path / "x.pt"], None, tmp_path / "c", settings={"model": str(trace.path)})
+    export_trace(tmp_path / "c", "llamacpp_moe_profile", tmp_path / "q.csv")
+    assert hot(tmp_path / "q.csv", 16) == hottest(counts_of(trace), layers, 16)
+    assert all(
+        len(set(line.split(",")[2:])) == len(line.split(",")[2:])
+        for line in (tmp_path / "q.csv").read_text().splitlines()
+    )
+
+
+def test_ktransformers_gets_counts_without_a_plan(trace: Trace, tmp_path: Path) -> None:
+    export_trace(trace.path, "ktransformers", tmp_path / "k.pt", num_hidden_layers=5)
+    table = torch.load(tmp_path / "k.pt", weights_only=True)["logical_count"]
+    assert table.shape == (5, 16) and not table[4].any()
+    assert (table[:4].numpy() == counts_of(trace)).all()
+
+
+def cluster(*memories: int) -> Cluster:
+    return Cluster(servers=tuple(Server(name=f"s{i}", gpus=(Gpu(memory_bytes=m),)) for i, m in enumerate(memories)))
+
+
+@pytest.mark.parametrize("planner", ["eplb", "director", "uniform"])
+@pytest.mark.parametrize("engine", ["sglang", "tensorrt_llm", "vllm_ascend"])
+def test_a_plan_for_an_engine_can_be_exported(trace: Trace, tmp_path: Path, planner: str, engine: str) -> None:
+    size = trace.spec.slot_bytes
+    unequal = cluster(4 * 6 * size, 4 * 7 * size + 3, 4 * 6 * size + size)  # 6 slots of each layer on the smallest
+    plan, _ = plan_placement({"s0": trace}, unequal, planner, {}, setting=Setting(engine=engine))
+    assert {len(set(experts)) for gpus in plan.experts_LG for experts in gpus} == {6}
+    plugins.load("format", engine).write_plan(plan, tmp_path / "out", None)
+
+
+def test_what_an_engine_cannot_take_is_refused_while_planning(trace: Trace) -> None:
+    size = trace.spec.slot_bytes
+    with pytest.raises(CapacityError, match="5 of each of 4 layers: 15 slots for 16 experts"):
+        plan_placement({"s0": trace}, cluster(*[23 * size] * 3), "eplb", {}, setting=Setting(engine="sglang"))
+    with pytest.raises(UsageError, match="did you mean 'sglang'"):
+        plan_placement({"s0": trace}, cluster(*[32 * size] * 3), "eplb", {}, setting=Setting(engine="sglan"))
+    machines = cluster(*[32 * size] * 2)  # 8 slots of each layer
+    problem = Problem(demand=read_demand({"s0": trace}, machines), latency=unit_latency(machines))
+    placed_GLE = place("uniform", problem)
+    assert (filled(problem, placed_GLE, 9, "uniform").sum(axis=2) == 9).all()
+    with pytest.raises(MismatchError, match="puts 8 experts of MoE layer 0 on GPU 0, and the engine has 7 slots"):
+        filled(problem, placed_GLE, 7, "uniform")
+
+
+def test_vllm_is_refused_with_the_reason(trace: Trace, tmp_path: Path) -> None:
+    plan, _ = plan_placement(
+        {"s0": trace}, cluster(*[32 * trace.spec.slot_bytes] * 2), "eplb", {}, setting=Setting(engine="vllm")
+    )
+    plan.save(tmp_path / "plan.json")
+    run = CliRunner().invoke(
+        app, ["plan", "export", str(tmp_path / "plan.json"), "--format", "vllm", "--out", str(tmp_path / "x")]
+    )
+    assert isinstance(run.exception, MismatchError) and "reads no initial expert map" in str(run.exception)
+    assert not (tmp_path / "x").exists()
+
+
+def test_override_tensor_moves_whole_layers(trace: Trace, tmp_path: Path) -> None:
+    from moetool.tuning.cache_planning import DeviceBudget, plan_cache
+
+    layer = 16 * trace.spec.slot_bytes
+
+    def plan(num_bytes: int) -> str:
+        budget = DeviceBudget(device_memory_bytes=num_bytes, dense_bytes=0, kv_bytes=0, kv_tokens=0, dtype="float32")
+        plan_cache(trace, budget).save(tmp_path / "plan.json")
+        out = tmp_path / "ot"
+        run = CliRunner().invoke(
+            app,
+            ["plan", "export", str(tmp_path / "plan.json"), "--format", "llamacpp_override_tensor", "--out", str(out)],
+        )
+        if run.exception is not None and not isinstance(run.exception, SystemExit):
+            raise run.exception
+        return out.read_text()
+
+    assert plan(2 * layer + 1) == "-ngl 99 -ot 'blk\\.(2|3)\\.ffn_.*_exps\\.=CPU'\n"
+    with pytest.raises(CapacityError, match="no whole layer"):
+        plan(layer // 2)
