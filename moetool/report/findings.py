@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from moetool.replay import Row
-from moetool.report.making import BOUND, Measured
 from moetool.report.measures import SHARES
+from moetool.report.trace_measures import BOUND, TraceMeasures
+from moetool.tuning.replay import ReplayRow
 
 TOPICS = ("caching", "prediction", "placement")
 FEW_USES = 20
@@ -37,9 +37,9 @@ class Finding:
         return asdict(self)
 
 
-def findings(made: Measured) -> list[Finding]:
+def findings(made: TraceMeasures) -> list[Finding]:
     """All that can be said of this trace, by topic."""
-    looks: tuple[Callable[[Measured], Finding | None], ...] = (
+    looks: tuple[Callable[[TraceMeasures], Finding | None], ...] = (
         _headroom,
         _recency_or_frequency,
         _distances,
@@ -56,7 +56,7 @@ def findings(made: Measured) -> list[Finding]:
     return [finding for look in looks if (finding := look(made)) is not None]
 
 
-def caveat(made: Measured) -> str | None:
+def caveat(made: TraceMeasures) -> str | None:
     """Says that there is too little to count, if so."""
     tokens, spec = len(made.routes.experts_TS), made.routes.spec
     uses = min(tokens * top_k / num for top_k, num in zip(spec.top_k_L, spec.num_experts_L, strict=True))
@@ -68,7 +68,7 @@ def caveat(made: Measured) -> str | None:
     )
 
 
-def _headroom(made: Measured) -> Finding:
+def _headroom(made: TraceMeasures) -> Finding:
     budget = _near_quarter(made)
     rows = {row.policy: row for row in made.rows if row.budget_bytes == budget}
     bound = rows.pop(BOUND)
@@ -90,7 +90,7 @@ def _headroom(made: Measured) -> Finding:
     return Finding(topic="caching", text=text, rule="worth it from 10 points below the bound")
 
 
-def _recency_or_frequency(made: Measured) -> Finding | None:
+def _recency_or_frequency(made: TraceMeasures) -> Finding | None:
     rows = {(row.policy, row.budget_bytes): row.counts.hit_rate for row in made.rows}
     budgets = sorted({row.budget_bytes for row in made.rows})
     if not {("lru", budgets[0]), ("lfu", budgets[0])} <= rows.keys():
@@ -111,7 +111,7 @@ def _recency_or_frequency(made: Measured) -> Finding | None:
     return Finding(topic="caching", text=text, rule="a lead of more than 1 point of hit rate counts")
 
 
-def _distances(made: Measured) -> Finding | None:
+def _distances(made: TraceMeasures) -> Finding | None:
     reuse, total = made.reuse, made.routes.spec.total_experts
     half, most = reuse.slots_for(0.5), reuse.slots_for(0.9)
     if half is None or most is None:
@@ -127,7 +127,7 @@ def _distances(made: Measured) -> Finding | None:
     return Finding(topic="caching", text=text, rule="far: 90 % of the reuses need more than half of all experts")
 
 
-def _frequency(made: Measured) -> Finding:
+def _frequency(made: TraceMeasures) -> Finding:
     covered = made.coverage.mixed[_QUARTER]
     text = (
         f"The 25 % most used experts of each layer take {percent(covered)} of the choices of "
@@ -142,7 +142,7 @@ def _frequency(made: Measured) -> Finding:
     return Finding(topic="caching", text=text, rule="sound from twice the even share, some help from 1.3 times")
 
 
-def _prompts(made: Measured) -> Finding | None:
+def _prompts(made: TraceMeasures) -> Finding | None:
     share, tokens = made.reuse.prompt_share, made.reuse.prompt_tokens
     if share is None or tokens is None or tokens < 2:
         return None
@@ -154,7 +154,7 @@ def _prompts(made: Measured) -> Finding | None:
     return Finding(topic="caching", text=text, rule="most: more than half of the experts")
 
 
-def _affinity(made: Measured) -> Finding | None:
+def _affinity(made: TraceMeasures) -> Finding | None:
     found = made.affinity
     if not len(found.match_M) or np.isnan(found.match_M).all():
         return None
@@ -170,7 +170,7 @@ def _affinity(made: Measured) -> Finding | None:
     return Finding(topic="prediction", text=text, rule="pays from 10 points above popularity")
 
 
-def _repeats(made: Measured) -> Finding | None:
+def _repeats(made: TraceMeasures) -> Finding | None:
     repeat = made.affinity.repeat_L
     if np.isnan(repeat).all():
         return None
@@ -189,7 +189,7 @@ def _repeats(made: Measured) -> Finding | None:
     return Finding(topic="prediction", text=text, rule="good from twice chance")
 
 
-def _levels(made: Measured) -> Finding | None:
+def _levels(made: TraceMeasures) -> Finding | None:
     found, spec = made.spread, made.routes.spec
     if np.isnan(found.request_QL).all():
         return None
@@ -206,7 +206,7 @@ def _levels(made: Measured) -> Finding | None:
     return Finding(topic="prediction", text=text, rule="nearly even: above 90 % of log2 E bits")
 
 
-def _router(made: Measured) -> Finding | None:
+def _router(made: TraceMeasures) -> Finding | None:
     if made.router is None or np.isnan(made.router.token_QL).all():
         return None
     fine, coarse = float(np.nanmean(made.router.token_QL)), float(np.nanmean(made.router.request_QL))
@@ -218,7 +218,7 @@ def _router(made: Measured) -> Finding | None:
     return Finding(topic="prediction", text=text, rule="sharper from half a bit")
 
 
-def _tasks(made: Measured) -> Finding:
+def _tasks(made: TraceMeasures) -> Finding:
     found = made.coverage
     rule = "its own placement from 5 points; blind within 5 points of the even share"
     if not found.other:
@@ -242,7 +242,7 @@ def _tasks(made: Measured) -> Finding:
     return Finding(topic="placement", text=text, rule=rule)
 
 
-def _hottest(made: Measured) -> Finding:
+def _hottest(made: TraceMeasures) -> Finding:
     found, spec = made.popularity, made.routes.spec
     median, layer = float(np.median(found.uneven_L)), int(found.uneven_L.argmax())
     text = (
@@ -257,7 +257,7 @@ def _hottest(made: Measured) -> Finding:
     return Finding(topic="placement", text=text, rule="copies from twice the mean")
 
 
-def _layers(made: Measured) -> Finding | None:
+def _layers(made: TraceMeasures) -> Finding | None:
     spec = made.routes.spec
     if spec.num_layers < 2:
         return None
@@ -275,12 +275,12 @@ def _layers(made: Measured) -> Finding | None:
     return Finding(topic="placement", text=text, rule="by layers from a ratio of 1.25")
 
 
-def _near_quarter(made: Measured) -> int:
+def _near_quarter(made: TraceMeasures) -> int:
     """The replayed budget that is nearest to a quarter of all experts."""
     return min(sorted({row.budget_bytes for row in made.rows}), key=lambda budget: abs(budget - made.whole_bytes / 4))
 
 
-def _percent(row: Row) -> str:
+def _percent(row: ReplayRow) -> str:
     return f"{100 * row.counts.hit_rate:.1f} %"
 
 

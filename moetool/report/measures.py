@@ -1,14 +1,16 @@
 """What the routes of a trace come to: popularity, skew, coverage and entropy.
 
-Shapes, beside the letters of `moetool.types`: Q tasks, H the two halves of each task's requests (`Routes.half_T`).
+Shapes, beside the letters of `moetool.types`: Q tasks, H the two halves of each task's requests
+(`SampledRoutes.half_T`).
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.planning.demand import count_experts
-from moetool.report.sample import Routes, entropy
+from moetool.placement._demand import count_experts
+from moetool.report.sample import SampledRoutes, entropy
+from moetool.trace.diff import divergence
 
 SHARES = tuple(i / 16 for i in range(17))
 """Shares of a layer's experts for which coverage is computed."""
@@ -51,7 +53,7 @@ class Popularity:
         return self.tokens_QHLE.sum(axis=(0, 1))
 
 
-def popularity(routes: Routes) -> Popularity:
+def popularity(routes: SampledRoutes) -> Popularity:
     """Count, task by task and half by half."""
     spec, half_T = routes.spec, routes.half_T()
     task_T = np.repeat(routes.task_B, np.diff(routes.start_B))
@@ -79,7 +81,7 @@ def popularity(routes: Routes) -> Popularity:
     )
 
 
-def _skews(routes: Routes, tokens_LE: np.ndarray) -> list[tuple[float, float]]:
+def _skews(routes: SampledRoutes, tokens_LE: np.ndarray) -> list[tuple[float, float]]:
     """max / mean and Gini coefficient of each layer."""
     loads = [row[:num] for row, num in zip(tokens_LE, routes.spec.num_experts_L, strict=True)]
     return [(float(load_E.max() / load_E.mean()), gini(load_E)) for load_E in loads]
@@ -89,13 +91,6 @@ def gini(load_E: np.ndarray) -> float:
     """Gini coefficient: 0 where all loads are equal, (n - 1) / n where one of n has it all."""
     ordered, num = np.sort(load_E), len(load_E)
     return float(((2 * np.arange(1, num + 1) - num - 1) * ordered).sum() / (num * ordered.sum()))
-
-
-def divergence(a_LE: np.ndarray, b_LE: np.ndarray) -> np.ndarray:
-    """Jensen-Shannon divergence of two layers' counts, in bits: 0 for the same shares, 1 for no expert in common."""
-    a_LE, b_LE = (x_LE / np.maximum(x_LE.sum(axis=-1, keepdims=True), 1e-30) for x_LE in (a_LE, b_LE))
-    bits: np.ndarray = entropy(a_LE + b_LE) - (entropy(a_LE) + entropy(b_LE)) / 2
-    return np.maximum(bits, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +112,7 @@ class Coverage:
     mixed: tuple[float, ...]
 
 
-def coverage(routes: Routes, found: Popularity) -> Coverage:
+def coverage(routes: SampledRoutes, found: Popularity) -> Coverage:
     """Keep the most used experts of each layer by half 0, and count on half 1."""
     tasks = _largest_tasks(found.tokens_QHLE)
     counted, held = found.tokens_QHLE[tasks, 0], found.tokens_QHLE[tasks, 1]
@@ -153,7 +148,7 @@ class Spread:
     Attributes:
         token_L: of one token, which uses k experts alike: log2 k, by definition.
         prompt_L: of the iteration that is a whole prompt, mean over the requests; NaN where no iteration is.
-        request_QL: of all steps (`Routes.steps`) of one request, mean over the requests of a task.
+        request_QL: of all steps (`SampledRoutes.steps`) of one request, mean over the requests of a task.
         task_QL: of all tokens of a task.
         steps: numbers of steps; ascending.
         growth_QN: entropy of so many steps of one request together, mean over layers and requests; NaN beyond what
@@ -168,7 +163,7 @@ class Spread:
     growth_QN: np.ndarray
 
 
-def spread(routes: Routes, found: Popularity) -> Spread:
+def spread(routes: SampledRoutes, found: Popularity) -> Spread:
     """Entropies of activations, request by request.
 
     Source: FineMoE § 2.4, Figure 3 (b, c). Deviation: (c) is drawn over requests that all have as many steps, at most

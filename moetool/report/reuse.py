@@ -45,7 +45,7 @@ class Reuse:
 
 
 def read_reuse(trace: Trace, requests: frozenset[int], *, sequential: bool) -> Reuse:
-    """Distances over the forwards that `moetool.replay` replays."""
+    """Distances over the forwards that `moetool.tuning.replay` replays."""
     spec = trace.spec
     keys: list[int] = []
     starts: list[int] = []

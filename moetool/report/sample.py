@@ -22,6 +22,7 @@ class ReportOptions:
         affinity_layers: layers, by their absolute ids, whose affinity to the next layer is drawn; by default the pairs
             with the strongest, the median and the weakest affinity.
         seed: of the samples.
+        tokenizer: model whose tokenizer spells the tokens of the expert atlas; their ids without one.
     """
 
     choices: int = 40_000_000
@@ -29,6 +30,7 @@ class ReportOptions:
     score_requests: int = 128
     affinity_layers: tuple[int, ...] = ()
     seed: int = 0
+    tokenizer: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("choices", "uses", "score_requests"):
@@ -37,7 +39,7 @@ class ReportOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Routes:
+class SampledRoutes:
     """The routes of some requests, request by request, each in the order of its forwards.
 
     Shapes: Q  tasks (beside the letters of `moetool.types`)
@@ -137,7 +139,7 @@ def choose(tasks: Sequence[str], costs: Sequence[int], limit: int, seed: int) ->
     return sorted(chosen)
 
 
-def read_routes(trace: Trace, options: ReportOptions) -> Routes:
+def read_routes(trace: Trace, options: ReportOptions) -> SampledRoutes:
     """The routes of as many requests as `options.choices` allows.
 
     Raises:
@@ -160,7 +162,7 @@ def read_routes(trace: Trace, options: ReportOptions) -> Routes:
     request_T, decode_T, iteration_T, experts_TS = (np.concatenate(column) for column in zip(*parts, strict=True))
     order = np.argsort(request_T, kind="stable")
     tasks = sorted({named[request] for request in requests.tolist()})
-    routes = Routes(
+    routes = SampledRoutes(
         spec=spec,
         requests=tuple(requests.tolist()),
         tasks=tuple(tasks),
@@ -178,7 +180,7 @@ def read_routes(trace: Trace, options: ReportOptions) -> Routes:
     return routes
 
 
-def choose_replayed(routes: Routes, options: ReportOptions) -> frozenset[int]:
+def choose_replayed(routes: SampledRoutes, options: ReportOptions) -> frozenset[int]:
     """Numbers of requests with at most `options.uses` uses of experts among them.
 
     The prompt's are estimated from above: its tokens times k, at most every expert of each layer.
@@ -211,8 +213,8 @@ class RouterEntropy:
     request_QL: np.ndarray
 
 
-def read_router_entropy(trace: Trace, routes: Routes, options: ReportOptions) -> RouterEntropy | None:
-    """How sure the routers are, of the same tokens as `Routes.steps`; None for a trace without logits.
+def read_router_entropy(trace: Trace, routes: SampledRoutes, options: ReportOptions) -> RouterEntropy | None:
+    """How sure the routers are, of the same tokens as `SampledRoutes.steps`; None for a trace without logits.
 
     Scores of routers that are no distributions (sigmoid) are divided by their sum.
     """

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from moetool.report.figures.picture import Picture
+from moetool.report.figures.figure import Picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class PageTable:
     """A table; the first column is text."""
 
     caption: str
@@ -24,7 +24,7 @@ class Section:
     name: str
     notes: list[str]
     pictures: list[Picture]
-    tables: list[Table]
+    tables: list[PageTable]
 
     @property
     def id(self) -> str:
@@ -44,7 +44,8 @@ def render_sheet(
     """The page as HTML: a heading, facts as terms and texts, then the sections that have something to show.
 
     Args:
-        more: `findings` (topics, each with what is said and the rules), and a `caveat` above them.
+        more: `lead`, a section before all else; `findings` (topics, each with what is said and the rules), and a
+            `caveat` above them.
     """
     from jinja2 import Environment
 

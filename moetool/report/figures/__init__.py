@@ -1,11 +1,13 @@
 """The figures of a report, a subject a file."""
 
-from moetool.report.figures import affinity, caching, entropy, load
-from moetool.report.figures.picture import Picture
-from moetool.report.making import Measured
+from moetool.report.figures import affinity_heatmap as affinity
+from moetool.report.figures import entropy, load
+from moetool.report.figures import hit_rates as caching
+from moetool.report.figures.figure import Picture
+from moetool.report.trace_measures import TraceMeasures
 
 
-def pictures(made: Measured) -> list[Picture]:
+def pictures(made: TraceMeasures) -> list[Picture]:
     """All figures, section by section; what a trace cannot show is left out."""
     drawn = [
         load.popularity(made),

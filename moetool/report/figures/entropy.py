@@ -4,17 +4,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moetool.planning.demand import count_experts
+from moetool.placement._demand import count_experts
 from moetool.report.drawing import GREY, draw, heat, layer_ticks, line, scale_top
-from moetool.report.figures.picture import Picture, drawn_tasks, layer_axis, map_height, relative, some_tasks
-from moetool.report.making import Measured
+from moetool.report.figures.figure import Picture, drawn_tasks, layer_axis, map_height, relative, some_tasks
 from moetool.report.sample import entropy
+from moetool.report.trace_measures import TraceMeasures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def levels(made: Measured) -> Picture:
+def levels(made: TraceMeasures) -> Picture:
     """Heat maps of one iteration of a request and of all of them."""
     routes, spec = made.routes, made.routes.spec
     lengths = [len(routes.steps(request)) for request in range(len(routes.requests))]
@@ -52,7 +52,7 @@ def levels(made: Measured) -> Picture:
     )
 
 
-def spread(made: Measured) -> Picture:
+def spread(made: TraceMeasures) -> Picture:
     """Entropy by layer, and by how many iterations are added up."""
     found, routes, tasks = made.spread, made.routes, drawn_tasks(made)
     places = np.arange(routes.spec.num_layers)
@@ -94,7 +94,7 @@ def spread(made: Measured) -> Picture:
     )
 
 
-def router(made: Measured) -> Picture | None:
+def router(made: TraceMeasures) -> Picture | None:
     """Entropy of the routers' probabilities; None without logits."""
     if made.router is None:
         return None

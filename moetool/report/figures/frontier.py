@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moetool import durable
-from moetool.plan import CachePlan
+from moetool.cache_plan import CachePlan
 from moetool.report.drawing import GREY, line, save
-from moetool.report.figures.picture import Sketch
+from moetool.report.figures.figure import Sketch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

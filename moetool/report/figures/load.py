@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moetool.report.drawing import GREY, STYLES, draw, heat, layer_ticks, line, scale_top
-from moetool.report.figures.picture import Picture, drawn_tasks, layer_axis, map_height, relative, some_tasks
-from moetool.report.making import Measured
+from moetool.report.figures.figure import Picture, drawn_tasks, layer_axis, map_height, relative, some_tasks
 from moetool.report.measures import SHARES
+from moetool.report.trace_measures import TraceMeasures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def popularity(made: Measured) -> Picture:
+def popularity(made: TraceMeasures) -> Picture:
     """Heat map of all layers and experts."""
     spec = made.routes.spec
     values_LE = relative(made.popularity.tokens_LE, spec.num_experts_L)
@@ -41,7 +41,7 @@ def popularity(made: Measured) -> Picture:
     )
 
 
-def by_task(made: Measured) -> Picture | None:
+def by_task(made: TraceMeasures) -> Picture | None:
     """Bars of each task in the layer where tasks differ most; None with one task."""
     tasks, found, spec = drawn_tasks(made), made.popularity, made.routes.spec
     if len(tasks) < 2:
@@ -77,7 +77,7 @@ def _bars(axes: "Axes", share_E: np.ndarray) -> None:
     axes.grid(visible=False, axis="x")
 
 
-def by_layer(made: Measured) -> Picture | None:
+def by_layer(made: TraceMeasures) -> Picture | None:
     """Bars of two layers of one task; None with one layer."""
     spec, found = made.routes.spec, made.popularity
     if spec.num_layers < 2:
@@ -111,7 +111,7 @@ def by_layer(made: Measured) -> Picture | None:
     )
 
 
-def task_maps(made: Measured) -> Picture | None:
+def task_maps(made: TraceMeasures) -> Picture | None:
     """A heat map for each task; None with one task."""
     tasks, spec = drawn_tasks(made), made.routes.spec
     if len(tasks) < 2:
@@ -144,7 +144,7 @@ def task_maps(made: Measured) -> Picture | None:
     )
 
 
-def tasks_apart(made: Measured) -> Picture | None:
+def tasks_apart(made: TraceMeasures) -> Picture | None:
     """Divergence between tasks, and within one; None with one task."""
     found = made.popularity
     if len(made.routes.tasks) < 2:
@@ -175,7 +175,7 @@ def tasks_apart(made: Measured) -> Picture | None:
     )
 
 
-def skew(made: Measured) -> Picture:
+def skew(made: TraceMeasures) -> Picture:
     """Max / mean and Gini coefficient by layer."""
     found, spec, tasks = made.popularity, made.routes.spec, drawn_tasks(made)
     places = np.arange(spec.num_layers)
@@ -212,7 +212,7 @@ def skew(made: Measured) -> Picture:
     )
 
 
-def coverage(made: Measured) -> Picture:
+def coverage(made: TraceMeasures) -> Picture:
     """What the most used experts cover on other requests."""
     found = made.coverage
     x = 100 * np.array(SHARES)

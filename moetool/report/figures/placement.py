@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moetool.placement_plan import PlacementPlan
-from moetool.planning.demand import per_server
-from moetool.planning.placing import Row
+from moetool.placement._comparing import PlannerRow
+from moetool.placement._demand import per_server
+from moetool.placement._placement_plan import PlacementPlan
 from moetool.report.drawing import STYLES, heat, layer_ticks, scale_top
-from moetool.report.figures.picture import Sketch, map_height, relative
+from moetool.report.figures.figure import Sketch, map_height, relative
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +31,7 @@ class Placed:
 
     name: str
     plan: PlacementPlan
-    row: Row | None = None
+    row: PlannerRow | None = None
     flow_LGG: np.ndarray | None = None
 
 

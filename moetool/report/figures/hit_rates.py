@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool.report.drawing import GREY, draw, line
-from moetool.report.figures.picture import Picture, layer_axis
-from moetool.report.making import BOUND, Measured, curve_slots
+from moetool.report.figures.figure import Picture, layer_axis
+from moetool.report.trace_measures import BOUND, TraceMeasures, curve_slots
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 AT_ONCE: dict[str, Any] = {"drawstyle": "steps-post"}  # a pool of n slots has no hit before it has all n
 
 
-def distances(made: Measured) -> Picture:
+def distances(made: TraceMeasures) -> Picture:
     """LRU stack distances over all layers."""
     reuse, total = made.reuse, made.routes.spec.total_experts
     slots = curve_slots(made.routes)
@@ -49,7 +49,7 @@ def distances(made: Measured) -> Picture:
     )
 
 
-def layer_distances(made: Measured) -> Picture:
+def layer_distances(made: TraceMeasures) -> Picture:
     """The same within each layer."""
     reuse, spec = made.reuse, made.routes.spec
     known = reuse.layer_median_L[~np.isnan(reuse.layer_median_L)]
@@ -78,7 +78,7 @@ def layer_distances(made: Measured) -> Picture:
     )
 
 
-def budgets(made: Measured) -> Picture:
+def budgets(made: TraceMeasures) -> Picture:
     """Hit rates by memory, with Belady's bound above them."""
     names = list(dict.fromkeys(row.policy for row in made.rows))
     total = made.routes.spec.total_experts
@@ -126,5 +126,5 @@ def budgets(made: Measured) -> Picture:
     )
 
 
-def _share(made: Measured, budget_bytes: int) -> float:
+def _share(made: TraceMeasures, budget_bytes: int) -> float:
     return 100 * budget_bytes / made.whole_bytes

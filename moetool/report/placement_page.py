@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 
 from moetool import tables
-from moetool.costing.latency import flows
 from moetool.errors import MismatchError
-from moetool.placement_plan import PlacementPlan
-from moetool.planning.demand import read_demand
-from moetool.planning.placing import Workload, score_plan
+from moetool.placement._comparing import Workload, score_plan
+from moetool.placement._demand import read_demand
+from moetool.placement._latency import flows
+from moetool.placement._placement_plan import PlacementPlan
 from moetool.report.figures.placement import Placed, sketches
-from moetool.report.page import shape_of
-from moetool.report.sheet import Section, Table, render_sheet
+from moetool.report.sheet import PageTable, Section, render_sheet
+from moetool.report.trace_page import shape_of
 from moetool.tables import significant
 
 
@@ -82,11 +82,11 @@ def to_json(plans: Sequence[Placed]) -> list[dict[str, Any]]:
     return [{"plan": placed.name, **({} if placed.row is None else placed.row.to_json())} for placed in plans]
 
 
-def _held_table(plans: Sequence[Placed]) -> Table:
+def _held_table(plans: Sequence[Placed]) -> PageTable:
     cluster, spec = plans[-1].plan.cluster, plans[-1].plan.spec
     slots_G = cluster.slots_G(spec.slot_bytes)
     held = [placed.plan.placed_GLE.sum(axis=(1, 2)).tolist() for placed in plans]
-    return Table(
+    return PageTable(
         caption="Experts held in all layers",
         columns=("GPU", *(placed.name for placed in plans), "room for"),
         rows=tuple(
@@ -100,13 +100,13 @@ def _held_table(plans: Sequence[Placed]) -> Table:
     )
 
 
-def _changes_table(plans: Sequence[Placed]) -> Table:
+def _changes_table(plans: Sequence[Placed]) -> PageTable:
     """What each GPU gets and gives up; `moetool plan migrate` orders the moves."""
     before_GLE, after_GLE = plans[0].plan.placed_GLE, plans[-1].plan.placed_GLE
     cluster, spec = plans[-1].plan.cluster, plans[-1].plan.spec
     size_L = np.array(spec.expert_bytes_L)
     gets_GL, gives_GL = (after_GLE & ~before_GLE).sum(axis=2), (before_GLE & ~after_GLE).sum(axis=2)
-    return Table(
+    return PageTable(
         caption="From before to after",
         columns=("GPU", "gets", "gives up", "bytes that come"),
         rows=tuple(
@@ -121,12 +121,12 @@ def _changes_table(plans: Sequence[Placed]) -> Table:
     )
 
 
-def _score_tables(plans: Sequence[Placed]) -> list[Table]:
+def _score_tables(plans: Sequence[Placed]) -> list[PageTable]:
     scored = [(placed, placed.row) for placed in plans if placed.row is not None]
     if not scored:
         return []
     return [
-        Table(
+        PageTable(
             caption=f"On these requests; T in {scored[0][1].score.unit}, its gap to a bound; balance as SGLang has it",
             columns=(
                 *("plan", "planner", "requests", "local", "remote", "at least", "T_comp", "T_comm", "gap", "balance"),
@@ -152,7 +152,7 @@ def _score_tables(plans: Sequence[Placed]) -> list[Table]:
     ]
 
 
-def _link_tables(plans: Sequence[Placed]) -> list[Table]:
+def _link_tables(plans: Sequence[Placed]) -> list[PageTable]:
     """Bytes by link, in the order of the most of the last plan; the fifty with most."""
     scored = [(placed, placed.row.score) for placed in plans if placed.row is not None]
     if not scored or not scored[-1][1].link_bytes or scored[-1][1].link_bytes[0][2] is None:
@@ -165,7 +165,7 @@ def _link_tables(plans: Sequence[Placed]) -> list[Table]:
         change = (f"{sent[-1] / sent[0] - 1:+.1%}" if sent[0] else "-",) if len(sent) > 1 else ()
         rows.append((f"{a} -> {b}", *(tables.count(each, "B") for each in sent), *change))
     return [
-        Table(
+        PageTable(
             caption="Bytes by link, dispatch and combine",
             columns=("link", *(placed.name for placed, _ in scored), *(("change",) if len(scored) > 1 else ())),
             rows=tuple(rows),

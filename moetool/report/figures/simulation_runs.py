@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool.report.drawing import GREY, STYLES, heat, line
-from moetool.report.figures.picture import Sketch
-from moetool.simulation.results import Simulated
+from moetool.report.figures.figure import Sketch
+from moetool.simulation.simulation_results import Simulated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -141,7 +141,7 @@ def _which_seed(runs: Sequence[Run]) -> str:
     return f" Runs of {said}." if said else ""
 
 
-def _ratios(runs: Sequence[Run]) -> dict[str, dict[str, list[float]]]:
+def run_ratios(runs: Sequence[Run]) -> dict[str, dict[str, list[float]]]:
     """By group and mode: mean latencies over those of the first mode with the same seed, in the same group.
 
     A way to look ahead (`lookahead`) or to migrate belongs to the mode, not to the group.
@@ -162,7 +162,7 @@ def _ratios(runs: Sequence[Run]) -> dict[str, dict[str, list[float]]]:
 
 def by_mode(runs: Sequence[Run]) -> Sketch | None:
     """Bars of latency over that of the first mode (as DIRECTOR's Figures 7, 10 and 11); None for a single bar."""
-    ratios = _ratios(runs)
+    ratios = run_ratios(runs)
     names = list(dict.fromkeys(name for group in ratios.values() for name in group))
     if len(names) < 2:
         return None
@@ -206,7 +206,7 @@ def relative_along(runs: Sequence[Run], along: str | None) -> Sketch | None:
     if along is None or len(_values(runs, "mode")) < 2:
         return None
     values = _values(runs, along)
-    by_value = {value: _ratios([run for run in runs if run[0][along] == value]) for value in values}
+    by_value = {value: run_ratios([run for run in runs if run[0][along] == value]) for value in values}
     series: dict[str, list[list[float]]] = {}
     for value, groups in by_value.items():
         for group, modes in groups.items():

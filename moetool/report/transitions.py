@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.report.sample import Routes
+from moetool.report.sample import SampledRoutes
 
 _SCORED_TOKENS = 4096
 
@@ -31,7 +31,7 @@ class Affinity:
     repeat_L: np.ndarray
 
 
-def affinity(routes: Routes) -> Affinity:
+def affinity(routes: SampledRoutes) -> Affinity:
     """Score each layer's affinity to the next on requests that it was not counted on.
 
     Source: DuoServe-MoE § 4.1, Eqs. 2 and 3; a layer's score is the mean of the rows of the experts chosen.
@@ -69,7 +69,7 @@ def pair_counts(now_TK: np.ndarray, then_TK: np.ndarray, num_now: int, num_then:
     return counts.reshape(num_now, num_then).astype(np.float64)
 
 
-def lift(routes: Routes, layer: int) -> np.ndarray:
+def lift(routes: SampledRoutes, layer: int) -> np.ndarray:
     """[i, j]: how many times likelier expert j of the next layer is after expert i than it is in general.
 
     NaN for an expert that fewer than 20 tokens chose, and after which everything is chance, and for one never chosen.
@@ -97,7 +97,7 @@ def _matched(scores_TE: np.ndarray, true_TK: np.ndarray) -> float:
     return float((best_TK[:, :, None] == true_TK[:, None, :]).any(axis=1).mean())
 
 
-def _repeats(routes: Routes) -> np.ndarray:
+def _repeats(routes: SampledRoutes) -> np.ndarray:
     spec = routes.spec
     follows_T = np.ones(len(routes.experts_TS), bool)
     follows_T[routes.start_B[:-1]] = False

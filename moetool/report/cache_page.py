@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from moetool import tables
-from moetool.plan import CachePlan
+from moetool.cache_plan import CachePlan
 from moetool.report.figures.frontier import frontier_sketch
-from moetool.report.page import shape_of
-from moetool.report.sheet import Section, Table, render_sheet
+from moetool.report.sheet import PageTable, Section, render_sheet
+from moetool.report.trace_page import shape_of
 
 
 def page(plan: CachePlan, facts: Sequence[tuple[str, str]]) -> str:
@@ -35,7 +35,7 @@ def page(plan: CachePlan, facts: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def _memory_table(plan: CachePlan) -> Table:
+def _memory_table(plan: CachePlan) -> PageTable:
     """Where the device's memory goes."""
     slots_bytes = plan.slots * plan.spec.slot_bytes
     parts = [
@@ -46,10 +46,10 @@ def _memory_table(plan: CachePlan) -> Table:
     ]
     rows = [(name, tables.count(size, "B"), f"{size / plan.device_memory_bytes:.1%}") for name, size in parts if size]
     whole = ("device memory", tables.count(plan.device_memory_bytes, "B"), "100.0%")
-    return Table(caption="Device memory", columns=("for", "bytes", "share"), rows=(*rows, whole))
+    return PageTable(caption="Device memory", columns=("for", "bytes", "share"), rows=(*rows, whole))
 
 
-def _frontier_table(plan: CachePlan) -> Table:
+def _frontier_table(plan: CachePlan) -> PageTable:
     timed = all(point["tpot_used_s"] is not None for point in plan.frontier)
     rows = []
     for point in plan.frontier:
@@ -63,7 +63,7 @@ def _frontier_table(plan: CachePlan) -> Table:
             seconds = (point["tpot_used_s"], point["tpot_held_out_s"])
             cells += ["-" if value is None else f"{value * 1e3:,.2f}" for value in seconds]
         rows.append(tuple(cells))
-    return Table(
+    return PageTable(
         caption="The best policy by device memory, untuned",
         columns=(
             *("device memory", "policy", "slots", "MB / decode token", "held out"),
@@ -73,7 +73,7 @@ def _frontier_table(plan: CachePlan) -> Table:
     )
 
 
-def _evidence_table(plan: CachePlan) -> Table:
+def _evidence_table(plan: CachePlan) -> PageTable:
     """Every candidate in the plan's budget, on the held-out requests."""
     rows = []
     for row in plan.evidence:
@@ -88,7 +88,7 @@ def _evidence_table(plan: CachePlan) -> Table:
                 "-" if seconds is None else f"{seconds * 1e3:,.2f}",
             )
         )
-    return Table(
+    return PageTable(
         caption=f"On {len(plan.requests_held_out):,} held-out requests; belady knows the future and is no candidate",
         columns=("policy", "slots", "hit rate in decode", "MB / decode token", "ms a token"),
         rows=tuple(rows),

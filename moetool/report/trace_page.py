@@ -1,16 +1,19 @@
 """The page: one HTML file with everything in it, for a screen and for paper."""
 
 from moetool import tables
+from moetool.report.advice_page import section
+from moetool.report.atlas import Atlas, atlas_section
 from moetool.report.figures import pictures
 from moetool.report.findings import TOPICS, caveat, findings
-from moetool.report.making import Measured
-from moetool.report.sheet import Section, Table, render_sheet
+from moetool.report.sheet import PageTable, Section, render_sheet
+from moetool.report.trace_measures import TraceMeasures
+from moetool.tuning.advice import Advice
 from moetool.types import ModelSpec
 
 SECTIONS = ("Popularity", "Tasks", "Load skew", "Entropy", "Affinity", "Reuse", "Hit rates")
 
 
-def render(made: Measured) -> str:
+def render(made: TraceMeasures, advice: Advice, atlas: Atlas) -> str:
     """The page as HTML. Equal measures give equal pages: it holds no date."""
     drawn, said = pictures(made), findings(made)
     notes, made_tables = _notes(made), _tables(made)
@@ -19,6 +22,7 @@ def render(made: Measured) -> str:
         heading=f"What the routers of {made.routes.spec.name} do",
         shape=shape_of(made.routes.spec),
         facts=facts(made),
+        lead=section(advice),
         caveat=caveat(made),
         findings=[
             (topic, [one for one in said if one.topic == topic])
@@ -33,7 +37,8 @@ def render(made: Measured) -> str:
                 tables=made_tables.get(name, []),
             )
             for name in SECTIONS
-        ],
+        ]
+        + [atlas_section(atlas)],
     )
 
 
@@ -47,7 +52,7 @@ def _span(numbers: tuple[int, ...]) -> str:
     return str(numbers[0]) if len(set(numbers)) == 1 else f"{min(numbers)} to {max(numbers)}"
 
 
-def facts(made: Measured) -> list[tuple[str, str]]:
+def facts(made: TraceMeasures) -> list[tuple[str, str]]:
     """What the page is made of, as terms and texts."""
     info, routes = made.info, made.routes
     recorded = [
@@ -77,7 +82,7 @@ def facts(made: Measured) -> list[tuple[str, str]]:
     return known
 
 
-def _notes(made: Measured) -> dict[str, list[str]]:
+def _notes(made: TraceMeasures) -> dict[str, list[str]]:
     """What a section has to say besides its pictures."""
     notes: dict[str, list[str]] = {}
     if len(made.routes.tasks) < 2:
@@ -92,11 +97,11 @@ def _notes(made: Measured) -> dict[str, list[str]]:
     return notes
 
 
-def _tables(made: Measured) -> dict[str, list[Table]]:
+def _tables(made: TraceMeasures) -> dict[str, list[PageTable]]:
     return {"Tasks": [_task_table(made)], "Hit rates": [_replay_table(made)]}
 
 
-def _task_table(made: Measured) -> Table:
+def _task_table(made: TraceMeasures) -> PageTable:
     routes, found, spread = made.routes, made.popularity, made.spread
     rows = []
     for task, name in enumerate(routes.tasks):
@@ -113,7 +118,7 @@ def _task_table(made: Measured) -> Table:
                 _number(float(spread.request_QL[task].mean())),
             )
         )
-    return Table(
+    return PageTable(
         caption="Tasks, means over the layers",
         columns=("task", "requests", "tokens", "max / mean", "Gini", "bits of the task", "bits of a request"),
         rows=tuple(rows),
@@ -124,7 +129,7 @@ def _number(value: float) -> str:
     return "-" if value != value else f"{value:.2f}"
 
 
-def _replay_table(made: Measured) -> Table:
+def _replay_table(made: TraceMeasures) -> PageTable:
     rows = [
         (
             row.policy,
@@ -138,7 +143,7 @@ def _replay_table(made: Measured) -> Table:
         )
         for row in made.rows
     ]
-    return Table(
+    return PageTable(
         caption="Replayed policies, as by moetool replay",
         columns=("policy", "memory", "bytes", "slots", "hit rate", "in decode", "loads", "MB / decode token"),
         rows=tuple(rows),

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moetool.report.drawing import GREY, draw, heat, line, scale_top
-from moetool.report.figures.picture import Picture, layer_axis
-from moetool.report.making import Measured
+from moetool.report.figures.figure import Picture, layer_axis
+from moetool.report.trace_measures import TraceMeasures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def affinity_maps(made: Measured) -> Picture | None:
+def affinity_maps(made: TraceMeasures) -> Picture | None:
     """Heat maps of some pairs of layers; None with one layer."""
     if not made.lifts:
         return None
@@ -45,7 +45,7 @@ def affinity_maps(made: Measured) -> Picture | None:
     )
 
 
-def affinity(made: Measured) -> Picture:
+def affinity(made: TraceMeasures) -> Picture:
     """By layer, how many experts the layer before and the token before tell."""
     found, spec = made.affinity, made.routes.spec
     places = np.arange(spec.num_layers)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moetool.report.drawing import draw, layer_ticks
-from moetool.report.making import Measured
+from moetool.report.trace_measures import TraceMeasures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,19 +68,19 @@ def relative(tokens_LE: np.ndarray, num_experts_L: Sequence[int]) -> np.ndarray:
     return relative_LE
 
 
-def drawn_tasks(made: Measured) -> list[int]:
+def drawn_tasks(made: TraceMeasures) -> list[int]:
     """The tasks with the most tokens, as many as a figure has room for; ascending."""
     tokens_Q = made.popularity.tokens_QLE.sum(axis=(1, 2))
     return sorted(np.argsort(-tokens_Q, kind="stable")[:DRAWN_TASKS].tolist())
 
 
-def some_tasks(made: Measured) -> str:
+def some_tasks(made: TraceMeasures) -> str:
     """Says that not all tasks are drawn, if so."""
     all_tasks = len(made.routes.tasks)
     return f" The {DRAWN_TASKS} tasks of {all_tasks} with the most tokens are drawn." if all_tasks > DRAWN_TASKS else ""
 
 
-def layer_axis(axes: "Axes", made: Measured, most: int = 14) -> None:
+def layer_axis(axes: "Axes", made: TraceMeasures, most: int = 14) -> None:
     """Mark the layers under a figure by their absolute ids, at most so many."""
     axes.set_xticks(*layer_ticks(made.routes.spec.layer_ids_L, most))
     axes.set_xlabel("MoE layer")

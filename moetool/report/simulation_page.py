@@ -5,9 +5,9 @@ from pathlib import Path
 
 from moetool import durable, tables
 from moetool.report import drawing
-from moetool.report.figures.simulated import Run, interval, sketches
-from moetool.report.sheet import Section, Table, render_sheet
-from moetool.simulation.results import percentile
+from moetool.report.figures.simulation_runs import Run, interval, sketches
+from moetool.report.sheet import PageTable, Section, render_sheet
+from moetool.simulation.simulation_results import percentile
 
 
 def require_drawable(path: Path) -> None:
@@ -67,7 +67,7 @@ def page(runs: Sequence[Run], facts: Sequence[tuple[str, str]], shape: str) -> s
     )
 
 
-def _runs_table(runs: Sequence[Run]) -> Table:
+def _runs_table(runs: Sequence[Run]) -> PageTable:
     """A row for each combination; over seeds means, with confidence intervals of the latency."""
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for at, found in runs:
@@ -97,7 +97,7 @@ def _runs_table(runs: Sequence[Run]) -> Table:
                 f"{sum(one.made for run in of for one in run.migrations)}",
             )
         )
-    return Table(
+    return PageTable(
         caption="Seconds from arrival",
         columns=(
             *("mode", *names, "seeds", "requests", "mean", "p50", "p90", "p99", "first token", "local", "tokens/s"),
@@ -107,10 +107,10 @@ def _runs_table(runs: Sequence[Run]) -> Table:
     )
 
 
-def _migration_tables(runs: Sequence[Run]) -> list[Table]:
+def _migration_tables(runs: Sequence[Run]) -> list[PageTable]:
     """Decisions of each run, the first thirty; no table where nobody decided."""
     return [
-        Table(
+        PageTable(
             caption=", ".join(at.values()),
             columns=(
                 "at s",

@@ -6,23 +6,23 @@ from typing import Any
 
 import numpy as np
 
+from moetool.caching._policy import MIN_SLOTS
 from moetool.config import parse_bytes
 from moetool.errors import UsageError
-from moetool.planning.candidates import too_large
-from moetool.policy import MIN_SLOTS
-from moetool.replay import Row, replay, whole_bytes
-from moetool.report.affinity import Affinity, affinity, lift
 from moetool.report.measures import SHARES, Coverage, Popularity, Spread, coverage, popularity, spread
 from moetool.report.reuse import Reuse, read_reuse
 from moetool.report.sample import (
     ReportOptions,
     RouterEntropy,
-    Routes,
+    SampledRoutes,
     choose_replayed,
     read_router_entropy,
     read_routes,
 )
+from moetool.report.transitions import Affinity, affinity, lift
 from moetool.trace.reader import Trace
+from moetool.tuning.candidates import too_large
+from moetool.tuning.replay import ReplayRow, ReplaySetup, replay, whole_bytes
 
 BUDGETS = ("6.25%", "12.5%", "25%", "50%", "75%")
 POLICIES = ("lru", "lfu")
@@ -30,7 +30,7 @@ BOUND = "belady"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class TraceMeasures:
     """A trace, measured.
 
     Attributes:
@@ -40,12 +40,12 @@ class Measured:
         replayed_tokens: their tokens.
         sequential: whether they were replayed one after the other, or as recorded.
         lifts: `affinity.lift` of some layers, by the layer's index (in JSON by its absolute id).
-        rows: of `moetool.replay`, by policy and budget; `BOUND` is the last policy.
+        rows: of `moetool.tuning.replay`, by policy and budget; `BOUND` is the last policy.
         whole_bytes: the budget that holds every expert.
     """
 
     info: dict[str, Any]
-    routes: Routes
+    routes: SampledRoutes
     popularity: Popularity
     coverage: Coverage
     spread: Spread
@@ -56,7 +56,7 @@ class Measured:
     replayed: tuple[int, ...]
     replayed_tokens: int
     sequential: bool
-    rows: tuple[Row, ...]
+    rows: tuple[ReplayRow, ...]
     whole_bytes: int
 
     def to_json(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def plain(value: Any, *without: str) -> Any:
     return value
 
 
-def curve_slots(routes: Routes) -> list[int]:
+def curve_slots(routes: SampledRoutes) -> list[int]:
     """Sizes of a pool from nothing to every expert, in 256 steps at most."""
     total = routes.spec.total_experts
     return sorted({round(total * i / 256) for i in range(257)})
@@ -117,14 +117,14 @@ def measure(
     policy_options: Mapping[str, Mapping[str, Any]] | None = None,
     options: ReportOptions | None = None,
     on_progress: Callable[[int], None] = lambda percent: None,
-) -> Measured:
-    """Measure a trace for `moetool.report.page`.
+) -> TraceMeasures:
+    """Measure a trace for `moetool.report.trace_page`.
 
     Args:
         policies: whose hit rates to replay; Belady's bound comes beside them.
         budgets: for experts, in bytes or as shares of all; by default those of `BUDGETS` that
             hold two experts and what the policies need.
-        policy_options: by policy, as in `moetool.replay`.
+        policy_options: by policy, as in `moetool.tuning.replay`.
         on_progress: is called with the percentage that is done.
 
     Raises:
@@ -152,12 +152,13 @@ def measure(
     if not budgets:
         roomy = [budget for budget in chosen if budget >= MIN_SLOTS * spec.slot_bytes]
         chosen = [budget for budget in roomy if not too_large(names, spec, budget, policy_options or {})] or [whole]
-    rows: list[Row] = []
+    rows: list[ReplayRow] = []
+    setup = ReplaySetup(requests=replayed, sequential=sequential, options=policy_options or {})
     for done, name in enumerate(names):
-        rows += replay(trace, [name], chosen, requests=replayed, sequential=sequential, options=policy_options)
+        rows += replay(trace, [name], chosen, setup)
         on_progress(30 + 70 * (done + 1) // len(names))
     ends = dict(zip(routes.requests, np.diff(routes.start_B).tolist(), strict=True))
-    return Measured(
+    return TraceMeasures(
         info=trace.describe(),
         routes=routes,
         popularity=found,

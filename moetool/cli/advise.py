@@ -1,0 +1,101 @@
+"""The command `moetool advise`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moetool import durable, tables
+from moetool.cli.flags import Json, Overwrite, listed, require_policies
+from moetool.config import parse_bytes, parse_seconds
+from moetool.errors import UsageError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `moetool`."""
+    app.command()(advise)
+
+
+def advise(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace, or of counts.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Also write the advice as one HTML page.")] = None,
+    memory: Annotated[
+        list[str], typer.Option(help="Memory for experts as shares of all; 6.25%,12.5%,25%,50%,75% by default.")
+    ] = [],  # noqa: B006 - Typer copies defaults
+    policy: Annotated[
+        list[str], typer.Option(help="Cache policies, or auto: all that need no predictor (default: lru,lfu).")
+    ] = [],  # noqa: B006
+    bandwidth: Annotated[
+        list[str],
+        typer.Option(
+            help="Where experts are loaded from: pcie3, pcie4, pcie5 (x16), nvme, sata, or bytes/s such as 20GB "
+            "(default: pcie4,nvme)."
+        ),
+    ] = [],  # noqa: B006
+    compute: Annotated[
+        str | None,
+        typer.Option(help="Compute time per token, e.g. 20ms (default: reading its experts at 1 TB/s)."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Most tokens of each half that policies are replayed on.")] = 400,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Say what a trace means for caching, prefetching and placing experts, with held-out evidence."""
+    from moetool.report.advice_page import COLUMNS, answers, memory_rows, page
+    from moetool.trace.expert_counts import open_workload
+    from moetool.tuning.advice import AdviceOptions
+    from moetool.tuning.advice import advise as run
+
+    if out is not None:
+        durable.require_writable(out)
+        durable.require_absent(out, overwrite)
+    names = tuple(listed(policy)) if policy else ()
+    if names:
+        require_policies([name for name in names if name != "auto"], {})
+    plain = AdviceOptions()
+    options = AdviceOptions(
+        shares=tuple(_share(text) for text in listed(memory)) if memory else plain.shares,
+        policies=names or plain.policies,
+        bandwidths=dict(map(_bandwidth, listed(bandwidth))) if bandwidth else plain.bandwidths,
+        compute_s=None if compute is None else parse_seconds(compute),
+        tokens=tokens,
+        ahead_tokens=min(tokens, plain.ahead_tokens),
+    )
+    source = open_workload(path)
+    with tables.stages() as on_progress:
+        advice = run(source, options, on_progress)
+    if out is not None:
+        durable.write_text(out, page(advice, str(path)))
+    if as_json:
+        tables.print_json({**advice.to_json(), "answers": [one.to_json() for one in answers(advice)]})
+        return
+    print(f"{path}: {advice.model}, {advice.shape}")
+    replayed = f"; policies replayed on {advice.replayed_on} of these" if advice.replayed_on else ""
+    print(f"chosen on {advice.chosen_on}; scored on {advice.scored_on}{replayed}")
+    tables.print_table("", list(COLUMNS), [list(row) for row in memory_rows(advice)])
+    for one in answers(advice):
+        print(f"{one.question} {one.answer}\n  {one.evidence}")
+    for sentence in advice.unknown:
+        print(sentence)
+
+
+def _share(text: str) -> float:
+    number = text.strip().removesuffix("%")
+    try:
+        share = float(number) / 100 if text.strip().endswith("%") else float(number)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise UsageError(f"--memory {text!r}: expected a share of all experts, such as 25%")
+    return share
+
+
+def _bandwidth(text: str) -> tuple[str, float]:
+    from moetool.tuning.advice import BANDWIDTHS
+
+    if text in BANDWIDTHS:
+        return text, BANDWIDTHS[text]
+    try:
+        return text, float(parse_bytes(text.removesuffix("/s")))
+    except UsageError:
+        raise UsageError(f"--bandwidth {text!r}: expected {', '.join(BANDWIDTHS)}, or bytes/s such as 20GB") from None

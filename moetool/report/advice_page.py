@@ -1,0 +1,221 @@
+"""Advice as a table of questions and answers, a table by memory size, and the first section of a trace's page."""
+
+from dataclasses import asdict, dataclass
+
+from moetool import tables
+from moetool.report.sheet import PageTable, Section, render_sheet
+from moetool.tuning.advice import Advice, MemoryLine
+from moetool.tuning.advice_counts import HOT_SHARE
+
+_NEAR_POINTS = 0.10
+_PAYS = 1.05
+_STABLE = 0.05
+COLUMNS = ("memory", "slots", "pool", "best policy", "hit rate", "Belady", "pinned", "loads / token", "prefetching")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One line of advice: what was asked, what follows, and the numbers that it rests on."""
+
+    question: str
+    answer: str
+    evidence: str
+
+    def to_json(self) -> dict[str, str]:
+        """As a JSON object."""
+        return asdict(self)
+
+
+def answers(advice: Advice) -> list[Answer]:
+    """All that can be said, in the order in which one would ask."""
+    found = [_cache(advice), _distance(advice), *_prefetch(advice), _pinning(advice), *_stability(advice)]
+    found += _placements(advice)
+    return [one for one in found if one is not None]
+
+
+def _where(advice: Advice, *, replayed: bool = False) -> str:
+    requests = advice.replayed_on if replayed else advice.scored_on
+    if advice.replay_held_out or (advice.held_out and not replayed and advice.replayed_on is None):
+        return f"on {requests}, not used for choosing"
+    if advice.held_out and not replayed:
+        return f"on the later half of {requests}, chosen on the earlier one"
+    return f"on {requests}, the same as chosen on"
+
+
+def _cache(advice: Advice) -> Answer | None:
+    known = [line for line in advice.lines if line.hit_rate is not None]
+    if not known:
+        return None
+    parts = [f"{line.policy} at {_share(line)} ({_percent(line.hit_rate)} hits)" for line in known]
+    rows = "; ".join(
+        f"{_share(line)}: {', '.join(f'{name} {_percent(rate)}' for name, rate in line.rows.items())}" for line in known
+    )
+    return Answer(
+        question="Which cache policy?", answer=", ".join(parts), evidence=f"{rows}; {_where(advice, replayed=True)}"
+    )
+
+
+def _distance(advice: Advice) -> Answer | None:
+    gaps = [
+        (line.bound - line.hit_rate, line)
+        for line in advice.lines
+        if line.bound is not None and line.hit_rate is not None
+    ]
+    if not gaps:
+        return None
+    most, line = max(gaps, key=lambda gap: gap[0])
+    verdict = (
+        "policies that foresee more than they have seen are worth replaying"
+        if most > _NEAR_POINTS
+        else "keeping experts more cleverly can gain little"
+    )
+    return Answer(
+        question="How far from the best possible?",
+        answer=f"at most {100 * most:.1f} points of hit rate below Belady, at {_share(line)}: {verdict}",
+        evidence=f"worth it from {100 * _NEAR_POINTS:.0f} points; {_where(advice, replayed=True)}",
+    )
+
+
+def _prefetch(advice: Advice) -> list[Answer]:
+    found = []
+    for place in range(max((len(line.prefetch) for line in advice.lines), default=0)):
+        lines = [line for line in advice.lines if len(line.prefetch) > place]
+        link = lines[0].prefetch[place]
+        paying = [line for line in lines if line.prefetch[place].gain >= _PAYS]
+        gains = ", ".join(f"{line.prefetch[place].gain:.2f}x at {_share(line)}" for line in lines)
+        recalls = [line.lookahead.recall for line in lines if line.lookahead is not None]
+        tokens = max(line.lookahead.tokens for line in lines if line.lookahead is not None)
+        found.append(
+            Answer(
+                question=f"Does prefetching pay over {link.link} ({tables.count(link.bytes_s, 'B')}/s)?",
+                answer=(f"yes at {', '.join(map(_share, paying))}" if paying else "no") + f": {gains}",
+                evidence=(
+                    f"pays from {_PAYS:.2f}x; affinity foretells {_percent(min(recalls))} to {_percent(max(recalls))} "
+                    f"of the misses of an LRU pool, on {tokens:,} tokens not used for counting it"
+                    if advice.replay_held_out
+                    else f"pays from {_PAYS:.2f}x; on the tokens that affinity was counted on"
+                ),
+            )
+        )
+    return found
+
+
+def _pinning(advice: Advice) -> Answer:
+    parts = ", ".join(f"{_percent(line.pinned)} at {_share(line)}" for line in advice.lines)
+    better = [
+        line for line in advice.lines if line.hit_rate is not None and line.pinned > line.hit_rate and line.share < 1
+    ]
+    verdict = (
+        ""
+        if all(line.hit_rate is None for line in advice.lines)
+        else (
+            f"; more hits than the best policy at {', '.join(map(_share, better))}"
+            if better
+            else "; the best policy hits more at every size"
+        )
+    )
+    return Answer(
+        question="Is pinning the most used experts enough?", answer=f"it hits {parts}{verdict}", evidence=_where(advice)
+    )
+
+
+def _stability(advice: Advice) -> list[Answer]:
+    found, share = advice.stability, f"the {100 * HOT_SHARE:.0f} % hottest experts"
+    made = []
+    if found.own == found.own:
+        stable = found.same - found.own <= _STABLE
+        made.append(
+            Answer(
+                question="Do hot experts stay hot on other requests?",
+                answer=f"{'yes' if stable else 'in part'}: {share} of one half take {_percent(found.own)} of the other",
+                evidence=f"{_percent(found.same)} of their own half; stable within {100 * _STABLE:.0f} points",
+            )
+        )
+    if found.other == found.other:
+        same = found.own - found.other <= _STABLE
+        made.append(
+            Answer(
+                question="And in another task?",
+                answer=f"{'yes' if same else 'no'}: {share} of a task take {_percent(found.other)} of another's",
+                evidence=f"{_percent(found.own)} of other requests of their task; {_percent(HOT_SHARE)} if even",
+            )
+        )
+    return made
+
+
+def _placements(advice: Advice) -> list[Answer]:
+    return [
+        Answer(
+            question=f"What does a planned placement gain ({gain.planner})?",
+            answer=f"{gain.measure}: {gain.planned:.3f} against {gain.even:.3f} ({gain.baseline})",
+            evidence=_where(advice),
+        )
+        for gain in advice.placements
+    ]
+
+
+def memory_rows(advice: Advice) -> list[tuple[str, ...]]:
+    """A row for each memory size, by `COLUMNS`."""
+    return [
+        (
+            f"{_share(line)} ({tables.count(line.budget_bytes, 'B')})",
+            f"{line.slots:,}",
+            line.pool if line.policy else "-",
+            line.policy or "-",
+            _percent(line.hit_rate),
+            _percent(line.bound),
+            _percent(line.pinned),
+            "-" if line.loads is None else f"{line.loads:.1f} ({line.bound_loads:.1f})",
+            ", ".join(f"{link.link} {link.gain:.2f}x" for link in line.prefetch) or "-",
+        )
+        for line in advice.lines
+    ]
+
+
+def section(advice: Advice) -> Section:
+    """The section of a page."""
+    asked = answers(advice)
+    return Section(
+        name="Advice",
+        notes=[
+            f"Chosen on {advice.chosen_on}, scored {_where(advice)}."
+            + (
+                f" Policies were replayed on {advice.replayed_on} of these, from an empty pool."
+                if advice.replayed_on
+                else ""
+            ),
+            *advice.unknown,
+        ],
+        pictures=[],
+        tables=[
+            PageTable(
+                caption="What pays",
+                columns=("question", "answer", "evidence"),
+                rows=tuple((one.question, one.answer, one.evidence) for one in asked),
+            ),
+            PageTable(
+                caption="By memory for experts; loads in brackets are Belady's",
+                columns=COLUMNS,
+                rows=tuple(memory_rows(advice)),
+            ),
+        ],
+    )
+
+
+def page(advice: Advice, source: str) -> str:
+    """A page of its own, for `moetool advise --out`."""
+    return render_sheet(
+        title=f"Advice for {advice.model}",
+        heading=f"Caching, prefetching and placing the experts of {advice.model}",
+        shape=advice.shape,
+        facts=[("source", source), ("chosen on", advice.chosen_on), ("scored on", advice.scored_on)],
+        sections=[section(advice)],
+    )
+
+
+def _share(line: MemoryLine) -> str:
+    return f"{100 * line.share:.4g} %"
+
+
+def _percent(rate: float | None) -> str:
+    return "-" if rate is None else f"{100 * rate:.1f} %"

@@ -1,0 +1,180 @@
+"""What each expert is for: the tasks and tokens that choose it more than others do; dead and duplicate experts."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from moetool.report.sample import SampledRoutes, task_names
+from moetool.report.sheet import PageTable, Section
+from moetool.trace.reader import Trace
+
+_TOP = 5
+_LEAST_USES = 20
+_SHOWN = 24
+DUPLICATE = 0.5
+"""From which share of their tokens in common (Jaccard) two experts of a layer count as duplicates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lift:
+    """A task or a token that chooses an expert: how often, and how many times as often as over all tokens."""
+
+    name: str
+    uses: int
+    lift: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertEntry:
+    """One expert.
+
+    Attributes:
+        layer: absolute.
+        uses: tokens that chose it.
+        tasks: by lift, those with some share of its uses.
+        tokens: by lift; empty where a trace withholds token ids.
+    """
+
+    layer: int
+    expert: int
+    uses: int
+    tasks: tuple[Lift, ...]
+    tokens: tuple[Lift, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Atlas:
+    """All experts.
+
+    Attributes:
+        entries: by layer and number.
+        dead: (layer, expert) of those that no token chose.
+        duplicates: (layer, expert, expert, Jaccard of their tokens), most alike first.
+    """
+
+    entries: tuple[ExpertEntry, ...]
+    dead: tuple[tuple[int, int], ...]
+    duplicates: tuple[tuple[int, int, int, float], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return asdict(self)
+
+
+def draw_atlas(trace: Trace, routes: SampledRoutes, tokenizer: Any = None) -> Atlas:
+    """Count who chooses each expert, over the requests that a report counts.
+
+    Args:
+        tokenizer: of transformers, to spell tokens; their ids without one.
+    """
+    spec = routes.spec
+    named = task_names(trace)
+    tasks = list(routes.tasks)
+    wanted = np.array(routes.requests)
+    parts = []
+    for batch in trace.batches():
+        mine = batch.select(np.isin(batch.request_T, wanted))
+        parts.append((mine.request_T, mine.token_id_T, mine.experts_TS))
+    request_T, token_T, experts_TS = (np.concatenate(column) for column in zip(*parts, strict=True))
+    task_T = np.array([tasks.index(named[request]) for request in request_T.tolist()])
+    known = bool((token_T >= 0).all())
+    words, word_T = np.unique(token_T, return_inverse=True)
+    entries, dead, duplicates = [], [], []
+    for place, (layer, num_experts) in enumerate(zip(spec.layer_ids_L, spec.num_experts_L, strict=True)):
+        chosen_TK = experts_TS[:, routes.columns(place)].astype(np.int64)
+        uses_E = np.bincount(chosen_TK.ravel(), minlength=num_experts)
+        by_task = _joint(chosen_TK, task_T, num_experts, len(tasks))
+        by_word = _joint(chosen_TK, word_T, num_experts, len(words)) if known else {}
+        task_share, word_share = (np.bincount(x) / len(x) for x in (task_T, word_T))
+        dead += [(layer, expert) for expert in np.flatnonzero(uses_E == 0).tolist()]
+        for expert, uses in enumerate(uses_E.tolist()):
+            tasks_of = _lifts(by_task.get(expert), uses, task_share, 1)
+            words_of = _lifts(by_word.get(expert), uses, word_share, max(2, uses // 100))
+            entries.append(
+                ExpertEntry(
+                    layer=layer,
+                    expert=expert,
+                    uses=uses,
+                    tasks=tuple(Lift(name=tasks[i], uses=n, lift=lift) for i, n, lift in tasks_of),
+                    tokens=tuple(
+                        Lift(name=_spelled(int(words[i]), tokenizer), uses=n, lift=lift) for i, n, lift in words_of
+                    ),
+                )
+            )
+        duplicates += [(layer, a, b, share) for a, b, share in _alike(chosen_TK, uses_E)]
+    duplicates.sort(key=lambda pair: (-pair[3], pair[:3]))
+    return Atlas(entries=tuple(entries), dead=tuple(dead), duplicates=tuple(duplicates))
+
+
+def _joint(chosen_TK: np.ndarray, label_T: np.ndarray, num_experts: int, num: int) -> dict[int, tuple[np.ndarray, ...]]:
+    """Of each expert in use the labels of its tokens, and how many tokens have each."""
+    keys, counts = np.unique((chosen_TK * num + label_T[:, None]).ravel(), return_counts=True)
+    expert_N, label_N = np.divmod(keys, num)
+    edges = np.searchsorted(expert_N, np.arange(num_experts + 1))
+    return {
+        expert: (label_N[start:stop], counts[start:stop])
+        for expert, (start, stop) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True))
+        if stop > start
+    }
+
+
+def _lifts(
+    found: tuple[np.ndarray, ...] | None, uses: int, share: np.ndarray, least: int
+) -> list[tuple[int, int, float]]:
+    if found is None or uses < _LEAST_USES:
+        return []
+    label_N, count_N = found
+    lift_N = count_N / uses / share[label_N]
+    order = [i for i in np.argsort(-lift_N, kind="stable").tolist() if count_N[i] >= least][:_TOP]
+    return [(int(label_N[i]), int(count_N[i]), round(float(lift_N[i]), 3)) for i in order]
+
+
+def _alike(chosen_TK: np.ndarray, uses_E: np.ndarray) -> list[tuple[int, int, float]]:
+    together_EE = np.zeros((len(uses_E), len(uses_E)))
+    for slot in range(chosen_TK.shape[1]):
+        for other in range(slot):
+            np.add.at(together_EE, (chosen_TK[:, slot], chosen_TK[:, other]), 1)
+    together_EE += together_EE.T
+    either_EE = uses_E[:, None] + uses_E[None] - together_EE
+    share_EE = together_EE / np.maximum(either_EE, 1)
+    enough_E = uses_E >= _LEAST_USES
+    pairs = np.argwhere(np.triu(share_EE >= DUPLICATE, 1) & enough_E[:, None] & enough_E[None])
+    return [(a, b, round(float(share_EE[a, b]), 4)) for a, b in pairs.tolist()]
+
+
+def _spelled(token: int, tokenizer: Any) -> str:
+    return str(token) if tokenizer is None else repr(tokenizer.decode([token]))[1:-1]
+
+
+def atlas_section(atlas: Atlas) -> Section:
+    """The experts that differ most from the average, dead ones and duplicates."""
+    used = [entry for entry in atlas.entries if entry.tasks]
+    shown = sorted(used, key=lambda entry: -max(lift.lift for lift in entry.tasks))[:_SHOWN]
+    notes = [
+        f"{len(atlas.dead):,} of {len(atlas.entries):,} experts were never chosen"
+        + (f": {', '.join(f'{layer}/{expert}' for layer, expert in atlas.dead[:_SHOWN])}" if atlas.dead else "")
+        + ".",
+        f"{len(atlas.duplicates):,} pairs of a layer's experts share at least {100 * DUPLICATE:.0f} % of their tokens"
+        + (
+            f": {', '.join(f'{a}/{b} and {a}/{c}' for a, b, c, _ in atlas.duplicates[:_TOP])}"
+            if atlas.duplicates
+            else ""
+        )
+        + ".",
+    ]
+    rows = tuple(
+        (f"{one.layer} / {one.expert}", f"{one.uses:,}", _listed(one.tasks), _listed(one.tokens) or "withheld")
+        for one in shown
+    )
+    columns = ("layer / expert", "tokens", "tasks (times the average)", "tokens (times the average)")
+    return Section(
+        name="Experts",
+        notes=notes,
+        pictures=[],
+        tables=[PageTable(caption="Most specialised experts", columns=columns, rows=rows)] if rows else [],
+    )
+
+
+def _listed(lifts: tuple[Lift, ...]) -> str:
+    return ", ".join(f"{lift.name} {lift.lift:.1f}x" for lift in lifts[:3])

@@ -1,0 +1,107 @@
+"""The dataset card of a trace: README.md in its folder, as the Hugging Face hub reads it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from moetool.types import ModelSpec
+
+CARD = "README.md"
+
+MEANINGS: dict[str, tuple[str, str]] = {
+    "request": ("int32", "the request that the token belongs to, a row of requests.parquet"),
+    "forward": ("int32", "running number of the forward pass; tokens of one forward ran together"),
+    "phase": ("uint8", "0 prefill (a token of the prompt), 1 decode (a new token)"),
+    "iteration": ("int32", "forwards of the request counted: 0 is its prompt"),
+    "position": ("int32", "position in the sequence, from 0"),
+    "token_id": ("int32", "the token; -1 where it was withheld"),
+    "experts": ("uint16[{S}]", "the k experts of each MoE layer, layer after layer, as the model's router chose them"),
+    "weights": ("float16[{S}]", "their weights in the layer's output"),
+    "logits": ("float16[{F}]", "router logits over all experts, before softmax or sigmoid"),
+    "hidden": ("float16[{H}]", "the hidden state that each router saw"),
+    "ahead": ("float16[{R}]", "logits of the next {ahead} layers' routers on the same hidden state"),
+    "resident": ("float16[{W}]", "logits of the next layer's router if only resident experts had been computed"),
+    "embeddings": ("float16[{D}]", "iterations/*.parquet: mean output of the embedding layer over an iteration"),
+}
+"""Type and meaning of each column; letters in brackets are widths."""
+
+
+def columns_table(spec: ModelSpec, columns: list[str], ahead: int) -> str:
+    """The columns of a trace as a Markdown table."""
+    widths = {
+        "S": sum(spec.top_k_L),
+        "F": sum(spec.num_experts_L),
+        "H": spec.num_layers * spec.hidden_size,
+        "R": spec.num_layers * ahead * spec.num_experts,
+        "W": spec.num_layers * spec.num_experts,
+        "D": spec.hidden_size,
+        "ahead": ahead,
+    }
+    rows = [
+        f"| `{name}` | {kind.format(**widths)} | {meaning.format(**widths)} |"
+        for name, (kind, meaning) in MEANINGS.items()
+        if name in columns
+    ]
+    return "\n".join(["| column | type | meaning |", "| --- | --- | --- |", *rows])
+
+
+def card(spec: ModelSpec, contents: Mapping[str, Any], schema_version: str) -> str:
+    """The card of a trace.
+
+    Args:
+        contents: of its manifest: columns, ahead, composition, requests, tokens, provenance.
+    """
+    offsets = [0, *np.cumsum(spec.top_k_L).tolist()]
+    even = len(set(spec.top_k_L)) == 1
+    layout = (
+        f"Layer i of {spec.num_layers} (absolute layers {_span(spec.layer_ids_L)}) has the values "
+        f"{spec.top_k_L[0]} i to {spec.top_k_L[0]} (i + 1) - 1 of `experts` and `weights`."
+        if even
+        else f"Layer i has the values offsets[i] to offsets[i + 1] - 1 of `experts`, with the offsets {offsets}."
+    )
+    model = str(contents["provenance"].get("model", spec.name))
+    return f"""---
+pretty_name: {_quoted(f"Expert routing of {model}")}
+tags:
+- mixture-of-experts
+- routing
+- moetool
+configs:
+- config_name: tokens
+  data_files: tokens/*.parquet
+  default: true
+- config_name: requests
+  data_files: requests.parquet
+---
+
+# Expert routing of {model}
+
+{contents["tokens"]:,} forwarded tokens of {contents["requests"]:,} requests; {spec.num_layers} MoE layers of \
+{_span(spec.num_experts_L)} experts, top-{_span(spec.top_k_L)}; router scores by {spec.score_function}. Batches: \
+{" ".join(str(value) for value in contents["composition"].values())}. Trace schema {schema_version} of moetool.
+
+`requests.parquet` has a row for each request: dataset, task, prompt_id, prompt_tokens, new_tokens and tokens (rows).
+`tokens/*.parquet` has a row for each forwarded token, in the order of the forwards:
+
+{columns_table(spec, list(contents["columns"]), int(contents["ahead"]))}
+
+{layout} An engine samples one token more than it forwards: the last new token of an answer has no row.
+
+Token ids spell what people wrote: remove them (`--drop-tokens`) before sharing traces of private text.
+
+```python
+import moetool
+trace = moetool.open_trace("FOLDER")
+trace.by_layer("experts")     # [tokens, layers, k]
+trace.to_pandas()             # a row for each token, layer and expert
+```
+"""
+
+
+def _span(numbers: tuple[int, ...]) -> str:
+    return str(numbers[0]) if len(set(numbers)) == 1 else f"{min(numbers)} to {max(numbers)}"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
