@@ -1,12 +1,14 @@
 """From a model and prompts to a trace: the prefill and decode of every prompt, with what its routers did.
 
 Batches are fixed by the prompts' order before anything runs. Each is kept on disk once it has ended
-(`moetool.capture.stage`), so a capture that is stopped goes on with the first one that is missing, and gives the trace
+(`moetool.capture.resume`), so a capture that is stopped goes on with the first one that is missing, and gives the trace
 that it would have given.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,18 @@ import numpy as np
 import torch
 
 from moetool import durable
-from moetool.capture.plan import CaptureOptions, CapturePlan, Item, plan_capture, provenance, row_bytes
-from moetool.capture.stage import Stage, open_stage
-from moetool.capture.writer import BatchWriter
+from moetool.capture.batch_writer import BatchWriter
+from moetool.capture.job import CaptureOptions, CapturePlan, Item, plan_capture, provenance, row_bytes
+from moetool.capture.resume import CaptureFolder, open_stage
 from moetool.errors import MoetoolError
-from moetool.models.batching import Batcher
-from moetool.models.decoding import Batch
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import LoadedModel, load_full, parse_device, parse_dtype
-from moetool.models.recording import GateRecorder
-from moetool.models.sequential import Sequential, open_batcher
 from moetool.prompts.gather import Prompt
 from moetool.request import SamplingParams
+from moetool.runtime.batching import Batcher
+from moetool.runtime.decoding import Batch
+from moetool.runtime.recording import GateRecorder
+from moetool.runtime.sequential import Sequential, open_batcher
 from moetool.trace.reader import MANIFEST, Trace
 from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
@@ -33,11 +36,35 @@ from moetool.trace.writer import TraceWriter
 CHUNK_TOKENS, CHUNK_BYTES = 1024, 1 << 23
 """Rows that are converted and written at once, unless their batch ends earlier."""
 
-OpenModel = Callable[[Path, torch.dtype, torch.device], LoadedModel]
+_LOG = logging.getLogger(__name__)
+
+OpenModel = Callable[[Checkpoint, torch.dtype, torch.device], LoadedModel]
 
 
 def ignore_note(note: str) -> None:
     """For callers that have nobody to tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSetup:
+    """How a capture is carried out; no row depends on it.
+
+    Attributes:
+        open_model: how the model comes into memory: whole, or with its experts in a pool.
+        overwrite: replace what is at `out`.
+        resume: go on with a run of the same arguments that was stopped; without one, begin.
+        on_progress: called with the number of prompts that are done.
+        on_note: called with what a person wants to read meanwhile.
+    """
+
+    open_model: OpenModel = load_full
+    overwrite: bool = False
+    resume: bool = False
+    on_progress: Callable[[int], None] | None = None
+    on_note: Callable[[str], None] = ignore_note
+
+
+NEW_RUN = RunSetup()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,40 +107,31 @@ def capture(
     prompts: Iterable[Prompt],
     out: Path,
     options: CaptureOptions,
-    *,
-    open_model: OpenModel = load_full,
-    overwrite: bool = False,
-    resume: bool = False,
-    on_progress: Callable[[int], None] | None = None,
-    on_note: Callable[[str], None] = ignore_note,
+    setup: RunSetup = NEW_RUN,
 ) -> Captured:
     """Run a model over prompts and record its routers.
 
     Args:
         model: `reference`, a folder or a hub name.
-        open_model: how the model comes into memory: whole, or with its experts in a pool.
-        resume: go on with a run of the same arguments that was stopped; without one, begin.
-        on_progress: called with the number of prompts that are done.
-        on_note: called with what a person wants to read meanwhile.
 
     Effects: loads the model; writes the trace to `out`, as a whole or not at all. What ends it earlier leaves the
         batches that have ended in `stage_path(out)`.
 
     Raises:
-        UsageError: bad arguments, or `out` exists, or a stopped run is there and `resume` is false.
+        UsageError: bad arguments, or `out` exists, or a stopped run is there and `setup.resume` is false.
         MismatchError: the run that was stopped had other arguments.
         CapacityError: no prompt fits into the model's context, or the model not into memory, or the rows not onto
             the disk.
         MoetoolError: the disk failed, or a forward did.
     """
     began = time.perf_counter()
-    plan = open_plan(model, prompts, out, options, open_model=open_model, overwrite=overwrite, resume=resume)
-    with open_stage(out, plan, resume=resume, overwrite=overwrite, on_note=on_note) as stage:
+    plan = open_plan(model, prompts, out, options, setup)
+    with enter_stage(plan, out, setup) as stage:
         if not stage.finished():
-            kept = stage.kept_prompts()
+            kept, on_progress = stage.kept_prompts(), setup.on_progress
             progress = None if on_progress is None else lambda done: on_progress(kept + done)
-            run_batches(stage, stage.missing(), open_model, progress)
-        return finish(stage, overwrite, began)
+            run_batches(stage, stage.missing(), setup.open_model, progress)
+        return finish(stage, setup.overwrite, began)
 
 
 def open_plan(
@@ -121,21 +139,32 @@ def open_plan(
     prompts: Iterable[Prompt],
     out: Path,
     options: CaptureOptions,
-    *,
-    open_model: OpenModel,
-    overwrite: bool,
-    resume: bool,
+    setup: RunSetup,
 ) -> CapturePlan:
     """`plan_capture`, after what can be refused at once."""
     parse_dtype(options.dtype)
     parse_device(options.device)
-    if not resume:
-        durable.require_absent(out, overwrite, MANIFEST)
-    return plan_capture(model, list(prompts), options, pooled=open_model is not load_full)
+    if not setup.resume:
+        durable.require_absent(out, setup.overwrite, MANIFEST)
+    plan = plan_capture(Checkpoint.open(model), list(prompts), options, pooled=setup.open_model is not load_full)
+    _LOG.info(
+        "capture of %s: %d prompts in %d batches of %d, %d too long, %d empty; %s",
+        *(plan.spec.name, plan.num_prompts, len(plan.batches), plan.options.batch_size, plan.too_long, plan.empty),
+        plan.facts,
+    )
+    return plan
+
+
+def enter_stage(plan: CapturePlan, out: Path, setup: RunSetup) -> AbstractContextManager[CaptureFolder]:
+    """`open_stage` as a run was set up."""
+    return open_stage(out, plan, resume=setup.resume, overwrite=setup.overwrite, on_note=setup.on_note)
 
 
 def run_batches(
-    stage: Stage, batches: Sequence[int], open_model: OpenModel, on_progress: Callable[[int], None] | None = None
+    stage: CaptureFolder,
+    batches: Sequence[int],
+    open_model: OpenModel,
+    on_progress: Callable[[int], None] | None = None,
 ) -> None:
     """Forward some batches of a capture, and keep their rows.
 
@@ -147,7 +176,8 @@ def run_batches(
     device = parse_device(plan.options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    loaded = open_model(plan.path, parse_dtype(plan.options.dtype), device)
+    _LOG.info("loading %s in %s on %s", plan.checkpoint.path, plan.options.dtype, device)
+    loaded = open_model(plan.checkpoint, parse_dtype(plan.options.dtype), device)
     try:
         with BatchWriter(stage) as writer:
             forward_batches(loaded, plan, batches, writer, on_progress)
@@ -171,6 +201,7 @@ def forward_batches(
     try:
         for batch in batches:
             run.batch(batch)
+            _LOG.debug("batch %d ended: %d prompts, %d new tokens so far", batch, run.prompts, run.new_tokens)
             if on_progress is not None:
                 on_progress(run.prompts)
         return run.new_tokens
@@ -178,7 +209,7 @@ def forward_batches(
         run.close()
 
 
-def finish(stage: Stage, overwrite: bool, began: float) -> Captured:
+def finish(stage: CaptureFolder, overwrite: bool, began: float) -> Captured:
     """Put the trace together from the batches, which must all have ended.
 
     Args:
@@ -188,6 +219,7 @@ def finish(stage: Stage, overwrite: bool, began: float) -> Captured:
     """
     plan, out = stage.plan, stage.out
     if not stage.finished():
+        _LOG.info("writing the trace %s from %d batches", out, len(plan.batches))
         with durable.staged_directory(out, overwrite, MANIFEST, locked=True) as folder:
             writer = TraceWriter(
                 folder, plan.spec, plan.options.keep, plan.options.ahead, resident=plan.options.resident

@@ -20,8 +20,9 @@ import numpy as np
 import pyarrow as pa
 
 from moetool import durable
-from moetool.capture.plan import CapturePlan, require_disk
+from moetool.capture.job import CapturePlan, require_disk
 from moetool.errors import MismatchError, MoetoolError, UsageError, first_line
+from moetool.json_files import read_json
 from moetool.trace.reader import MANIFEST
 from moetool.trace.rows import to_token_batch
 from moetool.trace.writer import TraceWriter
@@ -34,7 +35,7 @@ def stage_path(out: Path) -> Path:
     return out.with_name(out.name + STAGE)
 
 
-class Stage:
+class CaptureFolder:
     """The folder of one capture. Reading needs no lock, nor does writing other batches than another process does."""
 
     def __init__(self, out: Path, plan: CapturePlan) -> None:
@@ -81,9 +82,9 @@ class Stage:
                     f"or {remove}"
                 )
             try:
-                found = json.loads(facts.read_text(encoding="utf-8"))
+                found = read_json(facts, advice=remove)
                 differing = [name for name, value in self.plan.facts.items() if found.get(name) != value]
-            except (OSError, ValueError, AttributeError) as error:
+            except OSError as error:
                 raise MismatchError(f"{facts} is damaged ({first_line(error)}); {remove}") from None
             if differing:
                 said = "; ".join(_difference(name, found.get(name), self.plan.facts[name]) for name in differing)
@@ -133,7 +134,7 @@ class Stage:
 @contextlib.contextmanager
 def open_stage(
     out: Path, plan: CapturePlan, *, resume: bool, overwrite: bool, on_note: Callable[[str], None]
-) -> Iterator[Stage]:
+) -> Iterator[CaptureFolder]:
     """The stage of a capture, held by this process alone; its batches outlive an exception.
 
     Args:
@@ -147,7 +148,7 @@ def open_stage(
         MoetoolError: whatever failed within the block, with what to do next.
     """
     with durable.alone(out):
-        stage = Stage(out, plan)
+        stage = CaptureFolder(out, plan)
         if resume and stage.finished():
             yield stage
             return

@@ -16,11 +16,11 @@ import transformers
 
 from moetool import __version__
 from moetool.errors import CapacityError, UsageError
-from moetool.models.loading import load_tokenizer, use_threads
-from moetool.models.resident import decoder_layers
-from moetool.models.sequential import one_at_a_time
-from moetool.models.spec import empty_model, locate, moe_layers, read_config, read_spec
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import use_threads
 from moetool.prompts.gather import Prompt, tokens_to_decode
+from moetool.runtime.resident_gates import decoder_layers
+from moetool.runtime.sequential import one_at_a_time
 from moetool.tables import count, numbered
 from moetool.trace.rows import embedding_schema, token_schema
 from moetool.trace.writer import token_columns
@@ -80,7 +80,7 @@ class CapturePlan:
     """A capture, before it runs.
 
     Attributes:
-        path: the folder of the model.
+        checkpoint: of the model.
         options: as they will be used: the batch size of the model's family, the number of threads.
         batches: the prompts that are forwarded together.
         too_long: prompts that are left out because they and their answers exceed the model's context.
@@ -88,14 +88,17 @@ class CapturePlan:
         facts: what the rows depend on; captures of equal facts give equal rows.
     """
 
-    model: str
-    path: Path
-    spec: ModelSpec
+    checkpoint: Checkpoint
     options: CaptureOptions
     batches: list[list[Item]]
     too_long: int
     empty: int
     facts: dict[str, Any]
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Of the model."""
+        return self.checkpoint.spec
 
     @property
     def num_prompts(self) -> int:
@@ -142,11 +145,13 @@ class CapturePlan:
         return least, least + (token + embedding) * sum(item.max_tokens - 1 for item in items)
 
 
-def plan_capture(model: str, prompts: Sequence[Prompt], options: CaptureOptions, *, pooled: bool) -> CapturePlan:
+def plan_capture(
+    checkpoint: Checkpoint, prompts: Sequence[Prompt], options: CaptureOptions, *, pooled: bool
+) -> CapturePlan:
     """Settle what a capture does.
 
     Args:
-        model: `reference`, a folder or a hub name.
+        checkpoint: of the model.
         pooled: whether experts are computed from a pool, whose sums differ from the model's own in their last bits.
 
     Effects: sets the threads that torch computes with.
@@ -156,18 +161,13 @@ def plan_capture(model: str, prompts: Sequence[Prompt], options: CaptureOptions,
         CapacityError: no prompt fits into the model's context.
     """
     columns = token_columns(options.keep)
-    path = locate(model)
-    config = read_config(path)
-    if one_at_a_time(config):
+    if one_at_a_time(checkpoint.config):
         options = replace(options, batch_size=1)
-    options = replace(options, threads=use_threads(config, options.threads))
-    spec = read_spec(path)
+    options = replace(options, threads=use_threads(checkpoint.config, options.threads))
+    spec = checkpoint.spec
     if "resident" in options.keep:
-        unfilled = empty_model(config, torch.float32)
-        decoder_layers(unfilled, moe_layers(unfilled))
-    batches, too_long, empty = plan_batches(
-        prompts, load_tokenizer(path), getattr(config, "max_position_embeddings", None), options
-    )
+        decoder_layers(checkpoint.skeleton, checkpoint.layers)
+    batches, too_long, empty = plan_batches(prompts, checkpoint.tokenizer, checkpoint.max_context, options)
     facts = {
         "model": spec.name,
         "revision": spec.revision,
@@ -186,9 +186,7 @@ def plan_capture(model: str, prompts: Sequence[Prompt], options: CaptureOptions,
         "transformers": transformers.__version__,
     }
     return CapturePlan(
-        model=model,
-        path=path,
-        spec=spec,
+        checkpoint=checkpoint,
         options=options,
         batches=batches,
         too_long=too_long,
@@ -214,7 +212,7 @@ def plan_batches(
     too_long = empty = 0
     longest = (0, 0)
     for prompt in prompts:
-        ids = array("i", tokenizer(prompt.text)["input_ids"][: prompt.input_tokens])
+        ids = array("i", prompt.token_ids(tokenizer)[: prompt.input_tokens])
         max_tokens = tokens_to_decode(prompt, tokenizer, options.max_new_tokens)
         longest = max(longest, (len(ids), max_tokens))
         if not ids:
@@ -237,7 +235,7 @@ def provenance(plan: CapturePlan) -> dict[str, Any]:
     """What the manifest of the trace says of how it was made."""
     options = plan.options
     return {
-        "model": plan.model,
+        "model": plan.checkpoint.name,
         "device": options.device,
         "dtype": options.dtype,
         "max_new_tokens": plan.max_new_tokens,

@@ -4,21 +4,33 @@ The batches are fixed by the prompts' order before anything runs, and their rows
 processes keep theirs in the one stage of the capture; the first one puts the trace together.
 """
 
+import logging
 import multiprocessing
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from moetool.capture.run import Captured, CaptureOptions, OpenModel, finish, ignore_note, open_plan, run_batches
-from moetool.capture.stage import Stage, open_stage
+from moetool.capture.resume import CaptureFolder
+from moetool.capture.run import (
+    NEW_RUN,
+    Captured,
+    CaptureOptions,
+    OpenModel,
+    RunSetup,
+    enter_stage,
+    finish,
+    open_plan,
+    run_batches,
+)
 from moetool.errors import MoetoolError
-from moetool.models.loading import load_full
 from moetool.prompts.gather import Prompt
+from moetool.tables import complain
+
+_LOG = logging.getLogger(__name__)
 
 
 def capture_with_workers(
@@ -27,12 +39,7 @@ def capture_with_workers(
     out: Path,
     options: CaptureOptions,
     workers: int,
-    *,
-    open_model: OpenModel = load_full,
-    overwrite: bool = False,
-    resume: bool = False,
-    on_progress: Callable[[int], None] | None = None,
-    on_note: Callable[[str], None] = ignore_note,
+    setup: RunSetup = NEW_RUN,
 ) -> Captured:
     """Capture with several processes on this machine; arguments and errors are those of `capture`.
 
@@ -45,19 +52,20 @@ def capture_with_workers(
     """
     began = time.perf_counter()
     options = replace(options, threads=options.threads or 1)
-    plan = open_plan(model, prompts, out, options, open_model=open_model, overwrite=overwrite, resume=resume)
-    with open_stage(out, plan, resume=resume, overwrite=overwrite, on_note=on_note) as stage:
+    plan = open_plan(model, prompts, out, options, setup)
+    with enter_stage(plan, out, setup) as stage:
         missing = [] if stage.finished() else stage.missing()
         shares = [share for i in range(workers) if (share := missing[i::workers])]
         context = multiprocessing.get_context("spawn")
         processes = [
-            context.Process(target=_child, args=(i, model, prompts, out, options, share, open_model), daemon=True)
+            context.Process(target=_child, args=(i, model, prompts, out, options, share, setup.open_model), daemon=True)
             for i, share in enumerate(shares[1:], start=1)
         ]
         for process in processes:
             process.start()
+            _LOG.info("%s started as process %d", process.name, process.pid)
         try:
-            run_batches(stage, shares[0] if shares else [], open_model, on_progress)
+            run_batches(stage, shares[0] if shares else [], setup.open_model, setup.on_progress)
             for i, process in enumerate(processes, start=1):
                 process.join()
                 if process.exitcode != 0:
@@ -66,7 +74,7 @@ def capture_with_workers(
             for process in processes:
                 process.kill()
                 process.join()
-        return finish(stage, overwrite, began)
+        return finish(stage, setup.overwrite, began)
 
 
 def capture_under_torchrun(
@@ -74,12 +82,7 @@ def capture_under_torchrun(
     prompts: list[Prompt],
     out: Path,
     options: CaptureOptions,
-    *,
-    open_model: OpenModel = load_full,
-    overwrite: bool = False,
-    resume: bool = False,
-    on_progress: Callable[[int], None] | None = None,
-    on_note: Callable[[str], None] = ignore_note,
+    setup: RunSetup = NEW_RUN,
 ) -> Captured | None:
     """Capture this process's share under `torchrun` (RANK and WORLD_SIZE are set); `out` must be on a shared disk.
 
@@ -93,21 +96,21 @@ def capture_under_torchrun(
     rank, world = dist.get_rank(), dist.get_world_size()
     try:
         options = replace(options, threads=options.threads or 1)
-        plan = open_plan(model, prompts, out, options, open_model=open_model, overwrite=overwrite, resume=resume)
+        plan = open_plan(model, prompts, out, options, setup)
 
-        def share(stage: Stage) -> None:
+        def share(stage: CaptureFolder) -> None:
             dist.barrier()  # the stage is there
             missing = [] if stage.finished() else stage.missing()
             dist.barrier()  # all have seen the same batches
-            run_batches(stage, missing[rank::world], open_model, on_progress)
+            run_batches(stage, missing[rank::world], setup.open_model, setup.on_progress)
             dist.barrier()  # all batches are there
 
         if rank > 0:
-            share(Stage(out, plan))
+            share(CaptureFolder(out, plan))
             return None
-        with open_stage(out, plan, resume=resume, overwrite=overwrite, on_note=on_note) as stage:
+        with enter_stage(plan, out, setup) as stage:
             share(stage)
-            return finish(stage, overwrite, began)
+            return finish(stage, setup.overwrite, began)
     finally:
         dist.destroy_process_group()
 
@@ -129,10 +132,11 @@ def _child(
     """A worker process: its errors are one line, as everywhere."""
     _end_with_parent()
     try:
-        plan = open_plan(model, prompts, out, options, open_model=open_model, overwrite=True, resume=True)
-        run_batches(Stage(out, plan), batches, open_model)
+        setup = RunSetup(open_model=open_model, overwrite=True, resume=True)
+        plan = open_plan(model, prompts, out, options, setup)
+        run_batches(CaptureFolder(out, plan), batches, open_model)
     except MoetoolError as error:
-        print(f"moetool: worker {worker}: {error}", file=sys.stderr, flush=True)
+        complain(f"moetool: worker {worker}: {error}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(1)  # the first process says what there is to say

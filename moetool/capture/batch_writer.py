@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from moetool import durable
-from moetool.capture.stage import Stage
+from moetool.capture.resume import CaptureFolder
 from moetool.errors import MoetoolError, first_line
 from moetool.trace.rows import REQUESTS, TokenBatch, embedding_schema, to_array, to_record_batch
 
@@ -30,7 +30,7 @@ class BatchWriter:
             writing runs behind.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: CaptureFolder) -> None:
         self._stage = stage
         self._plan = stage.plan
         self._schema = stage.plan.schema

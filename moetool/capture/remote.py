@@ -1,0 +1,145 @@
+"""Routing from a running vLLM or SGLang that returns routed experts, through its HTTP interface.
+
+Expert ids alone come that way: no weights, no logits. What the server answers goes through the importers of its format.
+"""
+
+import json
+import re
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moetool.errors import MoetoolError, UsageError, first_line
+from moetool.formats._import import Imported, import_trace
+from moetool.prompts.gather import Prompt
+
+ENGINES = ("vllm", "sglang")
+_FLAG = "--enable-return-routed-experts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteServer:
+    """A server to ask.
+
+    Attributes:
+        url: without a path, such as http://127.0.0.1:8000.
+        api_key: sent as a bearer token.
+        timeout_s: for one answer.
+        concurrency: requests at a time.
+    """
+
+    url: str
+    api_key: str | None = None
+    timeout_s: float = 600.0
+    concurrency: int = 1
+
+    def __post_init__(self) -> None:
+        if not re.match(r"https?://[^/]+", self.url):
+            raise UsageError(f"--server {self.url!r}: expected an address such as http://127.0.0.1:8000")
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The JSON of an answer.
+
+        Raises:
+            MoetoolError: the server cannot be reached, refuses, or answers something else.
+        """
+        address = self.url.rstrip("/") + path
+        headers = {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(address, data=data, headers=headers)
+            with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            said = error.read(300).decode(errors="replace").replace("\n", " ")
+            raise MoetoolError(f"{address} answers {error.code} ({said or error.reason})") from None
+        except (OSError, ValueError) as error:
+            raise MoetoolError(f"{address} gives no answer ({first_line(error)}); is the server running?") from None
+
+    def engine(self) -> str:
+        """`sglang` where the server has SGLang's own routes, else `vllm`."""
+        for path in ("/model_info", "/get_model_info"):
+            try:
+                if "model_path" in self.ask(path):
+                    return "sglang"
+            except MoetoolError:
+                continue
+        return "vllm"
+
+
+def capture_remote(
+    server: RemoteServer,
+    model: str,
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    out: Path,
+    *,
+    max_new_tokens: int = 32,
+    overwrite: bool = False,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> Imported:
+    """Send prompts, greedily decoded, and write what the server's routers did as a trace.
+
+    Args:
+        model: `reference` or a folder of the model that the server runs (its config is enough): layers with experts.
+        tokenizer: of that model; prompts are sent as tokens, so that they are those of a capture.
+
+    Raises:
+        MoetoolError: the server cannot be reached, or refuses.
+        UsageError: it returns no routed experts, or `out` exists.
+        MismatchError: what it returns is not of this model.
+    """
+    engine = server.engine()
+    name = "" if engine == "sglang" else _served(server)
+    sizes = [prompt.token_ids(tokenizer)[: prompt.input_tokens] for prompt in prompts]
+
+    def ask(place: int) -> dict[str, Any]:
+        prompt, ids = prompts[place], sizes[place]
+        if engine == "sglang":
+            sampling = {"max_new_tokens": max_new_tokens, "temperature": 0}
+            body = {"input_ids": ids, "sampling_params": sampling, "return_routed_experts": True}
+            response = server.ask("/generate", body)
+            holder = response.get("meta_info", {}) if isinstance(response, dict) else {}
+        else:
+            body = {
+                "model": name,
+                "prompt": ids,
+                "max_tokens": max_new_tokens,
+                "temperature": 0,
+                "return_token_ids": True,
+            }
+            response = server.ask("/v1/completions", body)
+            holder = (response.get("choices") or [{}])[0] if isinstance(response, dict) else {}
+        if not isinstance(holder, dict) or holder.get("routed_experts") is None:
+            raise UsageError(f"{server.url} returns no routed experts; start {engine} with {_FLAG}")
+        if engine == "sglang":
+            holder["id"] = prompt.prompt_id
+        else:
+            response["id"] = prompt.prompt_id
+        return dict(response)
+
+    answers: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=server.concurrency) as pool:
+        for done, (prompt, response) in enumerate(zip(prompts, pool.map(ask, range(len(prompts))), strict=True), 1):
+            task = prompt.task if prompt.task == prompt.dataset else f"{prompt.dataset} {prompt.task}"
+            answers.setdefault(re.sub(r"[^\w. -]+", "_", task), []).append(json.dumps(response))
+            on_progress(done)
+        files = []
+        for task, lines in answers.items():
+            files.append(Path(folder) / f"{task}.jsonl")
+            files[-1].write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return import_trace(files, f"{engine}_routed_experts", out, settings={"model": model}, overwrite=overwrite)
+
+
+def _served(server: RemoteServer) -> str:
+    models = server.ask("/v1/models").get("data") or []
+    if not models:
+        raise MoetoolError(f"{server.url}/v1/models names no model; is the server ready?")
+    return str(models[0]["id"])
