@@ -1,0 +1,245 @@
+"""From token ids to the text that a client may see: incremental detokenisation and stop strings.
+
+Both give out text as early as it is certain and never take any back, in time linear in the text.
+"""
+
+import codecs
+import re
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+from tokenizers import decoders
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REPLACEMENT = "\ufffd"
+"""What a decoder writes for bytes that are no character; at the end of a text they may be half of one."""
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+_PATIENCE = 64
+"""Tokens after which a text that still ends in U+FFFD is given out as it is (only tokenizers of unknown kind)."""
+
+
+class Detokenizer(ABC):
+    """The text of one sequence of tokens, as they come.
+
+    All texts of `push` and `finish`, joined, are the tokenizer's own decoding of the whole sequence.
+    """
+
+    @abstractmethod
+    def push(self, token: int) -> str:
+        """The text that this token makes certain; never half of a character."""
+
+    @abstractmethod
+    def finish(self) -> str:
+        """What was held back."""
+
+
+class Vocabulary:
+    """What the tokens of one tokenizer are in bytes and in text; made once, shared by all requests."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        self.special = frozenset(tokenizer.all_special_ids) | {id for id, token in added if token.special}
+        """Tokens that have no text in an answer."""
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        self._byte_level = isinstance(decoder, decoders.ByteLevel)
+        self.token_bytes: Callable[[int], bytes] = cache(self._read_bytes)
+        """The bytes of a token by itself."""
+
+    def detokenizer(self, hidden: Collection[int] | None = None) -> Detokenizer:
+        """A detokenizer for one sequence.
+
+        Args:
+            hidden: tokens that have no text here; the special ones if not given.
+        """
+        hidden = self.special if hidden is None else hidden
+        if self._byte_level:
+            return _ByteStream(self.token_bytes, hidden)
+        return _Window(self._tokenizer.convert_ids_to_tokens, self._decode, hidden)
+
+    def shown(self, token: int) -> str:
+        """A token by itself, as OpenAI prints it: bytes that are no characters become `bytes:\\xe4\\xbd`."""
+        data = self.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _read_bytes(self, token: int) -> bytes:
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        if name is None:  # a row that pads the embedding matrix
+            return b""
+        if self._byte_level:
+            # Added tokens are written as they are; the others in the byte-level alphabet.
+            known = all(char in _BYTE_OF_CHAR for char in name)
+            return bytes(_BYTE_OF_CHAR[char] for char in name) if known else name.encode()
+        if byte := _BYTE_TOKEN.fullmatch(name):
+            return bytes([int(byte[1], 16)])
+        return name.replace("\u2581", " ").encode()
+
+    def _decode(self, tokens: list[int]) -> str:
+        # "Clean-up" would take back spaces that are already with the client.
+        text: str = self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+        return text
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character to byte, as GPT-2 writes them: printable bytes as themselves, the others from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_level_alphabet()
+
+
+class _ByteStream(Detokenizer):
+    """Byte-level BPE: the text is the UTF-8 decoding of the tokens' bytes, one after another."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], hidden: Collection[int]) -> None:
+        self._token_bytes = token_bytes
+        self._hidden = hidden
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        return "" if token in self._hidden else self._utf8.decode(self._token_bytes(token))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _Window(Detokenizer):
+    """Any other tokenizer: decode a few tokens of context and the new ones, and give out what the new ones add.
+
+    Context is needed because decoders treat the beginning of a sequence apart (SentencePiece drops its space).
+    Byte tokens (`<0xE4>`) wait for the next token of another kind: one invalid byte makes the decoder replace
+    its whole run, the valid characters in it too.
+    """
+
+    def __init__(
+        self,
+        name_of: Callable[[int], str | None],
+        decode: Callable[[list[int]], str],
+        hidden: Collection[int],
+    ) -> None:
+        self._name_of = name_of
+        self._decode = decode
+        self._hidden = hidden
+        self._window: list[int] = []
+        self._num_context = 0  # leading tokens of the window whose text is given out
+        self._num_given = 0  # length of that text
+
+    def push(self, token: int) -> str:
+        # A token without a name is a row that pads the embedding matrix: no text, and no context either.
+        if token in self._hidden or not (name := self._name_of(token)):
+            return ""
+        self._window.append(token)
+        return "" if _BYTE_TOKEN.fullmatch(name) else self._release(patience=_PATIENCE)
+
+    def finish(self) -> str:
+        return self._release(patience=0)
+
+    def _release(self, patience: int) -> str:
+        fresh = self._window[self._num_context :]
+        text = self._decode(self._window)
+        if text.endswith(REPLACEMENT) and len(fresh) < patience:
+            return ""
+        added = text[self._num_given :]
+        self._window = fresh
+        self._num_context = len(fresh)
+        self._num_given = len(self._decode(fresh))
+        return added
+
+
+class StopStrings:
+    """Cuts a text before the leftmost stop string in it, and holds back what may turn out to be one.
+
+    Attributes:
+        matched: a stop string was found; all text before it is given out and nothing comes after.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.matched = False
+        self._searches = [_Search(stop) for stop in stops]
+        self._held: deque[str] = deque()
+        self._num_given = 0
+        self._num_seen = 0
+        self._cut: int | None = None  # where the leftmost complete stop string begins
+
+    def push(self, text: str) -> str:
+        """The text that can no longer be part of a stop string."""
+        if self.matched:
+            return ""
+        if not self._searches:
+            return text
+        self._held.append(text)
+        for char in text:
+            self._num_seen += 1
+            for search in self._searches:
+                if search.step(char):
+                    start = self._num_seen - len(search.stop)
+                    self._cut = start if self._cut is None else min(self._cut, start)
+            if self._cut is not None and self._undecided() >= self._cut:
+                return self._finish_at(self._cut)
+        return self._give(self._undecided())
+
+    def finish(self) -> str:
+        """What was held back, at the end of the text; cut if a stop string was complete in it."""
+        if self.matched:
+            return ""
+        return self._give(self._num_seen) if self._cut is None else self._finish_at(self._cut)
+
+    def _undecided(self) -> int:
+        """Where the leftmost beginning of a stop string is that may still become whole."""
+        return self._num_seen - max(search.num_matched for search in self._searches)
+
+    def _finish_at(self, end: int) -> str:
+        self.matched = True
+        return self._give(end)
+
+    def _give(self, end: int) -> str:
+        """Take the held text up to a position."""
+        given: list[str] = []
+        while self._held and self._num_given < end:
+            text = self._held.popleft()
+            if len(text) > end - self._num_given:
+                self._held.appendleft(text[end - self._num_given :])
+                text = text[: end - self._num_given]
+            given.append(text)
+            self._num_given += len(text)
+        return "".join(given)
+
+
+class _Search:
+    """Knuth-Morris-Pratt search for one stop string, a character at a time.
+
+    Attributes:
+        num_matched: length of the longest beginning of the stop string that the text so far ends with.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_matched = 0
+        self._shorter = [0] * len(stop)  # the next shorter beginning that is an end of stop[: i + 1] too
+        for i in range(1, len(stop)):
+            k = self._shorter[i - 1]
+            while k and stop[k] != stop[i]:
+                k = self._shorter[k - 1]
+            self._shorter[i] = k + (stop[k] == stop[i])
+
+    def step(self, char: str) -> bool:
+        """Take one character; True where it completes the stop string."""
+        k = self.num_matched
+        while k and self.stop[k] != char:
+            k = self._shorter[k - 1]
+        k += self.stop[k] == char
+        complete = k == len(self.stop)
+        self.num_matched = self._shorter[k - 1] if complete else k
+        return complete

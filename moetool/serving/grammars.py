@@ -1,0 +1,109 @@
+"""Answers that follow a JSON schema, by the grammar library llguidance (extra `grammar`)."""
+
+import json
+import threading
+from functools import lru_cache
+from typing import Any
+
+from moetool.request import EngineLike, Grammar
+from moetool.serving.http_errors import Refusal
+from moetool.serving.request_schema import Tool
+
+_SPACE = r"[ ]?|\n[ \t]{0,64}"
+"""Between the parts of a JSON text; bounded, or a weak model writes spaces to its limit."""
+
+
+class Grammars:
+    """Grammars over one tokenizer."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+        self._tokens: Any = None
+        self._building = threading.Lock()
+        self._compiled = lru_cache(maxsize=64)(self._compile)
+
+    def json(self, schema: str, param: str) -> Grammar:
+        """The grammar of the texts that a JSON schema allows; may take a second.
+
+        Raises:
+            Refusal: llguidance is not installed, or cannot follow the schema.
+        """
+        try:
+            return self._compiled(schema)
+        except ImportError:
+            needs = "it needs the package llguidance; install it where the server runs: pip install 'moetool[grammar]'"
+            raise Refusal(f"{param}: {needs}", param=param) from None
+        except ValueError as error:
+            raise Refusal(f"{param}: the schema cannot be followed: {str(error)[:300]}", param=param) from None
+
+    def _compile(self, schema: str) -> Grammar:
+        from llguidance import LLMatcher
+
+        grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _SPACE})
+        matcher = LLMatcher(self._vocabulary(), grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return _JsonGrammar(matcher)
+
+    def _vocabulary(self) -> Any:
+        from llguidance.hf import from_tokenizer
+
+        with self._building:
+            if self._tokens is None:
+                self._tokens = from_tokenizer(self._engine.tokenizer, n_vocab=self._engine.vocab_size)
+            return self._tokens
+
+
+def arguments_schema(tools: list[Tool], name: str) -> str:
+    """The schema of the arguments of one function."""
+    return json.dumps(next(_parameters(tool) for tool in tools if tool.function.name == name))
+
+
+def calls_schema(tools: list[Tool], *, several: bool) -> str:
+    """The schema of an array of calls, one at least."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.function.name}, "arguments": _parameters(tool)},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    return json.dumps(
+        {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | ({} if several else {"maxItems": 1})
+    )
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    return {"type": "object", **tool.function.parameters}
+
+
+class _JsonGrammar:
+    """A compiled grammar."""
+
+    def __init__(self, fresh: Any) -> None:
+        self._fresh = fresh
+
+    def start(self) -> "_Matcher":
+        return _Matcher(self._fresh.deep_copy())
+
+
+class _Matcher:
+    """llguidance's, with the end of the answer left to whoever knows the model's tokens for it."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer is whole."""
+        return bool(self._matcher.is_accepting())
+
+    def allowed(self) -> bytearray:
+        """A byte for every token: 0 where it cannot come next."""
+        return bytearray(self._matcher.compute_logit_bias())
+
+    def accept(self, token: int) -> None:
+        """Go on by a token of the answer."""
+        self._matcher.consume_token(token)

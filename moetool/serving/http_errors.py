@@ -1,0 +1,179 @@
+"""Every error as an OpenAI client expects it: a status, and `{"error": {message, type, param, code}}`."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moetool.errors import CapacityError, MoetoolError, UsageError
+from moetool.request import Unavailable
+
+_MAX_SKIPPED_BYTES = 64 * 2**20
+"""How much of a body that is too large is read so that its sender gets to see the answer."""
+
+_MAX_BODIES = 16
+"""How many bodies of the largest size are held at one time."""
+
+_FASTAPI_WORDS = "There was an error parsing the body"
+
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+    505: "invalid_request_error",
+}
+"""The type of an error, where its status alone would name another."""
+
+
+class Refusal(UsageError):
+    """A request that this server does not serve, and which field of it is the reason."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+class Overloaded(Unavailable):
+    """Too many requests wait already; the same one may be taken later."""
+
+
+def error_object(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The body of an error."""
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def describe(error: MoetoolError) -> tuple[int, dict[str, Any]]:
+    """Status and body for an error of ours."""
+    if isinstance(error, Refusal):
+        return error.status, error_object(str(error), error.status, error.param, error.code)
+    if isinstance(error, Overloaded):
+        return 429, error_object(str(error), 429, code="queue_full")
+    if isinstance(error, Unavailable):
+        return 503, error_object(str(error), 503, code="unavailable")
+    status = 400 if isinstance(error, UsageError | CapacityError) else 500
+    return status, error_object(str(error), status)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of `app` in this form."""
+
+    @app.exception_handler(MoetoolError)
+    async def _ours(request: Request, error: MoetoolError) -> JSONResponse:
+        status, body = describe(error)
+        headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, Unavailable) else None
+        return JSONResponse(body, status, headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        message, param = _explain(error.errors()[0], error.body)
+        return JSONResponse(error_object(message, 400, param), 400)
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        message = str(error.detail)
+        if message == _FASTAPI_WORDS:
+            message = "the body cannot be read: it is not JSON in UTF-8, or nested too deeply, or has numbers too long"
+        if error.status_code in (404, 405):
+            message = f"{message}: {request.method} {request.url.path}"
+            if request.url.path.startswith("/v1/"):
+                message += "; this server has /v1/models, /v1/completions and /v1/chat/completions"
+        return JSONResponse(error_object(message, error.status_code), error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def _bug(request: Request, error: Exception) -> JSONResponse:
+        # The traceback goes to the server's log, not to the client.
+        return JSONResponse(error_object("internal error; the server's log says more", 500), 500)
+
+
+def _explain(error: Any, body: Any) -> tuple[str, str | None]:
+    """One line and the field's name for one of pydantic's errors."""
+    if error["type"] == "json_invalid":
+        return f"the body is not JSON: {error['ctx']['error']} at character {error['loc'][-1]}", None
+    path = error["loc"][1:]
+    if not path and error["type"] in ("missing", "model_attributes_type"):
+        return "the body must be a JSON object, sent with Content-Type: application/json", None
+    message = error["msg"].removeprefix("Value error, ")
+    if not path:  # of several fields together; the message begins with the one to change
+        name = message.partition(":")[0]
+        return message, name if isinstance(body, dict) and name in body else None
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in _within(body, path))
+    param = param.removeprefix(".")
+    return f"{param}: {message}", param
+
+
+def _within(body: Any, path: Sequence[str | int]) -> list[str | int]:
+    """The steps of a location that lead through the body: pydantic names the branches of a union among them."""
+    steps: list[str | int] = []
+    for number, part in enumerate(path):
+        known = part in body if isinstance(body, dict) else isinstance(body, list) and part in range(len(body))
+        if known:
+            body = body[part]
+        elif not (isinstance(body, dict) and number == len(path) - 1):  # a missing field is the last
+            continue
+        steps.append(part)
+    return steps
+
+
+class BodyLimit:
+    """Middleware: a body over the limit is answered with 413, whether or not its length was announced.
+
+    One that has not come in time is answered with 408, however steadily it trickles. Where the bodies of the requests
+    that are being answered are too large together, the latest is answered with 503.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._held_bytes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = held_bytes = 0
+        until: float | None = asyncio.get_running_loop().time() + self._timeout_s
+
+        async def timed() -> Message:
+            nonlocal until
+            try:
+                async with asyncio.timeout_at(until):
+                    message = await receive()
+            except TimeoutError:
+                # The rest of the body would be taken for the next request.
+                raise HTTPException(
+                    408, f"the body did not come within {self._timeout_s:g} s", {"Connection": "close"}
+                ) from None
+            if not message.get("more_body"):
+                until = None  # what comes now is that the client goes, at any time
+            return message
+
+        async def counted() -> Message:
+            nonlocal num_bytes, held_bytes
+            message = await timed()
+            size = len(message.get("body", b""))
+            num_bytes += size
+            if num_bytes > self._max_bytes:
+                # Read on without keeping it: a client that is still sending would not see the answer.
+                while message["type"] == "http.request" and message.get("more_body") and num_bytes < _MAX_SKIPPED_BYTES:
+                    message = await timed()
+                    num_bytes += len(message.get("body", b""))
+                raise HTTPException(413, f"the body is larger than {self._max_bytes} bytes")
+            held_bytes += size
+            self._held_bytes += size
+            if self._held_bytes > _MAX_BODIES * self._max_bytes:
+                why = "the bodies of other requests fill the memory that there is for them"
+                raise HTTPException(503, f"{why}; try again soon", {"Retry-After": "1", "Connection": "close"})
+            return message
+
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._held_bytes -= held_bytes

@@ -1,0 +1,27 @@
+"""The page at `/`: where everything is."""
+
+import html
+
+_LINKS = {
+    "/v1/models": "the model, as OpenAI clients ask for it",
+    "/health": "whether requests are taken",
+    "/stats": "hit rates, bytes and memory, as JSON",
+    "/metrics": "the same for Prometheus",
+    "/openapi.json": "the description of the protocol",
+}
+_POSTS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+
+HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'", "X-Frame-Options": "DENY"}
+
+
+def index_page(model: str, *, asks_for_key: bool) -> str:
+    """The page, in HTML."""
+    links = "".join(f'<li><a href="{path[1:]}">{path}</a>: {what}</li>' for path, what in _LINKS.items())
+    posts = "".join(f"<li>POST {path}</li>" for path in _POSTS)
+    key = "<p>Requests need the header <code>Authorization: Bearer KEY</code>.</p>" if asks_for_key else ""
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>moetool</title>'
+        "<style>body{font:16px/1.5 system-ui;max-width:40em;margin:3em auto;padding:0 1em}</style>"
+        f"<h1>moetool</h1><p>Serves <code>{html.escape(model)}</code> through an OpenAI-compatible API.</p>{key}"
+        f"<ul>{links}{posts}</ul></html>"
+    )

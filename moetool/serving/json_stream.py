@@ -1,0 +1,128 @@
+"""Text that comes in pieces, and JSON values in it."""
+
+from collections.abc import Generator
+
+
+class Malformed(Exception):
+    """The text is not what the format has there."""
+
+
+class Feed:
+    """The text that has come and was not taken yet.
+
+    Attributes:
+        ended: no more comes.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._taken = ""
+        self.ended = False
+
+    def add(self, text: str, *, last: bool) -> None:
+        """Append text."""
+        self._text += text
+        self.ended = self.ended or last
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def __getitem__(self, at: int) -> str:
+        return self._text[at]
+
+    def find(self, mark: str) -> int:
+        """Where a mark begins; -1 where it is not."""
+        return self._text.find(mark)
+
+    def starts(self, mark: str) -> bool | None:
+        """Whether the text begins with a mark; None where that is open."""
+        if self._text.startswith(mark):
+            return True
+        return None if not self.ended and mark.startswith(self._text) else False
+
+    def take(self, count: int | None = None) -> str:
+        """Remove so many characters, or all."""
+        count = len(self._text) if count is None else count
+        taken, self._text = self._text[:count], self._text[count:]
+        self._taken += taken
+        return taken
+
+    def certain(self, *marks: str, spaces: bool = False) -> int:
+        """Length of the text that is part of no mark, whatever comes; with `spaces` without those at its end too."""
+        longest = max(map(len, marks))
+        size = len(self._text)
+        for start in range(max(0, size - longest + 1), size):
+            if any(mark.startswith(self._text[start:]) for mark in marks):
+                size = start
+                break
+        return len(self._text[:size].rstrip()) if spaces else size
+
+    def remember(self) -> None:
+        """Note what is taken from here on."""
+        self._taken = ""
+
+    def remembered(self) -> str:
+        """What was taken since."""
+        return self._taken
+
+
+def next_char(feed: Feed) -> Generator[None, None, str]:
+    """The next character that is no space, left where it is; empty at the end."""
+    while True:
+        count = 0
+        while count < len(feed) and feed[count].isspace():
+            count += 1
+        feed.take(count)
+        if len(feed) or feed.ended:
+            return feed[0] if len(feed) else ""
+        yield None
+
+
+def expect(feed: Feed, mark: str) -> Generator[None, None, bool]:
+    """Take a mark, with spaces before it, if it is next; gives whether it was."""
+    yield from next_char(feed)
+    while (found := feed.starts(mark)) is None:
+        yield None
+    if found:
+        feed.take(len(mark))
+    return found
+
+
+def until(feed: Feed, mark: str, *, keep: bool = False) -> Generator[None, None, str]:
+    """Take the text up to a mark, and the mark unless it is to be kept. Raises: Malformed where the text ends first."""
+    while (at := feed.find(mark)) < 0:
+        if feed.ended:
+            raise Malformed
+        yield None
+    text = feed.take(at)
+    if not keep:
+        feed.take(len(mark))
+    return text
+
+
+def json_value(feed: Feed) -> Generator[str | None, None, None]:
+    """Take one JSON value, in pieces as they come; one that is not whole at the end comes as far as it is there."""
+    depth, quoted, escaped, begun = 0, False, False, False
+    while True:
+        at = 0
+        while at < len(feed):
+            char = feed[at]
+            if quoted:
+                quoted = escaped or char != '"'
+                escaped = char == "\\" and not escaped
+                closes = not quoted and depth == 0
+            elif depth == 0 and begun and (char in ",]}:;<" or char.isspace()):
+                yield feed.take(at)
+                return
+            else:
+                quoted = char == '"'
+                depth += (char in "{[") - (char in "}]")
+                closes = char in "}]" and depth == 0
+            begun, at = True, at + 1
+            if closes:
+                yield feed.take(at)
+                return
+        yield feed.take()
+        if feed.ended:
+            return
+        yield None

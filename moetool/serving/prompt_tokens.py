@@ -1,0 +1,210 @@
+"""From the prompts and messages of a request to token ids that the engine can serve."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError
+
+from moetool.request import EngineLike, TokenLogprob
+from moetool.serving.detokenize import Vocabulary
+from moetool.serving.generation import ScoredToken, TextPiece
+from moetool.serving.http_errors import Refusal
+from moetool.serving.request_schema import ChatMessage, ChatRequest, CompletionRequest, ConversationRequest
+from moetool.serving.server_options import ServerOptions
+from moetool.serving.tool_calls import as_template_arguments
+from moetool.serving.tool_use import offered, template_of
+
+DEFAULT_MAX_TOKENS = 16
+"""Of a completion, as OpenAI has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTokens:
+    """A prompt in tokens.
+
+    Attributes:
+        text: None where it came as tokens.
+        max_tokens: how long its answer may be.
+        num_dropped: messages of the conversation that are not in it.
+    """
+
+    tokens: list[int]
+    text: str | None
+    max_tokens: int
+    num_dropped: int = 0
+
+
+def completion_prompts(engine: EngineLike, body: CompletionRequest) -> list[PromptTokens]:
+    """The prompts of a completion; may take long on long texts.
+
+    Raises:
+        Refusal: one is empty, has ids that are not in the vocabulary, or leaves no room for its answer.
+    """
+    prompts: list[PromptTokens] = []
+    for given in body.prompt:
+        text = given if isinstance(given, str) else None
+        tokens = encoded(engine, given, "prompt") if isinstance(given, str) else given
+        if not tokens:
+            raise Refusal("the prompt has no tokens", param="prompt")
+        if wrong := [token for token in tokens if not 0 <= token < engine.vocab_size]:
+            raise Refusal(f"token {wrong[0]} is not in the vocabulary of {engine.vocab_size} tokens", param="prompt")
+        room = _room(engine, tokens, body.max_tokens, "prompt", least=0)
+        wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        prompts.append(PromptTokens(tokens=tokens, text=text, max_tokens=min(wanted, room)))
+    return prompts
+
+
+def chat_prompt(engine: EngineLike, body: ChatRequest, options: ServerOptions) -> PromptTokens:
+    """The prompt that the model's chat template makes of a conversation.
+
+    Raises:
+        Refusal: the template refuses the messages, or no room is left; with `drop_oldest_turns` only where the last
+            turn alone leaves none.
+    """
+    try:
+        return _chat_tokens(engine, body, body.messages, options)
+    except Refusal as refusal:
+        if not (options.drop_oldest_turns and _outgrows(refusal)):
+            raise
+    kept = [message for message in body.messages if message.role in _INSTRUCTIONS]
+    starts = [at for at, message in enumerate(body.messages) if message.role == "user"][1:]
+    spare = min(options.default_max_tokens, engine.max_context // 4)
+
+    def without(turns: int, least: int) -> PromptTokens:
+        """The conversation from its turn of this number on."""
+        rest = body.messages[starts[turns] :] if starts else body.messages
+        messages = [*kept, *(message for message in rest if message.role not in _INSTRUCTIONS)]
+        return _chat_tokens(engine, body, messages, options, least=least)
+
+    def fits(turns: int) -> bool:
+        try:
+            return bool(without(turns, spare))
+        except Refusal as refusal:
+            if not _outgrows(refusal):
+                raise
+            return False
+
+    # The fewest turns that have to go, by bisection: to find the tokens of a long conversation takes seconds.
+    turns = bisect_left(range(max(0, len(starts) - 1)), True, key=fits)
+    return without(turns, 1)
+
+
+_INSTRUCTIONS = ("system", "developer")
+"""Roles of messages that hold for the whole conversation."""
+
+
+def _outgrows(refusal: Refusal) -> bool:
+    return refusal.code == "context_length_exceeded"
+
+
+def _chat_tokens(
+    engine: EngineLike, body: ChatRequest, messages: Sequence[ChatMessage], options: ServerOptions, least: int = 1
+) -> PromptTokens:
+    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    text = chat_text(engine, body, messages)
+    tokens = encoded(engine, text, "messages", special=False)  # the template has written those already
+    room = _room(engine, tokens, wanted, "messages", least=least)
+    most = min(room, options.default_max_tokens) if wanted is None else wanted
+    return PromptTokens(tokens=tokens, text=text, max_tokens=most, num_dropped=len(body.messages) - len(messages))
+
+
+def chat_text(
+    engine: EngineLike, body: ConversationRequest, messages: Sequence[ChatMessage], *, answer: bool = True
+) -> str:
+    """What the chat template makes of messages; with `answer`, up to where the answer begins.
+
+    Raises:
+        Refusal: as `template_of`; or the template refuses the messages.
+    """
+    template = template_of(engine, body)
+    try:
+        text: str = engine.tokenizer.apply_chat_template(
+            [_for_template(message) for message in messages],
+            tools=offered(body),
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=answer,
+        )
+    except (TemplateError, TypeError) as error:  # a template may do anything with what it did not expect
+        raise Refusal(f"the model's chat template refuses the messages: {error}", param="messages") from error
+    return text
+
+
+def _for_template(message: ChatMessage) -> dict[str, Any]:
+    """A message as templates take it. Few know OpenAI's newer name for the system's role."""
+    made: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    made["content"] = message.content or ""
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": as_template_arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    named = {"tool_call_id": message.tool_call_id, "name": message.name}
+    return made | {name: value for name, value in named.items() if value is not None and message.role == "tool"}
+
+
+def encoded(engine: EngineLike, text: str, param: str, *, special: bool = True) -> list[int]:
+    """The tokens of a text. Raises: Refusal where it is far too long."""
+    _require_short(engine, text, param)
+    tokens: list[int] = engine.tokenizer.encode(text, add_special_tokens=special, verbose=False)
+    return tokens
+
+
+def _require_short(engine: EngineLike, text: str, param: str) -> None:
+    """Refuse a text that cannot fit whatever its tokens are: to find its tokens could take minutes.
+
+    Raises:
+        Refusal: it has more characters than the context could hold of the longest token.
+    """
+    most = engine.max_context * _longest_token(engine.tokenizer)
+    if len(text) > most:
+        raise Refusal(
+            f"{param}: {len(text)} characters, and this model's maximum context length of {engine.max_context} "
+            f"tokens holds at most {most}; shorten the {param}",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+@lru_cache(maxsize=4)
+def _longest_token(tokenizer: Any) -> int:
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def echo(vocabulary: Vocabulary, prompt: PromptTokens, logprobs: list[TokenLogprob | None] | None) -> TextPiece:
+    """The prompt as the first piece of its answer.
+
+    Special tokens show as they were given: those in the text do, those that the tokenizer added do not.
+    """
+    hidden = [token for token in vocabulary.special if prompt.text and vocabulary.shown(token) not in prompt.text]
+    detokenizer = vocabulary.detokenizer(hidden)
+    offsets, texts, length = [], [], 0
+    for token in prompt.tokens:
+        offsets.append(length)
+        texts.append(detokenizer.push(token))
+        length += len(texts[-1])
+    text = "".join([*texts, detokenizer.finish()]) if prompt.text is None else prompt.text
+    if logprobs is None:
+        return TextPiece(text)
+    return TextPiece(text, [ScoredToken(*scored) for scored in zip(prompt.tokens, offsets, logprobs, strict=True)])
+
+
+def _room(engine: EngineLike, tokens: list[int], wanted: int | None, param: str, least: int) -> int:
+    """How many tokens fit after these; refuses where `wanted` (or `least`) do not."""
+    room = engine.max_context - len(tokens)
+    asked = least if wanted is None else wanted
+    if asked > room:
+        raise Refusal(
+            f"this model's maximum context length is {engine.max_context} tokens, but {len(tokens) + asked} were "
+            f"requested ({len(tokens)} in the {param}, {asked} in the answer); shorten the {param} or lower max_tokens",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return room

@@ -1,0 +1,42 @@
+"""/tokenize and /detokenize, in vLLM's form."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+
+from moetool.request import EngineLike
+from moetool.serving.http_errors import Refusal
+from moetool.serving.prompt_tokens import chat_text, encoded
+from moetool.serving.request_schema import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+
+
+def install(app: FastAPI, engine: EngineLike, require_model: Callable[[str], None]) -> None:
+    """Add the two routes."""
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest | TokenizeChatRequest) -> dict[str, Any]:
+        if body.model is not None:
+            require_model(body.model)
+        tokens = await asyncio.to_thread(_tokens, engine, body)
+        answer: dict[str, Any] = {"count": len(tokens), "max_model_len": engine.max_context, "tokens": tokens}
+        names = engine.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return {**answer, "token_strs": names}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        if body.model is not None:
+            require_model(body.model)
+        if wrong := [token for token in body.tokens if not 0 <= token < engine.vocab_size]:
+            why = f"token {wrong[0]} is not in the vocabulary of {engine.vocab_size} tokens"
+            raise Refusal(f"tokens: {why}", param="tokens")
+        text = await asyncio.to_thread(engine.tokenizer.decode, body.tokens, clean_up_tokenization_spaces=False)
+        return {"prompt": text}
+
+
+def _tokens(engine: EngineLike, body: TokenizeRequest | TokenizeChatRequest) -> list[int]:
+    if isinstance(body, TokenizeRequest):
+        return encoded(engine, body.prompt, "prompt", special=body.add_special_tokens)
+    text = chat_text(engine, body, body.messages, answer=body.add_generation_prompt)
+    return encoded(engine, text, "messages", special=False)

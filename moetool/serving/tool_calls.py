@@ -1,0 +1,299 @@
+"""Tool calls in the text of an answer: one parser a format, each in parts as the text comes.
+
+A parser is a generator over a `Feed`: it yields the parts that are certain, and None where it needs more text.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from moetool.serving.json_stream import Feed, Malformed, expect, json_value, next_char, until
+
+
+class AnswerPart(NamedTuple):
+    """A piece of an answer; `name` begins a call, whose arguments follow."""
+
+    kind: Literal["content", "reasoning", "name", "arguments"]
+    text: str
+
+
+Parsing = Generator[AnswerPart | None, None, None]
+
+
+class ToolParser:
+    """The parts of one answer."""
+
+    def __init__(self, parse: Callable[[Feed], Parsing]) -> None:
+        self._feed = Feed()
+        self._parsing: Iterator[AnswerPart | None] = parse(self._feed)
+
+    def push(self, text: str, *, last: bool = False) -> list[AnswerPart]:
+        """The parts that this text makes certain; with `last`, all that was held back too."""
+        self._feed.add(text, last=last)
+        parts: list[AnswerPart] = []
+        with contextlib.suppress(Malformed):  # the answer was cut short in the middle of a mark-up
+            for part in self._parsing:
+                if part is None:
+                    break
+                if part.text or part.kind == "name":
+                    parts.append(part)
+        return parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """How a model writes calls.
+
+    Attributes:
+        signs: a chat template that has one of these is of this format,
+        unlike: unless it has one of these.
+        shown: special tokens that belong to the format, so that the text has to have them.
+        always: also without tools the answer is written so.
+    """
+
+    parse: Callable[[Feed], Parsing]
+    signs: Sequence[str]
+    unlike: Sequence[str] = ()
+    shown: Sequence[str] = ()
+    always: bool = False
+
+
+def format_of(template: str) -> str | None:
+    """The name of the format that a chat template asks for; None where it is none of ours."""
+    for name, known in FORMATS.items():
+        if any(sign in template for sign in known.signs) and not any(sign in template for sign in known.unlike):
+            return name
+    return None
+
+
+def named_call(name: str) -> Callable[[Feed], Parsing]:
+    """The parser of an answer that a grammar has made the arguments of one call."""
+
+    def parse(feed: Feed) -> Parsing:
+        yield AnswerPart("name", name)
+        while True:
+            yield AnswerPart("arguments", feed.take())
+            if feed.ended:
+                return
+            yield None
+
+    return parse
+
+
+def required_calls(feed: Feed) -> Parsing:
+    """The parser of an answer that a grammar has made an array of calls."""
+    if (yield from next_char(feed)) == "[":
+        yield from _array(feed)
+
+
+def _hermes(feed: Feed) -> Parsing:
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen write it."""
+    while (yield from _content(feed, "<tool_call>")):
+        if (yield from _object(feed, "<tool_call>")):
+            yield from expect(feed, "</tool_call>")
+
+
+def _mistral(feed: Feed) -> Parsing:
+    """`[TOOL_CALLS][{"name": …, "arguments": {…}}]`, and since v11 `[TOOL_CALLS]name[ARGS]{…}` for each."""
+    while (yield from _content(feed, "[TOOL_CALLS]")):
+        if (yield from next_char(feed)) == "[":
+            yield from _array(feed)
+            continue
+        name = yield from until(feed, "{", keep=True)
+        yield AnswerPart("name", name.partition("[ARGS]")[0].partition("[CALL_ID]")[0].strip())
+        yield from _arguments(feed)
+
+
+def _llama3_json(feed: Feed) -> Parsing:
+    """`{"name": …, "parameters": {…}}`, at the beginning of the answer or after `<|python_tag|>`."""
+    mark = "<|python_tag|>"
+    going = (yield from next_char(feed)) == "{"
+    while going or (yield from _content(feed, mark)):
+        going = False
+        if (yield from next_char(feed)) == "{" and (yield from _object(feed, "")):
+            yield from expect(feed, ";")
+            going = (yield from next_char(feed)) == "{"
+
+
+def _deepseek(feed: Feed) -> Parsing:
+    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>name` and a block of JSON; since V3.1 the name, and bare JSON."""
+    begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
+    while (yield from _content(feed, "<｜tool▁calls▁begin｜>")):  # noqa: RUF001
+        while (yield from expect(feed, begin)):
+            name = (yield from until(feed, sep)).strip()
+            if name == "function":
+                name = (yield from until(feed, "\n")).strip()
+                yield from expect(feed, "```json")
+            yield AnswerPart("name", name)
+            yield from _arguments(feed)
+            yield from until(feed, end)
+        yield from expect(feed, "<｜tool▁calls▁end｜>")  # noqa: RUF001
+
+
+def _harmony(feed: Feed) -> Parsing:
+    """Messages in channels: `<|channel|>commentary to=functions.name<|message|>{…}<|call|>`, as gpt-oss writes them."""
+    role = ""
+    while (yield from _content(feed, "<|channel|>")):
+        while True:
+            header = role + (yield from until(feed, "<|message|>"))
+            channel = header.removeprefix(role).lstrip()
+            recipient = next((word[3:] for word in header.replace("<", " <").split() if word.startswith("to=")), "")
+            kind: Literal["content", "reasoning", "arguments"] = "content"
+            if recipient:
+                yield AnswerPart("name", recipient.removeprefix("functions."))
+                kind = "arguments"
+            elif channel.startswith("analysis"):
+                kind = "reasoning"
+            yield from _body(feed, kind)
+            if not (yield from expect(feed, "<|start|>")):
+                break
+            role = (yield from until(feed, "<|channel|>")) + " "
+
+
+def _body(feed: Feed, kind: Literal["content", "reasoning", "arguments"]) -> Parsing:
+    """The text of a message up to the mark that ends it, and that mark."""
+    ends = ("<|end|>", "<|call|>", "<|return|>")
+    while True:
+        found = [at for at in map(feed.find, ends) if at >= 0]
+        if found:
+            yield AnswerPart(kind, feed.take(min(found)))
+            for end in ends:
+                if (yield from expect(feed, end)):
+                    return
+        yield AnswerPart(kind, feed.take(feed.certain(*ends)))
+        if feed.ended:
+            yield AnswerPart(kind, feed.take())
+            return
+        yield None
+
+
+FORMATS: dict[str, ToolFormat] = {
+    "harmony": ToolFormat(
+        parse=_harmony,
+        signs=("<|channel|>",),
+        shown=("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"),
+        always=True,
+    ),
+    "mistral": ToolFormat(
+        parse=_mistral, signs=("[TOOL_CALLS]",), shown=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[TOOL_CONTENT]")
+    ),
+    "deepseek": ToolFormat(
+        parse=_deepseek,
+        signs=("<｜tool▁calls▁begin｜>",),  # noqa: RUF001
+        shown=tuple(
+            f"<｜tool▁{name}｜>"  # noqa: RUF001
+            for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")
+        ),
+    ),
+    "hermes": ToolFormat(
+        parse=_hermes, signs=("<tool_call>",), unlike=("<function=", "<arg_key>"), shown=("<tool_call>", "</tool_call>")
+    ),
+    "llama3_json": ToolFormat(
+        parse=_llama3_json, signs=("<|python_tag|>", '{"name": function name, "parameters"'), shown=("<|python_tag|>",)
+    ),
+}
+"""By the name that `--set server.tool_format` takes; the first whose sign a template has is its format."""
+
+
+def _content(feed: Feed, mark: str) -> Generator[AnswerPart | None, None, bool]:
+    """Text up to a mark, without the space before it, and the mark; gives whether it came."""
+    while (at := feed.find(mark)) < 0:
+        if feed.ended:
+            yield AnswerPart("content", feed.take())
+            return False
+        yield AnswerPart("content", feed.take(feed.certain(mark, spaces=True)))
+        yield None
+    yield AnswerPart("content", feed.take(at).rstrip())
+    feed.take(len(mark))
+    return True
+
+
+def _arguments(feed: Feed) -> Generator[AnswerPart | None, None, None]:
+    """An object as the arguments of the call that has begun. Raises: Malformed."""
+    if (yield from next_char(feed)) != "{":
+        raise Malformed
+    for piece in json_value(feed):
+        yield None if piece is None else AnswerPart("arguments", piece)
+
+
+def _array(feed: Feed) -> Parsing:
+    """An array of calls."""
+    yield from expect(feed, "[")
+    while (yield from next_char(feed)) == "{":
+        yield from _object(feed, "")
+        yield from expect(feed, ",")
+    yield from expect(feed, "]")
+
+
+def _object(feed: Feed, before: str) -> Generator[AnswerPart | None, None, bool]:
+    """One call as an object; what turns out to be none is content, with `before` in front. Gives whether it was one."""
+    feed.remember()
+    named = False
+    try:
+        for part in _members(feed):
+            named = named or (part is not None and part.kind == "name")
+            yield part
+    except Malformed:
+        pass
+    if not named:
+        yield AnswerPart("content", before + feed.remembered())
+    return named
+
+
+def _members(feed: Feed) -> Parsing:
+    """The parts of a call's object. Raises: Malformed."""
+    if not (yield from expect(feed, "{")):
+        raise Malformed
+    named, early = False, ""
+    while (yield from next_char(feed)) == '"':
+        key = json.loads((yield from _whole(feed)))
+        if not (yield from expect(feed, ":")):
+            raise Malformed
+        first = yield from next_char(feed)
+        if key == "name" and not named:
+            name = json.loads((yield from _whole(feed)))
+            if not isinstance(name, str):
+                raise Malformed
+            named = True
+            yield AnswerPart("name", name)
+            yield AnswerPart("arguments", early)
+        elif key in ("arguments", "parameters"):
+            if named and first == "{":
+                yield from _arguments(feed)
+            else:
+                text = yield from _whole(feed)
+                early = json.loads(text) if first == '"' else text  # some models write the object into a string
+                if named:
+                    yield AnswerPart("arguments", early)
+        else:
+            yield from _whole(feed)
+        yield from expect(feed, ",")
+    if not (yield from expect(feed, "}")):
+        raise Malformed
+
+
+def _whole(feed: Feed) -> Generator[None, None, str]:
+    """One JSON value as text. Raises: Malformed where it is none, or the text ends in it."""
+    pieces: list[str] = []
+    for piece in json_value(feed):
+        if piece is None:
+            yield None
+        else:
+            pieces.append(piece)
+    text = "".join(pieces)
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        raise Malformed from None
+    return text
+
+
+def as_template_arguments(text: Any) -> Any:
+    """The arguments of a call as templates want them: an object, where the client has written one as text."""
+    try:
+        value = json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text

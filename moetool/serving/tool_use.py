@@ -1,0 +1,87 @@
+"""What the tools of a chat request ask of the template, the grammar and the reading of the answer."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from moetool.request import EngineLike, Grammar
+from moetool.serving.grammars import Grammars, arguments_schema, calls_schema
+from moetool.serving.http_errors import Refusal
+from moetool.serving.json_stream import Feed
+from moetool.serving.request_schema import ChatRequest, ConversationRequest, ToolChoice
+from moetool.serving.tool_calls import FORMATS, Parsing, format_of, named_call, required_calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """How the answer to one request is made and read.
+
+    Attributes:
+        grammar: the answer follows it.
+        parse: finds the calls in the answer; None where it is plain text.
+        shown: special tokens that the text has to have for that.
+    """
+
+    grammar: Grammar | None = None
+    parse: Callable[[Feed], Parsing] | None = None
+    shown: frozenset[int] = frozenset()
+
+
+def template_of(engine: EngineLike, body: ConversationRequest) -> str:
+    """The chat template for a conversation with these tools.
+
+    Raises:
+        Refusal: the model has none, or it has no place for tools or for their results.
+    """
+    if not engine.tokenizer.chat_template:
+        raise Refusal(f"model {engine.model_name!r} has no chat template; use /v1/completions", param="messages")
+    template: str = engine.tokenizer.get_chat_template(tools=offered(body))
+    if body.offered and not re.search(r"\btools\b", template):
+        raise Refusal("tools: the model's chat template takes no tools; leave them out", param="tools")
+    results = any(message.role == "tool" or message.tool_calls for message in body.messages)
+    if results and not re.search(r"['\"](tool|tool_calls|ipython)['\"]|\.tool_calls", template):
+        raise Refusal("messages: the model's chat template has no place for calls and their results", param="messages")
+    return template
+
+
+def offered(body: ConversationRequest) -> list[dict[str, Any]] | None:
+    """The tools as templates take them."""
+    return [tool.model_dump() for tool in body.offered] or None
+
+
+def tool_use(engine: EngineLike, body: ChatRequest, grammars: Grammars, tool_format: str) -> ToolUse:
+    """How the answer to a chat request is made and read.
+
+    Args:
+        tool_format: overrides what the template says; empty: it decides.
+
+    Raises:
+        Refusal: as `template_of`; the format is unknown; a schema cannot be followed.
+    """
+    template = template_of(engine, body)
+    if body.offered and isinstance(body.tool_choice, ToolChoice):
+        name = body.tool_choice.function.name
+        grammar = grammars.json(arguments_schema(body.offered, name), "tools")
+        return ToolUse(grammar=grammar, parse=named_call(name))
+    if body.offered and body.tool_choice == "required":
+        grammar = grammars.json(calls_schema(body.offered, several=body.parallel_tool_calls), "tools")
+        return ToolUse(grammar=grammar, parse=required_calls)
+    schema = body.response_format.schema_text if body.response_format is not None else None
+    asked = grammars.json(schema, "response_format") if schema is not None else None
+    found = tool_format or format_of(template)
+    if body.offered and found is None:
+        raise Refusal(
+            "tools: how this model writes calls is unknown here; start the server with --set server.tool_format=NAME, "
+            f"for {', '.join(FORMATS)}, or choose a function with tool_choice",
+            param="tools",
+        )
+    if found is None or not (body.offered or FORMATS[found].always):
+        return ToolUse(grammar=asked)
+    return ToolUse(grammar=asked, parse=FORMATS[found].parse, shown=_ids(engine.tokenizer, FORMATS[found].shown))
+
+
+def _ids(tokenizer: Any, names: Any) -> frozenset[int]:
+    """The tokens of these names that the vocabulary has."""
+    found = [(name, tokenizer.convert_tokens_to_ids(name)) for name in names]
+    return frozenset(id for name, id in found if id is not None and tokenizer.convert_ids_to_tokens(id) == name)

@@ -1,0 +1,243 @@
+"""Tools, response formats and sampling options with the real client; answers of a script, and of the real model."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from moetool.serving.server_options import ServerOptions
+from tests.scripted_engine import ScriptedEngine
+from tests.servers import client_of, get, post, serving
+
+TEMPLATE = """{% if tools %}<|system|>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}
+{% for message in messages %}<|{{ message.role }}|>{{ message.content }}
+{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+"""In the manner of Hermes and Qwen."""
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "description": "Forecast", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+ASK: list[Any] = [{"role": "user", "content": "What is the weather?"}]
+REPLY = (
+    'One moment.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n</tool_call>\n'
+    '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+)
+ANSWER: dict[str, Any] = {"model": "reference", "messages": ASK, "temperature": 0, "max_tokens": 200}
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[tuple[ScriptedEngine, str]]:
+    engine = ScriptedEngine(reply=REPLY, max_context=2000)
+    engine.tokenizer.chat_template = TEMPLATE
+    with serving(engine) as (url, _):
+        yield engine, url
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[str]:
+    from moetool.models.checkpoint import Checkpoint
+    from moetool.runtime.assembly import ServeOptions, build_engine
+
+    engine = build_engine(Checkpoint.open("reference"), options=ServeOptions(kv_tokens=2048), policy="lru")
+    engine.tokenizer.chat_template = TEMPLATE
+    engine.start()
+    with serving(engine) as (url, _):
+        yield url
+
+
+def calls_of(message: Any) -> list[tuple[str, Any]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or []]
+
+
+def test_calls_whole(scripted: tuple[ScriptedEngine, str]) -> None:
+    client = client_of(scripted[1])
+    done = client.chat.completions.create(tools=TOOLS, **ANSWER).choices[0]
+    assert (done.finish_reason, done.message.content) == ("tool_calls", "One moment.")
+    assert calls_of(done.message) == [("weather", {"city": "Köln", "days": 2}), ("now", {})]
+    ids = [call.id for call in done.message.tool_calls or []]
+    assert len(set(ids)) == 2 and all(re.fullmatch(r"call_[0-9a-f]{24}", id) for id in ids)
+    one = client.chat.completions.create(tools=TOOLS, parallel_tool_calls=False, **ANSWER).choices[0]
+    assert calls_of(one.message) == [("weather", {"city": "Köln", "days": 2})]
+    for plain in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        done = client.chat.completions.create(**plain, **ANSWER).choices[0]
+        assert (done.finish_reason, done.message.content, done.message.tool_calls) == ("stop", REPLY, None)
+
+
+def test_calls_streamed(scripted: tuple[ScriptedEngine, str]) -> None:
+    with client_of(scripted[1]).chat.completions.stream(tools=TOOLS, n=2, **ANSWER) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert kinds.count("tool_calls.function.arguments.delta") > 6  # as they come, not at the end
+    for choice in final.choices:
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "One moment.")
+        assert calls_of(choice.message) == [("weather", {"city": "Köln", "days": 2}), ("now", {})]
+
+
+def test_results_go_through_the_template(scripted: tuple[ScriptedEngine, str]) -> None:
+    url = scripted[1]
+    call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "CET"}'}}
+    messages = [
+        *ASK,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
+    ]
+    asked = {"model": "reference", "messages": messages, "tools": TOOLS}
+    status, made = post(url, "/tokenize", asked)
+    assert status == 200 and made["count"] == len(made["tokens"]) and made["max_model_len"] == 2000
+    status, text = post(url, "/detokenize", {"tokens": made["tokens"]})
+    assert '<tool_call>{"arguments": {"zone": "CET"}, "name": "now"}</tool_call>' in text["prompt"].replace(
+        '{"name": "now", "arguments": {"zone": "CET"}}', '{"arguments": {"zone": "CET"}, "name": "now"}'
+    )
+    assert "<|tool|>12:00" in text["prompt"] and '"weather"' in text["prompt"]
+    done = client_of(url).chat.completions.create(**{**ANSWER, "messages": messages}, tools=TOOLS)
+    assert done.usage and done.usage.prompt_tokens == made["count"]
+
+
+def test_a_template_without_tools_refuses_them() -> None:
+    with serving(ScriptedEngine(max_context=2000)) as (url, _):
+        client = client_of(url)
+        with pytest.raises(openai.BadRequestError, match="takes no tools"):
+            client.chat.completions.create(tools=TOOLS, **ANSWER)
+        client.chat.completions.create(tools=TOOLS, tool_choice="none", **ANSWER)
+
+
+def test_an_unknown_format_is_named_by_an_option() -> None:
+    engine = ScriptedEngine(reply=REPLY, max_context=2000)
+    engine.tokenizer.chat_template = TEMPLATE.replace("<tool_call>", "[call]")
+    with serving(engine) as (url, _), pytest.raises(openai.BadRequestError, match="tool_format"):
+        client_of(url).chat.completions.create(tools=TOOLS, **ANSWER)
+    engine = ScriptedEngine(reply=REPLY, max_context=2000)
+    engine.tokenizer.chat_template = TEMPLATE.replace("<tool_call>", "[call]")
+    with serving(engine, options=ServerOptions(tool_format="hermes")) as (url, _):
+        assert len(calls_of(client_of(url).chat.completions.create(tools=TOOLS, **ANSWER).choices[0].message)) == 2
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_schemas_hold_with_seeds_and_logprobs(real: str, seed: int) -> None:
+    asked: dict[str, Any] = {
+        **ANSWER,
+        "temperature": 1.0,
+        "seed": seed,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}},
+    }
+    first, again = (client_of(real).chat.completions.create(**asked).choices[0] for _ in range(2))
+    assert first.finish_reason == "stop" and first.message.content == again.message.content
+    made = json.loads(first.message.content or "")
+    assert set(made) == {"city", "days"} and 0 <= made["days"] <= 9 and len(made["city"]) <= 8
+    assert first.logprobs and first.logprobs.content and again.logprobs
+    # Of the model itself: the grammar's choice is seldom among its likeliest.
+    assert first.logprobs.content == again.logprobs.content
+    assert all(entry.logprob <= entry.top_logprobs[0].logprob for entry in first.logprobs.content)
+    assert any(entry.token not in {top.token for top in entry.top_logprobs} for entry in first.logprobs.content)
+
+
+def test_json_objects_and_forced_calls(real: str) -> None:
+    client = client_of(real)
+    warm = {**ANSWER, "temperature": 1.0, "seed": 5, "max_tokens": 400}
+    done = client.chat.completions.create(**warm, response_format={"type": "json_object"}).choices[0]
+    if done.finish_reason == "stop":
+        assert isinstance(json.loads(done.message.content or ""), dict)
+    else:
+        assert (done.message.content or "").startswith("{")
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in (named, "required"):
+        done = client.chat.completions.create(**warm, tools=TOOLS[:1], tool_choice=choice, parallel_tool_calls=False)
+        assert done.choices[0].finish_reason == "tool_calls"
+        ((name, arguments),) = calls_of(done.choices[0].message)
+        assert name == "weather" and set(arguments) == {"city", "days"}
+    with client.chat.completions.stream(**warm, tools=TOOLS[:1], tool_choice=named) as stream:
+        assert calls_of(stream.get_final_completion().choices[0].message)[0][0] == "weather"
+
+
+def test_schemas_that_cannot_be_followed(real: str) -> None:
+    for schema in ({"type": "frob"}, {"not": {"type": "string"}}, {"type": "string", "pattern": "("}):
+        wanted = {"type": "json_schema", "json_schema": {"name": "w", "schema": schema}}
+        status, body = post(real, "/v1/chat/completions", {**ANSWER, "response_format": wanted})
+        assert status == 400 and body["error"]["param"] == "response_format", body
+
+
+def test_options_of_sampling_reach_the_engine(real: str) -> None:
+    client = client_of(real)
+    asked: dict[str, Any] = {"model": "reference", "prompt": "12 + 7 =", "temperature": 0, "max_tokens": 8}
+    plain = client.completions.create(**asked).choices[0].text
+    _, made = post(real, "/tokenize", {"prompt": "Z", "add_special_tokens": False, "return_token_strs": True})
+    assert (made["count"], made["token_strs"]) == (1, ["Z"])
+    assert client.completions.create(**asked, logit_bias={str(made["tokens"][0]): 100}).choices[0].text == "Z" * 8
+    hot = {**asked, "temperature": 2.0, "seed": 1}
+    for one in ({"top_k": 1}, {"min_p": 1.0}, {"top_k": 1, "top_p": 1e-46}):
+        assert client.completions.create(**hot, extra_body=one).choices[0].text == plain
+    texts = set()
+    for one in ({}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 5.0}):
+        more = {"ignore_eos": True, **one}
+        texts.add(client.completions.create(**{**asked, "max_tokens": 60}, extra_body=more).choices[0].text)
+    assert len(texts) == 4
+
+
+def test_a_chat_that_outgrows_the_context() -> None:
+    turns: list[Any] = [{"role": "system", "content": "Be brief."}]
+    for number in range(30):
+        turns += [
+            {"role": "user", "content": f"turn {number}: " + "word " * 10},
+            {"role": "assistant", "content": "ok"},
+        ]
+    asked: dict[str, Any] = {"model": "reference", "messages": [*turns, *ASK], "temperature": 0}
+    with serving(ScriptedEngine(), options=ServerOptions()) as (url, _):
+        status, body = post(url, "/v1/chat/completions", asked)
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    engine = ScriptedEngine()
+    with serving(engine, options=ServerOptions(drop_oldest_turns=True)) as (url, _):
+        raw = client_of(url).chat.completions.with_raw_response.create(**asked)
+        usage = raw.parse().usage
+        assert usage is not None
+        dropped = usage.model_dump()["dropped_messages"]
+        assert 2 <= dropped < 60 and raw.headers["x-dropped-messages"] == str(dropped)
+        assert usage.prompt_tokens + engine.max_context // 4 <= engine.max_context
+        kept = [turns[0], *turns[1 + dropped :], *ASK]
+        assert post(url, "/tokenize", {"messages": kept})[1]["count"] == usage.prompt_tokens
+        # One turn more would leave too little room for an answer.
+        more = [turns[0], *turns[1 + dropped - 2 :], *ASK]
+        assert post(url, "/tokenize", {"messages": more})[1]["count"] > engine.max_context * 3 // 4
+        short = client_of(url).chat.completions.create(model="reference", messages=ASK)
+        assert short.usage and "dropped_messages" not in short.usage.model_dump()
+        status, body = post(
+            url, "/v1/chat/completions", {**asked, "messages": [{"role": "user", "content": "word " * 400}]}
+        )
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_answers_without_a_limit_are_bounded() -> None:
+    engine = ScriptedEngine(max_context=20_000)
+    with serving(engine) as (url, _):
+        client_of(url).chat.completions.create(model="reference", messages=ASK, temperature=0)
+    assert engine.submitted[-1].max_tokens == ServerOptions().default_max_tokens == 4096
+
+
+def test_the_index_page_links_what_is_there() -> None:
+    with serving(ScriptedEngine(), api_key="secret") as (url, _):
+        status, headers, page = get(url, "/")
+        assert status == 200 and "default-src 'none'" in headers["content-security-policy"] and "Bearer" in page
+    with serving(ScriptedEngine()) as (url, _):
+        links = re.findall(r'href="([^"]+)"', get(url, "/")[2])
+        assert len(links) == 5
+        assert {get(url, f"/{link}")[0] for link in links} == {200}
+
+
+def test_a_format_cannot_go_on_past_its_end(real: str) -> None:
+    asked = {**ANSWER, "ignore_eos": True, "response_format": {"type": "json_object"}}
+    status, body = post(real, "/v1/chat/completions", asked)
+    assert status == 400 and body["error"]["message"].startswith("ignore_eos")
