@@ -1,0 +1,41 @@
+"""Ctrl-C while a command starts: exit code 130 and one line, never a traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+INTERRUPTED = """
+import os, signal, sys
+from moetool.__main__ import main
+
+signal.signal(signal.SIGALRM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
+signal.setitimer(signal.ITIMER_REAL, float(sys.argv.pop(1)))
+main()
+"""
+"""The command line, interrupted so many seconds after the console entry was imported."""
+AT_EXIT = (-signal.SIGINT, -signal.SIGALRM)
+"""When all is printed and the interpreter has taken its handlers back."""
+
+
+@pytest.mark.parametrize("command", [["--help"], ["models"], ["serve", "reference", "--port", "0"], ["nonsense"]])
+def test_the_first_moments(command: list[str]) -> None:
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    codes = []
+    for delay_s in (0.001, 0.03, 0.07, 0.1, 0.14, 0.17, 0.2, 0.25, 0.3, 0.5, 0.9):
+        process = subprocess.run(
+            [sys.executable, "-c", INTERRUPTED, str(delay_s), *command],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+            timeout=120,
+        )
+        codes.append(process.returncode)
+        assert process.returncode in (0, 2, 130, *AT_EXIT), process.stderr
+        assert "Traceback" not in process.stderr and "ignored in" not in process.stderr
+        if process.returncode == 130:
+            assert process.stderr == "moetool: stopped\n"
+    assert codes[:3] == [130, 130, 130]

@@ -1,0 +1,138 @@
+"""What an engine leaves behind: nothing, however often one is opened and closed, and wherever opening fails."""
+
+import contextlib
+import gc
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from moetool.errors import CapacityError, MoetoolError
+from moetool.models.checkpoint import Checkpoint
+from moetool.request import Output, SamplingParams
+from moetool.runtime import assembly
+from moetool.runtime.assembly import ServeOptions, build_engine, open_pooled
+from moetool.runtime.engine import Engine
+from moetool.runtime.expert_forward import ExpertRuntime
+
+CYCLES = int(os.environ.get("MOETOOL_LIFETIME_CYCLES", "24"))
+OPTIONS = ServeOptions(kv_tokens=512)
+
+
+def descriptors() -> list[str]:
+    """What this process has open."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists them
+            found.append(str(entry.readlink()))
+    return sorted(found)
+
+
+def run_once(engine: Engine, prompt: list[int]) -> None:
+    outputs: list[Output] = []
+    engine.start()
+    done = threading.Event()
+
+    def sink(output: Output) -> None:
+        outputs.append(output)
+        if output.finish is not None:
+            done.set()
+
+    engine.submit(prompt, SamplingParams(max_tokens=2), sink)
+    assert done.wait(60) and outputs[-1].finish == "length"
+
+
+def test_engines_that_come_and_go_leave_no_descriptor_thread_or_memory(tokenizer: Any) -> None:
+    prompt = tokenizer("The king said")["input_ids"]
+    process, used = psutil.Process(), []
+    warm = max(4, CYCLES // 5)
+    before: tuple[list[str], int] = ([], 0)
+    for cycle in range(CYCLES):
+        if cycle == 1:  # the first loads libraries, which keep what they like
+            before = descriptors(), threading.active_count()
+        engine = build_engine(
+            Checkpoint.open("reference"), options=OPTIONS, policy="lru", device_memory_bytes=20_000_000
+        )
+        run_once(engine, prompt)
+        engine.close()
+        if cycle >= warm:
+            used.append(process.memory_info().rss)
+    del engine
+    gc.collect()
+    assert (descriptors(), threading.active_count()) == before
+    slope = float(np.polyfit(np.arange(len(used)), used, 1)[0])
+    print(f"\n{CYCLES} engines: resident memory {used[-1] / 1e6:.1f} MB, rising by {slope / 1e3:.1f} kB an engine")
+    assert slope < 2_000_000  # the model has 60 MB and its pool 14
+
+
+def test_one_checkpoint_serves_many_engines(tokenizer: Any) -> None:
+    checkpoint = Checkpoint.open("reference")
+    before = descriptors()
+    for _ in range(3):
+        engine = build_engine(checkpoint, options=OPTIONS, policy="lru", device_memory_bytes=20_000_000)
+        engine.close()
+    assert descriptors() == before
+
+
+def _no_runtime(*args: Any) -> ExpertRuntime:
+    raise MoetoolError("no runtime")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"device_memory_bytes": 100_000}, "does not hold"),
+        ({"policy": "finemoe", "options": ServeOptions(kv_tokens=512, policy={"distance": -1})}, "distance"),
+        ({"options": ServeOptions(kv_tokens=512, host_memory_bytes=1, devices=1)}, None),
+        ({"open_runtime": _no_runtime}, "no runtime"),
+        ({"log": Path("/proc/no/log")}, "/proc/no"),
+    ],
+    ids=["memory", "policy", "host memory", "runtime", "log"],
+)
+def test_what_fails_half_way_leaves_nothing(arguments: dict[str, Any], reason: str | None) -> None:
+    Checkpoint.open("reference").spec  # noqa: B018 - loads libraries
+    before = descriptors(), threading.active_count()
+    given = {"options": OPTIONS, "policy": "lru", "device_memory_bytes": 20_000_000, **arguments}
+    try:
+        build_engine(Checkpoint.open("reference"), **given).close()
+    except (MoetoolError, OSError) as error:
+        assert reason is not None and reason in str(error)
+    else:
+        assert reason is None
+    assert (descriptors(), threading.active_count()) == before
+
+
+@pytest.mark.parametrize("name", ["_slots", "open_store"])
+def test_a_pooled_model_that_fails_half_way_leaves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def fail(*args: Any, **more: Any) -> None:
+        raise CapacityError("does not fit")
+
+    before = descriptors()
+    monkeypatch.setattr(assembly, name, fail)
+    with pytest.raises(CapacityError, match="does not fit"):
+        open_pooled(Checkpoint.open("reference"), torch.float32, device_memory_bytes=30_000_000)
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("at", ["_fill", "moe_layers"])
+def test_a_model_that_cannot_be_loaded_leaves_nothing(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moetool.models import loading
+
+    real: Callable[..., Any] = getattr(loading, at)
+
+    def fail(*args: Any) -> None:
+        real(*args)
+        raise MoetoolError("damaged")
+
+    before = descriptors()
+    monkeypatch.setattr(loading, at, fail)
+    with pytest.raises(MoetoolError, match="damaged"):
+        build_engine(Checkpoint.open("reference"), options=OPTIONS)
+    assert descriptors() == before
