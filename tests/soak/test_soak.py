@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import psutil
 
-from tests.fuzz import fuzz
 from tests.load import run_clients
+from tests.made_requests import fuzz
 from tests.server_process import quarter_of_experts, served
 from tests.servers import eventually, get
 
