@@ -1,0 +1,54 @@
+"""Products of few rows: the compiled kernel beside torch's product and oneDNN's prepacked one, and the memory's speed.
+
+pytest tests/bench/test_row_products.py -m slow -s
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moetool.models.row_products import MAX_ROWS, products
+
+NUM_EXPERTS, OUTPUTS, INPUTS = 96, 1536, 2048  # gate and up of Qwen3-30B-A3B: 600 MB, more than any cache
+TOP_K, ROUNDS = 8, 30
+
+
+def _median_s(run: Callable[[list[int]], object]) -> float:
+    seconds = []
+    for n in range(ROUNDS):
+        experts = [(n * TOP_K + i) % NUM_EXPERTS for i in range(TOP_K)]
+        began = time.perf_counter()
+        run(experts)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+@pytest.mark.slow
+def test_bandwidth_of_few_rows() -> None:
+    torch.manual_seed(0)
+    pool = torch.randn(NUM_EXPERTS, OUTPUTS, INPUTS).mul_(0.02).bfloat16()
+    weights = list(pool)
+    num_bytes = TOP_K * OUTPUTS * INPUTS * 2
+    print(f"\n{torch.get_num_threads()} threads, GB/s of weights, median of {ROUNDS}")
+    print("rows  kernel  torch  oneDNN prepacked")
+    packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 1) for weight in weights]
+    for num_rows in (MAX_ROWS, 2 * MAX_ROWS, 4 * MAX_ROWS):
+        x = torch.randn(num_rows, INPUTS).bfloat16()
+
+        def kernel(experts: list[int], x: torch.Tensor = x) -> object:
+            return products([x] * TOP_K, [weights[e] for e in experts])
+
+        def plain(experts: list[int], x: torch.Tensor = x) -> object:
+            return [F.linear(x, weights[e]) for e in experts]
+
+        def prepacked(experts: list[int], x: torch.Tensor = x) -> object:
+            return [torch.ops.mkldnn._linear_pointwise(x, packed[e], None, "none", [], "") for e in experts]
+
+        rates = [num_bytes / _median_s(run) / 1e9 for run in (kernel, plain, prepacked)]
+        print(f"{num_rows:4d}  {rates[0]:6.1f} {rates[1]:6.1f}  {rates[2]:16.1f}")
+        for made, expected in zip(kernel([0, 1]), plain([0, 1]), strict=False):  # type: ignore[call-overload]
+            assert torch.allclose(made.float(), expected.float(), rtol=2**-6, atol=2e-2)

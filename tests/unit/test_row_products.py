@@ -1,0 +1,87 @@
+"""Products of few rows by the compiled kernel, against float64 and against themselves."""
+
+import pytest
+import torch
+
+from moetool.models import row_products
+from moetool.models.row_products import MAX_ROWS, RowLinear, adopt, multiplies, products, takes
+
+
+def _weights(count: int, rows: int = 512, columns: int = 576) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return [torch.randn(rows, columns, generator=generator).mul_(0.05).bfloat16() for _ in range(count)]
+
+
+def _rows(num_rows: int, columns: int = 576, dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> torch.Tensor:
+    return torch.randn(num_rows, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("num_rows", range(1, MAX_ROWS + 4))
+def test_products_are_those_of_float64_but_for_one_rounding(num_rows: int) -> None:
+    (weight,) = _weights(1)
+    x = _rows(num_rows, dtype=torch.float32)
+    (output,) = products([x], [weight])
+    exact = x.double() @ weight.double().T
+    assert output.dtype == torch.float32
+    assert torch.allclose(output.double(), exact, rtol=0, atol=1e-5)
+    (narrow,) = products([x.bfloat16()], [weight])
+    assert narrow.dtype == torch.bfloat16
+    assert torch.allclose(narrow.double(), x.bfloat16().double() @ weight.double().T, rtol=2**-8, atol=1e-5)
+
+
+def test_a_row_has_the_same_bits_in_any_company_and_with_any_number_of_threads() -> None:
+    weights = _weights(5)
+    xs = [_rows(count, seed=count) for count in (1, 8, 3, 5, 2)]
+    together = products(xs, weights)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for x, weight, output in zip(xs, weights, together, strict=True):
+                assert torch.equal(products([x], [weight])[0], output)
+                alone = torch.cat([products([row[None]], [weight])[0] for row in x])
+                assert torch.equal(alone, output)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_the_kernel_does_not_take_is_left_to_torch() -> None:
+    (weight,) = _weights(1)
+    assert takes(weight)
+    assert not multiplies(_rows(MAX_ROWS + 1), weight)
+    assert not multiplies(_rows(0), weight)
+    assert not takes(weight.float())
+    assert not takes(weight[:, :560])  # neither contiguous nor of whole vectors
+    assert not takes(weight.T)
+    assert not takes(weight[:64])  # not worth a call
+    assert not takes(weight.to("meta"))
+    assert not takes("a packed weight")
+
+
+def test_linear_layers_are_adopted_in_place() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(576, 512, dtype=torch.bfloat16),
+        torch.nn.Linear(512, 64, bias=False, dtype=torch.bfloat16),  # small
+    )
+    x = _rows(MAX_ROWS)[None]
+    with torch.inference_mode():
+        before = model[0](x)
+        assert adopt(model) == 1
+        assert isinstance(model[0], RowLinear)
+        assert type(model[1]) is torch.nn.Linear
+        after = model[0](x)
+        assert after.shape == before.shape
+        assert torch.allclose(after.float(), before.float(), rtol=2**-7, atol=1e-2)
+        many = _rows(MAX_ROWS + 1)
+        assert torch.equal(model[0](many), torch.nn.functional.linear(many, model[0].weight, model[0].bias))
+    assert adopt(model) == 0
+
+
+def test_without_numba_torch_computes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "numba", None)
+    row_products.find_kernel.cache_clear()
+    try:
+        assert not takes(_weights(1)[0])
+    finally:
+        monkeypatch.undo()
+        row_products.find_kernel.cache_clear()
