@@ -1,1 +1,1 @@
-"""Placement algorithms, one a file: the file's name is the planner's. See `moetool.planner.Problem`."""
+"""Placement: planners, one a file named as the planner is; beside them (`_*.py`) what they are given and judged by."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.sparse import csc_matrix
 
-from moetool.costing.latency import along, hull, knots
+from moetool.placement._latency import along, hull, knots
+from moetool.placement._local_search import Layer
 from moetool.placement._programme import minimise
-from moetool.placement._search import Layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ def relax(layer: Layer, budget: float | None = None) -> Relaxed | None:
 
     Source: DIRECTOR § VI-C, Eqs. 6a to 6g. Deviations:
         - Each constraint but 6b is about one layer and the objective is a sum, so each layer is minimised by itself.
-        - Convex under-estimates of f_comp and f_comm, so that the value is a bound (`moetool.costing.latency.hull`).
+        - Convex under-estimates of f_comp and f_comm, so that the value is a bound (`moetool.placement._latency.hull`).
         - Sum of x = 1 (6e has >= 1, under which a copy would double an expert's work).
         - tau_comp >= the time of the hottest expert together with the coldest of those that must be with it on its GPU:
           at least E less the room of the other GPUs. Without it the relaxation splits the hottest expert.

@@ -3,7 +3,7 @@
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from moetool.placement._search import Layer
+from moetool.placement._local_search import Layer
 
 _INTEGRAL = 1e-7
 _STEPS = 64

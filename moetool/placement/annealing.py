@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from moetool.errors import UsageError
-from moetool.placement._search import Layer
+from moetool.placement._local_search import Layer
+from moetool.placement._planner import Problem, layer_slots
 from moetool.placement.uniform import even_shares
-from moetool.planner import Problem, layer_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

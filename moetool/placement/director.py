@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from moetool.costing.latency import flows
 from moetool.errors import UsageError
+from moetool.placement._latency import flows
+from moetool.placement._local_search import Layer, improve
+from moetool.placement._planner import Problem, layer_slots
 from moetool.placement._relaxation import relax
 from moetool.placement._rounding import round_layer
-from moetool.placement._search import Layer, improve
 from moetool.placement.smartmoe import balance
-from moetool.planner import Problem, layer_slots
 
 _BISECTIONS = 20
 _QUICK_KICKS, _QUICK_RELAXATION = 1, 256
+QUICK = {"kicks": 0, "relaxation": 0}
+"""Options for placing anew while serving: without the steps that take most of the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
           `moetool.placement._rounding.round_layer`.
         - Local search follows, over swaps and moves, then over copies; the paper has none.
         - C_max as memory allows is a GPU's slots shared among the layers, and may differ between GPUs and layers.
-        - A token whose expert has copies goes to the nearest (`moetool.costing.latency.flows`).
+        - A token whose expert has copies goes to the nearest (`moetool.placement._latency.flows`).
 
     Raises:
         UsageError: a negative number, or no process.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moetool.errors import CapacityError, UsageError
-from moetool.planner import Problem, layer_slots
+from moetool.placement._planner import Problem, layer_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

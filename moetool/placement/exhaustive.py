@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.costing.latency import flows
 from moetool.errors import CapacityError, UsageError
-from moetool.placement._packing import pack_servers
-from moetool.planner import Problem, layer_slots
+from moetool.placement._gpus import pack_servers
+from moetool.placement._latency import flows
+from moetool.placement._planner import Problem, layer_slots
 
 _MOST = 100_000
 

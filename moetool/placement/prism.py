@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.placement._packing import pack_servers
-from moetool.planner import Problem, apportion
-from moetool.planning.demand import per_server
+from moetool.placement._demand import per_server
+from moetool.placement._gpus import pack_servers
+from moetool.placement._planner import Problem, apportion
 
 OBJECTIVE = "remote"
 

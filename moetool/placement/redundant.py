@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.planner import Problem
+from moetool.placement._planner import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

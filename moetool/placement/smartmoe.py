@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moetool.placement._planner import Problem, layer_slots
 from moetool.placement.uniform import even_shares
-from moetool.planner import Problem, layer_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.planner import Problem, layer_slots
+from moetool.placement._planner import Problem, layer_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

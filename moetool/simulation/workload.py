@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from moetool.errors import UsageError
-from moetool.planning.demand import count_experts
+from moetool.placement._demand import count_experts
 from moetool.simulation.arrivals import Arrival
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, ModelSpec, Phase
@@ -36,7 +36,7 @@ class Route:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Request:
+class SimulatedRequest:
     """A request on its way through the simulated cluster.
 
     Attributes:
@@ -66,7 +66,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class RequestSource:
     """The requests of a server's trace that may be drawn.
 
     Attributes:
@@ -78,7 +78,9 @@ class Source:
     replies: list[np.ndarray]
 
 
-def read_source(trace: Trace, uses: Callable[[int], bool], prompt_tokens: int = 0, decode_tokens: int = 20) -> Source:
+def read_source(
+    trace: Trace, uses: Callable[[int], bool], prompt_tokens: int = 0, decode_tokens: int = 20
+) -> RequestSource:
     """Read a trace's requests.
 
     A request of which only a prompt was recorded (routes of a teacher-forced run) is cut: its first `prompt_tokens`
@@ -113,19 +115,19 @@ def read_source(trace: Trace, uses: Callable[[int], bool], prompt_tokens: int = 
         replies.append(reply_TS[:decode_tokens] if len(reply_TS) else prompt_TS[-1:])
     if not prompts:
         raise UsageError(f"{trace.path} has no request left to draw; give a longer trace or a smaller --split")
-    return Source(prompts=prompts, replies=replies)
+    return RequestSource(prompts=prompts, replies=replies)
 
 
 def draw_requests(
     spec: ModelSpec,
     cluster: Cluster,
-    sources: Mapping[int, Source],
+    sources: Mapping[int, RequestSource],
     arrivals: Sequence[Arrival],
     rng: np.random.Generator,
     *,
     decode_tokens: int = 20,
     most_tokens: int = 0,
-) -> list[Request]:
+) -> list[SimulatedRequest]:
     """A request for each arrival, drawn with replacement from its server's source; its GPUs take turns.
 
     Where an arrival says how long it is, the drawn request's rows are repeated, or cut, to that length.
@@ -153,7 +155,7 @@ def draw_requests(
             known[key] = lay_out(spec, _repeated(prompt_TS, prompt), _repeated(reply_TS, new))
         gpu = first[n] + turn[n] % len(cluster.servers[n].gpus)
         turn[n] += 1
-        requests.append(Request(number=number, gpu=gpu, route=known[key], arrived_s=arrival.at_s))
+        requests.append(SimulatedRequest(number=number, gpu=gpu, route=known[key], arrived_s=arrival.at_s))
     return requests
 
 

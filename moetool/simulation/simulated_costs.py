@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.costing.costs import CostProfile, Curve
-from moetool.costing.latency import Latency
+from moetool.costing.costs import CostProfile
 from moetool.errors import MismatchError, UsageError
+from moetool.placement._latency import Latency, linear_latency
 from moetool.types import Cluster, ModelSpec
 
 LINKS = ("pair", "server")
@@ -177,21 +177,6 @@ def planning_latency(cluster: Cluster, computing: Computing, bytes_per_token: in
 
     A call costs as one of a single token does, as in decoding; a link costs its bytes, without its latency.
     """
-    num_gpus, server_G = len(cluster.gpus), cluster.server_G
-    rates: dict[float, int] = {}
-    link_GG = np.full((num_gpus, num_gpus), -1)
-    rate_NN = {(a, b): cluster.link(a, b)[0] for a in set(server_G) for b in set(server_G)}
-    for j in range(num_gpus):
-        for k in range(num_gpus):
-            if j != k:
-                link_GG[j, k] = rates.setdefault(rate_NN[server_G[j], server_G[k]], len(rates))
-    each_s = max(computing.expert[1], 1e-12)
-    return Latency(
-        name=computing.name,
-        unit="s",
-        comp=Curve(x=(0.0, 1.0), y=(0.0, each_s)),
-        speed_G=tuple(gpu.speed for gpu in cluster.gpus),
-        links=tuple(Curve(x=(0.0, 1e6), y=(0.0, 1e6 / rate)) for rate in rates) or (Curve(x=(0.0, 1.0), y=(0.0, 1.0)),),
-        link_GG=link_GG,
-        token_bytes=float(bytes_per_token),
-    )
+    rate_GG = [[cluster.link(a, b)[0] for b in cluster.server_G] for a in cluster.server_G]
+    byte_s_GG = 1.0 / np.array(rate_GG)
+    return linear_latency(cluster, max(computing.expert[1], 1e-12), byte_s_GG, float(bytes_per_token), computing.name)

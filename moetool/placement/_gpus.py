@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moetool.planner import Problem
+from moetool.placement._planner import Problem
 
 
 def pack_servers(problem: Problem, placed_NLE: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from moetool.costing.latency import Latency, along
+from moetool.placement._latency import Latency, along
 
 _POTENTIAL = 1e-7
 

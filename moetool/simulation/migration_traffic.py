@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from moetool.placement_plan import Move
-from moetool.simulation.engine import CALL
+from moetool.placement._placement_plan import Move
+from moetool.simulation.event_loop import CALL
 
 if TYPE_CHECKING:
-    from moetool.simulation.engine import Engine
+    from moetool.simulation.event_loop import EventLoop
 
 
 class Moving:
@@ -25,7 +25,7 @@ class Moving:
     """
 
     def __init__(
-        self, engine: "Engine", moves: Sequence[Move], piece_bytes: int, done: Callable[[float], None]
+        self, engine: "EventLoop", moves: Sequence[Move], piece_bytes: int, done: Callable[[float], None]
     ) -> None:
         self._moves, self._piece, self._done = moves, piece_bytes, done
         self._left = len(moves)
@@ -45,8 +45,8 @@ class Moving:
         if not moves:
             done(engine.now_s)
 
-    def _begin_of(self, i: int) -> "Callable[[Engine, float], None]":
-        def begin(engine: "Engine", now_s: float) -> None:
+    def _begin_of(self, i: int) -> "Callable[[EventLoop, float], None]":
+        def begin(engine: "EventLoop", now_s: float) -> None:
             move = self._moves[i]
             home = engine.cluster.server_G[move.gpu]
             source = -1 if move.source < 0 else engine.cluster.server_G[move.source]
@@ -59,7 +59,7 @@ class Moving:
 
         return begin
 
-    def _send(self, engine: "Engine", i: int, queue: int, left: int) -> None:
+    def _send(self, engine: "EventLoop", i: int, queue: int, left: int) -> None:
         """Queue the next piece; the one after it follows when this one is through, and loaded."""
         size = min(self._piece, left)
         link = engine.link_Q[queue]
@@ -73,8 +73,8 @@ class Moving:
         else:
             engine.at(loaded + link[2], CALL, self._end_of(i))
 
-    def _end_of(self, i: int) -> "Callable[[Engine, float], None]":
-        def end(engine: "Engine", now_s: float) -> None:
+    def _end_of(self, i: int) -> "Callable[[EventLoop, float], None]":
+        def end(engine: "EventLoop", now_s: float) -> None:
             move = self._moves[i]
             if move.kind == "copy":
                 engine.routing.add(move.layer, move.expert, move.gpu)

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from moetool.simulation.control import Migration
-from moetool.simulation.engine import Engine
+from moetool.placement._replacement_record import ReplacementRecord
+from moetool.simulation.event_loop import EventLoop
 
 PERCENTILES = (50, 90, 95, 99)
+_MIGRATION = (
+    *("at_s", "calls_before", "calls_after", "saved_s", "cost_s", "worth_it", "made", "copies", "bytes", "done_s"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedRequest:
     """One request, in seconds since the simulation began.
 
     Attributes:
@@ -67,12 +70,12 @@ class Simulated:
     mode: str
     seed: int
     costs: str
-    served: tuple[Served, ...]
+    served: tuple[ServedRequest, ...]
     local: float
     windows: tuple[Window, ...]
     utilisation_G: tuple[float, ...]
     links: tuple[tuple[str, int, float], ...]
-    migrations: tuple[Migration, ...]
+    migrations: tuple[ReplacementRecord, ...]
     seconds: float
 
     @property
@@ -137,7 +140,7 @@ class Simulated:
             "local_over_time": [[one.until_s, one.calls, one.local] for one in self.windows],
             "utilisation_G": list(self.utilisation_G),
             "links": [{"link": name, "bytes": sent, "busy": busy} for name, sent, busy in self.links],
-            "migrations": [one.to_json() for one in self.migrations],
+            "migrations": [{name: getattr(one, name) for name in _MIGRATION} for one in self.migrations],
         }
         if requests:
             names = ("server", "gpu", "prompt_tokens", "new_tokens", "arrived_s", "started_s", "first_s", "finished_s")
@@ -150,7 +153,7 @@ def percentile(ascending: Sequence[float], percent: float) -> float:
     return ascending[max(0, math.ceil(percent / 100 * len(ascending)) - 1)]
 
 
-def collect(engine: Engine, mode: str, seed: int, migrations: Sequence[Migration]) -> Simulated:
+def collect(engine: EventLoop, mode: str, seed: int, migrations: Sequence[ReplacementRecord]) -> Simulated:
     """The results of an engine that has run."""
     cluster = engine.cluster
     names = [cluster.servers[n].name for n in cluster.server_G]
@@ -166,7 +169,7 @@ def collect(engine: Engine, mode: str, seed: int, migrations: Sequence[Migration
         seed=seed,
         costs=engine.computing.name,
         served=tuple(
-            Served(
+            ServedRequest(
                 server=names[request.gpu],
                 gpu=request.gpu,
                 prompt_tokens=request.route.prompt_tokens,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from moetool.simulation.costs import Network
+from moetool.simulation.simulated_costs import Network
 from moetool.types import Cluster
 
 Target = int | tuple[int, ...]

@@ -18,13 +18,14 @@ it, and no expert moves.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush, heappushpop
 from math import inf
 from typing import Any, Protocol
 
-from moetool.simulation.costs import Computing, Network
-from moetool.simulation.routing import Routing
-from moetool.simulation.workload import Request
+from moetool.simulation.replica_choice import Routing
+from moetool.simulation.simulated_costs import Computing, Network
+from moetool.simulation.workload import SimulatedRequest
 from moetool.types import Cluster, ModelSpec
 
 ARRIVE, ROUND, TICK, WINDOW, CALL, READY, SEND, WORK, BACK = range(9)
@@ -34,25 +35,47 @@ ADMISSIONS = ("seats", "rounds")
 class Watcher(Protocol):
     """Who places experts while the simulation runs."""
 
-    def on_tick(self, engine: "Engine") -> None:
+    def on_tick(self, engine: "EventLoop") -> None:
         """The time to place anew has come."""
 
-    def on_round(self, engine: "Engine", begun: Sequence[Request], begin: Callable[[float], None]) -> None:
+    def on_round(self, engine: "EventLoop", begun: Sequence[SimulatedRequest], begin: Callable[[float], None]) -> None:
         """These requests are about to begin together: call `begin` with the time when they may."""
 
-    def on_finished(self, request: Request) -> None:
+    def on_finished(self, request: SimulatedRequest) -> None:
         """A request is through."""
 
 
-class Engine:
-    """One run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedMachines:
+    """What requests run on: a model, the GPUs that compute it, and the links between them."""
 
-    Args:
+    spec: ModelSpec
+    cluster: Cluster
+    network: Network
+    computing: Computing
+    bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOptions:
+    """How requests are admitted, and what happens at regular times.
+
+    Attributes:
         seats: requests that a GPU has under way at a time; the others wait for it.
         admission: `seats`: a waiting request begins when its GPU has a free seat. `rounds`: requests begin together,
             on every GPU as many as it has seats, when all of the last round are through: static batches.
         tick_s: how often the watcher is asked to place anew (0: never).
-        window_s: how often `windows` gets a row.
+        window_s: how often `EventLoop.windows` gets a row.
+    """
+
+    seats: int = 1
+    admission: str = "seats"
+    tick_s: float = 0.0
+    window_s: float = 60.0
+
+
+class EventLoop:
+    """One run.
 
     Attributes:
         now_s: the time of the last event.
@@ -73,24 +96,19 @@ class Engine:
 
     def __init__(
         self,
-        spec: ModelSpec,
-        cluster: Cluster,
-        network: Network,
-        computing: Computing,
+        machines: SimulatedMachines,
         routing: Routing,
-        requests: Sequence[Request],
+        requests: Sequence[SimulatedRequest],
         watcher: Watcher | None = None,
-        *,
-        bytes_per_token: int,
-        seats: int = 1,
-        admission: str = "seats",
-        tick_s: float = 0.0,
-        window_s: float = 60.0,
+        options: LoopOptions | None = None,
     ) -> None:
-        num_gpus = len(cluster.gpus)
-        self.spec, self.cluster, self.network, self.computing = spec, cluster, network, computing
+        options = options or LoopOptions()
+        self.spec, self.cluster = machines.spec, machines.cluster
+        self.network, self.computing = machines.network, machines.computing
+        self.bytes_per_token = machines.bytes_per_token
         self.routing, self.requests, self.watcher = routing, requests, watcher
-        self.bytes_per_token = bytes_per_token
+        network, cluster = machines.network, machines.cluster
+        num_gpus = len(cluster.gpus)
         self.now_s = self._since_s = 0.0
         self.free_G, self.busy_G = [0.0] * num_gpus, [0.0] * num_gpus
         costs: dict[tuple[float, float], tuple[float, float]] = {}  # one object for equal links: less to fetch
@@ -101,15 +119,15 @@ class Engine:
         self.tokens_GG = [[0] * num_gpus for _ in range(num_gpus)]
         self.moving = 0
         self.windows: list[tuple[float, int, int]] = []
-        self.finished: list[Request] = []
-        self.waiting_G: list[deque[Request]] = [deque() for _ in range(num_gpus)]
-        self.running: dict[int, Request] = {}
+        self.finished: list[SimulatedRequest] = []
+        self.waiting_G: list[deque[SimulatedRequest]] = [deque() for _ in range(num_gpus)]
+        self.running: dict[int, SimulatedRequest] = {}
         self._mates_G = [[h for h, m in enumerate(cluster.server_G) if m == n] for n in cluster.server_G]
         self._under_way_G = [0] * num_gpus
-        self._seats, self._rounds = seats, admission == "rounds"
+        self._seats, self._rounds = options.seats, options.admission == "rounds"
         self._round_called = False
-        self._tick_s, self._window_s = tick_s, window_s
-        self._next_tick_s = tick_s if tick_s > 0 else inf
+        self._tick_s, self._window_s = options.tick_s, options.window_s
+        self._next_tick_s = options.tick_s if options.tick_s > 0 else inf
         # (time; time of the event that it follows from, time of the one before that, number; kind, what, GPU, seconds,
         # bytes): what happens at one time happens in the order in which it was put off, also where that is not known
         # from the number because a result joined its link ahead of its time.
@@ -180,7 +198,7 @@ class Engine:
         leaving_N = [0] * len(self.cluster.servers)  # that will join links of the server at events to come
         calm_s = -inf if self.moving else self._next_tick_s  # no expert moves before
         number = self._number
-        request: Request
+        request: SimulatedRequest
         # Where one event follows from another, its push and the next pop are one step of the heap.
         event = heappop(heap) if heap else None
         while event is not None:
@@ -287,7 +305,7 @@ class Engine:
     def _seldom(self, kind: int, what: object) -> None:
         """The events that are few."""
         if kind == ARRIVE:
-            assert isinstance(what, Request)
+            assert isinstance(what, SimulatedRequest)
             self._expect_next()
             self.waiting_G[what.gpu].append(what)
             if self._rounds:
@@ -312,7 +330,7 @@ class Engine:
         while self.waiting_G[gpu] and self._under_way_G[gpu] < self._seats:
             self._begin(self.waiting_G[gpu].popleft(), self.now_s)
 
-    def _begin(self, request: Request, at_s: float) -> None:
+    def _begin(self, request: SimulatedRequest, at_s: float) -> None:
         request.started_s = at_s
         self._under_way_G[request.gpu] += 1
         self.running[request.number] = request
@@ -341,7 +359,7 @@ class Engine:
         else:
             self.watcher.on_round(self, begun, begin)
 
-    def _finish(self, request: Request) -> None:
+    def _finish(self, request: SimulatedRequest) -> None:
         request.finished_s = self.now_s
         self._under_way_G[request.gpu] -= 1
         del self.running[request.number]

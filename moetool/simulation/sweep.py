@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from moetool.config import parse_bytes
 from moetool.errors import UsageError, unknown_name
-from moetool.simulation.results import Simulated
-from moetool.simulation.running import Options, World, read_world, simulate
+from moetool.simulation.simulate import World, read_world, simulate
+from moetool.simulation.simulation_options import SimulationOptions
+from moetool.simulation.simulation_results import Simulated
 from moetool.types import Cluster, Server
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def sweep(
     mode: str,
     arrivals: str,
     requests: int,
-    options: Options | None = None,
+    options: SimulationOptions | None = None,
     *,
     on_run: Callable[[int, int], None] = lambda done, of: None,
     **more: Any,
@@ -55,7 +56,7 @@ def sweep(
     Raises:
         UsageError: a value that makes no sense; as `simulate`.
     """
-    options = options or Options()
+    options = options or SimulationOptions()
     names, runs = list(swept), []
     worlds: dict[tuple[str | None, str | None], World] = {}
     combinations = list(product(*(swept[name] for name in names)))

@@ -1,0 +1,302 @@
+"""From traces, a cluster and costs to placement plans, and planners side by side on requests they have not seen."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moetool import config, durable, plugins
+from moetool.costing.costs import CostProfile
+from moetool.errors import MismatchError, UsageError
+from moetool.placement import _planner as planner
+from moetool.placement._demand import Demand, held_out, one_model, planned_share, read_demand, spread
+from moetool.placement._engine_slots import equal_slots, filled
+from moetool.placement._latency import Latency, profiled_latency, unit_latency
+from moetool.placement._placement_plan import PlacementPlan, TraceReference, experts_of
+from moetool.placement._planner import Problem
+from moetool.placement._scoring import PlacementScore, score
+from moetool.trace.expert_counts import ExpertCounts, open_workload
+from moetool.trace.reader import Trace
+from moetool.types import Cluster, ModelSpec
+
+Workload = Trace | ExpertCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a placement is judged by besides the traces.
+
+    Attributes:
+        seed: of every random choice.
+        starts: on which GPU of its server a request's tokens start (`moetool.placement._demand.STARTS`).
+        sides: of Eq. 4, `both` or `send` (`moetool.placement._latency.Latency`).
+        routing: which copy a token goes to when plans are scored (`moetool.placement._latency.ROUTINGS`).
+        value_bytes: bytes of one number of a hidden state on its way.
+        engine: that a plan is for: it has as many slots of each layer on every GPU (`_engine_slots.ENGINES`).
+
+    Raises:
+        UsageError: the seed is below 0, or value_bytes is not above 0.
+    """
+
+    seed: int = 0
+    starts: str = "round_robin"
+    sides: str = "both"
+    routing: str = "nearest"
+    value_bytes: int = 2
+    engine: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise UsageError(f"--set seed: found {self.seed}, expected a whole number from 0")
+        if self.value_bytes < 1:
+            raise UsageError(f"--set value_bytes: found {self.value_bytes}, expected a whole number above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerRow:
+    """A planner on some requests.
+
+    Attributes:
+        requests: `planned on`, `held out` or `unseen task`; of a saved plan's score `planned on`, `partly planned on`
+            or `other`, by whether the traces are those that it was made from, and all of their requests.
+        planning_s: how long the planner took.
+    """
+
+    planner: str
+    requests: str
+    score: PlacementScore
+    planning_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return {
+            "planner": self.planner,
+            "requests": self.requests,
+            "planning_s": self.planning_s,
+            **self.score.to_json(),
+        }
+
+
+def open_traces(given: Sequence[str]) -> dict[str, Workload]:
+    """Traces, or counts, from `SERVER=DIR`.
+
+    Raises:
+        UsageError: one has no `=`, a server comes twice, or there is no such folder.
+        MismatchError: a trace is damaged.
+    """
+    traces: dict[str, Workload] = {}
+    for text in given:
+        server, equals, path = text.partition("=")
+        if not equals or not server or not path:
+            raise UsageError(f"--trace {text!r} names no server; write --trace SERVER=DIR")
+        if server in traces:
+            raise UsageError(f"--trace names the server {server!r} twice; give each one trace")
+        traces[server] = open_workload(Path(path))
+    return traces
+
+
+def latency_of(cluster: Cluster, spec: ModelSpec, profile: CostProfile | None, setting: Setting) -> Latency:
+    """The profile's costs, or unit costs without one."""
+    if profile is None:
+        return unit_latency(cluster, sides=setting.sides)
+    return profiled_latency(cluster, spec, profile, sides=setting.sides, value_bytes=setting.value_bytes)
+
+
+def plan_placement(
+    traces: Mapping[str, Workload],
+    cluster: Cluster,
+    name: str,
+    options: Mapping[str, Any],
+    *,
+    profile: Path | None = None,
+    split: float = 1.0,
+    setting: Setting | None = None,
+) -> tuple[PlacementPlan, list[PlannerRow]]:
+    """Plan on a share of the requests; the plan, and its scores on those and on the rest.
+
+    Raises:
+        UsageError: an unknown planner, option or server, or no token to plan from.
+        MismatchError: traces or profile are of different models, or the planner cannot place for `setting.engine`.
+        CapacityError: the experts do not fit.
+    """
+    setting = setting or Setting()
+    spec = one_model(traces, cluster)
+    slots = 0
+    if setting.engine is not None:
+        cluster, slots = equal_slots(cluster, spec, setting.engine)
+    planner.require_room(spec, cluster)
+    known = CostProfile.load(profile) if profile is not None else None
+    latency = latency_of(cluster, spec, known, setting)
+    uses = planned_share(split)
+    demands = _split_demands(traces, cluster, uses, split, setting)
+    problem = Problem(demand=demands["planned on"], latency=latency, seed=setting.seed)
+    module = planner.find(name)
+    chosen = config.parse(module.Options, options, f"planner {name}")
+    placed_GLE, seconds = timed(name, problem, chosen)
+    if setting.engine is not None:
+        placed_GLE = filled(problem, placed_GLE, slots, name)
+    c_max = int(getattr(chosen, "c_max", 0))
+    rows = [
+        PlannerRow(
+            planner=name,
+            requests=requests,
+            score=_score(demand, latency, placed_GLE, setting, c_max),
+            planning_s=seconds,
+        )
+        for requests, demand in demands.items()
+    ]
+    first = rows[0].score
+    remote = getattr(chosen, "objective", getattr(module, "OBJECTIVE", "latency")) == "remote"
+    plan = PlacementPlan(
+        spec=spec,
+        cluster=cluster,
+        planner=name,
+        options=asdict(chosen),
+        seed=setting.seed,
+        experts_LG=experts_of(placed_GLE),
+        starts=setting.starts,
+        costs=f"{latency.name}; in {latency.unit}; {setting.sides} of Eq. 4",
+        objective="remote calls (Prism, Eq. 2)" if remote else "T_comp + T_comm (DIRECTOR, Eq. 5)",
+        value=first.remote_calls if remote else first.latency,
+        lower_bound=first.remote_bound if remote else first.work_bound,
+        traces=tuple(
+            TraceReference(
+                server=server,
+                path=str(trace.path),
+                sha256=trace.sha256,
+                requests=sum(uses(server, place) for place in range(len(trace.requests))),
+            )
+            for server, trace in traces.items()
+        ),
+        profile_sha256=None if profile is None else durable.sha256_file(profile),
+        planning_s=seconds,
+        split=split,
+    )
+    plan.check(spec)
+    return plan, rows
+
+
+def timed(name: str, problem: Problem, options: Any) -> tuple[np.ndarray, float]:
+    """A placement and the seconds that it took."""
+    began = time.perf_counter()
+    placed_GLE = planner.place(name, problem, options)
+    return placed_GLE, time.perf_counter() - began
+
+
+def score_plan(
+    plan: PlacementPlan, traces: Mapping[str, Workload], *, profile: Path | None = None, setting: Setting | None = None
+) -> PlannerRow:
+    """Score a plan on whole traces.
+
+    Args:
+        setting: by default tokens start as the plan was made for.
+
+    Raises:
+        MismatchError: a trace is of another model than the plan.
+        UsageError: an unknown server, or no token.
+    """
+    setting = setting or Setting(starts=plan.starts, seed=plan.seed)
+    spec = one_model(traces, plan.cluster)
+    spec.require_same(plan.spec, "the trace", "the plan")
+    known = CostProfile.load(profile) if profile is not None else None
+    latency = latency_of(plan.cluster, spec, known, setting)
+    demand = read_demand(traces, plan.cluster, starts=setting.starts, seed=setting.seed)
+    c_max = int(plan.options.get("c_max", 0))
+    found = _score(demand, latency, plan.placed_GLE, setting, c_max)
+    return PlannerRow(planner=plan.planner, requests=_seen(plan, traces), score=found, planning_s=plan.planning_s)
+
+
+def _seen(plan: PlacementPlan, traces: Mapping[str, Workload]) -> str:
+    """Whether a plan was made from these traces (`PlannerRow.requests`)."""
+    planned = {reference.sha256: reference.requests for reference in plan.traces}
+    used = [planned.get(trace.sha256, 0) for trace in traces.values()]
+    if not any(used):
+        return "other"
+    whole = all(count >= len(trace.requests) for count, trace in zip(used, traces.values(), strict=True))
+    return "planned on" if whole else "partly planned on"
+
+
+def comparable() -> list[str]:
+    """Every planner but `exhaustive`, which is for tiny cases."""
+    return [name for name in plugins.names("planner") if name != "exhaustive"]
+
+
+def compare(
+    traces: Mapping[str, Workload],
+    cluster: Cluster,
+    names: Sequence[str],
+    *,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    profile: Path | None = None,
+    split: float = 0.5,
+    unseen: Trace | None = None,
+    setting: Setting | None = None,
+) -> list[PlannerRow]:
+    """Planners side by side: on the requests that they plan on, on the others, and on a task that none has seen.
+
+    Args:
+        options: of planners, by name.
+        split: share of each trace's requests that is planned on.
+        unseen: a trace whose requests then come to every server alike.
+
+    Raises:
+        UsageError: `unseen` is one of the traces that are planned on; no planner.
+        As `plan_placement`.
+    """
+    setting = setting or Setting()
+    if not names:
+        raise UsageError(f"no planner to compare, expected some of {', '.join(plugins.names('planner'))}")
+    spec = one_model(traces, cluster)
+    planner.require_room(spec, cluster)
+    latency = latency_of(cluster, spec, CostProfile.load(profile) if profile is not None else None, setting)
+    demands = _split_demands(traces, cluster, planned_share(split), split, setting)
+    if unseen is not None:
+        spec.require_same(unseen.spec, "the traces", "the unseen task")
+        if planned := [server for server, trace in traces.items() if trace.sha256 == unseen.sha256]:
+            raise UsageError(
+                f"{unseen.path} is the trace of server {planned[0]} that is planned on, expected one of an unseen task"
+            )
+        alone = Cluster(servers=(cluster.servers[0],))
+        tokens_LE = read_demand({cluster.servers[0].name: unseen}, alone).tokens_LE
+        demands["unseen task"] = spread(spec, cluster, np.repeat(tokens_LE[None], len(cluster.servers), axis=0))
+    problem = Problem(demand=demands["planned on"], latency=latency, seed=setting.seed)
+    rows = []
+    for name in names:
+        chosen = config.parse(planner.find(name).Options, (options or {}).get(name, {}), f"planner {name}")
+        placed_GLE, seconds = timed(name, problem, chosen)
+        for requests, demand in demands.items():
+            found = _score(demand, latency, placed_GLE, setting, int(getattr(chosen, "c_max", 0)))
+            rows.append(PlannerRow(planner=name, requests=requests, score=found, planning_s=seconds))
+    return rows
+
+
+def _split_demands(
+    traces: Mapping[str, Workload],
+    cluster: Cluster,
+    uses: Callable[[str, int], bool],
+    split: float,
+    setting: Setting,
+) -> dict[str, Demand]:
+    how: dict[str, Any] = {"starts": setting.starts, "seed": setting.seed}
+    demands = {"planned on": read_demand(traces, cluster, uses, **how)}
+    if split < 1:
+        try:
+            demands["held out"] = read_demand(traces, cluster, held_out(uses), **how)
+        except UsageError:
+            raise UsageError(f"--split {split} leaves no request with tokens to hold out; give longer traces") from None
+    return demands
+
+
+def _score(demand: Demand, latency: Latency, placed_GLE: np.ndarray, setting: Setting, c_max: int) -> PlacementScore:
+    if demand.tokens_GLE.shape != placed_GLE.shape:
+        raise MismatchError("the plan and the requests are of different shapes; plan again for this cluster")
+    return score(
+        Problem(demand=demand, latency=latency),
+        placed_GLE,
+        routing=setting.routing,
+        value_bytes=setting.value_bytes,
+        c_max=c_max,
+    )

@@ -1,0 +1,277 @@
+"""What a placement costs in DIRECTOR's system model: T_comp + T_comm, with replicas and unequal links."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from moetool.costing.costs import CostProfile, Curve
+from moetool.errors import MismatchError, UsageError
+from moetool.types import Cluster, ModelSpec
+
+SIDES = ("both", "send")
+ROUTINGS = ("nearest", "even")
+_LINEAR = Curve(x=(0.0, 1.0), y=(0.0, 1.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency:
+    """f_comp and f_comm of every GPU and pair of GPUs.
+
+    Attributes:
+        name: where the curves are from, for people.
+        unit: `s`, or `tokens` where computing a token and sending one each count 1.
+        comp: time against the tokens of a GPU of speed 1.
+        speed_G: by how much each GPU is faster than that.
+        links: curves of time against bytes.
+        link_GG: which of `links` leads from GPU j to GPU k; -1 from a GPU to itself.
+        token_bytes: d of Eq. 3, the bytes of a token's hidden state.
+        sides: `both` counts for each GPU the worse of what it sends and what it receives, and the combine as well as
+            the dispatch; `send` is Eq. 4 as printed.
+
+    Source: DIRECTOR § VI-A, Eqs. 1 to 4. Deviations:
+        - f(0) = 0: a GPU without tokens and a pair without bytes cost nothing, whatever a curve says at 0.
+        - `sides="both"`, the default: the printed Eq. 4 leaves out receiving and the second all-to-all. The combine
+          carries the same bytes the other way, so it doubles the term.
+        - GPUs may differ in speed; then the straggler is the slowest, not the fullest.
+    """
+
+    name: str
+    unit: str
+    comp: Curve
+    speed_G: tuple[float, ...]
+    links: tuple[Curve, ...]
+    link_GG: np.ndarray
+    token_bytes: float
+    sides: str = "both"
+
+    @cached_property
+    def linear(self) -> bool:
+        """Whether every curve is a straight line through 0."""
+        return all(_slope(curve) is not None for curve in (self.comp, *self.links))
+
+    @cached_property
+    def comp_slope_G(self) -> np.ndarray:
+        """Time a token on each GPU, where the curves are `linear`."""
+        return (_slope(self.comp) or 0.0) / np.array(self.speed_G)
+
+    @cached_property
+    def link_slope_GG(self) -> np.ndarray:
+        """Time a token from GPU to GPU, where the curves are `linear`."""
+        slopes = np.array([*(_slope(curve) or 0.0 for curve in self.links), 0.0])
+        return slopes[self.link_GG] * self.token_bytes
+
+    @property
+    def ways(self) -> float:
+        """How often the all-to-all is paid."""
+        return 2.0 if self.sides == "both" else 1.0
+
+    def comp_s(self, tokens_XG: np.ndarray) -> np.ndarray:
+        """Time that each GPU computes."""
+        return along(self.comp, tokens_XG) / np.array(self.speed_G)
+
+    def comm_s(self, tokens_GG: np.ndarray) -> np.ndarray:
+        """Time of each way from GPU j to GPU k."""
+        return self.link_s(tokens_GG, self.link_GG)
+
+    def link_s(self, tokens_X: np.ndarray, link_X: np.ndarray) -> np.ndarray:
+        """Time that tokens take over links, given by number."""
+        taken_X = np.zeros(np.broadcast_shapes(tokens_X.shape, link_X.shape))
+        for number, curve in enumerate(self.links):
+            mine = link_X == number
+            if mine.any():
+                taken_X = np.where(mine, along(curve, tokens_X * self.token_bytes), taken_X)
+        return taken_X
+
+    def layer(self, flow_GG: np.ndarray) -> tuple[float, float]:
+        """(T_comp, T_comm) of a layer, from the tokens that GPU j has computed by GPU k."""
+        comm_GG = self.comm_s(flow_GG)
+        straggler = comm_GG.sum(axis=1).max()
+        if self.sides == "both":
+            straggler = max(straggler, comm_GG.sum(axis=0).max())
+        return float(self.comp_s(flow_GG.sum(axis=0)).max()), self.ways * float(straggler)
+
+
+def _slope(curve: Curve) -> float | None:
+    """The slope of a straight line through 0."""
+    if len(curve.x) != 2 or curve.x[0] != 0 or curve.y[0] != 0:
+        return None
+    return curve.y[1] / curve.x[1]
+
+
+def along(curve: Curve, amount_X: np.ndarray) -> np.ndarray:
+    """A curve at many amounts at once; 0 at 0 and below."""
+    x, y = np.array(curve.x), np.array(curve.y)
+    if len(x) == 1:
+        return np.where(amount_X > 0, y[0], 0.0)
+    slope = _slope(curve)
+    if slope is not None:
+        return slope * np.maximum(amount_X, 0.0)
+    value_X = np.interp(amount_X, x, y)
+    first, last = (y[1] - y[0]) / (x[1] - x[0]), (y[-1] - y[-2]) / (x[-1] - x[-2])
+    value_X = np.where(amount_X < x[0], np.maximum(0.0, y[0] + first * (amount_X - x[0])), value_X)
+    value_X = np.where(amount_X > x[-1], y[-1] + max(0.0, last) * (amount_X - x[-1]), value_X)
+    return np.where(amount_X > 0, value_X, 0.0)
+
+
+def unit_latency(cluster: Cluster, *, sides: str = "both") -> Latency:
+    """Computing a token counts 1 on a GPU of speed 1, sending one counts 1: for want of a profile."""
+    found = linear_latency(cluster, 1.0, 1.0, 1.0, "unit costs, no profile")
+    return replace(found, unit="tokens", sides=_known(sides))
+
+
+def linear_latency(
+    cluster: Cluster, token_s: float, byte_s_GG: np.ndarray | float, token_bytes: float, name: str
+) -> Latency:
+    """Straight lines through 0, so that the parts of a batch add up to the whole.
+
+    Args:
+        token_s: of computing a token on a GPU of speed 1.
+        byte_s_GG: of sending a byte from GPU to GPU, or one number for all ways.
+    """
+    num_gpus = len(cluster.gpus)
+    byte_s_GG = np.broadcast_to(np.asarray(byte_s_GG, np.float64), (num_gpus, num_gpus))
+    kinds, kind_GG = np.unique(byte_s_GG, return_inverse=True)
+    comp, *links = (Curve(x=(0.0, 1.0), y=(0.0, slope)) for slope in (token_s, *kinds.tolist()))
+    return Latency(
+        name=name,
+        unit="s",
+        comp=comp,
+        speed_G=tuple(gpu.speed for gpu in cluster.gpus),
+        links=tuple(links),
+        link_GG=np.where(np.eye(num_gpus, dtype=bool), -1, kind_GG.reshape(num_gpus, num_gpus)),
+        token_bytes=token_bytes,
+    )
+
+
+def profiled_latency(
+    cluster: Cluster, spec: ModelSpec, profile: CostProfile, *, sides: str = "both", value_bytes: int = 2
+) -> Latency:
+    """f_comp from a profile's curve of one expert; f_comm from the cluster's links, or the profile's where it has one.
+
+    The profile's link curve stands for every way between servers whose rate and latency the cluster gives no `Link`.
+
+    Args:
+        value_bytes: bytes of one number of a hidden state.
+
+    Raises:
+        MismatchError: the profile is of another kind of layer, or the model's hidden size is not known.
+    """
+    profile.check(spec)
+    if spec.hidden_size <= 0:
+        raise MismatchError(
+            f"the hidden size of {spec.name} is not known, so bytes per token are not; leave out --profile"
+        )
+    devices = {costs.device for costs in profile.compute}
+    named = {frozenset(link.between) for link in cluster.links}
+    kinds: dict[Any, int] = {}
+    links: list[Curve] = []
+    num_gpus, server_G = len(cluster.gpus), cluster.server_G
+    link_GG = np.full((num_gpus, num_gpus), -1)
+    for j in range(num_gpus):
+        for k in range(num_gpus):
+            if j == k:
+                continue
+            a, b = server_G[j], server_G[k]
+            default = a != b and frozenset((cluster.servers[a].name, cluster.servers[b].name)) not in named
+            key = "profile" if default and profile.link is not None else cluster.link(a, b)
+            if key not in kinds:
+                kinds[key] = len(links)
+                links.append(_line(*key) if isinstance(key, tuple) else profile.link or _LINEAR)
+            link_GG[j, k] = kinds[key]
+    return Latency(
+        name=f"profile of {profile.spec.name}",
+        unit="s",
+        comp=profile.on("cuda" if "cuda" in devices else "cpu").expert,
+        speed_G=tuple(gpu.speed for gpu in cluster.gpus),
+        links=tuple(links) or (_LINEAR,),
+        link_GG=link_GG,
+        token_bytes=float(spec.hidden_size * value_bytes),
+        sides=_known(sides),
+    )
+
+
+def _line(bytes_s: float, latency_s: float) -> Curve:
+    return Curve(x=(0.0, 1e6), y=(latency_s, latency_s + 1e6 / bytes_s))
+
+
+def _known(sides: str) -> str:
+    if sides not in SIDES:
+        raise UsageError(f"unknown sides {sides!r}, expected {' or '.join(SIDES)}")
+    return sides
+
+
+def flows(cluster: Cluster, tokens_GE: np.ndarray, placed_GE: np.ndarray, routing: str = "nearest") -> np.ndarray:
+    """Tokens [G, G] of a layer that start on GPU j and are computed on GPU k.
+
+    Args:
+        routing: `nearest`: on the own GPU if it has the expert, else evenly over the own server's, else evenly over
+            all that have it. `even`: over all that have it, wherever the token is, as EPLB counts.
+    """
+    hosts_GE = placed_GE.astype(np.float64)
+    anywhere_GE = hosts_GE / np.maximum(hosts_GE.sum(axis=0), 1.0)
+    if routing == "even":
+        return tokens_GE @ anywhere_GE.T
+    server_G = np.array(cluster.server_G)
+    flow_GG = np.zeros((len(tokens_GE), len(tokens_GE)))
+    for n in range(len(cluster.servers)):
+        mine_G = server_G == n
+        inside_GE = hosts_GE * mine_G[:, None]
+        count_E = inside_GE.sum(axis=0)
+        share_GE = np.where(count_E > 0, inside_GE / np.maximum(count_E, 1.0), anywhere_GE)
+        away_GE = np.where(placed_GE, 0.0, tokens_GE)[mine_G]
+        flow_GG[mine_G] = away_GE @ share_GE.T
+    flow_GG[np.diag_indices(len(tokens_GE))] += np.where(placed_GE, tokens_GE, 0.0).sum(axis=1)
+    return flow_GG
+
+
+def layers_s(latency: Latency, cluster: Cluster, tokens_GLE: np.ndarray, placed_GLE: np.ndarray) -> float:
+    """T_comp + T_comm of all layers, each one's whole demand taken at once."""
+    return sum(
+        sum(latency.layer(flows(cluster, tokens_GLE[:, layer], placed_GLE[:, layer])))
+        for layer in range(tokens_GLE.shape[1])
+    )
+
+
+def hull(cost: Callable[[np.ndarray], np.ndarray], knots: np.ndarray) -> list[tuple[float, float]]:
+    """Lines (slope, intercept) whose maximum is the largest convex function under a curve, with 0 at 0.
+
+    It is a true under-estimate wherever the curve is straight between `knots`, which must begin with 0 and reach as
+    far as any amount that can occur.
+    """
+    points = [(float(x), float(y)) for x, y in zip(knots, cost(knots), strict=True)]
+    kept: list[tuple[float, float]] = []
+    for x, y in points:
+        while len(kept) > 1 and _rise(kept[-2], kept[-1]) >= _rise(kept[-1], (x, y)):
+            kept.pop()
+        kept.append((x, y))
+    lines = []
+    for a, b in pairwise(kept):
+        slope = _rise(a, b)
+        if math.isfinite(slope):
+            lines.append((slope, a[1] - slope * a[0]))
+    return lines or [(0.0, 0.0)]
+
+
+def knots(curve: Curve, most: float, scale: float = 1.0) -> np.ndarray:
+    """Amounts from 0 to `most` between which a curve is straight, for `hull`.
+
+    Besides its own knots: just above 0, where it may jump, and where its first piece, drawn on towards 0, meets 0.
+
+    Args:
+        scale: by how much the curve's amounts are larger: bytes of a token.
+    """
+    if most <= 0:
+        return np.array([0.0, 1.0])
+    inner = [x / scale for x in curve.x]
+    if len(curve.x) > 1 and curve.y[1] > curve.y[0]:
+        inner.append((curve.x[0] - curve.y[0] * (curve.x[1] - curve.x[0]) / (curve.y[1] - curve.y[0])) / scale)
+    return np.array(sorted({0.0, most * 1e-9, *(float(x) for x in inner if 0 < x < most), most}))
+
+
+def _rise(a: tuple[float, float], b: tuple[float, float]) -> float:
+    return (b[1] - a[1]) / (b[0] - a[0])

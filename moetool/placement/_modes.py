@@ -1,0 +1,271 @@
+"""Offline, reactive and proactive placement on a stream of batches: one planner that sees different requests."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moetool.errors import MismatchError, UsageError
+from moetool.placement import _planner as planner
+from moetool.placement._decide import SEES, Decision, InForce, Observed, ReplacementCosts, Replanner, decide
+from moetool.placement._demand import Batch, Demand, held_out, planned_share, read_batches
+from moetool.placement._latency import Latency, layers_s, unit_latency
+from moetool.placement._planner import Problem
+from moetool.placement._recall import Recall
+from moetool.types import Cluster, ModelSpec
+
+if TYPE_CHECKING:
+    from moetool.learning.predictor import Predictor
+    from moetool.placement._comparing import Setting
+    from moetool.trace.reader import Trace
+
+Predict = Callable[[Batch], Demand]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeScore:
+    """A mode on a stream.
+
+    Attributes:
+        mode: `vanilla` (uniform), `offline` (from other requests, once), `reactive` (from the last batch), `proactive`
+            (from the coming batch as it will be), `predicted` (from the coming batch as it is predicted to be).
+        latency: mean T_comp + T_comm of a layer, over the batches and layers.
+        share_of_truth: what the mode gains over vanilla, as a share of what `proactive` gains.
+        moved: experts that a GPU gets anew between two batches, mean.
+        batches: how many.
+    """
+
+    mode: str
+    latency: float
+    share_of_truth: float
+    moved: float
+    batches: int
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchStream:
+    """The batches of a stream.
+
+    Attributes:
+        tokens: of each request; each GPU gets one request a batch.
+        batches: at most so many.
+    """
+
+    tokens: int = 64
+    batches: int = 20
+
+
+def run_stream(
+    traces: Sequence["Trace"],
+    cluster: Cluster,
+    name: str,
+    options: Mapping[str, Any],
+    stream: BatchStream,
+    *,
+    predictor: "Predictor | None" = None,
+    setting: "Setting | None" = None,
+) -> list[ModeScore]:
+    """Serve batches of held-out requests, every other one of each trace; the rest is the history.
+
+    Source: DIRECTOR § III and § VIII-B for the modes. The paper's reactive baseline sees the current and recent
+    batches; here it sees the last one, as § III compares it. Migration is taken to fit between batches; `moved` says
+    how much it is.
+
+    Args:
+        name: of the planner, with its options.
+        predictor: for the mode `predicted` (`calibrated`); of the held-out requests then only those count that it was
+            not trained on, by its card. Without one the mode predicts by `moetool.placement._recall.Recall`.
+
+    Raises:
+        UsageError: too few requests for two batches, or for a history; the predictor has seen all of a trace.
+        MismatchError: the predictor is of another model.
+    """
+    from moetool.placement._comparing import Setting
+
+    setting = setting or Setting()
+    if not traces:
+        raise UsageError("no trace to stream; pass --trace DIR")
+    for other in traces[1:]:
+        other.spec.require_same(traces[0].spec, "a trace", "the first trace")
+    uses = planned_share(0.5)
+    history = list(read_batches(traces, cluster, stream.tokens, setting.seed, uses))
+    allowed = _not_trained_on(predictor) if predictor is not None and predictor.card else None
+    batches = read_batches(traces, cluster, stream.tokens, setting.seed, held_out(uses), allowed)
+    coming = list(islice(batches, stream.batches))
+    if len(coming) < 2:
+        raise UsageError(f"the held-out requests make {len(coming)} batch, expected at least two; give more traces")
+    predict: Predict
+    if predictor is None:
+        predict = Recall(history)
+    else:
+        traces[0].spec.require_same(predictor.spec, "the trace", "the predictor")
+        predict = calibrated(predictor, history)
+    latency = unit_latency(cluster, sides=setting.sides)
+    return modes(coming, [demand for demand, _ in history], name, options, latency, predict, setting.seed)
+
+
+def _not_trained_on(predictor: "Predictor") -> "Callable[[Trace], frozenset[int]]":
+    from moetool.learning import unseen
+
+    return lambda trace: unseen.held_out(predictor.card, trace)
+
+
+def modes(
+    coming: Sequence[Batch],
+    history: Sequence[Demand],
+    name: str,
+    options: Mapping[str, Any],
+    latency: Latency,
+    predict: Predict | None = None,
+    seed: int = 0,
+) -> list[ModeScore]:
+    """Each mode on the same batches."""
+    past = replace(history[0], tokens_GLE=np.sum([demand.tokens_GLE for demand in history], axis=0))
+    problem = Problem(demand=past, latency=latency, seed=seed)
+    begins = {"vanilla": planner.place("uniform", problem), "offline": planner.place(name, problem, dict(options))}
+    replanner = Replanner(planner=name, options=options, seed=seed, weighs="latency", always=True)
+    costs = ReplacementCosts(latency=latency, call_s=latency.ways)  # sending a token counts 1 each way
+    known: dict[int, np.ndarray] = {}
+    plans: dict[str, list[np.ndarray]] = {}
+    for mode, sees in SEES.items():
+        if sees != "prediction" or predict is not None:
+            begin_GLE = begins.get(mode, begins["offline"])
+            served = follow(sees, coming, begin_GLE, costs, replanner, predict, known)
+            plans[mode] = [placed_GLE for placed_GLE, _ in served]
+
+    def mean(placed: Sequence[np.ndarray]) -> float:
+        spent = [
+            layers_s(latency, demand.cluster, demand.tokens_GLE, placed_GLE)
+            for (demand, _), placed_GLE in zip(coming, placed, strict=True)
+        ]
+        return float(np.mean(spent)) / past.spec.num_layers
+
+    means = {mode: mean(placed) for mode, placed in plans.items()}
+    gain = means["vanilla"] - means["proactive"]
+    return [
+        ModeScore(
+            mode=mode,
+            latency=means[mode],
+            share_of_truth=(means["vanilla"] - means[mode]) / gain if gain else 1.0,
+            moved=float(np.mean([(b & ~a).sum() for a, b in pairwise(placed)])),
+            batches=len(coming),
+        )
+        for mode, placed in plans.items()
+    ]
+
+
+def follow(
+    sees: str,
+    coming: Sequence[Batch],
+    placed_GLE: np.ndarray,
+    costs: ReplacementCosts,
+    replanner: Replanner,
+    predict: Predict | None = None,
+    known: dict[int, np.ndarray] | None = None,
+) -> Iterator[tuple[np.ndarray, Decision | None]]:
+    """Serve batches in a mode; gives for each the placement that it is served under, and the decision before it.
+
+    A prediction by recall remembers the batches that came before.
+
+    Args:
+        sees: of `SEES`.
+        placed_GLE: the placement to begin with.
+        known: placements by the identity of the demand that they are for, so that modes which see the same share them.
+    """
+    spec, cluster = coming[0][0].spec, coming[0][0].cluster
+    known = {} if known is None else known
+    last: Demand | None = None
+    for batch in coming:
+        seen = {"past": last, "queue": batch[0]}.get(sees)
+        if sees == "prediction" and predict is not None:
+            seen = predict(batch)
+        decision: Decision | None = None
+        if seen is not None:
+            in_force = InForce(spec=spec, cluster=cluster, placed_GLE=placed_GLE)
+            tokens = float(seen.tokens_GLE.sum()) / sum(spec.top_k_L)
+            observed = Observed(tokens_GLE=seen.tokens_GLE, horizon_tokens=tokens, source=sees)
+            decision = decide(observed, in_force, costs, replanner, known.get(id(seen)))
+            if sees != "prediction":  # which nobody keeps, so that its identity may come again
+                known[id(seen)] = decision.placed_GLE
+            placed_GLE = decision.placed_GLE if decision.made else placed_GLE
+        yield placed_GLE, decision
+        if isinstance(predict, Recall) and sees == "prediction":
+            predict.learn(batch)
+        last = batch[0]
+
+
+def calibrated(predictor: "Predictor", history: Sequence[Batch]) -> Predict:
+    """Predict a coming batch from what its first MoE layer chose, by a predictor that goes on from its own guesses.
+
+    The first layer's experts follow from the prompt nearly alone, so they are taken as known. Each later layer is
+    predicted (`rollout`), and each token's expected experts are a mixture of the
+    predictor's scores and the mean of the history; the weights of the two are fitted on the history, layer by layer.
+    This covers the tokens of prompts; of tokens still to be decoded nothing is known beforehand.
+
+    Source: DIRECTOR § V-A a, whose cascade goes on from its own predictions.
+    """
+    spec = history[0][0].spec
+    mean_LE = np.mean([demand.tokens_GLE.mean(axis=0) for demand, _ in history], axis=0)
+    rolled = [rollout(predictor, batch) for batch in history]
+    weight_L = np.ones(spec.num_layers)
+    for layer in range(1, spec.num_layers):
+        shape = (mean_LE[layer] / max(1e-9, mean_LE[layer].sum()))[None]
+        guess = np.concatenate([r[:, layer] - r[:, layer].sum(axis=1, keepdims=True) * shape for r in rolled])
+        truth = np.concatenate(
+            [t - t.sum(axis=1, keepdims=True) * shape for t in (d.tokens_GLE[:, layer] for d, _ in history)]
+        )
+        energy = float((guess * guess).sum())
+        weight_L[layer] = float((guess * truth).sum()) / energy if energy else 0.0
+
+    def predict(batch: Batch) -> Demand:
+        guess_GLE = rollout(predictor, batch)
+        total_GL = guess_GLE.sum(axis=2, keepdims=True)
+        shape_LE = mean_LE / np.maximum(1e-9, mean_LE.sum(axis=1, keepdims=True))
+        prior_GLE = total_GL * shape_LE
+        mixed = prior_GLE + weight_L[None, :, None] * (guess_GLE - prior_GLE)
+        return replace(batch[0], tokens_GLE=np.maximum(0.0, mixed))
+
+    return predict
+
+
+def rollout(predictor: "Predictor", batch: Batch) -> np.ndarray:
+    """Experts [G, L, E] that a predictor expects of a batch, of which it is told the first MoE layer.
+
+    A layer that the predictor can score from the first is scored from that, one that is too far away from the layers
+    before it as predicted.
+
+    Raises:
+        MismatchError: the predictor needs more than experts.
+    """
+    import torch
+
+    from moetool.learning.tokens import Tokens
+
+    if more := sorted(set(predictor.needs) - {"experts"}):
+        raise MismatchError(
+            f"{predictor.name} needs {', '.join(more)}, and of a batch that has not begun only the first layer's "
+            f"experts are known; use one that needs experts alone, such as affinity"
+        )
+    demand, parts = batch
+    spec: ModelSpec = demand.spec
+    expected_GLE = demand.tokens_GLE.copy()
+    expected_GLE[:, 1:] = 0.0
+    gpu_T = np.repeat(np.arange(len(parts)), [len(rows_TS) for _, rows_TS in parts])
+    path = np.concatenate([rows_TS[:, : spec.top_k_L[0]] for _, rows_TS in parts]).astype(np.int64)[:, None]
+    for layer in range(1, spec.num_layers):
+        known = path[:, :1] if predictor.lookahead >= layer else path
+        with torch.inference_mode():
+            scores_TE = predictor.layer_scores(Tokens(experts_TPK=torch.from_numpy(known)), layer).double()
+        top_k = spec.top_k_L[layer]
+        chosen = scores_TE.topk(top_k, dim=1).indices.numpy()
+        soft_TE = torch.softmax(scores_TE, dim=1).numpy() if bool((scores_TE < 0).any()) else scores_TE.numpy()
+        soft_TE = soft_TE / np.maximum(soft_TE.sum(axis=1, keepdims=True), 1e-12) * top_k
+        np.add.at(expected_GLE[:, layer], gpu_T, np.minimum(soft_TE, 1.0))
+        path = np.concatenate([path, chosen[:, None]], axis=1)
+    return expected_GLE

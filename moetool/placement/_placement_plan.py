@@ -1,0 +1,305 @@
+"""Where experts live in a cluster, and how to get from one such plan to another. A plan is one JSON file."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moetool import artefact, durable
+from moetool import validation as check
+from moetool.errors import CapacityError
+from moetool.placement._demand import STARTS
+from moetool.types import Cluster, ModelSpec
+
+SCHEMA_VERSION = 1
+Place = tuple[int, int]
+"""MoE layer and expert."""
+_MOVES = ("copy", "drop", "stage", "unstage")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceReference:
+    """A trace that a plan was made from.
+
+    Attributes:
+        server: whose requests these are.
+        requests: how many of the trace's requests were used.
+    """
+
+    server: str
+    path: str
+    sha256: str
+    requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementPlan:
+    """The experts that each GPU of a cluster holds.
+
+    Attributes:
+        spec: the model.
+        cluster: the machines.
+        planner: name of the planner.
+        options: every value of the planner's `Options`, also those left at their default.
+        seed: of its random choices.
+        experts_LG: for each MoE layer and GPU the experts on it, ascending. An expert may be on several GPUs.
+        starts: on which GPU of its server a request's tokens start.
+        costs: what T_comp and T_comm are counted in, and from which curves.
+        objective: name of what `value` and `lower_bound` are of.
+        value: the objective on the requests that the plan was made from.
+        lower_bound: of T_comp + T_comm: no placement has less, the work shared perfectly and nothing sent. Of remote
+            calls: no placement in these slots has less (`moetool.placement._scoring.PlacementScore`). None: not known.
+        traces: what it was made from.
+        profile_sha256: the profile that it was made from, if one was.
+        planning_s: how long the planner took.
+        split: share of each trace's requests that it was made from (`moetool.placement._demand.planned_share`).
+    """
+
+    spec: ModelSpec
+    cluster: Cluster
+    planner: str
+    options: dict[str, Any]
+    seed: int
+    experts_LG: tuple[tuple[tuple[int, ...], ...], ...]
+    starts: str
+    costs: str
+    objective: str
+    value: float
+    lower_bound: float | None
+    traces: tuple[TraceReference, ...]
+    profile_sha256: str | None
+    planning_s: float
+    split: float = 1.0
+
+    @property
+    def placed_GLE(self) -> np.ndarray:
+        """The same as an array of bool."""
+        placed_GLE = np.zeros((len(self.cluster.gpus), self.spec.num_layers, self.spec.num_experts), bool)
+        for layer, gpus in enumerate(self.experts_LG):
+            for g, experts in enumerate(gpus):
+                placed_GLE[g, layer, list(experts)] = True
+        return placed_GLE
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises: MismatchError if the plan is of another model than `spec`; otherwise as of `validate`."""
+        spec.require_same(self.spec, "the model", "the plan")
+        self.validate()
+
+    def validate(self) -> None:
+        """Refuse a plan that cannot be.
+
+        Raises:
+            MismatchError: its model or cluster cannot be, it is of another number of layers or GPUs than it says, or
+                an expert has no place, does not exist, or is twice on a GPU.
+            CapacityError: a GPU holds more bytes than it has.
+        """
+        self.spec.validate()
+        self.cluster.validate()
+        self._validate_experts()
+        check.require_one_of("starts", self.starts, STARTS)
+        check.require_number("value", self.value)
+        if self.lower_bound is not None:
+            check.require_number("lower_bound", self.lower_bound)
+        check.require_number("planning_s", self.planning_s)
+        check.require_positive("split", self.split)
+        check.require_number("split", self.split, 0, 1)
+        check.require_plain("options", self.options)
+        for i, trace in enumerate(self.traces):
+            check.require_whole(f"traces.{i}.requests", trace.requests, 0)
+
+    def _validate_experts(self) -> None:
+        spec, num_gpus = self.spec, len(self.cluster.gpus)
+        shape = len(self.experts_LG), max(map(len, self.experts_LG), default=0)
+        same = shape[0] == spec.num_layers and all(len(gpus) == num_gpus for gpus in self.experts_LG)
+        expected = f"{spec.num_layers} layers of {num_gpus} GPUs"
+        check.require(same, "experts_LG", f"{shape[0]} layers of up to {shape[1]} GPUs", expected)
+        held_G = [0] * num_gpus
+        for layer, gpus in enumerate(self.experts_LG):
+            num_experts = spec.num_experts_L[layer]
+            for g, experts in enumerate(gpus):
+                held_G[g] += len(experts) * spec.expert_bytes_L[layer]
+                rising = all(a < b for a, b in pairwise(experts))
+                check.require(
+                    rising and (not experts or (experts[0] >= 0 and experts[-1] < num_experts)),
+                    f"experts_LG.{layer}.{g}",
+                    list(experts),
+                    f"different ones of 0 to {num_experts - 1}, ascending",
+                )
+            placed = {expert for experts in gpus for expert in experts}
+            if len(placed) < num_experts:
+                missing = next(expert for expert in range(num_experts) if expert not in placed)
+                check.require(False, f"experts_LG.{layer}", f"no place for expert {missing}", "one for every expert")
+        for g, (held, gpu) in enumerate(zip(held_G, self.cluster.gpus, strict=True)):
+            if held > gpu.expert_bytes:
+                raise CapacityError(
+                    f"experts_LG: found {held:,} bytes of experts on GPU {g}, expected at most the "
+                    f"{gpu.expert_bytes:,} that it has for them"
+                )
+
+    def save(self, path: Path) -> None:
+        """Write the plan as a whole or not at all."""
+        durable.write_text(path, json.dumps(self.to_json(), allow_nan=False) + "\n")
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as a JSON object."""
+        return {**artefact.head("placement_plan", SCHEMA_VERSION), **asdict(self), "spec": self.spec.to_json()}
+
+    @classmethod
+    def load(cls, path: Path) -> "PlacementPlan":
+        """Read and check a plan.
+
+        Raises:
+            UsageError: there is no such file.
+            MismatchError: it is not a placement plan of this schema version, or it is damaged.
+            CapacityError: it does not fit its own cluster.
+        """
+        return artefact.load(
+            cls, path, what="plan", kind="placement_plan", version=SCHEMA_VERSION, command="moetool plan placement"
+        )
+
+
+def experts_of(placed_GLE: np.ndarray) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """`PlacementPlan.experts_LG` from an array of bool."""
+    num_gpus, num_layers, _ = placed_GLE.shape
+    return tuple(
+        tuple(tuple(np.flatnonzero(placed_GLE[g, layer]).tolist()) for g in range(num_gpus))
+        for layer in range(num_layers)
+    )
+
+
+def bare_plan(spec: ModelSpec, cluster: Cluster, placed_GLE: np.ndarray, planner: str, seed: int = 0) -> PlacementPlan:
+    """A placement that is in force or thought of, without what a plan's file says of its making."""
+    return PlacementPlan(
+        spec=spec,
+        cluster=cluster,
+        planner=planner,
+        options={},
+        seed=seed,
+        experts_LG=experts_of(placed_GLE),
+        starts="round_robin",
+        costs="",
+        objective="",
+        value=0.0,
+        lower_bound=None,
+        traces=(),
+        profile_sha256=None,
+        planning_s=0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One step of a migration.
+
+    Attributes:
+        kind: `copy` (to `gpu`), `drop` (from `gpu`), `stage` (from `gpu` to the memory of its host, which computes it
+            meanwhile) or `unstage` (give that up).
+        layer: MoE layer, 0..L-1.
+        expert: which of its experts.
+        gpu: where it is copied to, dropped or staged.
+        source: the GPU that it is copied from; -1: host memory (staged), or nothing is copied.
+        bytes: that move.
+        seconds: over the slowest part of the way: the link, if any, or the way from host memory to the GPU.
+    """
+
+    kind: str
+    layer: int
+    expert: int
+    gpu: int
+    source: int = -1
+    bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def place(self) -> Place:
+        """What moves."""
+        return self.layer, self.expert
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationPlan:
+    """Ordered moves from one placement to another, and whether they pay.
+
+    Attributes:
+        spec: the model.
+        cluster: the machines.
+        moves: in order; after each, every expert has a place and every GPU fits.
+        bytes: that move in all.
+        seconds: of all moves, one after the other.
+        eq3_s: T_mig of Prism's Eq. 3, additions only.
+        calls_before: remote expert calls over the horizon under the old placement.
+        calls_after: under the new one.
+        call_s: seconds of a remote call.
+        saved_s: what the new placement saves over the horizon, (calls_before - calls_after) * call_s.
+        horizon_tokens: how long the new placement is expected to last, in tokens of the cluster.
+        worth_it: Eq. 4: whether saved_s is more than both eq3_s and `seconds`.
+        windows: compute phases that the moves take when they run only in those (None: not asked for).
+        window_s: length of a compute phase.
+    """
+
+    spec: ModelSpec
+    cluster: Cluster
+    moves: tuple[Move, ...]
+    bytes: int
+    seconds: float
+    eq3_s: float
+    calls_before: float
+    calls_after: float
+    call_s: float
+    saved_s: float
+    horizon_tokens: float
+    worth_it: bool
+    windows: int | None = None
+    window_s: float | None = None
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises: MismatchError if the plan is of another model than `spec`."""
+        spec.require_same(self.spec, "the model", "the migration plan")
+
+    def validate(self) -> None:
+        """Raises: MismatchError where a move is of an expert or GPU that is not there, or the sums do not fit."""
+        self.spec.validate()
+        self.cluster.validate()
+        num_gpus = len(self.cluster.gpus)
+        for i, move in enumerate(self.moves):
+            at = f"moves.{i}"
+            check.require_one_of(f"{at}.kind", move.kind, _MOVES)
+            check.require_whole(f"{at}.layer", move.layer, 0, self.spec.num_layers - 1)
+            check.require_whole(f"{at}.expert", move.expert, 0, self.spec.num_experts_L[move.layer] - 1)
+            check.require_whole(f"{at}.gpu", move.gpu, 0, num_gpus - 1)
+            check.require_whole(f"{at}.source", move.source, -1, num_gpus - 1 if move.kind == "copy" else -1)
+            check.require(move.source != move.gpu, f"{at}.source", move.source, "another GPU than the one it goes to")
+            size = self.spec.expert_bytes_L[move.layer] if move.kind in ("copy", "stage") else 0
+            check.require(move.bytes == size, f"{at}.bytes", f"{move.bytes:,}", f"{size:,}")
+            check.require_number(f"{at}.seconds", move.seconds)
+        total, seconds = sum(move.bytes for move in self.moves), sum(move.seconds for move in self.moves)
+        check.require(self.bytes == total, "bytes", f"{self.bytes:,}", f"{total:,}, the sum of its moves")
+        near = math.isclose(self.seconds, seconds, rel_tol=1e-6, abs_tol=1e-9)
+        check.require(near, "seconds", self.seconds, f"{seconds:g}, the sum of its moves")
+        for name in ("eq3_s", "calls_before", "calls_after", "call_s"):
+            check.require_number(name, getattr(self, name))
+        check.require_number("saved_s", self.saved_s, -math.inf)
+        check.require_positive("horizon_tokens", self.horizon_tokens)
+        if self.windows is not None:
+            check.require_whole("windows", self.windows, 0)
+        if self.window_s is not None:
+            check.require_positive("window_s", self.window_s)
+
+    def save(self, path: Path) -> None:
+        """Write the plan as a whole or not at all."""
+        durable.write_text(path, json.dumps(self.to_json(), allow_nan=False) + "\n")
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as a JSON object."""
+        return {**artefact.head("migration_plan", SCHEMA_VERSION), **asdict(self), "spec": self.spec.to_json()}
+
+    @classmethod
+    def load(cls, path: Path) -> "MigrationPlan":
+        """Read a plan; errors as of `PlacementPlan.load`."""
+        return artefact.load(
+            cls, path, what="plan", kind="migration_plan", version=SCHEMA_VERSION, command="moetool plan migrate"
+        )

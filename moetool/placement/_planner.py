@@ -1,0 +1,180 @@
+"""What a planner is given and what all of them obey: coverage, memory, determinism.
+
+A planner is a module of `moetool.placement` (or anyone's, by its dotted name) with a frozen dataclass `Options` and
+
+    place(problem: Problem, options: Options) -> np.ndarray     # placed_GLE, bool
+
+which says for each GPU which experts of each layer it holds. It decides over arrays alone: no I/O, no clock, and no
+chance but that of `problem.seed`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, is_dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from moetool import config, plugins
+from moetool.errors import CapacityError, UsageError, unknown_name
+from moetool.placement._demand import Demand
+from moetool.placement._latency import Latency
+from moetool.types import Cluster, Gpu, ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One placement to find.
+
+    Attributes:
+        demand: whose tokens it is for.
+        latency: what computing and sending cost.
+        seed: of every random choice.
+        slots_G: experts that each GPU has room for, of the largest size that the model has.
+    """
+
+    demand: Demand
+    latency: Latency
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_room(self.spec, self.cluster)
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model."""
+        return self.demand.spec
+
+    @property
+    def cluster(self) -> Cluster:
+        """The machines."""
+        return self.demand.cluster
+
+    @property
+    def slots_G(self) -> np.ndarray:
+        """No more than the model's experts, each once."""
+        return np.minimum(self.cluster.slots_G(self.spec.slot_bytes), self.spec.total_experts)
+
+    @property
+    def exists_LE(self) -> np.ndarray:
+        """False beyond a layer's experts."""
+        return np.arange(self.spec.num_experts) < np.array(self.spec.num_experts_L)[:, None]
+
+
+def require_room(spec: ModelSpec, cluster: Cluster) -> None:
+    """Raises: CapacityError with the shortfall where the cluster cannot hold every expert once."""
+    slots = sum(min(slots, spec.total_experts) for slots in cluster.slots_G(spec.slot_bytes))
+    if slots < spec.total_experts:
+        short = spec.total_experts - slots
+        raise CapacityError(
+            f"the cluster has room for {slots:,} experts of {spec.slot_bytes:,} bytes, but {spec.name} has "
+            f"{spec.total_experts:,}: {short:,} slots short ({short * spec.slot_bytes:,} bytes); give its GPUs more "
+            f"memory or reserve less of it"
+        )
+
+
+def leaving_free(cluster: Cluster, num_bytes: int) -> Cluster:
+    """The cluster as planners may fill it where so many bytes of each GPU are to stay free."""
+
+    def leave(gpu: Gpu) -> Gpu:
+        return replace(gpu, reserved_bytes=min(gpu.memory_bytes, gpu.reserved_bytes + num_bytes))
+
+    servers = tuple(replace(server, gpus=tuple(map(leave, server.gpus))) for server in cluster.servers)
+    return replace(cluster, servers=servers)
+
+
+def find(name: str, *, option: str = "planner", others: Iterable[str] = ()) -> ModuleType:
+    """The module of a planner.
+
+    Args:
+        option: what the user named it with, for the message.
+        others: what that option takes besides planners.
+
+    Raises:
+        UsageError: there is no such planner, or it is none; all that the option takes is listed.
+    """
+    planners = plugins.names("planner")
+    if "." not in name and name not in planners:
+        raise unknown_name(option, name, {*planners, *others})
+    module = plugins.load("planner", name)
+    if not is_dataclass(getattr(module, "Options", None)) or not callable(getattr(module, "place", None)):
+        raise UsageError(f"{name} is no planner, expected a module with a dataclass Options and a function place")
+    return module
+
+
+def quick_options(name: str) -> dict[str, Any]:
+    """Options with which a planner places anew while serving: its module's `QUICK`, if it has one."""
+    return dict(getattr(find(name), "QUICK", {}))
+
+
+def place(name: str, problem: Problem, options: Any = None) -> np.ndarray:
+    """Run a planner by name and check what it gives.
+
+    Args:
+        options: values by name, or the planner's `Options`.
+
+    Raises:
+        UsageError: there is no such planner, or an option is unknown or wrong.
+        CapacityError: it cannot place so in this memory.
+    """
+    planner = find(name)
+    if options is None or isinstance(options, dict):
+        options = config.parse(planner.Options, options or {}, f"planner {name}")
+    placed_GLE: np.ndarray = planner.place(problem, options)
+    check_placed(problem, placed_GLE, name)
+    return placed_GLE
+
+
+def check_placed(problem: Problem, placed_GLE: np.ndarray, name: str) -> None:
+    """Raises: AssertionError if a planner broke its contract."""
+    assert placed_GLE.shape == problem.demand.tokens_GLE.shape and placed_GLE.dtype == bool, name
+    assert not placed_GLE[:, ~problem.exists_LE].any(), f"{name} placed experts that do not exist"
+    assert (placed_GLE.any(axis=0) == problem.exists_LE).all(), f"{name} left experts without a place"
+    assert (placed_GLE.sum(axis=(1, 2)) <= problem.slots_G).all(), f"{name} overfilled a GPU"
+
+
+def layer_slots(problem: Problem, c_max: int = 0, option: str = "c_max") -> np.ndarray:
+    """Slots [G, L] of each GPU for each layer: its memory shared by the layers' experts, every layer covered.
+
+    The layers' totals are first apportioned by the largest remainder, then each GPU's: floors, and its remaining slots
+    to the layers that lack most.
+
+    Args:
+        c_max: no more than this many of a layer on a GPU (0: as memory allows).
+        option: what the planner calls it, for the message.
+
+    Raises:
+        CapacityError: under `c_max`, or because every GPU can hold an expert only once, a layer is not covered.
+    """
+    experts_L, slots_G = np.array(problem.spec.num_experts_L), problem.slots_G
+    most_L = np.minimum(experts_L, c_max) if c_max else experts_L
+    total_L = apportion(int(slots_G.sum()), experts_L)
+    given_GL = np.zeros((len(slots_G), len(experts_L)), np.int64)
+    for g, slots in enumerate(slots_G.tolist()):
+        given_GL[g] = np.minimum(slots * experts_L // experts_L.sum(), most_L)
+    for g, slots in enumerate(slots_G.tolist()):
+        for _ in range(slots - int(given_GL[g].sum())):
+            open_L = given_GL[g] < most_L
+            if not open_L.any():
+                break
+            layer = int(np.where(open_L, total_L - given_GL.sum(axis=0), np.iinfo(np.int64).min).argmax())
+            given_GL[g, layer] += 1
+    short_L = experts_L - given_GL.sum(axis=0)
+    if (short_L > 0).any():
+        layer = int(short_L.argmax())
+        limit = f" under {option} {c_max}; raise {option}, or" if c_max else ";"
+        raise CapacityError(
+            f"MoE layer {layer} gets {given_GL[:, layer].sum()} slots for {experts_L[layer]} experts{limit} spread the "
+            f"memory more evenly over the GPUs"
+        )
+    return given_GL
+
+
+def apportion(total: int, weight_X: np.ndarray) -> np.ndarray:
+    """`total` as whole numbers in proportion to the weights, by the largest remainder; ties to the lower number."""
+    sum_ = weight_X.sum()
+    quota_X = total * weight_X / sum_ if sum_ > 0 else np.full(len(weight_X), total / len(weight_X))
+    given_X = np.floor(quota_X + 1e-9).astype(np.int64)
+    order_X = np.argsort(-(quota_X - given_X), kind="stable")
+    given_X[order_X[: total - int(given_X.sum())]] += 1
+    return given_X

@@ -1,0 +1,93 @@
+"""Predict a coming batch by recall: its tokens go where earlier tokens went that were alike in the first MoE layer."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from moetool.placement._demand import Batch, Demand
+from moetool.types import ModelSpec
+
+_BESIDE = {1: 0.5, -1: 0.25, 2: 0.25}
+_REQUEST = 1.0
+
+
+class Recall:
+    """Predicts a coming batch from what its first MoE layer chose, by the most alike tokens that were served.
+
+    Two tokens are as alike as the experts that the first layer gave to them, to the tokens next to them (one and two
+    before, one after, at a half and a quarter of the weight), and to their requests on average. For each token of the
+    batch its `neighbours` vote on every later layer, with weights exp(sharpness * likeness). The first layer is taken
+    as known, as in `moetool.placement._modes.calibrated`. A linear rule forgets which experts come together; recall
+    does not.
+
+    Args:
+        history: that is known at first.
+        neighbours: of each token, or all of the history where it has fewer.
+
+    Source: the search for alike paths of `moetool.learning.route_memory`, with nothing known but the first layer.
+    """
+
+    def __init__(self, history: Sequence[Batch], neighbours: int = 48, sharpness: float = 16.0) -> None:
+        self._spec = history[0][0].spec
+        self._neighbours, self._sharpness = neighbours, sharpness
+        served = np.concatenate([rows_TS for _, parts in history for _, rows_TS in parts])
+        self._mean_E = _chosen(self._spec, served).mean(axis=0)
+        self._known: list[np.ndarray] = []
+        self._keys: list[np.ndarray] = []
+        for batch in history:
+            self.learn(batch)
+
+    def learn(self, batch: Batch) -> None:
+        """Remember a batch that was served."""
+        spec = self._spec
+        # Each slot of a row names an expert of its layer: one number for both.
+        first_S = np.repeat(np.arange(spec.num_layers), spec.top_k_L) * spec.num_experts
+        for _, rows_TS in batch[1]:
+            self._known.append(self._features(rows_TS))
+            self._keys.append(rows_TS.astype(np.int64) + first_S)
+
+    def __call__(self, batch: Batch) -> Demand:
+        """The batch as it is expected."""
+        self._known, self._keys = [np.concatenate(self._known)], [np.concatenate(self._keys)]
+        tokens_GLE = np.stack([self._expected(rows_TS) for _, rows_TS in batch[1]])
+        tokens_GLE[:, 0] = batch[0].tokens_GLE[:, 0]
+        return replace(batch[0], tokens_GLE=tokens_GLE)
+
+    def _expected(self, rows_TS: np.ndarray) -> np.ndarray:
+        spec, known_CF, keys_CS = self._spec, self._known[0], self._keys[0]
+        count = min(self._neighbours, len(known_CF))
+        likeness_TC = self._features(rows_TS) @ known_CF.T
+        best_TN = np.argpartition(-likeness_TC, count - 1, axis=1)[:, :count]
+        likeness_TN = np.take_along_axis(likeness_TC, best_TN, axis=1)
+        weight_TN = np.exp(self._sharpness * (likeness_TN - likeness_TN.max(axis=1, keepdims=True)))
+        weight_TN /= weight_TN.sum(axis=1, keepdims=True)
+        votes_X = np.repeat(weight_TN.ravel(), keys_CS.shape[1])
+        size = spec.num_layers * spec.num_experts
+        counted_X = np.bincount(keys_CS[best_TN].ravel(), votes_X, minlength=size)
+        return np.asarray(counted_X.reshape(spec.num_layers, spec.num_experts))
+
+    def _features(self, rows_TS: np.ndarray) -> np.ndarray:
+        """What is known of each token of a request, such that the product of two is their likeness.
+
+        Shapes: float32 [T, 5 E].
+        """
+        own_TE, top_k = _chosen(self._spec, rows_TS), self._spec.top_k_L[0]
+        apart_E = own_TE.mean(axis=0) - self._mean_E
+        apart_E = apart_E / max(float(np.linalg.norm(apart_E)), 1e-6)
+        parts = [(1.0 / top_k, own_TE), (_REQUEST, np.broadcast_to(apart_E, own_TE.shape))]
+        for distance, weight in _BESIDE.items():
+            beside_TE = np.zeros_like(own_TE)
+            if distance > 0:
+                beside_TE[distance:] = own_TE[:-distance]
+            else:
+                beside_TE[:distance] = own_TE[-distance:]
+            parts.append((weight / top_k, beside_TE))
+        return np.concatenate([np.float32(weight**0.5) * part_TE for weight, part_TE in parts], axis=1)
+
+
+def _chosen(spec: ModelSpec, rows_TS: np.ndarray) -> np.ndarray:
+    """The experts of the first MoE layer, as 0 and 1."""
+    chosen_TE = np.zeros((len(rows_TS), spec.num_experts), np.float32)
+    np.put_along_axis(chosen_TE, rows_TS[:, : spec.top_k_L[0]].astype(np.int64), 1.0, axis=1)
+    return chosen_TE

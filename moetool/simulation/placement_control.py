@@ -1,0 +1,169 @@
+"""Re-placement while the simulation runs: what each mode observes, and how its decisions are carried out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moetool.placement import _planner as planner
+from moetool.placement._decide import SEES, InForce, Observed, ReplacementCosts, Replanner, decide
+from moetool.placement._replacement_record import ReplacementRecord
+from moetool.simulation.event_loop import EventLoop
+from moetool.simulation.migration_traffic import Moving
+from moetool.simulation.replica_choice import Routing
+from moetool.simulation.simulation_options import SimulationOptions
+from moetool.simulation.workload import Route, SimulatedRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementMode:
+    """Who places, and from what.
+
+    Attributes:
+        planner: name of a planner. It places before the simulation begins from the history, and anew from what it sees.
+        sees: of `SEES`.
+        batches: DIRECTOR's way: requests in static batches, the planner's quick options for placing anew, and no
+            Eq. 4, since migration is taken to hide behind computing. Otherwise Prism's.
+    """
+
+    planner: str
+    sees: str = "nothing"
+    batches: bool = False
+
+
+MODES: Mapping[str, PlacementMode] = {
+    "uniform": PlacementMode(planner="uniform"),
+    "redundant": PlacementMode(planner="redundant"),
+    **{name: PlacementMode(planner=name, sees="past") for name in ("smartmoe", "eplb", "prism", "prism_exact")},
+    **{
+        f"director-{mode}": PlacementMode(planner="director", sees=SEES[mode], batches=True)
+        for mode in ("offline", "reactive", "proactive")
+    },
+}
+"""Prism § IV-A: all but uniform and redundant re-place by Prism's migration. DIRECTOR § VIII-B: three modes of one
+planner."""
+
+
+def find_mode(name: str) -> PlacementMode:
+    """A mode by name; any planner's name is one, and re-places as Prism does; so is PLANNER-offline, -reactive or
+    -proactive, which is DIRECTOR's mode with another planner. Raises: UsageError."""
+    if name in MODES:
+        return MODES[name]
+    other, _, when = name.rpartition("-")
+    if other and f"director-{when}" in MODES:
+        planner.find(other)
+        return replace(MODES[f"director-{when}"], planner=other)
+    of_any = (f"PLANNER-{mode.removeprefix('director-')}" for mode in MODES if mode.startswith("director-"))
+    planner.find(name, option="--mode", others=[*MODES, *of_any])
+    return PlacementMode(planner=name, sees="past")
+
+
+class PlacementControl:
+    """Places anew at ticks (`moetool.simulation.event_loop`), or before each round where requests come in rounds.
+
+    While experts are on the move nothing is decided.
+
+    Args:
+        sees: `nothing` while the simulation runs: the placement is static; `past`: requests that are through; `queue`:
+            requests that wait or are under way.
+        in_force: the placement at the beginning.
+        predict: expert calls [L, E] of a request from its prompt; None: the queue's routing is known, also that of
+            tokens still to be decoded.
+
+    Attributes:
+        records: of every decision.
+
+    Planning takes no simulated time: it is taken to run beside serving.
+    """
+
+    def __init__(
+        self,
+        sees: str,
+        in_force: InForce,
+        costs: ReplacementCosts,
+        replanner: Replanner,
+        options: SimulationOptions,
+        predict: Callable[[Route], np.ndarray] | None = None,
+    ) -> None:
+        self.records: list[ReplacementRecord] = []
+        self._sees, self._in_force, self._costs, self._replanner = sees, in_force, costs, replanner
+        self._options, self._predict = options, predict
+        self._past_GLE = np.zeros(in_force.placed_GLE.shape)
+        self._tokens = 0
+        self._moving = False
+        self._guessed: dict[int, np.ndarray] = {}
+
+    def on_finished(self, request: SimulatedRequest) -> None:
+        """Count a request that is through."""
+        self._tokens += request.route.prompt_tokens + request.route.new_tokens
+        if self._sees == "past":
+            self._past_GLE[request.gpu] += request.route.calls_LE
+
+    def on_tick(self, engine: EventLoop) -> None:
+        """Place anew from what the mode sees, if that pays."""
+        tokens, self._tokens = self._tokens, 0
+        queue = [*engine.running.values(), *(request for queue in engine.waiting_G for request in queue)]
+        self._consider(engine, queue, tokens, lambda at_s: None)
+        self._past_GLE *= self._options.decay
+
+    def on_round(self, engine: EventLoop, begun: Sequence[SimulatedRequest], begin: Callable[[float], None]) -> None:
+        """Place anew before a round: from the round before, or from the one to come."""
+        tokens = sum(request.route.prompt_tokens + request.route.new_tokens for request in begun)
+        waits = self._options.migrate == "stop"
+        moves = self._consider(engine, begun, tokens, begin if waits else lambda at_s: None)
+        self._past_GLE[:] = 0.0
+        if not (moves and waits):
+            begin(engine.now_s)
+
+    def _observe(self, queue: Sequence[SimulatedRequest]) -> np.ndarray:
+        tokens_GLE = self._past_GLE.copy()
+        if self._sees == "queue":
+            for request in queue:
+                tokens_GLE[request.gpu] += self._expected(request.route)
+        return tokens_GLE
+
+    def _consider(
+        self, engine: EventLoop, queue: Sequence[SimulatedRequest], tokens: int, then: Callable[[float], None]
+    ) -> bool:
+        """Decide, and begin to move; whether experts are now on the move.
+
+        Args:
+            tokens: the horizon.
+            then: called with the time when the last expert is in place, if any moves.
+        """
+        if self._moving or self._sees == "nothing" or not tokens:
+            return False
+        tokens_GLE = self._observe(queue)
+        if not tokens_GLE.any():
+            return False
+        observed = Observed(tokens_GLE=tokens_GLE, horizon_tokens=tokens, source=self._sees)
+        decision = decide(observed, self._in_force, self._costs, self._replanner)
+        if not decision.moves:
+            return False
+        record = ReplacementRecord(at_s=engine.now_s, planner=self._replanner.planner)
+        record.take(decision)
+        self.records.append(record)
+        if not decision.made:
+            return False
+        self._in_force = replace(self._in_force, placed_GLE=decision.placed_GLE)
+        self._past_GLE[:] = 0.0
+        if self._options.migrate == "free":
+            engine.routing.near[:] = Routing(self._in_force.cluster, engine.network, decision.placed_GLE).near
+            record.done_s = engine.now_s
+            return False
+        self._moving = True
+
+        def done(time_s: float) -> None:
+            self._moving = False
+            record.done_s = time_s
+            then(time_s)
+
+        Moving(engine, decision.moves, self._options.piece_bytes, done)
+        return True
+
+    def _expected(self, route: Route) -> np.ndarray:
+        if self._predict is None:
+            return route.calls_LE
+        if id(route) not in self._guessed:
+            self._guessed[id(route)] = self._predict(route)
+        return self._guessed[id(route)]

@@ -1,0 +1,81 @@
+"""What a simulation is run with."""
+
+from dataclasses import dataclass
+
+from moetool.errors import UsageError, unknown_name
+from moetool.simulation.event_loop import ADMISSIONS
+from moetool.simulation.simulated_costs import LINKS
+
+MIGRATIONS = ("overlap", "stop", "free")
+DECISIONS = ("auto", "eq4", "always")
+LOOKAHEADS = ("true", "predicted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationOptions:
+    """What a simulation is run with.
+
+    Attributes:
+        seed: of arrivals, of the requests drawn, and of planners.
+        split: share of each trace's requests that placements are made from; the others are drawn.
+        prompt_tokens: the most that are taken of a prompt (0: all of it), also of those that placements are made from.
+        decode_tokens: the most that a request decodes.
+        pace: gaps between arrivals are divided by this.
+        seats: requests that a GPU has under way at a time.
+        admission: `seats` or `rounds` (`moetool.simulation.event_loop.EventLoop`); `auto`: rounds for DIRECTOR's modes.
+        replan_s: how often modes that place anew do so where requests don't come in rounds (0: never).
+        decay: of past statistics at each of these times.
+        decide: `eq4`: migrate if Prism's Eq. 4 says so; `always`; `auto`: always for DIRECTOR's modes.
+        migrate: how experts move. `overlap`: while requests are served; `stop`: a round waits for them; `free`: at
+            once and for nothing.
+        piece_bytes: that an expert on the move puts into a link's queue at a time.
+        lookahead: what a mode that sees the queue knows of it: `true` routing, of decoded tokens too, or `predicted`
+            from the first MoE layer of each prompt; tokens to be decoded are then taken to be like the prompt's.
+        links: `pair` or `server` (`moetool.simulation.simulated_costs.make_network`).
+        window_s: of the local compute ratio over time.
+        value_bytes: bytes of one number of a hidden state.
+        token_bytes: bytes of a hidden state, where the trace does not tell the model's hidden size.
+
+    Raises:
+        UsageError: a value that makes no sense.
+    """
+
+    seed: int = 0
+    split: float = 0.5
+    prompt_tokens: int = 0
+    decode_tokens: int = 20
+    pace: float = 1.0
+    seats: int = 1
+    admission: str = "auto"
+    replan_s: float = 300.0
+    decay: float = 0.5
+    decide: str = "auto"
+    migrate: str = "overlap"
+    piece_bytes: int = 1 << 16
+    lookahead: str = "true"
+    links: str = "pair"
+    window_s: float = 60.0
+    value_bytes: int = 2
+    token_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("admission", ("auto", *ADMISSIONS)),
+            ("decide", DECISIONS),
+            ("migrate", MIGRATIONS),
+            ("lookahead", LOOKAHEADS),
+            ("links", LINKS),
+        ):
+            if getattr(self, name) not in known:
+                raise unknown_name(f"--set {name}", getattr(self, name), known)
+        for name, least in (("seed", 0), ("prompt_tokens", 0), ("replan_s", 0), ("token_bytes", 0)):
+            if not getattr(self, name) >= least:
+                raise UsageError(f"--set {name}: found {getattr(self, name)}, expected {least} or more")
+        for name in ("decode_tokens", "seats", "piece_bytes", "value_bytes"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--set {name}: found {getattr(self, name)}, expected 1 or more")
+        for name in ("pace", "window_s"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"--set {name}: found {getattr(self, name)}, expected a number above 0")
+        if not 0 <= self.decay <= 1:
+            raise UsageError(f"--set decay: found {self.decay}, expected 0 to 1")
