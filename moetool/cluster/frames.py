@@ -36,7 +36,7 @@ class Lost(LinkError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Frame:
     """What goes over a connection at once.
 
     Attributes:
@@ -48,7 +48,7 @@ class Message:
     parts: Sequence[Any] = ()
 
 
-class Connection:
+class FrameConnection:
     """One end of a connection; at a time one thread may send and one receive.
 
     Args:
@@ -93,7 +93,7 @@ class Connection:
         except OSError as error:
             raise Lost(f"the connection broke ({error.strerror or error})") from None
 
-    def receive(self, by: float | None, rest_s: float = 10.0) -> Message:
+    def receive(self, by: float | None, rest_s: float = 10.0) -> Frame:
         """The next message; its parts are slices of one buffer.
 
         Args:
@@ -190,7 +190,7 @@ class Connection:
             raise TimeoutError
 
 
-def dial(address: tuple[str, int], token: bytes, by: float, limit_bytes: int) -> Connection:
+def dial(address: tuple[str, int], token: bytes, by: float, limit_bytes: int) -> FrameConnection:
     """A connection to who listens at an address and knows the token, as the caller.
 
     Raises:
@@ -200,7 +200,7 @@ def dial(address: tuple[str, int], token: bytes, by: float, limit_bytes: int) ->
         sock = socket.create_connection(address, timeout=_left(by))
     except OSError as error:
         raise LinkError(f"nobody answers at {address[0]}:{address[1]} ({error})") from None
-    connection = Connection(sock, limit_bytes)
+    connection = FrameConnection(sock, limit_bytes)
     try:
         connection.prove(token, by)
     except BaseException:
@@ -217,7 +217,7 @@ def pack(head: Mapping[str, Any], parts: Sequence[Any]) -> bytes:
     return _FRAME.pack(_MAGIC, len(text), sum(sizes)) + text
 
 
-def _unpack(head: bytearray, body: memoryview) -> Message:
+def _unpack(head: bytearray, body: memoryview) -> Frame:
     try:
         values = json.loads(head)
         sizes = values.pop("parts")
@@ -230,7 +230,7 @@ def _unpack(head: bytearray, body: memoryview) -> Message:
     for size in sizes:
         parts.append(body[start : start + size])
         start += size
-    return Message(head=values, parts=parts)
+    return Frame(head=values, parts=parts)
 
 
 def _proof(token: bytes, role: bytes, nonces: bytes) -> bytes:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moetool.cluster.machines import choose, head_of
+from moetool.cluster.ray_hosts import choose, head_of
 from moetool.errors import CapacityError, MoetoolError, UsageError, first_line
 
 _STORE_BYTES = 80 * 2**20

@@ -1,9 +1,9 @@
 """Point-to-point calls between the servers of a cluster.
 
 Who calls and who is called prove to each other that they know the cluster's token (HMAC-SHA256 over fresh random
-numbers of both, `Connection.prove`), so a stranger can neither ask a server for anything nor pose as one. What follows
-is neither encrypted nor signed message by message: somebody on the way can read and change it. So let the servers'
-addresses be on a private network, or behind a tunnel such as WireGuard.
+numbers of both, `FrameConnection.prove`), so a stranger can neither ask a server for anything nor pose as one. What
+follows is neither encrypted nor signed message by message: somebody on the way can read and change it. So let the
+servers' addresses be on a private network, or behind a tunnel such as WireGuard.
 
 Every call has a deadline. Calls may be repeated: they ask for results and change nothing.
 """
@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from moetool.cluster.acceptor import HANDSHAKE_S, Acceptor
-from moetool.cluster.frames import Connection, LinkError, Lost, Message, dial, pack
+from moetool.cluster.frames import Frame, FrameConnection, LinkError, Lost, dial, pack
 from moetool.cluster.links import Links
+from moetool.cluster.listener import HANDSHAKE_S, Acceptor
 from moetool.errors import MoetoolError, first_line
 
 
-class Refused(MoetoolError):
+class CallRefused(MoetoolError):
     """The peer is there and did not do what it was asked for."""
 
 
@@ -43,7 +43,7 @@ class Listener:
         self,
         sock: socket.socket,
         token: bytes,
-        handle: Callable[[Message], Message],
+        handle: Callable[[Frame], Frame],
         *,
         links: Links | None = None,
         limit_bytes: int = 2**30,
@@ -61,17 +61,17 @@ class Listener:
         """Take no more calls, end all connections; calls that are being answered are finished, their answers lost."""
         self._acceptor.close()
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: FrameConnection) -> None:
         while True:
             self._answer(connection, connection.receive(None, self._rest_s))
 
-    def _answer(self, connection: Connection, message: Message) -> None:
+    def _answer(self, connection: FrameConnection, message: Frame) -> None:
         try:
             answer = self._handle(message)
         except MoetoolError as error:
-            answer = Message(head={"error": first_line(error)})
+            answer = Frame(head={"error": first_line(error)})
         except Exception as error:  # the caller must hear of it, and the next call is served
-            answer = Message(head={"error": f"{type(error).__name__}: {first_line(error)}"})
+            answer = Frame(head={"error": f"{type(error).__name__}: {first_line(error)}"})
         data = pack(answer.head, answer.parts)
         by = time.monotonic() + self._rest_s
         caller = message.head.get("from")
@@ -106,22 +106,22 @@ class Channel:
         self._server, self._caller, self._token = server, caller, token
         self._links = links or Links()
         self._limit_bytes = limit_bytes
-        self._connection: Connection | None = None
+        self._connection: FrameConnection | None = None
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[tuple[Message, float, Future[Message]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Frame, float, Future[Frame]] | None] = queue.SimpleQueue()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"call-{server}", daemon=True)
         self._thread.start()
 
-    def call(self, head: Mapping[str, Any], parts: Sequence[Any] = (), *, timeout_s: float) -> "Future[Message]":
+    def call(self, head: Mapping[str, Any], parts: Sequence[Any] = (), *, timeout_s: float) -> "Future[Frame]":
         """Ask for something; the answer comes in the future.
 
         Raises (the future):
             Refused: the peer said why not.
             LinkError: it cannot be reached, or gave no answer in time.
         """
-        answer: Future[Message] = Future()
-        message = Message(head={**head, "from": self._caller}, parts=parts)
+        answer: Future[Frame] = Future()
+        message = Frame(head={**head, "from": self._caller}, parts=parts)
         with self._lock:
             if self._closed:
                 answer.set_exception(LinkError(f"server {self._server} is no longer called"))
@@ -151,7 +151,7 @@ class Channel:
             if (job := self._jobs.get()) is not None:
                 job[2].set_exception(LinkError(f"server {self._server} is no longer called"))
 
-    def _call(self, message: Message, by: float) -> Message:
+    def _call(self, message: Frame, by: float) -> Frame:
         data = pack(message.head, message.parts)
         try:
             self._links.sending(self._server, len(data) + sum(map(len, message.parts)), by)
@@ -167,17 +167,17 @@ class Channel:
             self._disconnect()
             raise LinkError(f"server {self._server}: {error}") from None
         if (reason := answer.head.get("error")) is not None:
-            raise Refused(f"server {self._server}: {reason}")
+            raise CallRefused(f"server {self._server}: {reason}")
         return answer
 
-    def _exchange(self, data: bytes, parts: Sequence[Any], by: float) -> Message:
+    def _exchange(self, data: bytes, parts: Sequence[Any], by: float) -> Frame:
         if self._closed:
             raise LinkError("it is no longer called")
         connection = self._connection or self._connect(by)
         connection.send(data, parts, by)
         return connection.receive(by)
 
-    def _connect(self, by: float) -> Connection:
+    def _connect(self, by: float) -> FrameConnection:
         if by <= time.monotonic():
             raise LinkError("no time was left to connect")
         by = min(by, time.monotonic() + HANDSHAKE_S)

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from moetool.cluster.acceptor import HANDSHAKE_S, Acceptor, listen
-from moetool.cluster.frames import Connection, LinkError, dial, pack
+from moetool.cluster.frames import FrameConnection, LinkError, dial, pack
+from moetool.cluster.listener import HANDSHAKE_S, Acceptor, listen
 
 _MOST_BYTES = 64 * 2**20
 _MOST_PEERS = 4096
@@ -15,14 +15,14 @@ _TAKEN_S, _LEAST_BYTES_S = 5.0, 1e6
 """Whoever takes nothing of a message for so long, or takes it slower, has gone."""
 
 
-class Channel:
+class RankChannel:
     """One end of a connection. `send` from any thread, `receive` from one.
 
     Both ends have proved that they know the token (`moetool.cluster.frames`). What follows is neither encrypted nor
     authenticated message by message: for trusted networks.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: FrameConnection) -> None:
         self._connection = connection
         self._sending = threading.Lock()
 
@@ -63,15 +63,15 @@ class Channel:
         self._connection.close()
 
 
-def connect(address: tuple[str, int], token: bytes) -> Channel:
+def connect(address: tuple[str, int], token: bytes) -> RankChannel:
     """Raises: LinkError where nobody listens, or who does knows another token."""
-    return Channel(dial(address, token, time.monotonic() + HANDSHAKE_S, _MOST_BYTES))
+    return RankChannel(dial(address, token, time.monotonic() + HANDSHAKE_S, _MOST_BYTES))
 
 
-def open_listener(host: str, token: bytes, on_channel: Callable[[Channel], None]) -> Acceptor:
+def open_listener(host: str, token: bytes, on_channel: Callable[[RankChannel], None]) -> Acceptor:
     """Take connections on a free port, and have `on_channel` called with each, on a thread of its own."""
 
-    def serve(connection: Connection) -> None:
-        on_channel(Channel(connection))
+    def serve(connection: FrameConnection) -> None:
+        on_channel(RankChannel(connection))
 
     return Acceptor(listen(host), token, serve, limit_bytes=_MOST_BYTES, most=_MOST_PEERS)

@@ -2,22 +2,22 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from moetool.cluster.parallel.group import Group, GroupBroken
-from moetool.cluster.parallel.routing import destinations
-from moetool.cluster.parallel.shelf import Shelf
-from moetool.cluster.parallel.windows import Link, Windows
+from moetool.caching._devices import Pool
+from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
+from moetool.cluster.parallel.expert_buffers import Shelf
+from moetool.cluster.parallel.process_group import Group, GroupBroken
+from moetool.cluster.parallel.replica_routing import destinations
 from moetool.errors import MoetoolError, first_line
-from moetool.fleet import Pool
 from moetool.models.loading import LoadedModel
 from moetool.models.spec import MoeLayer
-from moetool.serving.experts import ExpertRuntime
-from moetool.serving.store import ExpertStore
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.expert_store import ExpertStore
 from moetool.types import GateEvent
 
 _FORGET = 0.5
@@ -25,7 +25,7 @@ _FORGET = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
-class Tally:
+class DispatchTally:
     """What a rank counts over a batch.
 
     Attributes:
@@ -66,8 +66,7 @@ class ParallelRuntime(ExpertRuntime):
         gpu: this rank's number in the cluster.
         server_G: the server of each GPU.
         windows: told of compute phases and all-to-alls.
-        link: emulates the rank's way out.
-        expert_token_s: emulates an expert's computing: seconds a row, slept and not computed.
+        machine: emulates the rank's way out and its computing.
 
     Attributes:
         group: of the generation that runs; None between generations.
@@ -85,26 +84,24 @@ class ParallelRuntime(ExpertRuntime):
         gpu: int,
         server_G: Sequence[int],
         windows: Windows,
-        link: Link,
-        expert_token_s: float = 0.0,
+        machine: EmulatedMachine,
     ) -> None:
         super().__init__(loaded, residency, store)
         self.shelf, self.windows = shelf, windows
         self._spec, self._layers = loaded.spec, loaded.layers
-        self._gpu, self._server_G, self._link = gpu, tuple(server_G), link
-        self._expert_token_s = expert_token_s
+        self._gpu, self._server_G, self._machine = gpu, tuple(server_G), machine
         self._width = int(loaded.model.config.get_text_config().hidden_size)
         self._dtype = next(iter(loaded.model.parameters())).dtype
         self._device = loaded.device
         self._next = 0
         self._members: list[int] = []
         self._to_LE: np.ndarray | None = None
-        self._row_s = expert_token_s
+        self._row_s = machine.expert_token_s
         self._dense_before_s: dict[int, float] = {}
         self._began = time.perf_counter()
         self.group: Group | None = None
         self.placed_GLE: np.ndarray
-        self.tally: Tally
+        self.tally: DispatchTally
         self.count_anew()
 
     def join(self, group: Group, members: Sequence[int], placed_GLE: np.ndarray) -> None:
@@ -121,11 +118,11 @@ class ParallelRuntime(ExpertRuntime):
         self.placed_GLE = placed_GLE
         self._to_LE = destinations(placed_GLE, self._server_G)[self._gpu]
 
-    def count_anew(self) -> Tally:
+    def count_anew(self) -> DispatchTally:
         """Begin a new tally; gives the old one."""
         old = getattr(self, "tally", None)
         shape = (self._spec.num_layers, self._spec.num_experts)
-        self.tally = Tally(tokens_LE=np.zeros(shape, np.int64), sent=[0] * len(self._server_G))
+        self.tally = DispatchTally(tokens_LE=np.zeros(shape, np.int64), sent=[0] * len(self._server_G))
         return old or self.tally
 
     def begin_step(self) -> None:
@@ -182,7 +179,7 @@ class ParallelRuntime(ExpertRuntime):
             send_R = counts_RE.sum(dim=1).tolist()
             self._note_dense(index)
 
-            self._begin_exchange()
+            self._begin_exchange(group)
             theirs_RE = group.counts(counts_RE)
             receive_R = theirs_RE.sum(dim=1).tolist()
             began = time.perf_counter()
@@ -194,7 +191,7 @@ class ParallelRuntime(ExpertRuntime):
 
             products_YD = self._compute_held(layer, got_YD, theirs_RE)
 
-            self._begin_exchange()
+            self._begin_exchange(group)
             self._leave(receive_R, products_YD)
             back_XD = group.exchange(products_YD, receive_R, send_R)
             self._end_exchange(self._dense_before_s.get((index + 1) % self._spec.num_layers, 0.0))
@@ -228,8 +225,8 @@ class ParallelRuntime(ExpertRuntime):
             weights = self.shelf.weights(key)
             for start, end in spans:  # a product for each source; fresh memory, aligned as it is at home
                 out_YD[start:end] = form.compute(got_YD[start:end].clone(), weights)
-        if self._expert_token_s and rows:
-            time.sleep(max(0.0, rows * self._expert_token_s - (time.perf_counter() - began)))
+        if self._machine.expert_token_s and rows:
+            time.sleep(max(0.0, rows * self._machine.expert_token_s - (time.perf_counter() - began)))
         if out_YD.is_cuda:
             torch.cuda.current_stream(out_YD.device).synchronize()
         taken_s = time.perf_counter() - began
@@ -248,8 +245,8 @@ class ParallelRuntime(ExpertRuntime):
         before_s = self._dense_before_s.get(index, taken_s)
         self._dense_before_s[index] = before_s + _FORGET * (taken_s - before_s)
 
-    def _begin_exchange(self) -> None:
-        self.windows.close()
+    def _begin_exchange(self, group: Group) -> None:
+        self.windows.close(group.timeout_s)
         self._began = time.perf_counter()
 
     def _end_exchange(self, next_s: float) -> None:
@@ -265,19 +262,10 @@ class ParallelRuntime(ExpertRuntime):
             if gpu != self._gpu:
                 self.tally.sent[gpu] += rows * row_bytes
                 away += rows * row_bytes
-        self._link.send(away)
+        self._machine.send(away)
         return away
 
 
-def tally_to_json(tally: Tally) -> dict[str, Any]:
+def tally_to_json(tally: DispatchTally) -> dict[str, Any]:
     """A tally as a JSON object; `tokens_LE` as lists."""
-    return {
-        "steps": tally.steps,
-        "rows_SL": tally.rows_SL,
-        "tokens_LE": tally.tokens_LE.tolist(),
-        "sent": tally.sent,
-        "expert_s": tally.expert_s,
-        "dense_s": tally.dense_s,
-        "exchange_s": tally.exchange_s,
-        "wire": tally.wire,
-    }
+    return {**asdict(tally), "tokens_LE": tally.tokens_LE.tolist()}

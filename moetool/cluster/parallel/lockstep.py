@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from moetool.cluster.parallel.compute_windows import Windows
 from moetool.cluster.parallel.dispatch import ParallelRuntime, tally_to_json
-from moetool.cluster.parallel.group import GroupBroken
-from moetool.cluster.parallel.migration import Migration
-from moetool.cluster.parallel.stages import Stage
-from moetool.cluster.parallel.windows import Windows
+from moetool.cluster.parallel.expert_transfer import ExpertTransfer
+from moetool.cluster.parallel.process_group import GroupBroken
+from moetool.cluster.parallel.staged_migration import MigrationStage
 from moetool.errors import first_line
-from moetool.models.batching import Batcher
-from moetool.models.sampling import NOT_NUMBERS
-from moetool.models.sequential import Sequential
 from moetool.request import Output, SamplingParams
+from moetool.runtime.batching import Batcher
+from moetool.runtime.sampling import NOT_NUMBERS
+from moetool.runtime.sequential import Sequential
 from moetool.types import ModelSpec
 
 FOREVER = float("inf")
@@ -41,7 +41,7 @@ class Lockstep:
         gpu: int,
         runtime: ParallelRuntime,
         batcher: Batcher | Sequential,
-        migration: Migration,
+        migration: ExpertTransfer,
         windows: Windows,
         say: Callable[[dict[str, Any]], None],
     ) -> None:
@@ -50,7 +50,7 @@ class Lockstep:
         self._cancelled: deque[int] = deque()
         self._scores: deque[tuple[int, list[int], int]] = deque()
         self._ids: set[int] = set()
-        self._stages: deque[Stage] = deque()
+        self._stages: deque[MigrationStage] = deque()
         self._version = 0
         self._moved = asdict(migration.moved)  # when the last batch ended
 
@@ -58,7 +58,7 @@ class Lockstep:
         """End a request before the next step; from any thread."""
         self._cancelled.append(request)
 
-    def follow(self, stages: Sequence[Stage]) -> None:
+    def follow(self, stages: Sequence[MigrationStage]) -> None:
         """Go on to these placements as their experts arrive; from any thread."""
         for stage in stages:
             self._stages.append(stage)

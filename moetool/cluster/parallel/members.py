@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from moetool.cluster.frames import LinkError
-from moetool.cluster.parallel.channel import Channel
+from moetool.cluster.parallel.channel import RankChannel
 from moetool.errors import CapacityError
 
 _ALIVE_S = 2.0
@@ -62,7 +62,7 @@ class _Rank:
         heard_s: when it last said one of these, or was told to join.
     """
 
-    channel: Channel
+    channel: RankChannel
     peer: tuple[str, int]
     alive: int = 0
     holds: int = 0
@@ -112,17 +112,22 @@ class Members:
         """Whether nobody is there and nobody is being started again."""
         return not self.ranks and not self._tries.keys() - self._homeless
 
+    @property
+    def homeless(self) -> list[int]:
+        """The ranks that wait for a machine."""
+        return sorted(self._homeless.copy())
+
     def joined_after(self, generation: int) -> float | None:
         """When the first generation after one was whole; from any thread. None while none is."""
         later = [number for number in list(self.joined) if number > generation]
         return self.joined[min(later)] if later else None
 
-    def greet(self, gpu: int, channel: Channel, peer: Sequence[Any]) -> None:
+    def greet(self, gpu: int, channel: RankChannel, peer: Sequence[Any]) -> None:
         """A rank has said hello."""
         self._tries.pop(gpu, None)
         self.ranks[gpu] = _Rank(channel, (peer[0], peer[1]))
 
-    def knows(self, gpu: int | None, channel: Channel) -> bool:
+    def knows(self, gpu: int | None, channel: RankChannel) -> bool:
         """Whether this is the connection of a rank that is there."""
         return gpu in self.ranks and self.ranks[gpu].channel is channel
 

@@ -12,26 +12,26 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moetool.caching._policy import MIN_SLOTS, build_policy
+from moetool.caching._residency import Residency
 from moetool.cluster.frames import LinkError
 from moetool.cluster.parallel.channel import connect
+from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
 from moetool.cluster.parallel.dispatch import ParallelRuntime
-from moetool.cluster.parallel.group import Group, GroupBroken
+from moetool.cluster.parallel.expert_buffers import Shelf
+from moetool.cluster.parallel.expert_transfer import ExpertTransfer
 from moetool.cluster.parallel.lockstep import FOREVER, Lockstep
-from moetool.cluster.parallel.migration import Migration
-from moetool.cluster.parallel.options import RankOptions
-from moetool.cluster.parallel.routing import placed_of
-from moetool.cluster.parallel.shelf import Shelf
-from moetool.cluster.parallel.stages import Stage
-from moetool.cluster.parallel.windows import Link, Windows
+from moetool.cluster.parallel.process_group import Group, GroupBroken
+from moetool.cluster.parallel.rank_options import RankOptions
+from moetool.cluster.parallel.replica_routing import placed_of
+from moetool.cluster.parallel.staged_migration import MigrationStage
 from moetool.cluster.transport import own_address
 from moetool.errors import MoetoolError, first_line
-from moetool.models.decoding import Batch
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_device, parse_dtype, use_threads
-from moetool.models.sequential import open_batcher
-from moetool.models.spec import locate
-from moetool.policy import MIN_SLOTS, build_policy
-from moetool.residency import Residency
-from moetool.serving.store import open_store
+from moetool.runtime.decoding import Batch
+from moetool.runtime.expert_store import open_store
+from moetool.runtime.sequential import open_batcher
 
 _ALIVE_S = 5.0
 """While it reads experts a rank says so often that it is alive."""
@@ -82,13 +82,13 @@ class Rank:
     ) -> None:
         self.gpu, self._options = gpu, options
         self._host = own_address(head[0])  # the way to the head is taken to be the way to the other ranks
-        loaded = load_lazy(locate(model), parse_dtype(options.dtype), _device(options.device, gpu, server_G))
+        loaded = load_lazy(Checkpoint.open(model), parse_dtype(options.dtype), _device(options.device, gpu, server_G))
         assert loaded.files is not None
         use_threads(loaded.model.config.get_text_config(), options.threads)
         self.spec, self._loaded = loaded.spec, loaded
         self._shelf = Shelf(loaded.files, loaded.device)
         self._windows = Windows(strict=options.migrate != "pipelined")
-        link = Link(options.link_bytes_s)
+        machine = EmulatedMachine(options.link_bytes_s, options.expert_token_s)
         # The base class wants a pool; experts here lie on the shelf, so it is the smallest there is.
         residency = Residency(build_policy("lru", loaded.spec, {}, MIN_SLOTS))
         self.runtime = ParallelRuntime(
@@ -99,13 +99,12 @@ class Rank:
             gpu=gpu,
             server_G=server_G,
             windows=self._windows,
-            link=link,
-            expert_token_s=options.expert_token_s,
+            machine=machine,
         )
         self._batcher = open_batcher(loaded.model, max_requests=options.seats, kv_tokens=options.kv_tokens)
         self._batcher.on_forward = self._on_forward
-        self._migration = Migration(
-            loaded.spec, self._shelf, gpu, host=self._host, token=token, windows=self._windows, link=link
+        self._migration = ExpertTransfer(
+            loaded.spec, self._shelf, gpu, host=self._host, token=token, windows=self._windows, machine=machine
         )
         self._store = dist.TCPStore(store[0], store[1], None, False, timedelta(seconds=10))
         self._inbox: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -162,7 +161,7 @@ class Rank:
                 self._lockstep.cancel(message["request"])
             case "migrate":
                 if message["generation"] == self._generation:
-                    self._lockstep.follow([Stage.from_json(stage) for stage in message["stages"]])
+                    self._lockstep.follow([MigrationStage.from_json(stage) for stage in message["stages"]])
             case kind:
                 if kind in ("form", "stop"):
                     self._abort()
@@ -199,6 +198,7 @@ class Rank:
             self._batcher.close()
             self._head.close()
             self._shelf.close()
+            self._loaded.close()
 
     def _hold(self, message: dict[str, Any]) -> None:
         """Get ready for a generation: what ran is dropped, what is to be held is held."""

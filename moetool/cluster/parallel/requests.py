@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from moetool.cluster.parallel.seating import Seating
+from moetool.cluster.parallel.request_ranks import Seating
 from moetool.errors import MoetoolError
 from moetool.request import Output, SamplingParams, Sink, TokenLogprob
 
@@ -16,7 +16,7 @@ _RETRIES = 3
 
 
 @dataclass(slots=True, kw_only=True)
-class Request:
+class RankRequest:
     """A request, or a prompt that is to be scored.
 
     Attributes:
@@ -55,11 +55,11 @@ class Requests:
     """
 
     def __init__(self) -> None:
-        self.pending: deque[Request] = deque()
-        self.running: dict[int, Request] = {}
+        self.pending: deque[RankRequest] = deque()
+        self.running: dict[int, RankRequest] = {}
         self.prompt = self.generated = self.retried = 0
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: RankRequest) -> None:
         """Have a request wait."""
         request.began = time.monotonic()
         if request.score is None and request.params.max_tokens == 0:
@@ -79,7 +79,7 @@ class Requests:
                 break
         return None
 
-    def choose(self, seating: Seating, members: Sequence[int], seats: int) -> list[Request]:
+    def choose(self, seating: Seating, members: Sequence[int], seats: int) -> list[RankRequest]:
         """The requests of the next batch, each with its GPU.
 
         Args:
@@ -91,7 +91,7 @@ class Requests:
             request.gpu = gpu
         return chosen
 
-    def begin(self, chosen: Sequence[Request]) -> dict[int, list[dict[str, Any]]]:
+    def begin(self, chosen: Sequence[RankRequest]) -> dict[int, list[dict[str, Any]]]:
         """Those that were chosen run from now on; gives by GPU what its rank is to be told of them."""
         shares: dict[int, list[dict[str, Any]]] = {}
         for request in chosen:
@@ -154,21 +154,21 @@ class Requests:
         for request in list(self.running.values()):
             self._refuse(request, reason)
 
-    def refuse_all(self, others: Sequence[Request], reason: str) -> None:
+    def refuse_all(self, others: Sequence[RankRequest], reason: str) -> None:
         """End all that run and wait with an error, and others that were not admitted."""
         self.refuse_running(reason)
         for request in (*self.pending, *others):
             self._refuse(request, reason)
         self.pending.clear()
 
-    def _give(self, request: Request, output: Output) -> None:
+    def _give(self, request: RankRequest, output: Output) -> None:
         if output.finish is not None:
             self.running.pop(request.id, None)
         if request.sink is not None:
             with contextlib.suppress(Exception):  # one broken sink must not end the others
                 request.sink(output)
 
-    def _refuse(self, request: Request, reason: str) -> None:
+    def _refuse(self, request: RankRequest, reason: str) -> None:
         self.running.pop(request.id, None)
         if request.score is not None:
             request.score.set_exception(MoetoolError(reason))

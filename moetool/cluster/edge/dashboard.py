@@ -1,0 +1,127 @@
+"""A page about a running cluster, for browsers on this machine: what the scheduler sees and what it did."""
+
+import ipaddress
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from moetool.errors import UsageError
+
+_PAGE = Path(__file__).with_name("dashboard.html")
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DashboardOptions:
+    """What `--set dashboard.NAME=VALUE` sets.
+
+    Attributes:
+        host: that the page is served on.
+        port: 0 takes any that is free; -1: no page.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        if not -1 <= self.port < 2**16:
+            raise UsageError(f"--set dashboard.port: found {self.port}, expected 0 to 65535, or -1 for no page")
+
+
+class Dashboard:
+    """Serves one page, and its numbers as /state.json. It takes nothing but GET, and changes nothing.
+
+    On a loopback address it answers only to names of this machine, so that a page of another site cannot read it by
+    a name that it had pointed here. On other addresses anyone who reaches the port may read it: there is no login.
+
+    Args:
+        snapshot: the state as a JSON object (`moetool.cluster.edge.scheduler.Scheduler.snapshot`).
+        port: 0 takes any that is free.
+
+    Effects: a thread, until `close`.
+
+    Raises:
+        UsageError: the address cannot be had.
+    """
+
+    def __init__(self, snapshot: Callable[[], dict[str, Any]], host: str = "127.0.0.1", port: int = 0) -> None:
+        handler = type("_Bound", (_Handler,), {"snapshot": staticmethod(snapshot), "only_here": _is_loopback(host)})
+        try:
+            self._server = ThreadingHTTPServer((host, port), handler)
+        except OSError as error:
+            raise UsageError(
+                f"the dashboard cannot listen on {host}:{port} ({error.strerror}); choose another port"
+            ) from None
+        self._server.daemon_threads = True
+        self.url = f"http://{host}:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="dashboard", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5.0)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    snapshot: Callable[[], dict[str, Any]]
+    only_here: bool
+    timeout = 10.0  # of a client that sends half a request
+    server_version, sys_version = "moetool", ""
+
+    def do_GET(self) -> None:
+        path = urlsplit(self.path).path
+        if self.only_here and not self._asked_for_this_machine():
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", b"asked for another machine\n")
+        elif path == "/":
+            self._answer(HTTPStatus.OK, "text/html; charset=utf-8", _PAGE.read_bytes())
+        elif path == "/state.json":
+            content = json.dumps(self.snapshot(), allow_nan=False).encode()
+            self._answer(HTTPStatus.OK, "application/json", content)
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is / and /state.json\n")
+
+    do_HEAD = do_GET
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse without an echo of what was asked."""
+        status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
+        self.close_connection = True
+        self._answer(status, "text/plain", f"{status.phrase}\n".encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: a page asks every two seconds."""
+
+    def _asked_for_this_machine(self) -> bool:
+        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+        return name == "localhost" or _is_loopback(name)
+
+    def _answer(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+        self.send_response(status)
+        for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        if status is HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET, HEAD")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

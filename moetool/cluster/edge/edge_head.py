@@ -1,0 +1,369 @@
+"""The head of a cluster of edge servers: starts them, tells each who holds what, and mends what breaks.
+
+It carries no token and no tensor. While it is gone nobody starts servers anew or moves experts; and since Ray ends the
+workers of a driver that ends, the cluster ends with it: users see closed connections, and the next start begins with
+the plan.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from moetool.cluster.cluster_options import ClusterOptions
+from moetool.cluster.edge.placement_table import PlacementTable
+from moetool.cluster.edge.protocol import ArrivedExpert, Holders, WorkerInfo, WorkerStats
+from moetool.cluster.edge.worker import WorkerSettings
+from moetool.cluster.launch import WorkerDied
+from moetool.errors import CapacityError, MoetoolError, first_line
+from moetool.placement._placement_plan import Place
+
+T = TypeVar("T")
+_ENDED = "its process has ended"
+_TELL_S = 10.0  # for a worker to take in who holds what
+_BACKOFF_S = (1.0, 10.0)  # after the first start that failed, and at most
+
+
+class Processes(Protocol):
+    """The workers' processes, one a server; `moetool.cluster.launch.Workers` has them in Ray."""
+
+    def call(self, n: int, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> Any: ...
+    def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None: ...
+    def kill(self, n: int) -> None: ...
+    def is_started(self, n: int) -> bool: ...
+    def watch_again(self, n: int, on_death: Callable[[int], None]) -> None: ...
+    def close(self) -> None: ...
+    def __len__(self) -> int: ...
+
+
+class MigrationScheduler(Protocol):
+    """Decides about migrations.
+
+    Attributes:
+        tick_s: how often it is asked.
+    """
+
+    tick_s: float
+
+    def on_tick(self, head: "EdgeHead") -> None:
+        """Look at `head.stats()` and `head.held()`, and `adopt` and `drop`, one expert at a time.
+
+        Called on a thread of its own, not before the last call has returned. An error is narrated, and the next tick
+        comes.
+        """
+        ...
+
+
+class EdgeHead:
+    """What starts, watches and mends the servers of a cluster, and moves experts between them.
+
+    It knows what every server holds, and that is what servers are told. A server that dies, or does not answer for
+    `hang_s`, is taken out of the table; experts that nobody else holds are adopted by servers with room, from their
+    disks; then it is started anew with what it held by the placement in force, and what was adopted for it is given up.
+
+    Methods may be called from any thread.
+
+    Args:
+        processes: for each server the one that was started with its settings.
+        settings: of each server.
+        names: of the servers.
+        narrate: is given a line about what happens.
+        scheduler: decides about migrations; without one, experts stay where the plan has them.
+
+    Effects: `start` starts threads; `close` ends them and the processes.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        settings: Sequence[WorkerSettings],
+        names: Sequence[str],
+        num_experts_L: Sequence[int],
+        *,
+        options: ClusterOptions | None = None,
+        narrate: Callable[[str], object] = lambda line: None,
+        scheduler: MigrationScheduler | None = None,
+    ) -> None:
+        self.names = tuple(names)
+        self._processes, self._settings = processes, tuple(settings)
+        self._options = options or ClusterOptions()
+        self._narrate, self._scheduler = narrate, scheduler
+        self._table = PlacementTable([own.held for own in settings], num_experts_L, names)
+        self._ports = [own.port for own in settings]
+        self._was_there = [False] * len(settings)
+        self._mending = threading.Lock()
+        self._telling = [threading.Lock() for _ in settings]
+        self._told = [-1] * len(settings)  # version of the table that each has heard
+        self._died = [threading.Event() for _ in settings]
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    # -- the cluster's life --------------------------------------------------------------------------------------
+
+    def start(self) -> list[WorkerInfo]:
+        """Wait until every server that has a machine serves, and tell each who holds what.
+
+        The others are started when their machines join; until then their experts are elsewhere.
+
+        Raises: as the first worker that could not be started.
+        """
+        timeout_s = self._options.start_timeout_s
+        started = [n for n in range(len(self.names)) if self._processes.is_started(n)]
+        for info in _at_once(lambda i: self._call(started[i], "info", timeout_s=timeout_s), len(started)):
+            self._arrived(info)
+        self.publish()
+        for n in started:
+            self._processes.watch_again(n, self._on_death)
+        self._cover()
+        for n in range(len(self.names)):
+            self._thread(f"server-{n}", self._supervise, n)
+        if self._scheduler is not None:
+            self._thread("scheduler", self._schedule)
+        return [info for info in self.infos() if info is not None]
+
+    def drain(self, timeout_s: float) -> None:
+        """Let all servers finish what their users have asked for, and take nothing new."""
+        self._closing.set()
+        self._each("drain", timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """End the servers and all threads."""
+        self._closing.set()
+        for event in self._died:
+            event.set()
+        self._processes.close()
+        for thread in self._threads:
+            thread.join(5.0)
+
+    # -- for whoever decides about placement -----------------------------------------------------------------------
+
+    def infos(self) -> list[WorkerInfo | None]:
+        """What each server said of itself when it came; None: it is not there just now."""
+        return self._table.infos()
+
+    def held(self) -> list[frozenset[Place]]:
+        """What each server holds now, with what it has adopted for one that is not there."""
+        return self._table.held()
+
+    def holders(self) -> Holders:
+        """Who holds what, as servers are told."""
+        return self._table.holders()
+
+    def stats(self) -> list[WorkerStats | None]:
+        """What each server counted since it was last asked; None: it gave no answer."""
+        return self._each("stats", timeout_s=self._options.hang_s)
+
+    def adopt(self, server: int, layer: int, expert: int, source: int) -> ArrivedExpert:
+        """Have a server hold an expert from now on, and tell all of it.
+
+        Raises: as `moetool.cluster.edge.protocol.EdgeWorker.adopt`, and MoetoolError where the server is not there.
+        """
+        moved: ArrivedExpert = self._ask(server, "adopt", layer, expert, source)
+        self._table.moved_in(server, (layer, expert))
+        self.publish()
+        return moved
+
+    def drop(self, server: int, layer: int, expert: int) -> None:
+        """Have a server hold an expert no longer: all are told first.
+
+        Raises:
+            MoetoolError: nobody else holds it now, or the server is not there.
+        """
+        self._table.move_out(server, (layer, expert))
+        self.publish()
+        self._ask(server, "drop", layer, expert)
+
+    def publish(self) -> None:
+        """Tell all servers who holds what; returns when those that are there have heard it."""
+        self._table.holders(newer=True)
+        _at_once(self._tell, len(self.names))
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, n: int) -> None:
+        """Tell one server who holds what, if it is there and has not heard it."""
+        with self._telling[n]:
+            table = self._table.holders()
+            if table.peers[n] is None or self._told[n] == table.version:
+                return
+            try:
+                self._call(n, "set_holders", table, timeout_s=_TELL_S)
+                self._told[n] = table.version
+            except Exception:
+                return  # whoever supervises it sees the same, or tells it again
+
+    def _arrived(self, info: WorkerInfo) -> None:
+        n = info.server
+        self._told[n], self._was_there[n] = -1, True
+        self._ports[n] = int(info.url.rpartition(":")[2])
+        self._table.arrived(info)
+
+    def _call(self, n: int, method: str, *args: Any, timeout_s: float) -> Any:
+        return self._processes.call(n, method, *args, timeout_s=timeout_s)
+
+    def _ask(self, n: int, method: str, *args: Any) -> Any:
+        self._table.require(n)
+        return self._call(n, method, *args, timeout_s=self._options.fetch_timeout_s + _TELL_S)
+
+    def _each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """Call a method of every server that is there, at once; None for those that do not answer."""
+
+        def ask(n: int) -> Any:
+            try:
+                return None if infos[n] is None else self._call(n, method, *args, timeout_s=timeout_s)
+            except MoetoolError:
+                return None  # whoever supervises it sees the same
+
+        infos = self.infos()
+        return _at_once(ask, len(infos))
+
+    def _thread(self, name: str, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _on_death(self, n: int) -> None:
+        self._died[n].set()
+
+    def _supervise(self, n: int) -> None:
+        """The life of one server: ask whether it is well; when it is not, mend."""
+        if not self._processes.is_started(n):
+            self._bring_back(n)
+        while not self._closing.is_set():
+            if not self._died[n].wait(self._options.ping_s):
+                try:
+                    self._call(n, "info", timeout_s=self._options.hang_s)
+                    self._tell(n)
+                    continue
+                except Exception as error:
+                    reason = _ENDED if isinstance(error, WorkerDied) else first_line(error)
+                    if not self._closing.is_set():
+                        self._processes.kill(n)
+            else:
+                reason = _ENDED
+            if self._closing.is_set():
+                return
+            self._narrate(f"server {self.names[n]} is gone: {reason}")
+            self._lose(n)
+            self._bring_back(n)
+
+    def _lose(self, n: int) -> None:
+        """Take a server out of the table, and give its experts another place."""
+        self._table.lost(n)
+        self.publish()
+        self._cover()
+
+    def _cover(self) -> None:
+        """Have experts that nobody holds adopted, from disk, by servers with room, or that give up a replica for it."""
+        with self._mending:
+            missing = self._table.uncovered()
+            count = sum(self._adopt_somewhere(at) for at in missing)
+            if count:
+                self.publish()
+                self._narrate(f"{count} experts that only it held have another place until it is back")
+            if count < len(missing):
+                self._narrate(
+                    f"{len(missing) - count} experts have no place until it is back: each server reads them from its "
+                    "own disk when it needs them"
+                )
+
+    def _adopt_somewhere(self, at: Place) -> bool:
+        tried: set[int] = set()
+        while not self._closing.is_set() and (found := self._table.roomiest(but=tried)) is not None:
+            server, room = found
+            tried.add(server)
+            if room <= 0 and not self._make_room(server):
+                continue
+            try:
+                self._ask(server, "adopt", *at, -1)
+            except MoetoolError:
+                continue
+            if self._table.lend(server, at):
+                return True
+        return False
+
+    def _make_room(self, server: int) -> bool:
+        """Have a server give up an expert that another has too; it gets it back by `_restore`."""
+        if (spare := self._table.give_up_spare(server)) is None:
+            return False
+        self.publish()
+        try:
+            self._ask(server, "drop", *spare)
+        except MoetoolError:
+            return False
+        return True
+
+    def _bring_back(self, n: int) -> None:
+        """Start a server anew until it serves, and give it its experts back."""
+        wait, most = _BACKOFF_S
+        waits_for_machine = False
+        port = self._ports[n]  # its users find it where it was, if nobody has taken that
+        while not self._closing.is_set():
+            settings = replace(self._settings[n], held=self._table.home(n), port=port)
+            try:
+                self._died[n].clear()
+                self._processes.restart(n, {"settings": settings})
+                self._processes.watch_again(n, self._on_death)
+                info = self._call(n, "info", timeout_s=self._options.start_timeout_s)
+                break
+            except CapacityError as error:  # it may join
+                if not waits_for_machine:
+                    self._narrate(f"server {self.names[n]} waits for a machine: {first_line(error)}")
+                waits_for_machine = True
+            except Exception as error:
+                self._narrate(f"server {self.names[n]} could not be started: {first_line(error)}; trying again")
+                port = self._settings[n].port
+            if self._closing.wait(wait):
+                return
+            wait = min(most, 2 * wait)
+        else:
+            return
+        came = "is back on" if self._was_there[n] else "has joined and serves on"
+        self._narrate(f"server {self.names[n]} {came} {info.url}/v1 with {len(info.held)} experts")
+        self._arrived(info)
+        self.publish()
+        self._restore()
+
+    def _restore(self) -> None:
+        """After a server is back: drop what was adopted for it, and bring back what was given up for that."""
+        with self._mending:
+            if back := self._table.take_back():
+                self.publish()
+            for server, at in back:
+                with contextlib.suppress(MoetoolError):  # it may have gone, and the expert with it
+                    self._ask(server, "drop", *at)
+            missing = self._table.missing()
+            for server, at, source in missing:
+                with contextlib.suppress(MoetoolError):
+                    self._ask(server, "adopt", *at, source)
+                    self._table.moved_in(server, at)
+            if missing:
+                self.publish()
+
+    def _schedule(self) -> None:
+        assert self._scheduler is not None
+        while not self._closing.wait(self._scheduler.tick_s):
+            try:
+                self._scheduler.on_tick(self)
+            except Exception as error:  # a server died under its hands, say: the next tick sees what is there now
+                self._narrate(f"the scheduler: {type(error).__name__}: {first_line(error)}")
+
+
+def _at_once(work: Callable[[int], T], count: int) -> list[T]:
+    """What `work` gives for each number below `count`, each on a thread of its own that nobody waits for at the end.
+
+    Raises: what the first of them raised.
+    """
+    results: list[Future[T]] = [Future() for _ in range(count)]
+
+    def run(n: int) -> None:
+        try:
+            results[n].set_result(work(n))
+        except BaseException as error:
+            results[n].set_exception(error)
+
+    for n in range(count):
+        threading.Thread(target=run, args=(n,), daemon=True).start()
+    return [result.result() for result in results]

@@ -1,0 +1,156 @@
+"""What happened in a cluster, for those who look at it: shares, bytes and latencies over time, and every decision."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from moetool.cluster.edge.protocol import WorkerStats
+from moetool.placement._replacement_record import ReplacementRecord
+
+_WINDOWS = 240
+_LATENCIES = 512
+_DECISIONS = 200
+
+
+class Chronicle:
+    """Counts of every report, in windows of time.
+
+    Of long runs pairs of neighbouring windows are joined, so that there are never more than 240.
+
+    Args:
+        window_s: length of a window at the beginning.
+
+    Attributes:
+        decisions: the last 200.
+    """
+
+    def __init__(self, num_servers: int, window_s: float = 10.0) -> None:
+        self.decisions: list[ReplacementRecord] = []
+        self._num_servers, self._window_s = num_servers, window_s
+        self._began_s: float | None = None
+        self._windows: list[dict[str, Any]] = []
+        self._bytes_NN = np.zeros((num_servers, num_servers))
+        self._migrated_N = np.zeros(num_servers)
+        self._latest: dict[int, dict[str, Any]] = {}
+        self._request_s: list[deque[float]] = [deque(maxlen=_LATENCIES) for _ in range(num_servers)]
+        self._requests_N, self._failed_N = np.zeros(num_servers, int), np.zeros(num_servers, int)
+
+    def add(self, stats: WorkerStats, now_s: float) -> None:
+        """Count a worker's report."""
+        n = stats.server
+        window = self._window(now_s)
+        window["local"][n] += stats.local_pairs
+        window["remote"][n] += stats.remote_pairs
+        for other, size in stats.bytes_out.items():
+            self._bytes_NN[n, other] += size
+            window["bytes"] += size
+        window["migrated"] += stats.migrated_bytes
+        window["requests"] += len(stats.request_s)
+        window["request_s"] += sum(stats.request_s)
+        self._migrated_N[n] += stats.migrated_bytes
+        self._request_s[n].extend(stats.request_s)
+        self._requests_N[n] += len(stats.request_s)
+        self._failed_N[n] += stats.failed
+        self._latest[n] = {
+            "at_s": now_s,
+            "waiting": stats.waiting,
+            "expert_s": stats.expert_s / stats.expert_pairs if stats.expert_pairs else None,
+            "tokens": float(stats.tokens_LE.sum()),
+            "seconds": stats.seconds,
+        }
+
+    def decide(self, decision: ReplacementRecord) -> None:
+        """Keep a decision; the same object may be completed later."""
+        self.decisions = [*self.decisions, decision][-_DECISIONS:]
+
+    @property
+    def local(self) -> float | None:
+        """Share of expert calls computed at home, of all that were counted; None before any was."""
+        local = sum(sum(window["local"]) for window in self._windows)
+        calls = local + sum(sum(window["remote"]) for window in self._windows)
+        return local / calls if calls else None
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; `restore` goes on from it."""
+        return {
+            "window_s": self._window_s,
+            "began_s": self._began_s,
+            "windows": self._windows,
+            "bytes": self._bytes_NN.tolist(),
+            "migrated": self._migrated_N.tolist(),
+            "latest": {str(n): values for n, values in self._latest.items()},
+            "request_s": [[round(one, 6) for one in requests] for requests in self._request_s],
+            "requests": self._requests_N.tolist(),
+            "failed": self._failed_N.tolist(),
+            "decisions": [decision.to_json() for decision in self.decisions],
+        }
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Go on where `to_json` was, of the same number of servers."""
+        self._window_s, self._began_s = float(values["window_s"]), values["began_s"]
+        self._windows = [dict(window) for window in values["windows"]]
+        self._bytes_NN, self._migrated_N = np.array(values["bytes"], float), np.array(values["migrated"], float)
+        self._latest = {int(n): dict(found) for n, found in values["latest"].items()}
+        self._request_s = [deque(requests, maxlen=_LATENCIES) for requests in values["request_s"]]
+        self._requests_N, self._failed_N = np.array(values["requests"], int), np.array(values["failed"], int)
+        known = {one.name for one in fields(ReplacementRecord)}
+        self.decisions = [
+            ReplacementRecord(**{name: value for name, value in decision.items() if name in known})
+            for decision in values["decisions"]
+        ]
+
+    def summary(self) -> dict[str, Any]:
+        """What a page shows: as `to_json`, with percentiles in place of the latencies."""
+        values = self.to_json()
+        requests = values.pop("request_s")
+        values["latency"] = [
+            {
+                "requests": int(self._requests_N[n]),
+                "failed": int(self._failed_N[n]),
+                "p50_s": float(np.percentile(found, 50)) if found else None,
+                "p95_s": float(np.percentile(found, 95)) if found else None,
+            }
+            for n, found in enumerate(requests)
+        ]
+        values["local"] = self.local
+        return values
+
+    def _window(self, now_s: float) -> dict[str, Any]:
+        if self._began_s is None:
+            self._began_s = now_s
+        number = int(max(0.0, now_s - self._began_s) // self._window_s)
+        until_s = self._began_s + (number + 1) * self._window_s
+        if not self._windows or self._windows[-1]["until_s"] < until_s:
+            if len(self._windows) >= _WINDOWS:
+                self._join()
+                return self._window(now_s)
+            self._windows.append(
+                {
+                    "until_s": until_s,
+                    "local": [0] * self._num_servers,
+                    "remote": [0] * self._num_servers,
+                    **dict.fromkeys(("bytes", "migrated", "requests"), 0),
+                    "request_s": 0.0,
+                }
+            )
+        return self._windows[-1]
+
+    def _join(self) -> None:
+        """Windows of twice the length."""
+        assert self._began_s is not None
+        self._window_s *= 2
+        joined: dict[int, dict[str, Any]] = {}
+        for window in self._windows:
+            number = int((window["until_s"] - self._began_s - 1e-9) // self._window_s)
+            if number not in joined:
+                joined[number] = {**window, "until_s": self._began_s + (number + 1) * self._window_s}
+                continue
+            into = joined[number]
+            for name in ("local", "remote"):
+                into[name] = [a + b for a, b in zip(into[name], window[name], strict=True)]
+            for name in ("bytes", "migrated", "requests", "request_s"):
+                into[name] += window[name]
+        self._windows = list(joined.values())

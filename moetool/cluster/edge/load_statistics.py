@@ -1,0 +1,198 @@
+"""What a cluster has lately been asked for, and what that took: from the counts of its workers, with the time given."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from moetool.cluster.edge.protocol import ArrivedExpert, WorkerStats
+from moetool.errors import MismatchError
+from moetool.types import Cluster, Link, ModelSpec
+
+_FOLDS = 4
+_TRACE = 1e-6
+_OLDER_MOVES = 0.8
+
+
+class Statistics:
+    """Live statistics of each server, as a plan wants them.
+
+    What is routed and called is summed since the placement last changed, and decays: after `half_life_s` it counts
+    half. Time is cut into blocks, and the routes of every fourth are kept apart, so that a placement made from the
+    other three can be judged by them: made and judged from the same tokens, any placement looks better than the one in
+    force. Blocks have to be longer than requests, which are otherwise on both sides.
+
+    Args:
+        num_servers: numbered as in the plan's cluster.
+        half_life_s: 0: nothing is forgotten but by `changed`.
+        block_s: length of a block.
+        compute_s: how long seconds of computing are summed until they replace those of before.
+
+    Attributes:
+        since_s: when the placement last changed, or when the first report came.
+
+    Source: Prism § IV-A: averages of all executions since the last change of placement, and computing, which depends
+        on the load, renewed every 30 seconds. Deviation: with averages alone a change of the requests is seen ever
+        later the longer a placement stands (their Fig. 7 needs two migrations for one change), so old tokens decay.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_servers: int,
+        *,
+        half_life_s: float = 300.0,
+        block_s: float = 75.0,
+        compute_s: float = 30.0,
+    ) -> None:
+        self.spec = spec
+        self.since_s: float | None = None
+        self._half_life_s, self._block_s, self._compute_s = half_life_s, block_s, compute_s
+        shape = (_FOLDS, num_servers, spec.num_layers, spec.num_experts)
+        self._tokens_FNLE = np.zeros(shape)
+        self._seconds = 0.0
+        self._decayed_s: float | None = None
+        self._restored = False
+        self._call = np.zeros(2)  # seconds, pairs
+        self._call_s: float | None = None
+        self._computed_N = np.zeros((num_servers, 3))  # seconds, pairs, since when
+        self._expert_s_N = np.full(num_servers, np.nan)
+        self._moved_NN = np.zeros((num_servers, num_servers, 2))  # bytes, seconds
+
+    def add(self, stats: WorkerStats, now_s: float) -> None:
+        """Count a worker's report.
+
+        Raises:
+            MismatchError: it is of another model.
+        """
+        n = stats.server
+        if stats.tokens_LE.shape != self._tokens_FNLE.shape[2:]:
+            raise MismatchError(
+                f"server {n} counts {stats.tokens_LE.shape} experts, expected {self._tokens_FNLE.shape[2:]} of "
+                f"{self.spec.name}; start it with the plan's model"
+            )
+        self._decay(now_s)
+        self._tokens_FNLE[int(now_s // self._block_s) % _FOLDS, n] += stats.tokens_LE
+        self._call += (sum(stats.call_s.values()), sum(stats.call_pairs.values()))
+        if stats.expert_pairs:
+            self._computed_N[n, :2] += (stats.expert_s, stats.expert_pairs)
+        seconds, pairs, began_s = self._computed_N[n]
+        if pairs and (np.isnan(self._expert_s_N[n]) or now_s - began_s >= self._compute_s):
+            self._expert_s_N[n] = seconds / pairs
+            self._computed_N[n] = (0.0, 0.0, now_s)
+
+    def moved(self, server: int, moved: ArrivedExpert) -> None:
+        """Count an expert that has come to a server; later ones weigh more."""
+        if moved.source >= 0 and moved.seconds > 0:
+            self._moved_NN[moved.source, server] *= _OLDER_MOVES
+            self._moved_NN[moved.source, server] += (moved.bytes, moved.seconds)
+
+    def changed(self, now_s: float) -> None:
+        """The placement is another from now on: start anew. What a call took is remembered until it is known again."""
+        self._call_s = self.call_s
+        self._tokens_FNLE[:] = 0.0
+        self._call[:] = 0.0
+        self._seconds = 0.0
+        self._decayed_s = self.since_s = now_s
+
+    @property
+    def tokens_NLE(self) -> np.ndarray:
+        """(token, expert) pairs of each server's own users, decayed."""
+        tokens_NLE: np.ndarray = self._tokens_FNLE.sum(axis=0)
+        return tokens_NLE
+
+    @property
+    def tokens_s(self) -> float:
+        """Tokens of the whole cluster in a second."""
+        if self._seconds <= 0:
+            return 0.0
+        return float(self._tokens_FNLE.sum()) / sum(self.spec.top_k_L) / self._seconds
+
+    @property
+    def expert_s(self) -> float | None:
+        """Seconds of computing one (token, expert) pair, the mean over servers; None: not measured yet."""
+        return None if np.isnan(self._expert_s_N).all() else float(np.nanmean(self._expert_s_N))
+
+    @property
+    def call_s(self) -> float | None:
+        """Seconds that a pair takes longer because another server computes it; None: not measured yet.
+
+        From sending to the answer, without the computing, which would be there at home too. A call carries all pairs
+        of a layer and destination; they share its seconds. Calls to several servers at once, and computing meanwhile,
+        are not taken off: it is what a user waits at most.
+        """
+        seconds, pairs = self._call
+        if not pairs:
+            return self._call_s
+        return max(0.0, float(seconds / pairs) - (self.expert_s or 0.0))
+
+    def tokens_of(self, servers: Sequence[int]) -> np.ndarray:
+        """`tokens_NLE` of some servers, without what is left of tokens that have decayed."""
+        return _clean(self.tokens_NLE[list(servers)])
+
+    def folds(self, servers: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The same, parted: what to make a placement from, and what to judge it by, which shares no block with it.
+
+        All that was routed is judged by once. None while everything came in one block.
+        """
+        chosen, every_NLE = list(servers), self.tokens_NLE
+        parted = [(_clean((every_NLE - fold_NLE)[chosen]), _clean(fold_NLE[chosen])) for fold_NLE in self._tokens_FNLE]
+        return [(made_NLE, judge_NLE) for made_NLE, judge_NLE in parted if made_NLE.any() and judge_NLE.any()]
+
+    def measured(self, cluster: Cluster) -> Cluster:
+        """The cluster with the rates at which experts were last seen to move, where any have, both ways together."""
+        links = {frozenset(link.between): link for link in cluster.links}
+        for a in range(len(cluster.servers)):
+            for b in range(a):
+                size, seconds = self._moved_NN[a, b] + self._moved_NN[b, a]
+                if size > 0 and seconds > 0:
+                    names = cluster.servers[a].name, cluster.servers[b].name
+                    # The rate has the latency in it.
+                    links[frozenset(names)] = Link(between=names, bytes_s=float(size / seconds))
+        return replace(cluster, links=tuple(links.values()))
+
+    def to_json(self) -> dict[str, Any]:
+        """What `restore` goes on from."""
+        return {
+            "since_s": self.since_s,
+            "decayed_s": self._decayed_s,
+            "seconds": self._seconds,
+            "tokens": np.round(self._tokens_FNLE, 3).tolist(),
+            "call": self._call.tolist(),
+            "call_s": self._call_s,
+            "expert_s": [None if np.isnan(value) else float(value) for value in self._expert_s_N],
+            "moved": self._moved_NN.tolist(),
+        }
+
+    def restore(self, values: Mapping[str, Any]) -> None:
+        """Go on where `to_json` was. Raises: MismatchError if that was another model or cluster."""
+        tokens_FNLE, moved_NN = np.array(values["tokens"], float), np.array(values["moved"], float)
+        if tokens_FNLE.shape != self._tokens_FNLE.shape or moved_NN.shape != self._moved_NN.shape:
+            raise MismatchError(
+                f"the scheduler's state is of {tokens_FNLE.shape[1:]} (server, layer, expert), expected "
+                f"{self._tokens_FNLE.shape[1:]}; remove it or name another file"
+            )
+        self._tokens_FNLE, self._moved_NN = tokens_FNLE, moved_NN
+        self._call = np.array(values["call"], float)
+        self._call_s = values["call_s"]
+        self._expert_s_N = np.array([np.nan if value is None else value for value in values["expert_s"]], float)
+        self.since_s, self._decayed_s = values["since_s"], values["decayed_s"]
+        self._seconds, self._restored = float(values["seconds"]), True
+
+    def _decay(self, now_s: float) -> None:
+        if self._decayed_s is None:
+            self._decayed_s = self.since_s = now_s
+            self._computed_N[:, 2] = now_s
+        passed_s = max(0.0, now_s - self._decayed_s)
+        counted_s, self._restored = 0.0 if self._restored else passed_s, False  # nobody counted before it was restored
+        kept = 0.5 ** (passed_s / self._half_life_s) if self._half_life_s else 1.0
+        self._tokens_FNLE *= kept
+        self._seconds = self._seconds * kept + counted_s
+        self._call *= kept
+        self._decayed_s = max(now_s, self._decayed_s)
+
+
+def _clean(tokens_NLE: np.ndarray) -> np.ndarray:
+    """Without what is left of sums that cancel, or have decayed."""
+    return np.where(tokens_NLE > _TRACE, tokens_NLE, 0.0)

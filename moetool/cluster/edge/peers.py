@@ -1,0 +1,145 @@
+"""The other servers, as one of them sees them: where they are, whom to ask, and how they have answered."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from moetool.cluster.frames import Frame, LinkError
+from moetool.cluster.links import Links
+from moetool.cluster.transport import Channel
+from moetool.types import Cluster
+
+_BACKOFF_S = (1.0, 30.0)  # after the first failure, and at most
+_SHARE = 0.2  # of the newest call in the average
+
+
+class Peers:
+    """Channels to the other servers, and the choice among those that have an expert.
+
+    Args:
+        server: the number of this one.
+        distance: by server what a call costs before anything is computed; only its order matters.
+        links: of this server.
+        clock: by which a server that failed is left alone for a while.
+
+    Effects: `update` makes channels, each with a thread; `close` ends them.
+    """
+
+    def __init__(
+        self,
+        server: int,
+        token: bytes,
+        distance: Sequence[float],
+        *,
+        links: Links | None = None,
+        limit_bytes: int = 2**30,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.server = server
+        self._token, self._limit_bytes = token, limit_bytes
+        self._links = links or Links()
+        self._distance = tuple(distance)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._addresses: dict[int, tuple[str, int]] = {}
+        self._channels: dict[tuple[int, str], Channel] = {}
+        self._outstanding: Counter[int] = Counter()  # pairs that were sent and are not answered
+        self._pair_s: dict[int, float] = {}
+        self._failures: Counter[int] = Counter()
+        self._away_until: dict[int, float] = {}
+
+    def update(self, addresses: Sequence[tuple[str, int] | None]) -> None:
+        """From now on the servers are here; calls to one that has moved or gone fail."""
+        found = {n: (str(at[0]), int(at[1])) for n, at in enumerate(addresses) if at is not None and n != self.server}
+        with self._lock:
+            changed = {n for n in self._addresses.keys() | found.keys() if self._addresses.get(n) != found.get(n)}
+            self._addresses = found
+            closing = [self._channels.pop(at) for at in list(self._channels) if at[0] in changed]
+            for n in changed:
+                self._failures.pop(n, None)
+                self._away_until.pop(n, None)
+        for channel in closing:
+            channel.close()
+
+    def choose(self, servers: Collection[int], pairs: int, tried: Collection[int] = ()) -> int | None:
+        """Whom to ask for an expert's products: the nearest, of equally near ones the least loaded.
+
+        The load is the pairs that were sent there and are not answered, times the seconds that a pair took lately.
+
+        Args:
+            servers: that have the expert.
+            pairs: to be computed.
+            tried: that are not to be asked.
+
+        Returns:
+            None where all are gone, were tried or have failed so lately that they are left alone.
+        """
+        now = self._clock()
+        with self._lock:
+            able = [
+                n
+                for n in servers
+                if n in self._addresses and n not in tried and self._away_until.get(n, now) <= now and n != self.server
+            ]
+            return min(able, key=lambda n: (self._distance[n], self._load(n, pairs), n), default=None)
+
+    def expect(self, server: int, pairs: int) -> None:
+        """So many pairs are about to be sent there (negative: are answered, or given up)."""
+        with self._lock:
+            self._outstanding[server] += pairs
+
+    def call(
+        self, server: int, head: Mapping[str, Any], parts: Sequence[Any], *, timeout_s: float, lane: str = "compute"
+    ) -> "Future[Frame]":
+        """As `Channel.call`. Lanes have a channel each, so that a long transfer keeps no short call waiting."""
+        with self._lock:
+            channel = self._channels.get((server, lane))
+            if channel is None and server in self._addresses:
+                channel = self._channels[server, lane] = Channel(
+                    server,
+                    self._addresses[server],
+                    self._token,
+                    caller=self.server,
+                    links=self._links,
+                    limit_bytes=self._limit_bytes,
+                )
+        if channel is None:
+            answer: Future[Frame] = Future()
+            answer.set_exception(LinkError(f"server {server} is not there just now"))
+            return answer
+        return channel.call(head, parts, timeout_s=timeout_s)
+
+    def answered(self, server: int, pairs: int, seconds: float) -> None:
+        """A call took so long."""
+        with self._lock:
+            self._failures.pop(server, None)
+            self._away_until.pop(server, None)
+            latest = seconds / max(1, pairs)
+            before = self._pair_s.get(server, latest)
+            self._pair_s[server] = before + _SHARE * (latest - before)
+
+    def failed(self, server: int) -> None:
+        """A call broke off or took too long: the server is left alone for a second, then for twice as long, ..."""
+        with self._lock:
+            self._failures[server] += 1
+            first, most = _BACKOFF_S
+            self._away_until[server] = self._clock() + min(most, first * 2 ** (self._failures[server] - 1))
+
+    def close(self) -> None:
+        """End all channels; calls that wait fail."""
+        self.update(())
+
+    def _load(self, server: int, pairs: int) -> float:
+        return (self._outstanding[server] + pairs) * self._pair_s.get(server, 0.0)
+
+
+def distances(cluster: Cluster, server: int, hidden_bytes: int) -> tuple[float, ...]:
+    """What moving one hidden state from a server to each other and back costs, in seconds."""
+    costs = []
+    for other in range(len(cluster.servers)):
+        bytes_s, latency_s = cluster.link(server, other)
+        costs.append(2 * (latency_s + hidden_bytes / bytes_s))
+    return tuple(costs)

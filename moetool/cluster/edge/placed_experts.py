@@ -1,0 +1,341 @@
+"""Running the experts of a model where a placement has them: some here, the others on other servers."""
+
+import hashlib
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import torch
+
+from moetool.caching._devices import Pool
+from moetool.caching._residency import Residency
+from moetool.cluster.edge.held_experts import Holding
+from moetool.cluster.edge.meter import Meter
+from moetool.cluster.edge.peers import Peers
+from moetool.cluster.edge.protocol import ArrivedExpert, Holders
+from moetool.cluster.frames import Frame, LinkError
+from moetool.cluster.row_bytes import read_rows, rows_bytes, rows_head
+from moetool.cluster.transport import CallRefused
+from moetool.errors import MismatchError, MoetoolError
+from moetool.models.loading import LoadedModel
+from moetool.models.spec import MoeLayer
+from moetool.runtime.device_stores import Stores
+from moetool.runtime.expert_forward import ExpertRuntime, bring
+from moetool.runtime.expert_store import ExpertStore
+from moetool.types import ForwardInfo, GateEvent, Phase
+
+_FOR_OTHERS = ForwardInfo(forward_id=-1, request_T=(-1,), phase_T=(Phase.DECODE,), position_T=(0,))
+
+Inputs = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """How other servers are called.
+
+    Attributes:
+        timeout_s: seconds until a call is given up and tried elsewhere.
+        fetch_timeout_s: the same for an expert that moves here.
+        last_resort: an expert that no server gives is read from the own disk for the event at hand; without it, the
+            forward fails.
+    """
+
+    timeout_s: float = 10.0
+    fetch_timeout_s: float = 60.0
+    last_resort: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call under way, and the experts that it is for."""
+
+    server: int
+    pairs: dict[int, int]
+    answer: "Future[Frame]"
+    began: float
+
+
+class PlacedRuntime(ExpertRuntime):
+    """Computes the held experts here and has the others computed by servers that hold them.
+
+    For each event one message goes to each server that is needed, with the rows of all experts that it is asked for;
+    the held ones are computed meanwhile. A call that fails or is late is repeated at another holder of each expert. An
+    expert that no server gives is read from the own disk for this once.
+
+    On whichever server, the tokens that one forward has for an expert form one product; the family's last step and the
+    weighted sum are taken here, in the order of the top-k. So on machines of one kind (the same processor, the same
+    torch, as many threads) the result is the same to the bit as on one server alone, whatever is where.
+
+    Other servers' calls are answered on threads of the listener: `handle`. What they and the model's thread do with the
+    pool is behind one lock, which nobody holds while waiting for another server.
+
+    Args:
+        loaded, residency, store: as for `ExpertRuntime`; one device, and a policy that needs no more of an event than
+            its experts.
+        held: (layer, expert) that are here from the start.
+        capacity: how many may be (`Holding`).
+        peers: the other servers.
+        meter: counts.
+
+    Attributes:
+        holding: what is held here.
+
+    Effects: as of `Holding`. `close` closes `peers` too.
+
+    Raises: as `Holding`.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        residency: Pool,
+        store: ExpertStore | Stores,
+        *,
+        held: Collection[tuple[int, int]],
+        capacity: int,
+        peers: Peers,
+        meter: Meter,
+        options: CallOptions | None = None,
+    ) -> None:
+        assert isinstance(residency, Residency) and isinstance(store, ExpertStore), "one device"
+        super().__init__(loaded, residency, store)
+        self.spec = loaded.spec
+        self._layers = loaded.layers
+        self._slot_bytes, self._device = store.files.slot_bytes, store.copies.device
+        self._peers, self._meter = peers, meter
+        self._options = options or CallOptions()
+        self._changing = threading.Lock()
+        self._holders = Holders(
+            version=-1, servers_LE=tuple(((),) * num for num in self.spec.num_experts_L), peers=(None,)
+        )
+        self.holding = Holding(peers.server, loaded.spec, residency, store, held, capacity)
+
+    @property
+    def held(self) -> tuple[tuple[int, int], ...]:
+        """(layer, expert) that are held here, ascending."""
+        return tuple(self.spec.expert_of(key) for key in self.holding)
+
+    def set_holders(self, holders: Holders) -> None:
+        """From the next layer on, others are called where this says; one that is older than its own is ignored.
+
+        Raises:
+            MismatchError: it is of another model.
+        """
+        if tuple(map(len, holders.servers_LE)) != self.spec.num_experts_L:
+            raise MismatchError("the table of holders is of another model; start the cluster again")
+        with self._changing:
+            if holders.version > self._holders.version:
+                self._peers.update(holders.peers)
+                self._holders = holders
+
+    def adopt(self, layer: int, expert: int, source: int) -> ArrivedExpert:
+        """Hold an expert from now on; as `moetool.cluster.edge.protocol.EdgeWorker.adopt`."""
+        began = time.monotonic()
+        elsewhere = source not in (-1, self._peers.server)
+        fetched, num_bytes = self.holding.add(
+            self._key(layer, expert), lambda: self._fetch(layer, expert, source) if elsewhere else None
+        )
+        if fetched:
+            self._meter.migrated(num_bytes)
+        return ArrivedExpert(source=source if fetched else -1, bytes=num_bytes, seconds=time.monotonic() - began)
+
+    def drop(self, layer: int, expert: int) -> None:
+        """Hold an expert no longer; what is being computed with it is finished first."""
+        self.holding.remove(self._key(layer, expert))
+
+    def handle(self, message: Frame) -> Frame:
+        """Answer another server: `compute` rows with the experts that are held here, or give an expert (`fetch`).
+
+        Raises:
+            MoetoolError: what is asked for makes no sense or is not here.
+        """
+        kind = message.head.get("do")
+        if kind == "compute":
+            return self._compute_for_others(message)
+        if kind == "fetch":
+            return self._give(message)
+        raise MoetoolError(f"{kind!r} is nothing that this version of moetool does for others")
+
+    def begin_forward(self, info: ForwardInfo) -> None:
+        with self.holding.computing:
+            super().begin_forward(info)
+
+    def end_forward(self) -> None:
+        with self.holding.computing:
+            super().end_forward()
+
+    def close(self) -> None:
+        self._peers.close()
+        super().close()
+
+    def _compute(
+        self,
+        layer: MoeLayer,
+        event: GateEvent,
+        rows_of: Mapping[int, torch.Tensor],
+        inputs: Inputs,
+        put: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        for expert in [expert for expert in rows_of if expert >= layer.form.num_experts]:
+            put(expert, inputs(expert, rows_of[expert]))  # it gives its input back: nothing to send for
+        pairs = {expert: len(rows) for expert, rows in rows_of.items() if expert < layer.form.num_experts}
+        self._meter.needed(layer.index, pairs)
+        waiting, tried = dict(pairs), defaultdict[int, set[int]](set)
+        while waiting:
+            here = [expert for expert in waiting if self._key(layer.index, expert) in self.holding]
+            groups, nowhere = self._assign(layer, {e: n for e, n in waiting.items() if e not in here}, tried)
+            calls = [self._call(layer, server, group, rows_of, inputs) for server, group in groups.items()]
+            try:
+                if nowhere and not self._options.last_resort:
+                    raise MoetoolError(
+                        f"no server gives expert {nowhere[0]} of layer {self.spec.layer_ids_L[layer.index]} just now"
+                    )
+                done = self._compute_here(layer, event, {e: rows_of[e] for e in here}, inputs, put)
+                for expert in nowhere:  # one at a time: there may be no more than a slot for them
+                    done += self._compute_here(layer, event, {expert: rows_of[expert]}, inputs, put, borrowed=True)
+            finally:
+                answers = [self._collect(layer, call, tried) for call in calls]
+            for answer in answers:
+                for expert, output in answer.items():
+                    put(expert, bring(layer, output, rows_of[expert].device))
+                    done.append(expert)
+            for expert in done:
+                del waiting[expert]
+
+    def _assign(
+        self, layer: MoeLayer, pairs: Mapping[int, int], tried: Mapping[int, set[int]]
+    ) -> tuple[dict[int, dict[int, int]], list[int]]:
+        """By server the experts (and their pairs) that it will be asked for; and those that nobody can be asked for."""
+        groups: dict[int, dict[int, int]] = {}
+        nowhere = []
+        holders = self._holders.servers_LE[layer.index]
+        for expert, count in pairs.items():
+            server = self._peers.choose(holders[expert], count, tried[expert])
+            if server is None:
+                nowhere.append(expert)
+            else:
+                groups.setdefault(server, {})[expert] = count
+                self._peers.expect(server, count)
+        return groups, nowhere
+
+    def _call(
+        self, layer: MoeLayer, server: int, pairs: dict[int, int], rows_of: Mapping[int, torch.Tensor], inputs: Inputs
+    ) -> _Call:
+        rows = {expert: inputs(expert, rows_of[expert]) for expert in pairs}
+        began = time.monotonic()
+        head = {"do": "compute", **rows_head(layer.index, rows)}
+        timeout_s = self._options.timeout_s
+        return _Call(server, pairs, self._peers.call(server, head, [rows_bytes(rows)], timeout_s=timeout_s), began)
+
+    def _collect(self, layer: MoeLayer, call: _Call, tried: Mapping[int, set[int]]) -> dict[int, torch.Tensor]:
+        """The outputs that a call gave, by expert. The others of its experts are not asked for there again."""
+        every = sum(call.pairs.values())
+        outputs: dict[int, torch.Tensor] = {}
+        try:
+            # The channel keeps the deadline; the second on top only saves from waiting for a bug in it for ever.
+            answer = call.answer.result(self._options.timeout_s + 1.0)
+            outputs = read_rows(answer.head, answer.parts, self.spec)
+            if answer.head["layer"] != layer.index or any(len(x) != call.pairs.get(e) for e, x in outputs.items()):
+                raise MoetoolError("the answer belongs to another question")
+        except (MoetoolError, TimeoutError) as error:
+            outputs = {}
+            self._meter.count("failed_calls")
+            if not isinstance(error, CallRefused):
+                self._peers.failed(call.server)
+        else:
+            seconds = time.monotonic() - call.began
+            self._peers.answered(call.server, every, seconds)
+            self._meter.called(call.server, sum(map(len, outputs.values())), seconds)
+        finally:
+            self._peers.expect(call.server, -every)
+        for expert in call.pairs.keys() - outputs.keys():
+            tried[expert].add(call.server)
+        return outputs
+
+    def _compute_here(
+        self,
+        layer: MoeLayer,
+        event: GateEvent,
+        rows_of: Mapping[int, torch.Tensor],
+        inputs: Inputs,
+        put: Callable[[int, torch.Tensor], None],
+        *,
+        own: bool = True,
+        borrowed: bool = False,
+    ) -> list[int]:
+        """Compute experts out of the pool; gives those that were computed.
+
+        Args:
+            own: for own users.
+            borrowed: they are not held: read from disk for this once. Otherwise those that are no longer held are left.
+        """
+        keys = {self._key(layer.index, expert): expert for expert in rows_of}
+        with self.holding.computing:
+            found = [expert for key, expert in keys.items() if borrowed or key in self.holding]
+            if found:
+                began = time.perf_counter()
+                mine = replace(event, experts_TK=(tuple(found),), weights_TK=None, scores_TE=None)
+                try:
+                    super()._compute(layer, mine, rows_of, inputs, put)
+                finally:
+                    if borrowed:
+                        self.holding.give_back(keys)
+                pairs = sum(len(rows_of[expert]) for expert in found)
+                self._meter.computed(pairs, time.perf_counter() - began, own=own)
+        if borrowed:
+            self._meter.count("last_resort", len(found))
+        elif own and len(found) < len(rows_of):
+            self._meter.count("late_drops", len(rows_of) - len(found))
+        return found
+
+    def _compute_for_others(self, message: Frame) -> Frame:
+        rows = read_rows(message.head, message.parts, self.spec)
+        if not rows:
+            raise MoetoolError("no expert was asked for")
+        layer = self._layers[message.head["layer"]]
+        if any(expert >= layer.form.num_experts for expert in rows):
+            raise MoetoolError("an expert without weights was asked for")
+        bare = replace(layer, form=replace(layer.form, finish=None))  # which is taken where the rows came from
+        event = GateEvent(forward=_FOR_OTHERS, layer=layer.index, experts_TK=(tuple(rows),))
+        with torch.inference_mode():
+            outputs: dict[int, torch.Tensor] = {}
+            self._compute_here(
+                *(bare, event, rows, lambda expert, places: rows[expert].to(self._device), outputs.__setitem__),
+                own=False,
+            )
+            if not outputs:
+                return Frame(head={"layer": layer.index, "experts": [], "rows": [], "dtype": "float32", "width": 1})
+            return Frame(head=rows_head(layer.index, outputs), parts=[rows_bytes(outputs)])
+
+    def _give(self, message: Frame) -> Frame:
+        """The bytes of an expert that is held here, with their checksum."""
+        try:
+            layer, expert = int(message.head["layer"]), int(message.head["expert"])
+            key = self._key(layer, expert)
+            known = 0 <= layer < self.spec.num_layers and 0 <= expert < self.spec.num_experts_L[layer]
+        except (KeyError, TypeError, ValueError):
+            known = False
+        if not known or key not in self.holding:
+            raise MoetoolError("an expert was asked for that is not held here")
+        data = self.holding.bytes_of(key)
+        view = data.numpy().data
+        return Frame(head={"sha256": hashlib.sha256(view).hexdigest()}, parts=[view])
+
+    def _fetch(self, layer: int, expert: int, source: int) -> torch.Tensor | None:
+        """The bytes of an expert from a peer; None where it does not give them whole."""
+        head = {"do": "fetch", "layer": layer, "expert": expert}
+        timeout_s = self._options.fetch_timeout_s
+        try:
+            answer = self._peers.call(source, head, (), timeout_s=timeout_s, lane="fetch").result(timeout_s + 1.0)
+        except (LinkError, CallRefused, TimeoutError):
+            return None
+        (part,) = answer.parts or (b"",)
+        if len(part) != self._slot_bytes or hashlib.sha256(part).hexdigest() != answer.head.get("sha256"):
+            return None
+        return torch.frombuffer(part, dtype=torch.uint8)
+
+    def _key(self, layer: int, expert: int) -> int:
+        return self.spec.expert_key(layer, expert)

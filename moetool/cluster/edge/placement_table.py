@@ -1,0 +1,165 @@
+"""What the head of a cluster knows: which servers are there, what each holds, and what each ought to hold."""
+
+import threading
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from moetool.cluster.edge.protocol import Holders, WorkerInfo
+from moetool.errors import MoetoolError
+from moetool.placement._placement_plan import Place
+
+
+class PlacementTable:
+    """Who is there and holds what; every method may be called from any thread and none waits for a server.
+
+    An expert is *at home* where the placement in force has it, and *lent* to a server that has adopted it for one that
+    is not there.
+
+    Args:
+        home: of each server, by the plan.
+    """
+
+    def __init__(self, home: Sequence[Collection[Place]], num_experts_L: Sequence[int], names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._every = [(layer, expert) for layer, num in enumerate(num_experts_L) for expert in range(num)]
+        self._num_experts_L = tuple(num_experts_L)
+        self._lock = threading.RLock()
+        self._infos: list[WorkerInfo | None] = [None] * len(home)
+        self._held: list[set[Place]] = [set() for _ in home]
+        self._home: list[set[Place]] = [set(own) for own in home]
+        self._lent: set[tuple[int, Place]] = set()
+        self._version = 0
+
+    def infos(self) -> list[WorkerInfo | None]:
+        """What each server said of itself when it came; None: it is not there."""
+        with self._lock:
+            return list(self._infos)
+
+    def held(self) -> list[frozenset[Place]]:
+        """What each server holds."""
+        with self._lock:
+            return [frozenset(held) for held in self._held]
+
+    def home(self, server: int) -> tuple[Place, ...]:
+        """What a server ought to hold, ascending."""
+        with self._lock:
+            return tuple(sorted(self._home[server]))
+
+    def holders(self, *, newer: bool = False) -> Holders:
+        """The table as servers are told of it; with `newer`, of a version that no server has heard yet."""
+        with self._lock:
+            self._version += newer
+            servers_LE: list[list[list[int]]] = [[[] for _ in range(num)] for num in self._num_experts_L]
+            for n, held in enumerate(self._held):
+                for layer, expert in held:
+                    servers_LE[layer][expert].append(n)
+            return Holders(
+                version=self._version,
+                servers_LE=tuple(tuple(tuple(servers) for servers in experts) for experts in servers_LE),
+                peers=tuple(None if info is None else info.peer for info in self._infos),
+            )
+
+    def require(self, server: int) -> None:
+        """Raises: MoetoolError if a server is not there."""
+        if self.infos()[server] is None:
+            raise MoetoolError(f"server {self.names[server]} is not there just now")
+
+    def arrived(self, info: WorkerInfo) -> None:
+        """A server is there."""
+        with self._lock:
+            self._infos[info.server] = info
+            self._held[info.server] = set(info.held)
+
+    def lost(self, server: int) -> None:
+        """A server is gone, and what it held."""
+        with self._lock:
+            self._infos[server] = None
+            self._held[server].clear()
+            self._lent = {(n, at) for n, at in self._lent if n != server}
+
+    def moved_in(self, server: int, at: Place) -> None:
+        """A server holds an expert by a new placement."""
+        with self._lock:
+            self._home[server].add(at)
+            self._lent.discard((server, at))
+            if self._infos[server] is not None:
+                self._held[server].add(at)
+
+    def move_out(self, server: int, at: Place) -> None:
+        """A server is to hold an expert no longer, by a new placement.
+
+        Raises:
+            MoetoolError: nobody else holds it, or the server is not there.
+        """
+        with self._lock:
+            self.require(server)
+            if not any(at in held for n, held in enumerate(self._held) if n != server):
+                raise MoetoolError(
+                    f"server {self.names[server]} is the only one that holds expert {at[1]} of MoE layer {at[0]}; have "
+                    "another adopt it first"
+                )
+            self._held[server].discard(at)
+            self._home[server].discard(at)
+            self._lent.discard((server, at))
+
+    def uncovered(self) -> list[Place]:
+        """Experts that nobody holds."""
+        with self._lock:
+            found = set().union(*self._held)
+        return [at for at in self._every if at not in found]
+
+    def roomiest(self, but: Collection[int]) -> tuple[int, int] | None:
+        """The server with the most room, and its free slots; None where all that are there are among `but`."""
+        with self._lock:
+            room = {
+                n: info.slots - len(self._held[n])
+                for n, info in enumerate(self._infos)
+                if info is not None and n not in but
+            }
+        server = max(room, key=lambda n: (room[n], -n), default=None)
+        return None if server is None else (server, room[server])
+
+    def lend(self, server: int, at: Place) -> bool:
+        """A server has adopted an expert for another; gives whether it is still there."""
+        with self._lock:
+            if self._infos[server] is None:
+                return False
+            self._held[server].add(at)
+            self._lent.add((server, at))
+            return True
+
+    def give_up_spare(self, server: int) -> Place | None:
+        """Take from a server the expert that the most others have too; None where it has none."""
+        with self._lock:
+            holders = Counter(at for held in self._held for at in held)
+            spare = max(
+                (at for at in self._held[server] if holders[at] > 1 and (server, at) not in self._lent),
+                key=lambda at: (holders[at], at),
+                default=None,
+            )
+            if spare is not None:
+                self._held[server].discard(spare)
+            return spare
+
+    def take_back(self) -> list[tuple[int, Place]]:
+        """Take from servers what was lent to them and is held elsewhere again."""
+        with self._lock:
+            back = sorted(
+                (server, at)
+                for server, at in self._lent
+                if any(at in held for n, held in enumerate(self._held) if (n, at) not in self._lent)
+            )
+            for server, at in back:
+                self._lent.discard((server, at))
+                self._held[server].discard(at)
+            return back
+
+    def missing(self) -> list[tuple[int, Place, int]]:
+        """What servers that are there ought to hold and do not, each with a server that does (-1: none)."""
+        with self._lock:
+            return [
+                (n, at, next((other for other, held in enumerate(self._held) if at in held), -1))
+                for n, info in enumerate(self._infos)
+                if info is not None
+                for at in sorted(self._home[n] - self._held[n])
+            ]

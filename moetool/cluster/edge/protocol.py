@@ -1,0 +1,130 @@
+"""What the scheduler of a cluster and its workers say to each other. Servers are numbered as in the plan's cluster."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holders:
+    """Who holds what.
+
+    Attributes:
+        version: rises with every change; a worker ignores one that is older than its own.
+        servers_LE: for each MoE layer and expert the servers that have it, ascending. Nobody: not covered just now.
+        peers: for each server (host, port) where its experts are called; None: it is not there.
+    """
+
+    version: int
+    servers_LE: tuple[tuple[tuple[int, ...], ...], ...]
+    peers: tuple[tuple[str, int] | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What a worker says of itself when it is ready.
+
+    Attributes:
+        url: of its OpenAI endpoint, for the server's own users.
+        peer: (host, port) where others call its experts.
+        held: (layer, expert) that it holds.
+        slots: how many experts it has room for.
+    """
+
+    server: int
+    url: str
+    peer: tuple[str, int]
+    held: tuple[tuple[int, int], ...]
+    slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStats:
+    """What a worker counted since it was last asked.
+
+    Attributes:
+        seconds: since then.
+        tokens_LE: (token, expert) pairs that its own users' tokens needed, by layer and expert.
+        local_pairs: those of them that were computed here.
+        remote_pairs: those that others computed.
+        expert_s: seconds of computing experts, its own and others', and
+        expert_pairs: for so many pairs.
+        call_s: by server the seconds that calls to it took, from sending to the answer, and
+        calls: how many calls, and
+        call_pairs: for so many pairs.
+        bytes_out: by server the bytes sent to it, calls and answers, and
+        migrated_bytes: of experts.
+        request_s: of each request that has ended, the seconds that it took.
+        failed: requests that ended in an error.
+        waiting: requests that run or wait now.
+    """
+
+    server: int
+    seconds: float
+    tokens_LE: np.ndarray
+    local_pairs: int
+    remote_pairs: int
+    expert_s: float
+    expert_pairs: int
+    call_s: Mapping[int, float] = field(default_factory=dict)
+    calls: Mapping[int, int] = field(default_factory=dict)
+    call_pairs: Mapping[int, int] = field(default_factory=dict)
+    bytes_out: Mapping[int, int] = field(default_factory=dict)
+    migrated_bytes: int = 0
+    request_s: tuple[float, ...] = ()
+    failed: int = 0
+    waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivedExpert:
+    """An expert that has come to a server.
+
+    Attributes:
+        source: the server that it came from, -1 for the worker's own disk.
+    """
+
+    source: int
+    bytes: int
+    seconds: float
+
+
+class EdgeWorker(Protocol):
+    """What the scheduler asks of a worker; through Ray (`moetool.cluster.launch.Workers.call`), or in one process."""
+
+    def info(self) -> WorkerInfo:
+        """Once it serves; waits until then."""
+        ...
+
+    def stats(self) -> WorkerStats:
+        """What it counted since the last call."""
+        ...
+
+    def set_holders(self, holders: Holders) -> None:
+        """From the next layer on, call experts where this says. Experts that are held here are computed here."""
+        ...
+
+    def adopt(self, layer: int, expert: int, source: int) -> ArrivedExpert:
+        """Bring an expert here, from a peer or (source -1, or the peer fails) from disk, and hold it.
+
+        When it returns, others may call it here.
+
+        Raises:
+            CapacityError: no slot is free.
+            MoetoolError: it could be had from nowhere.
+        """
+        ...
+
+    def drop(self, layer: int, expert: int) -> None:
+        """Hold it no longer. Calls that are under way still find it; later ones are refused and tried elsewhere."""
+        ...
+
+    def drain(self) -> None:
+        """Take no more requests, finish those that run."""
+        ...
+
+    def close(self) -> None:
+        """End."""
+        ...

@@ -1,0 +1,110 @@
+"""What an edge cluster observes for a decision about its placement, and placements as its servers hold them."""
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+
+import numpy as np
+
+from moetool.cluster.edge.load_statistics import Statistics
+from moetool.errors import CapacityError
+from moetool.placement._decide import InForce, Observed, ReplacementCosts
+from moetool.placement._latency import unit_latency
+from moetool.placement._migration import order_moves
+from moetool.placement._placement_plan import Move, Place
+from moetool.types import Cluster, Gpu, ModelSpec, Server
+
+
+def pooled(spec: ModelSpec, cluster: Cluster, slots: Mapping[int, int]) -> Cluster:
+    """The servers that are there, as planners see them: one GPU each.
+
+    A worker has one pool. Its host memory does not count: a worker computes what is in its pool and nothing else, so
+    an expert cannot step aside there.
+
+    Args:
+        slots: experts that each server has room for, by its number.
+    """
+    servers = []
+    for n, room in sorted(slots.items()):
+        own = cluster.servers[n]
+        gpu = Gpu(
+            memory_bytes=room * spec.slot_bytes,
+            host_to_device_bytes_s=min(gpu.host_to_device_bytes_s for gpu in own.gpus),
+            speed=sum(gpu.speed for gpu in own.gpus),
+        )
+        servers.append(Server(name=own.name, gpus=(gpu,), host_memory_bytes=0, disk_bytes_s=own.disk_bytes_s))
+    there = {server.name for server in servers}
+    links = tuple(link for link in cluster.links if {*link.between} <= there)
+    return replace(cluster, servers=tuple(servers), links=links)
+
+
+def observe(
+    statistics: Statistics,
+    cluster: Cluster,
+    held: Mapping[int, Set[Place]],
+    slots: Mapping[int, int],
+    horizon_s: float,
+) -> tuple[Observed, InForce, ReplacementCosts] | None:
+    """What a decision is made from; None where too little was seen.
+
+    Args:
+        cluster: the plan's.
+        held: what each server that is there holds; together they hold every expert.
+        slots: experts that it has room for.
+    """
+    servers = tuple(sorted(slots))
+    tokens_NLE, folds = statistics.tokens_of(servers), statistics.folds(servers)
+    if not folds or not statistics.tokens_s:
+        return None
+    spec = _in_slots(statistics.spec)
+    machines = pooled(spec, statistics.measured(cluster), slots)
+    placed_NLE = as_array(spec, [held[n] for n in servers])
+    horizon_tokens = statistics.tokens_s * horizon_s
+    return (
+        Observed(tokens_GLE=tokens_NLE, held_out=tuple(folds), horizon_tokens=horizon_tokens, source="past"),
+        InForce(spec=spec, cluster=machines, placed_GLE=placed_NLE),
+        ReplacementCosts(latency=unit_latency(machines), call_s=statistics.call_s),
+    )
+
+
+def steps_to(
+    spec: ModelSpec, cluster: Cluster, held: Mapping[int, Set[Place]], target: Mapping[int, Set[Place]]
+) -> list[Move]:
+    """The moves that lead to a target that was decided on before; none if there is no room for them.
+
+    Args:
+        cluster: as `pooled`, of the servers in `target`.
+    """
+    spec, servers = _in_slots(spec), sorted(target)
+    old_NLE, new_NLE = (as_array(spec, [places.get(n, set()) for n in servers]) for places in (held, target))
+    try:
+        return by_server(order_moves(spec, cluster, old_NLE, new_NLE), servers)
+    except CapacityError:
+        return []
+
+
+def by_server(moves: Sequence[Move], servers: Sequence[int]) -> list[Move]:
+    """The same moves, `gpu` being the server's number in the plan.
+
+    Args:
+        servers: the number of each of the servers that are there.
+    """
+    return [replace(move, gpu=servers[move.gpu]) for move in moves]
+
+
+def as_array(spec: ModelSpec, held: Sequence[Set[Place]]) -> np.ndarray:
+    """placed_NLE from places."""
+    placed_NLE = np.zeros((len(held), spec.num_layers, spec.num_experts), bool)
+    for n, places in enumerate(held):
+        for layer, expert in places:
+            placed_NLE[n, layer, expert] = True
+    return placed_NLE
+
+
+def places_of(placed_LE: np.ndarray) -> list[Place]:
+    """Places from an array."""
+    return [(layer, expert) for layer, expert in np.argwhere(placed_LE).tolist()]
+
+
+def _in_slots(spec: ModelSpec) -> ModelSpec:
+    """A slot has the size of the largest expert, whatever is in it."""
+    return replace(spec, expert_bytes_L=(spec.slot_bytes,) * spec.num_layers)

@@ -1,0 +1,422 @@
+"""The global scheduler: asks the workers what happens, places anew when that pays, and moves experts one by one."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from moetool import config, durable
+from moetool.cluster.edge.history import Chronicle
+from moetool.cluster.edge.load_statistics import Statistics
+from moetool.cluster.edge.protocol import ArrivedExpert, WorkerInfo, WorkerStats
+from moetool.cluster.edge.replacement import by_server, observe, places_of, pooled, steps_to
+from moetool.cluster.edge.scheduler_state import Kept, reading
+from moetool.cluster.launch import WorkerDied
+from moetool.errors import CapacityError, MoetoolError, UsageError, first_line, unknown_name
+from moetool.placement import _planner as planner
+from moetool.placement._decide import Decision, Replanner, decide, remote_calls
+from moetool.placement._placement_plan import Move, Place
+from moetool.placement._replacement_record import ReplacementRecord
+from moetool.types import Cluster, ModelSpec
+
+_SAVE_S = 30.0
+_GLANCE_S = 0.2
+_BREATH_S = 0.005
+_DECIDES = ("eq4", "always", "never")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOptions:
+    """What `--set scheduler.NAME=VALUE` sets.
+
+    Attributes:
+        interval_s: between two decisions. A quarter of it has to be longer than most requests take, and many have to
+            come in it: from a few requests a placement for just these is made.
+        poll_s: between two reports of each worker.
+        planner: that places anew.
+        options: of the planner.
+        decide: `eq4`: migrate if Prism's Eq. 4 says so; `always`; `never`: watch only.
+        horizon_s: how long a placement is taken to last, for Eq. 4 (0: the interval).
+        half_life_s: after so long what was routed and called counts half (0: never).
+        compute_s: how long seconds of computing are averaged.
+        share: of the time that migrating may keep links busy; after each copy as much of a pause follows.
+        seed: of planners that draw.
+        state: file that everything is kept in, so that the next start goes on where this one was (empty: none).
+
+    Raises:
+        UsageError: a value that makes no sense.
+    """
+
+    interval_s: float = 300.0
+    poll_s: float = 5.0
+    planner: str = "prism_exact"
+    options: dict[str, Any] = field(default_factory=dict)
+    decide: str = "eq4"
+    horizon_s: float = 0.0
+    half_life_s: float = 300.0
+    compute_s: float = 30.0
+    share: float = 0.5
+    seed: int = 0
+    state: str = ""
+
+    def __post_init__(self) -> None:
+        config.parse(planner.find(self.planner).Options, self.options, f"planner {self.planner}")
+        if self.decide not in _DECIDES:
+            raise unknown_name("--set scheduler.decide", self.decide, _DECIDES)
+        for name in ("interval_s", "poll_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UsageError(f"--set scheduler.{name}: found {getattr(self, name)}, expected seconds above 0")
+        for name in ("horizon_s", "half_life_s", "compute_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise UsageError(f"--set scheduler.{name}: found {getattr(self, name)}, expected seconds, 0 or more")
+        if not 0 < self.share <= 1:
+            raise UsageError(f"--set scheduler.share: found {self.share}, expected above 0 and at most 1")
+
+
+class Servers(Protocol):
+    """The scheduler's view of the head (`moetool.cluster.edge.edge_head.EdgeHead`); servers are given by number."""
+
+    def infos(self) -> Sequence[WorkerInfo | None]:
+        """What each said of itself when it came; None: it is not there just now."""
+        ...
+
+    def held(self) -> Sequence[frozenset[Place]]:
+        """What each holds now."""
+        ...
+
+    def stats(self) -> Sequence[WorkerStats | None]:
+        """What each counted since it was last asked; None: it gave no answer."""
+        ...
+
+    def adopt(self, server: int, layer: int, expert: int, source: int) -> ArrivedExpert:
+        """Have a server hold an expert from now on, and tell all of it."""
+        ...
+
+    def drop(self, server: int, layer: int, expert: int) -> None:
+        """Tell all that a server holds an expert no longer, then have it drop it; refused if nobody else has it."""
+        ...
+
+
+class Scheduler:
+    """Watches a cluster and keeps its placement good.
+
+    It takes no decision by a clock of its own: `tick` is told the time, does what is due and says when it wants to be
+    called again. What servers hold is what they are known to hold, never what was wished for: a server that dies in
+    the middle of a migration ends it, and the next decision starts from what is there.
+
+    Args:
+        spec: of the model that is served.
+        cluster: the plan's.
+        narrate: told what a person should know.
+        clock: for `on_tick`: seconds since 1970, since they are kept over a restart.
+
+    Attributes:
+        tick_s: how long to wait before the next `on_tick`.
+        in_force: what each server held when the state was kept, for a cluster that ended meanwhile; None: not known,
+            or some expert was held by nobody.
+
+    Raises:
+        MismatchError: the state is of another model or cluster.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        cluster: Cluster,
+        options: SchedulerOptions,
+        *,
+        narrate: Callable[[str], object] = lambda line: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.spec, self.cluster, self.options = spec, cluster, options
+        num_servers = len(cluster.servers)
+        self.statistics = Statistics(
+            spec,
+            num_servers,
+            half_life_s=options.half_life_s,
+            block_s=options.interval_s / 4,
+            compute_s=options.compute_s,
+        )
+        self.chronicle = Chronicle(num_servers, max(options.poll_s, 10.0 if options.interval_s > 60 else 0.0))
+        self.tick_s = 0.0
+        self._state, self._narrate, self._clock = Path(options.state) if options.state else None, narrate, clock
+        self._lock = threading.Lock()
+        self._polled_s = self._decided_s = self._next_move_s = self._saved_s = float("-inf")
+        self._seen_s: dict[int, float] = {}
+        self._steps: list[Move] = []
+        self._target: dict[int, frozenset[Place]] | None = None
+        self._moving: ReplacementRecord | None = None
+        self._now_s: float | None = None
+        self._resume = False
+        self._servers: Servers | None = None
+        self._shown: dict[str, Any] | None = None
+        self.in_force: list[frozenset[Place]] | None = None
+        if self._state is not None:
+            durable.require_writable(self._state)
+            if self._state.exists():
+                with reading(self._state):
+                    self._restore(Kept.load(self._state, spec, cluster))
+
+    @property
+    def migrating(self) -> bool:
+        """Whether experts are on the move."""
+        return self._target is not None
+
+    def on_tick(self, head: Servers) -> None:
+        """`tick`, now."""
+        try:
+            self.tick_s = max(_BREATH_S, self.tick(head, self._clock()))
+        except MoetoolError:
+            self.tick_s = self.options.poll_s
+            raise
+
+    def tick(self, servers: Servers, now_s: float) -> float:
+        """Do what is due; gives the seconds until there is more to do.
+
+        Args:
+            now_s: seconds since 1970.
+        """
+        with self._lock:
+            if now_s < max(self._now_s or now_s, self._decided_s):  # the clock was set back: nothing waits for it
+                self._polled_s, self._saved_s = min(self._polled_s, now_s), min(self._saved_s, now_s)
+                self._decided_s, self._next_move_s = min(self._decided_s, now_s), min(self._next_move_s, now_s)
+            self._servers, self._now_s = servers, now_s
+            if self._decided_s == float("-inf"):
+                self._decided_s = now_s  # the first decision comes after an interval
+            if now_s - self._polled_s >= self.options.poll_s:
+                self._polled_s = now_s
+                self._poll(servers, now_s)
+                if now_s - self._saved_s >= _SAVE_S:
+                    self._save()
+            if self._resume:
+                self._resume = False
+                self._go_on(servers, now_s)
+            if self.migrating:
+                if now_s >= self._next_move_s:
+                    self._move(servers, now_s)
+            elif self.options.decide != "never" and now_s - self._decided_s >= self.options.interval_s:
+                self._decide(servers, now_s)
+            report_s = self._polled_s + self.options.poll_s
+            act_s = self._next_move_s if self.migrating else self._decided_s + self.options.interval_s
+            if not self.migrating and act_s <= now_s:  # it cannot be decided just now
+                act_s = report_s
+            return max(0.0, min(report_s, act_s) - now_s)
+
+    def report(self, servers: Servers) -> None:
+        """Ask every server now what it counted."""
+        with self._lock:
+            self._servers, self._now_s = servers, self._clock()
+            self._poll(servers, self._now_s)
+
+    def save(self) -> None:
+        """Write the state now."""
+        with self._lock:
+            self._save()
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that a page about the cluster shows, as a JSON object. While an expert moves, as it was before."""
+        if not self._lock.acquire(timeout=_GLANCE_S if self._shown else -1):
+            assert self._shown is not None
+            return self._shown
+        try:
+            num_servers = len(self.cluster.servers)
+            infos = self._servers.infos() if self._servers is not None else [None] * num_servers
+            held = self._servers.held() if self._servers is not None else [frozenset()] * num_servers
+            spec = self.spec
+            self._shown = {
+                "now_s": self._now_s,
+                "model": spec.name,
+                "layers": list(spec.layer_ids_L),
+                "experts": list(spec.num_experts_L),
+                "pairs": sum(spec.top_k_L),
+                "planner": self.options.planner,
+                "decide": self.options.decide,
+                "interval_s": self.options.interval_s,
+                "next_decision_s": None if self._now_s is None else self._decided_s + self.options.interval_s,
+                "horizon_s": self._horizon_s,
+                "call_s": self.statistics.call_s,
+                "expert_s": self.statistics.expert_s,
+                "tokens_s": self.statistics.tokens_s,
+                "since_s": self.statistics.since_s,
+                "moves_left": len(self._steps),
+                "uncovered": spec.total_experts - len(frozenset[Place]().union(*held)),
+                "servers": [
+                    {
+                        "name": server.name,
+                        "serves": info is not None,
+                        "url": None if info is None else info.url,
+                        "slots": None if info is None else info.slots,
+                        "held": sorted(places),
+                    }
+                    for server, info, places in zip(self.cluster.servers, infos, held, strict=True)
+                ],
+                "wanted": [
+                    [round(float(value), 1) for value in tokens_LE.ravel()] for tokens_LE in self.statistics.tokens_NLE
+                ],
+                **self.chronicle.summary(),
+            }
+            return self._shown
+        finally:
+            self._lock.release()
+
+    @property
+    def _horizon_s(self) -> float:
+        return self.options.horizon_s or self.options.interval_s
+
+    def _poll(self, servers: Servers, now_s: float) -> None:
+        for stats in servers.stats():
+            if stats is not None:
+                self._seen_s[stats.server] = now_s
+                self.statistics.add(stats, now_s)
+                self.chronicle.add(stats, now_s)
+
+    def _decide(self, servers: Servers, now_s: float) -> None:
+        slots, held = _there(servers)
+        # One that is being restarted is waited for; one that stays away is planned without.
+        if any(now_s - seen_s < self.options.interval_s for n, seen_s in self._seen_s.items() if n not in slots):
+            return
+        if len(frozenset[Place]().union(*held.values())) < self.spec.total_experts:
+            return
+        self._decided_s = now_s
+        record = ReplacementRecord(at_s=now_s, planner=self.options.planner)
+        decision = self._propose(record, held, slots)
+        self.chronicle.decide(record)
+        if decision is not None and decision.made:
+            record.outcome = "under way"
+            servers_there = sorted(slots)
+            self._steps = by_server(decision.moves, servers_there)
+            self._target = {n: frozenset(places_of(decision.placed_GLE[i])) for i, n in enumerate(servers_there)}
+            self._moving, self._next_move_s = record, now_s
+            self._narrate(
+                f"{record.copies} experts move: {record.saved_s:,.1f} s of remote calls saved over "
+                f"{self._horizon_s:g} s, against {record.cost_s:,.1f} s"
+            )
+        self._save()
+
+    def _propose(
+        self, record: ReplacementRecord, held: dict[int, frozenset[Place]], slots: dict[int, int]
+    ) -> Decision | None:
+        """Decide from what was seen, and note it; None where nothing could be decided."""
+        seen = observe(self.statistics, self.cluster, held, slots, self._horizon_s)
+        if seen is None:
+            record.outcome = "too little seen"
+            return None
+        observed, in_force, costs = seen
+
+        def local(placed_GLE: np.ndarray) -> float:
+            away = remote_calls(in_force.cluster, observed.tokens_GLE, placed_GLE)
+            return 1 - away / float(observed.tokens_GLE.sum())
+
+        record.local_before, record.horizon_tokens = local(in_force.placed_GLE), observed.horizon_tokens
+        replanner = Replanner(
+            planner=self.options.planner,
+            options=self.options.options,
+            seed=self.options.seed,
+            always=self.options.decide == "always",
+        )
+        try:
+            decision = decide(observed, in_force, costs, replanner)
+        except CapacityError as error:
+            record.outcome = f"no room: {error}"
+            return None
+        record.take(decision)
+        record.local_after = local(decision.placed_GLE)
+        record.measured = bool(decision.moves) and costs.call_s is not None
+        return decision
+
+    def _move(self, servers: Servers, now_s: float) -> None:
+        """The next step of the migration: a copy, with the drops that come before it."""
+        assert self._moving is not None and self._target is not None
+        pause_s = 0.0
+        while self._steps:
+            slots, held = _there(servers)
+            if gone := sorted(self._target.keys() - slots.keys()):
+                self._end(now_s, f"broken off: server {self.cluster.servers[gone[0]].name} has gone")
+                return
+            step = self._steps.pop(0)
+            try:
+                if step.kind == "copy":
+                    pause_s = self._copy(servers, step, slots, held)
+                    break
+                if step.place in held[step.gpu]:
+                    servers.drop(step.gpu, *step.place)
+            except WorkerDied as error:
+                self._end(now_s, f"broken off: {first_line(error)}")
+                return
+            except MoetoolError as error:
+                self._moving.skipped += 1
+                self._narrate(f"expert {step.place[1]} of MoE layer {step.place[0]} is not moved: {first_line(error)}")
+        self._next_move_s = now_s + pause_s
+        if not self._steps:
+            left = f"; {self._moving.skipped} moves skipped" if self._moving.skipped else ""
+            self._end(now_s, f"done{left}")
+
+    def _copy(self, servers: Servers, step: Move, slots: dict[int, int], held: dict[int, frozenset[Place]]) -> float:
+        """Bring an expert to a server and tell all; gives the seconds until the next may move."""
+        assert self._moving is not None
+        server, place = step.gpu, step.place
+        if place in held[server]:
+            return 0.0
+        if len(held[server]) >= slots[server]:
+            self._moving.skipped += 1  # an earlier drop was not to be: its expert had no other place left
+            return 0.0
+        moved = servers.adopt(server, *place, self._nearest(server, place, held))
+        self.statistics.moved(server, moved)
+        return moved.seconds / self.options.share
+
+    def _nearest(self, server: int, place: Place, held: dict[int, frozenset[Place]]) -> int:
+        """Who sends the expert: over the fastest link, as the plan has them; -1 if nobody else has it."""
+        sources = [n for n, places in held.items() if n != server and place in places]
+        return min(sources, key=lambda n: (-self.cluster.link(n, server)[0], n), default=-1)
+
+    def _end(self, now_s: float, outcome: str) -> None:
+        assert self._moving is not None
+        self._moving.outcome, self._moving.done_s = outcome, now_s
+        self._narrate(f"the migration of experts: {outcome}")
+        self._steps, self._target, self._moving = [], None, None
+        self.statistics.changed(now_s)
+        self._save()
+
+    def _go_on(self, servers: Servers, now_s: float) -> None:
+        """Order anew what is left of a migration that an earlier scheduler began."""
+        assert self._target is not None
+        slots, held = _there(servers)
+        if self._target.keys() <= held.keys():
+            room = {n: max(slots[n], len(held[n]), len(places)) for n, places in self._target.items()}
+            self._steps = steps_to(self.spec, pooled(self.spec, self.cluster, room), held, self._target)
+        self._next_move_s = now_s
+        if not self._steps:
+            self._end(now_s, "broken off when the scheduler was started again")
+
+    def _save(self) -> None:
+        if self._state is None or self._now_s is None:
+            return
+        self._saved_s = self._now_s
+        Kept(
+            decided_s=self._decided_s,
+            target=self._target,
+            held=None if self._servers is None else self._servers.held(),
+            statistics=self.statistics.to_json(),
+            chronicle=self.chronicle.to_json(),
+        ).save(self._state, self.spec, self.cluster)
+
+    def _restore(self, kept: Kept) -> None:
+        self.statistics.restore(kept.statistics)
+        self.chronicle.restore(kept.chronicle)
+        self._decided_s = kept.decided_s
+        if kept.held is not None and len(frozenset[Place]().union(*kept.held)) == self.spec.total_experts:
+            self.in_force = list(kept.held)
+        if kept.target is not None and self.chronicle.decisions:
+            self._target, self._moving = dict(kept.target), self.chronicle.decisions[-1]
+            self._resume = True
+
+
+def _there(servers: Servers) -> tuple[dict[int, int], dict[int, frozenset[Place]]]:
+    """Of the servers that are there: how many experts each has room for, and what it holds."""
+    held = dict(enumerate(servers.held()))
+    slots = {n: max(info.slots, len(held[n])) for n, info in enumerate(servers.infos()) if info is not None}
+    return slots, {n: held[n] for n in slots}

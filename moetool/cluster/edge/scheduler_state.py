@@ -1,0 +1,88 @@
+"""What a scheduler keeps in a file, so that the next one goes on where it was."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moetool import durable
+from moetool.errors import MismatchError, first_line
+from moetool.json_files import read_json
+from moetool.placement._placement_plan import Place
+from moetool.types import Cluster, ModelSpec
+
+_KIND, _SCHEMA_VERSION = "scheduler_state", 1
+_ADVICE = "remove it or name another file"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """The state of a scheduler.
+
+    Attributes:
+        decided_s: when it last thought about the placement, in seconds since 1970.
+        target: what each server holds when the migration that is under way has ended; None: none is.
+        held: what each server held; None: not known yet.
+        statistics: of `moetool.cluster.edge.load_statistics.Statistics`.
+        chronicle: of `moetool.cluster.edge.history.Chronicle`.
+    """
+
+    decided_s: float
+    target: Mapping[int, frozenset[Place]] | None
+    held: Sequence[frozenset[Place]] | None
+    statistics: dict[str, Any]
+    chronicle: dict[str, Any]
+
+    def save(self, path: Path, spec: ModelSpec, cluster: Cluster) -> None:
+        """Write it as a whole or not at all."""
+        values = {
+            "kind": _KIND,
+            "schema_version": _SCHEMA_VERSION,
+            "revision": spec.revision,
+            "servers": [server.name for server in cluster.servers],
+            "decided_s": self.decided_s,
+            "target": None if self.target is None else {str(n): sorted(places) for n, places in self.target.items()},
+            "held": None if self.held is None else [sorted(places) for places in self.held],
+            "statistics": self.statistics,
+            "chronicle": self.chronicle,
+        }
+        durable.write_text(path, json.dumps(values, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: Path, spec: ModelSpec, cluster: Cluster) -> "Kept":
+        """Read it. To be called within `reading`.
+
+        Raises:
+            MismatchError: it is something else, or of another model or cluster.
+        """
+        values = read_json(path, advice=_ADVICE)
+        found = values["kind"], values["schema_version"]
+        if found != (_KIND, _SCHEMA_VERSION):
+            raise MismatchError(f"{path} holds {found[0]} of version {found[1]}, expected {_KIND}; {_ADVICE}")
+        if values["revision"] != spec.revision:
+            raise MismatchError(f"{path} is of another model than {spec.name}; {_ADVICE}")
+        if values["servers"] != [server.name for server in cluster.servers]:
+            raise MismatchError(f"{path} is of the servers {', '.join(values['servers'])}; {_ADVICE}")
+        target, held = values["target"], values["held"]
+        return cls(
+            decided_s=float(values["decided_s"]),
+            target=None if target is None else {int(n): _places(places) for n, places in target.items()},
+            held=None if held is None else [_places(places) for places in held],
+            statistics=values["statistics"],
+            chronicle=values["chronicle"],
+        )
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Make a `MismatchError` of whatever goes wrong with a damaged file."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise MismatchError(f"{path} is no scheduler state ({first_line(error)}); {_ADVICE}") from None
+
+
+def _places(places: Any) -> frozenset[Place]:
+    return frozenset((layer, expert) for layer, expert in places)

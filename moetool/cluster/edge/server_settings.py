@@ -1,0 +1,111 @@
+"""From a placement plan to the settings of each server of a cluster."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from moetool.cluster.cluster_options import ClusterOptions
+from moetool.cluster.edge.peers import distances
+from moetool.cluster.edge.placed_experts import CallOptions
+from moetool.cluster.edge.worker import WorkerSettings
+from moetool.errors import CapacityError, UsageError
+from moetool.models.checkpoint import Checkpoint
+from moetool.placement._placement_plan import PlacementPlan
+from moetool.runtime.assembly import ServeOptions, fixed_bytes
+from moetool.serving.server_options import ServerOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """Where the servers' users reach them.
+
+    Attributes:
+        host: the same for all.
+        port: of the first server; the next has the next one. 0: any free ones.
+        api_key: what users have to send; None asks nobody.
+        toward: as for `WorkerSettings`.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    api_key: str | None = field(default=None, repr=False)
+    toward: str = ""
+
+
+def worker_settings(
+    checkpoint: Checkpoint,
+    plan: PlacementPlan,
+    *,
+    token: bytes,
+    endpoints: Endpoints,
+    options: ServeOptions,
+    limits: ServerOptions,
+    cluster: ClusterOptions,
+) -> list[WorkerSettings]:
+    """One for each server of the plan's cluster; its GPUs are one pool.
+
+    Raises:
+        MismatchError: the plan is not of this model.
+        UsageError: an option that a server of a cluster cannot have.
+        CapacityError: the plan gives a server more experts than its memory holds.
+    """
+    spec = checkpoint.spec
+    plan.check(spec)
+    if options.devices != 1:
+        raise UsageError(f"devices is {options.devices}, expected 1: each server of a cluster serves on one device")
+    if options.state:
+        raise UsageError("state is for policies that learn, and servers of a cluster keep what the plan says")
+    if endpoints.port and endpoints.port + len(plan.cluster.servers) > 2**16:
+        raise UsageError(f"port {endpoints.port} leaves none for the last server; choose a lower one with --port")
+    slots_G, server_G = plan.cluster.slots_G(spec.slot_bytes), plan.cluster.server_G
+    settings = []
+    for n, server in enumerate(plan.cluster.servers):
+        capacity = min(spec.total_experts, sum(slots for g, slots in enumerate(slots_G) if server_G[g] == n))
+        held = held_by(plan, n)
+        if len(held) > capacity:
+            raise CapacityError(
+                f"the plan gives server {server.name} {len(held)} experts, and its memory holds {capacity} of "
+                f"{spec.slot_bytes:,} bytes; plan again with: moetool plan placement"
+            )
+        links = {o: plan.cluster.link(n, o) for o in range(len(plan.cluster.servers)) if o != n}
+        settings.append(
+            WorkerSettings(
+                server=n,
+                model=checkpoint.name,
+                revision=spec.revision,
+                held=held,
+                capacity=capacity,
+                slots=cluster.slots,
+                host=endpoints.host,
+                port=endpoints.port + n if endpoints.port else 0,
+                toward=endpoints.toward,
+                token=token,
+                distance=distances(plan.cluster, n, 4 * spec.hidden_size),
+                links=links if cluster.emulate_links else {},
+                options=options,
+                calls=CallOptions(
+                    timeout_s=cluster.call_timeout_s,
+                    fetch_timeout_s=cluster.fetch_timeout_s,
+                    last_resort=cluster.last_resort,
+                ),
+                limits=limits,
+                api_key=endpoints.api_key,
+            )
+        )
+    return settings
+
+
+def held_by(plan: PlacementPlan, server: int) -> tuple[tuple[int, int], ...]:
+    """(layer, expert) of all GPUs of a server, each once."""
+    gpus = [g for g, n in enumerate(plan.cluster.server_G) if n == server]
+    held = {(layer, e) for layer, experts_G in enumerate(plan.experts_LG) for g in gpus for e in experts_G[g]}
+    return tuple(sorted(held))
+
+
+def beyond_reserved(checkpoint: Checkpoint, plan: PlacementPlan, options: ServeOptions) -> dict[str, Any]:
+    """By name the servers whose first GPU reserves less than the dense weights and the KV cache take: (needs, has)."""
+    needs = sum(fixed_bytes(checkpoint, options))
+    return {
+        server.name: (needs, server.gpus[0].reserved_bytes)
+        for server in plan.cluster.servers
+        if server.gpus[0].reserved_bytes < needs
+    }

@@ -1,0 +1,240 @@
+"""One edge server: an engine with its own OpenAI endpoint, whose missing experts are computed by the others."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moetool.caching._devices import Pool
+from moetool.caching._policy import MIN_SLOTS
+from moetool.cluster.edge.meter import Meter
+from moetool.cluster.edge.peers import Peers
+from moetool.cluster.edge.placed_experts import CallOptions, PlacedRuntime
+from moetool.cluster.edge.protocol import ArrivedExpert, Holders, WorkerInfo, WorkerStats
+from moetool.cluster.links import Bucket, Links
+from moetool.cluster.listener import listen
+from moetool.cluster.transport import Listener, own_address
+from moetool.errors import MismatchError, MoetoolError
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import LoadedModel
+from moetool.request import EngineLike, Output, SamplingParams, Sink, TokenLogprob
+from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
+from moetool.runtime.copies import stride_of
+from moetool.runtime.device_stores import Stores
+from moetool.runtime.expert_store import ExpertStore
+from moetool.serving.server import HttpServer, bind
+from moetool.serving.server_options import ServerOptions
+from moetool.types import ModelSpec
+
+_READY_S = 60.0
+_MESSAGE_BYTES = 64 * 2**20  # at least, beside an expert
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """What a worker is built from. It travels to the worker's machine.
+
+    Attributes:
+        server: its number in the plan's cluster.
+        model: as for `build_engine`; every machine has its own copy of the checkpoint.
+        revision: of the checkpoint that the plan was made for.
+        held: (layer, expert) that it begins with.
+        capacity: how many experts it may hold.
+        slots: of its pool, 0: one for each that it may hold. With fewer, the least recently used lie on disk.
+        host: where its users reach it; 0.0.0.0: at every address of its machine.
+        port: 0 takes any free one.
+        toward: an address of the cluster's head, on whose network the peers are; empty: they are all on this machine.
+        token: of the cluster.
+        distance: as for `Peers`.
+        links: by server (bytes/s, seconds), where links are emulated.
+        options, calls, limits: of the engine, of calls to others, and of the endpoint.
+        api_key: what users have to send; None asks nobody.
+    """
+
+    server: int
+    model: str
+    revision: str
+    held: tuple[tuple[int, int], ...]
+    capacity: int
+    slots: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+    toward: str = ""
+    token: bytes = field(repr=False)
+    distance: tuple[float, ...]
+    links: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    options: ServeOptions = field(default_factory=ServeOptions)
+    calls: CallOptions = field(default_factory=CallOptions)
+    limits: ServerOptions = field(default_factory=ServerOptions)
+    api_key: str | None = field(default=None, repr=False)
+
+
+class Worker:
+    """A server of the cluster (`moetool.cluster.edge.protocol.EdgeWorker`). Methods may be called from any thread.
+
+    Effects: reads the model, listens for users and for peers, and starts threads; it serves when this returns. `close`
+    ends all of it.
+
+    Raises:
+        MismatchError: the checkpoint here is not the plan's.
+        MoetoolError: a port is in use, or the model cannot be read.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        checkpoint = Checkpoint.open(settings.model)
+        _require_revision(checkpoint, settings)
+        links = Links({server: Bucket(*link) for server, link in settings.links.items()})
+        spec = checkpoint.spec
+        limit_bytes = message_bytes(spec, settings.options.kv_tokens)
+        self._meter = Meter(settings.server, spec, links)
+        peers = Peers(settings.server, settings.token, settings.distance, links=links, limit_bytes=limit_bytes)
+        with contextlib.ExitStack() as undo:
+            users = bind(settings.host, settings.port)
+            undo.callback(users.close)
+            peer_host = own_address(settings.toward) if settings.toward else "127.0.0.1"
+            for_peers = listen(peer_host)
+            undo.callback(for_peers.close)
+            slots = max(MIN_SLOTS, settings.slots or settings.capacity)
+            memory = sum(fixed_bytes(checkpoint, settings.options)) + slots * stride_of(spec.slot_bytes)
+
+            def open_runtime(loaded: LoadedModel, pool: Pool, store: ExpertStore | Stores) -> PlacedRuntime:
+                held, capacity = settings.held, settings.capacity
+                more: dict[str, Any] = {"peers": peers, "meter": self._meter, "options": settings.calls}
+                return PlacedRuntime(loaded, pool, store, held=held, capacity=capacity, **more)
+
+            self._engine = build_engine(
+                checkpoint,
+                options=settings.options,
+                policy="lru",
+                device_memory_bytes=memory,
+                open_runtime=open_runtime,
+            )
+            undo.callback(self._engine.close)
+            assert isinstance(self._engine.runtime, PlacedRuntime)
+            self._runtime: PlacedRuntime = self._engine.runtime
+            self._listener = Listener(
+                for_peers, settings.token, self._runtime.handle, links=links, limit_bytes=limit_bytes
+            )
+            undo.callback(self._listener.close)
+            self._engine.start()
+            self._url = ""
+            self._ready = threading.Event()
+            self._server = HttpServer(
+                _Timed(self._engine, self._meter),
+                users,
+                on_ready=self._on_ready,
+                options=settings.limits,
+                api_key=settings.api_key,
+            )
+            self._thread = threading.Thread(target=self._server.serve_forever, name="endpoint", daemon=True)
+            self._thread.start()
+            undo.pop_all()
+
+    def info(self) -> WorkerInfo:
+        """Once it serves. Raises: MoetoolError if it no longer can."""
+        if not self._ready.wait(_READY_S) or not self._thread.is_alive() or self._engine.state == "failed":
+            raise MoetoolError(f"server {self._settings.server} does not serve (its engine: {self._engine.state})")
+        return WorkerInfo(
+            server=self._settings.server,
+            url=self._url,
+            peer=self._listener.address,
+            held=self._runtime.held,
+            slots=self._runtime.holding.capacity,
+        )
+
+    def stats(self) -> WorkerStats:
+        """What it counted since the last call."""
+        metrics = self._engine.metrics()
+        return self._meter.take(int(metrics["queue_running"] + metrics["queue_waiting"]))
+
+    def set_holders(self, holders: Holders) -> None:
+        """From the next layer on, call experts where this says."""
+        self._runtime.set_holders(holders)
+
+    def adopt(self, layer: int, expert: int, source: int) -> ArrivedExpert:
+        """Hold an expert from now on."""
+        return self._runtime.adopt(layer, expert, source)
+
+    def drop(self, layer: int, expert: int) -> None:
+        """Hold an expert no longer."""
+        self._runtime.drop(layer, expert)
+
+    def drain(self) -> None:
+        """Take no more requests and finish those that run; experts are still computed for others."""
+        self._server.interrupt()
+        self._thread.join(self._settings.limits.drain_timeout_s + 10.0)
+
+    def close(self) -> None:
+        """End; requests that still run end with an error."""
+        deadline = time.monotonic() + 10.0
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            self._server.interrupt()
+            self._thread.join(0.5)
+        self._listener.close()
+        self._engine.close()
+
+    def _on_ready(self, url: str) -> None:
+        settings = self._settings
+        if settings.toward and settings.host in ("0.0.0.0", "::"):  # the URL is for people on other machines too
+            host, port = own_address(settings.toward), url.rpartition(":")[2]
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._url = url
+        self._ready.set()
+
+
+def build_worker(settings: WorkerSettings) -> Worker:
+    """A worker in this process; for `moetool.cluster.launch.Workers`."""
+    return Worker(settings)
+
+
+def message_bytes(spec: ModelSpec, tokens: int) -> int:
+    """The most that servers say to each other at once: an expert, or the rows of one forward, if all go to one server.
+
+    A prompt that is scored is one forward, however long it is.
+
+    Args:
+        tokens: that a forward may have.
+    """
+    rows_bytes = tokens * max(spec.top_k_L) * spec.hidden_size * 4  # float32, the widest there is
+    return spec.slot_bytes + max(rows_bytes, _MESSAGE_BYTES)
+
+
+class _Timed:
+    """An engine whose requests are timed. Its statistics have the cluster's counters besides."""
+
+    def __init__(self, engine: EngineLike, meter: Meter) -> None:
+        self._engine, self._meter = engine, meter
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)  # all but what is below is the engine's
+
+    def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> int:
+        """As the engine's, which tells the sink of the end."""
+        began = time.monotonic()
+
+        def timed(output: Output) -> None:
+            if output.finish is not None and output.finish != "cancelled":
+                self._meter.ended(time.monotonic() - began, failed=output.finish == "error")
+            sink(output)
+
+        return self._engine.submit(prompt, params, timed)
+
+    def prompt_logprobs(self, prompt: list[int], top: int) -> list[TokenLogprob | None]:
+        """As the engine's."""
+        return self._engine.prompt_logprobs(prompt, top)
+
+    def stats(self) -> dict[str, Any]:
+        """As the engine's, and what was computed where."""
+        return {**self._engine.stats(), "cluster": self._meter.to_json()}
+
+
+def _require_revision(checkpoint: Checkpoint, settings: WorkerSettings) -> None:
+    found = checkpoint.revision
+    if found != settings.revision:
+        raise MismatchError(
+            f"{settings.model} on the machine of server {settings.server} is {found[:12]}, but the plan is for "
+            f"{settings.revision[:12]}; copy the plan's model there, or plan again with: moetool plan placement"
+        )

@@ -1,0 +1,109 @@
+"""Who listens for peers."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from moetool.cluster.frames import FrameConnection, LinkError
+from moetool.errors import MoetoolError
+
+HANDSHAKE_S = 5.0
+
+
+class Acceptor:
+    """Takes connections from peers that know the token, each served on a thread of its own.
+
+    Args:
+        sock: bound and listening.
+        serve: is given each connection; it ends when this returns or raises `LinkError`.
+        limit_bytes: of a message.
+        most: connections at a time; others are closed at once.
+        rest_s: that `close` waits for whoever is being served.
+
+    Effects: owns the socket; starts a thread. `close` ends all of them.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        token: bytes,
+        serve: Callable[[FrameConnection], None],
+        *,
+        limit_bytes: int,
+        most: int = 256,
+        rest_s: float = 10.0,
+    ) -> None:
+        self._sock, self._token, self._serve_peer = sock, token, serve
+        self._limit_bytes, self._most, self._rest_s = limit_bytes, most, rest_s
+        host, port = sock.getsockname()[:2]
+        self.address = (str(host), int(port))
+        self._lock = threading.Lock()
+        self._open: dict[FrameConnection, threading.Thread] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no more, end all connections, and wait a while for their threads."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        self._sock.close()
+        self._thread.join()
+        with self._lock:
+            left = dict(self._open)
+        for connection in left:
+            connection.close()
+        for thread in left.values():
+            thread.join(self._rest_s)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.05)  # no file descriptor is free, say
+                continue
+            try:
+                self._take(FrameConnection(sock, self._limit_bytes))
+            except (OSError, RuntimeError):  # it has gone already, or there is no room for a thread: others will come
+                sock.close()
+
+    def _take(self, connection: FrameConnection) -> None:
+        """Serve a connection on a thread of its own. Raises: RuntimeError: none can be started."""
+        with self._lock:
+            if len(self._open) >= self._most or self._closed:
+                connection.close()
+                return
+            thread = threading.Thread(target=self._serve, args=(connection,), name="peer-call", daemon=True)
+            thread.start()  # it waits for the lock before it takes itself off the list
+            self._open[connection] = thread
+
+    def _serve(self, connection: FrameConnection) -> None:
+        try:
+            connection.demand_proof(self._token, time.monotonic() + HANDSHAKE_S)
+            self._serve_peer(connection)
+        except LinkError:
+            pass  # the caller has gone, or was none; it knows, and nobody else needs to
+        finally:
+            with self._lock:
+                self._open.pop(connection, None)
+            connection.close()
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A socket for an `Acceptor`; port 0 takes any free one. Raises: MoetoolError where that is not possible."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(128)
+    except OSError as error:
+        sock.close()
+        raise MoetoolError(f"cannot listen for peers on {host} port {port} ({error.strerror or error})") from None
+    return sock

@@ -1,0 +1,313 @@
+"""Batch after batch, generation after generation: what the head makes of what it hears, on a thread of its own."""
+
+import logging
+import queue
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from moetool.cluster.parallel.batch_placement import BatchPlacer, Waiting
+from moetool.cluster.parallel.batch_records import BatchRecord, record_of
+from moetool.cluster.parallel.channel import RankChannel
+from moetool.cluster.parallel.members import Members
+from moetool.cluster.parallel.placement_state import Placing
+from moetool.cluster.parallel.rank_options import HeadOptions
+from moetool.cluster.parallel.request_ranks import Seating
+from moetool.cluster.parallel.requests import RankRequest, Requests
+from moetool.errors import MismatchError, MoetoolError, first_line
+from moetool.request import State, Unavailable
+from moetool.types import Cluster, ModelSpec
+
+_LOG = logging.getLogger(__name__)
+_KEPT = 100
+"""Batches that are remembered."""
+_TICK_S = 0.25
+
+
+class BatchLoop:
+    """The queue, the batch that runs, and the ranks that run it.
+
+    Everything that happens is an event in one queue (`post`), and `run` takes them one by one; all else here but
+    `post`, `admit` and reading attributes belongs to the thread of `run`.
+
+    `ranks` and `placing` are given before `run`; both post what happens to them.
+
+    Args:
+        options: how batches are gathered.
+
+    Attributes:
+        state: of the engine; `reason` says why it has failed.
+        max_context, max_requests: of a request, and of a batch; known once a rank has said hello.
+        requests, ranks, placing: which run and wait, who is there, and where experts are.
+        records: of the batches that have run since `use`, the last hundred.
+        batch: number of the newest one.
+        began: when it began, if it runs.
+        forwards, failures, moved_bytes, moved_during_exchange: counted from the start.
+    """
+
+    def __init__(self, spec: ModelSpec, cluster: Cluster, options: HeadOptions) -> None:
+        self.state: State = "starting"
+        self.reason = ""
+        self.max_context = self.max_requests = 0
+        self.requests = Requests()
+        self.ranks: Members
+        self.placing: Placing
+        self.records: list[BatchRecord] = []
+        self.batch = -1
+        self.began: float | None = None
+        self.forwards = self.failures = self.moved_bytes = self.moved_during_exchange = 0
+        self.gather_s, self.patience_s = options.gather_s, options.patience_s
+        self.events: queue.Queue[tuple[str, Any]] = queue.Queue()
+        self._spec, self._cluster = spec, cluster
+        self._lock = threading.Lock()
+        self._next_id = 0
+        self._over = False  # nobody will hear of what is put into the queue
+        self._seating = options.seating or Seating(server_G=tuple(cluster.server_G))
+        self._seats = 0  # of a batch on each rank
+        self._batch_size = 0
+        self._due: float | None = None  # when the next batch could have begun
+        self._decided_s = 0.0
+        self._ended = 0.0  # when the last one had
+        self._done: dict[int, dict[str, Any]] = {}
+        self._first_token = False
+
+    # -- from any thread ---------------------------------------------------------------------------------------
+
+    def post(self, kind: str, value: Any) -> None:
+        """Something has happened."""
+        self.events.put((kind, value))
+
+    def admit(self, request: RankRequest) -> int:
+        """Queue a request and give its number. Raises: Unavailable: nothing is served any more."""
+        with self._lock:
+            if self._over:
+                raise Unavailable(f"the server is {self.state}; try again later")
+            request.id, self._next_id = self._next_id, self._next_id + 1
+            self.post("submit", request)
+        return request.id
+
+    @property
+    def problems(self) -> list[str]:
+        """Why it has failed, or which ranks are missing for want of a machine."""
+        if self.state == "failed":
+            return [self.reason]
+        return [f"GPU {gpu} has no machine; the others go on" for gpu in self.ranks.homeless]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs, waits or is being decided, and all that happened has been taken in."""
+        if self.events.unfinished_tasks:  # first, since what is taken in makes the others true
+            return False
+        return self.began is None and not self.requests.pending and self.placing.deciding is None
+
+    # -- the head's own thread ---------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Take events until one says `close`, or no rank is left; then nobody is left waiting."""
+        try:
+            while True:
+                waits = self.requests.pending and self.ranks.whole and self.began is None
+                try:
+                    kind, value = self.events.get(timeout=min(_TICK_S, self.gather_s) if waits else _TICK_S)
+                except queue.Empty:
+                    self._step("tick", None)
+                    continue
+                if kind == "close":
+                    self.reason = self.reason or "the engine was closed"
+                    break
+                self._step(kind, value)
+                self.events.task_done()
+        except MoetoolError as error:
+            self.reason = first_line(error)
+        except BaseException as error:
+            self.reason = f"the head failed: {first_line(error)}"
+            raise
+        finally:
+            if self.state != "draining":
+                self.state = "failed"
+            self.ranks.dismiss()
+            with self._lock:
+                self._over = True
+            unheard = []
+            while not self.events.empty():
+                kind, value = self.events.get_nowait()
+                if kind == "submit":
+                    unheard.append(value)
+                elif kind == "use":
+                    value[3].set()
+            self.requests.refuse_all(unheard, self.reason)
+
+    def _step(self, kind: str, value: Any) -> None:
+        self._handle(kind, value)
+        self.ranks.end_silent()
+        self._advance()
+
+    def _handle(self, kind: str, value: Any) -> None:
+        match kind:
+            case "submit":
+                self.requests.admit(value)
+            case "cancel":
+                if (gpu := self.requests.cancel(value)) is not None:
+                    self.ranks.send(gpu, {"kind": "cancel", "request": value})
+            case "hello":
+                self._greet(*value)
+            case "gone":
+                self._lose(*value)
+            case "died":
+                self.ranks.died(value)
+            case "waits":
+                _LOG.warning("GPU %d has lost its machine, and there is no other; looking on", value)
+            case "message":
+                gpu, channel, message = value
+                if self.ranks.knows(gpu, channel):
+                    self._heard(gpu, message)
+            case "decided":
+                epoch, batch, found = value
+                self._migrate(self.placing.decided(epoch, batch, found, self.batch))
+            case "use":
+                self._use(*value)
+
+    def _greet(self, gpu: int, channel: RankChannel, hello: dict[str, Any]) -> None:
+        if hello["revision"] != self._spec.revision:
+            self.reason = f"GPU {gpu} has another checkpoint of {self._spec.name} than the plan was made for"
+            self.state = "failed"
+            raise MismatchError(self.reason)
+        self.ranks.greet(gpu, channel, hello["migration"])
+        self.max_context = hello["max_context"]
+        self._seats = hello["seats"]
+        self.max_requests = self._seats * len(self._seating.ranks(range(len(self._cluster.gpus))))
+
+    def _lose(self, gpu: int | None, channel: RankChannel) -> None:
+        if gpu is not None and self.ranks.knows(gpu, channel) and self.ranks.lose(gpu):
+            self.failures += 1
+            self._form()
+
+    def _form(self) -> None:
+        """Have all ranks that are there form the next generation; what ran begins again later."""
+        self.requests.begin_again()
+        self.began = None
+        self._done.clear()
+        self.ranks.call(self.placing.order(self.ranks.there))
+
+    def _heard(self, gpu: int, message: dict[str, Any]) -> None:
+        generation = message.get("generation", self.ranks.generation)
+        match message["kind"]:
+            case "alive" | "holds" | "formed" as kind:
+                if self.ranks.heard(gpu, kind, generation) and self.state == "starting":
+                    self.state = "ready"
+            case "broken" if generation == self.ranks.generation:
+                self._form()
+            case "tokens" if generation == self.ranks.generation:
+                for output in message["outputs"]:
+                    self._first_token = True
+                    self.requests.answer(output)
+            # One of a generation that has ended meanwhile says nothing of the batch that runs now.
+            case "done" if generation == self.ranks.generation and message["batch"] == self.batch:
+                self._done[gpu] = message
+                if len(self._done) == len(self.ranks.members):
+                    self._finish()
+
+    def _advance(self) -> None:
+        """Begin what can begin now."""
+        if self.state == "ready" and self.ranks.gone:
+            raise MoetoolError("all ranks are gone, and none of them can be started again")
+        if self.state == "starting" and len(self.ranks.there) == len(self._cluster.gpus) and not self.ranks.members:
+            self._form()
+        if self.state == "starting" or not self.ranks.whole or self.began is not None:
+            # A queue that fills the next batch tells all of it at once; one that does not is given time to fill.
+            known = self._first_token or len(self.requests.pending) >= self.max_requests
+            if known and self.placing.control.looks_ahead and self.ranks.whole:
+                self._decide()
+            return
+        if self.ranks.there != self.ranks.members:  # somebody is back, and nothing runs
+            self._form()
+        elif self.requests.pending and self._is_due():
+            if not self.placing.control.looks_ahead:
+                self._decide()
+            now, asked = time.monotonic(), self.placing.deciding
+            self._due = self._due or now
+            if asked is None or now - max(asked, self._ended) > self.patience_s:
+                self._begin(now - self._due)
+
+    def _is_due(self) -> bool:
+        full = len(self.requests.pending) >= self._seats * len(self._seating.ranks(self.ranks.members))
+        return full or time.monotonic() - self.requests.pending[0].began >= self.gather_s
+
+    def _choose(self) -> list[RankRequest]:
+        """The requests of the next batch, each with its GPU."""
+        return self.requests.choose(self._seating, self.ranks.members, self._seats)
+
+    def _decide(self) -> None:
+        """Have the control look at the batch that comes, once, if all ranks are there to be placed on."""
+        whole = len(self.ranks.members) == len(self._cluster.gpus)
+        coming = self.batch + 1
+        if not whole or not self.requests.pending or not self.placing.control.decides:
+            return
+        if self.placing.asked_for(coming) or self.placing.deciding is not None:
+            return
+        waiting = [
+            Waiting(
+                prompt=[*request.prompt, *request.made],
+                new_tokens=request.params.max_tokens - len(request.made),
+                gpu=request.gpu,
+            )
+            for request in self._choose()
+        ]
+        began = self.began
+        self.placing.ask(coming, waiting, None if began is None else time.monotonic() - began)
+
+    def _migrate(self, stages: list[dict[str, Any]]) -> None:
+        if stages:
+            self.ranks.tell({"kind": "migrate", "stages": stages})
+
+    def _begin(self, decided_s: float) -> None:
+        """Begin the next batch, which has waited so long for a decision."""
+        self._migrate(self.placing.stages())
+        chosen = self._choose()
+        self.batch += 1
+        self.began, self._first_token = time.monotonic(), False
+        shares = self.requests.begin(chosen)
+        for gpu in self.ranks.members:
+            self.ranks.send(
+                gpu,
+                {
+                    "kind": "batch",
+                    "batch": self.batch,
+                    "version": self.placing.version,
+                    "requests": shares.get(gpu, []),
+                },
+            )
+        self._batch_size, self._decided_s, self._due = len(chosen), decided_s, None
+
+    def _finish(self) -> None:
+        """The batch has ended on all ranks."""
+        assert self.began is not None
+        now = time.monotonic()
+        record = record_of(
+            self.batch, self._batch_size, now - self.began, self._done, self._cluster, decided_s=self._decided_s
+        )
+        moved_s = sum(done["moved"]["seconds"] for done in self._done.values())
+        self.records = [*self.records, record][-_KEPT:]  # each has the uses of every expert
+        self.forwards += record.steps
+        self.moved_bytes += record.moved_bytes
+        self.moved_during_exchange += record.moved_during_exchange
+        self.placing.note(record, moved_s, len(self.ranks.members))
+        self.began, self._ended, self._done = None, now, {}
+        self.requests.refuse_running("the request was lost by its rank")  # which said that all had ended
+
+    def _use(self, control: BatchPlacer, placed_GLE: np.ndarray, migrate: str, over: threading.Event) -> None:
+        if self.began is not None or self.requests.pending or self.placing.deciding is not None:
+            self.events.put(("use", (control, placed_GLE, migrate, over)))
+            time.sleep(0.01)
+            return
+        self.placing.use(control, placed_GLE, migrate)
+        self.records = []
+        self._form()
+        threading.Thread(target=self._when_formed, args=(over,), daemon=True).start()
+
+    def _when_formed(self, over: threading.Event) -> None:
+        while not self.ranks.whole and self.state == "ready":
+            time.sleep(0.005)
+        over.set()

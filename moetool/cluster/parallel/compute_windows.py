@@ -1,0 +1,120 @@
+"""Compute phases, in which experts may be on the move, and all-to-alls, in which they may not."""
+
+import threading
+import time
+
+from moetool.cluster.links import Bucket
+from moetool.errors import MoetoolError
+
+MIGRATIONS = ("overlap", "pipelined", "stop")
+"""Ways to migrate (DIRECTOR, Figure 6): in compute phases only; whenever experts are there; while nothing runs."""
+
+
+class Windows:
+    """The compute phases of one rank.
+
+    The rank's own thread opens and closes them; whoever moves experts holds the open one while a piece is on its way,
+    and `close` waits for that as long as the other ranks wait for this one. A piece is sized to what is left of the
+    phase as it was foretold.
+
+    Args:
+        strict: whether pieces wait for a phase. Otherwise they go whenever they like: the pipelined migration of
+            DIRECTOR's Figure 6 b.
+
+    Attributes:
+        exchanges: all-to-alls that have begun.
+        exchanging: whether one is under way.
+        waited_s: that `close` waited for pieces.
+
+    Source: DIRECTOR § V-B.
+    """
+
+    def __init__(self, strict: bool = True) -> None:
+        self.strict = strict
+        self.exchanges = 0
+        self.exchanging = False
+        self.waited_s = 0.0
+        self._changed = threading.Condition()
+        self._open = True
+        self._holders = 0
+        self._end = float("inf")
+        self._used = False
+
+    def open(self, seconds: float) -> None:
+        """A compute phase begins that will take about so long."""
+        with self._changed:
+            self.exchanging = False
+            self._open, self._used = True, False
+            self._end = time.perf_counter() + seconds
+            self._changed.notify_all()
+
+    def close(self, timeout_s: float) -> None:
+        """An all-to-all is about to begin; returns once no piece is on its way.
+
+        Args:
+            timeout_s: after which the other ranks, who are in the all-to-all already, have given this one up.
+
+        Raises:
+            MoetoolError: a piece is on its way for that long.
+        """
+        with self._changed:
+            self._open = False
+            if self.strict and self._holders:
+                began = time.perf_counter()
+                free = self._changed.wait_for(lambda: not self._holders, timeout_s)
+                self.waited_s += time.perf_counter() - began
+                if not free:
+                    raise MoetoolError(f"an expert has been on its way for {timeout_s:g} s, and an all-to-all waits")
+            self.exchanging = True
+            self.exchanges += 1
+
+    def hold(self, timeout_s: float) -> float | None:
+        """Keep the phase open for a piece.
+
+        Returns:
+            Seconds that are left of the phase; 0 for a first piece that has to fit whatever is left; None where no
+            phase came in time or what is left of this one is nothing.
+        """
+        deadline = time.perf_counter() + timeout_s
+        with self._changed:
+            while True:
+                left_s = float("inf") if not self.strict else self._end - time.perf_counter()
+                if not self.strict or (self._open and (left_s > 0 or not self._used)):
+                    self._holders += 1
+                    self._used = True
+                    return max(0.0, left_s)
+                wait_s = deadline - time.perf_counter()
+                if wait_s <= 0 or not self._changed.wait(wait_s):
+                    return None
+
+    def try_hold(self) -> bool:
+        """As `hold` for a piece that another rank asks for now; it has looked at the time."""
+        with self._changed:
+            if self.strict and not self._open:
+                return False
+            self._holders += 1
+            return True
+
+    def release(self) -> None:
+        """The piece is there."""
+        with self._changed:
+            self._holders -= 1
+            self._changed.notify_all()
+
+
+class EmulatedMachine:
+    """A rank's machine as slow as it is made to be.
+
+    Args:
+        link_bytes_s: of its way out: what is sent queues on it; 0 leaves it as fast as it is.
+        expert_token_s: seconds that an expert takes for a row, slept and not computed.
+    """
+
+    def __init__(self, link_bytes_s: float = 0.0, expert_token_s: float = 0.0) -> None:
+        self.link_bytes_s, self.expert_token_s = link_bytes_s, expert_token_s
+        self._link = Bucket(link_bytes_s) if link_bytes_s else None
+
+    def send(self, num_bytes: int) -> None:
+        """Wait as long as these bytes take, after those that were sent before."""
+        if self._link is not None and num_bytes:
+            self._link.take(num_bytes, float("inf"))

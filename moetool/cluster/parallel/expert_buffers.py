@@ -1,0 +1,104 @@
+"""The experts that a rank holds, each in memory of its own on the rank's device."""
+
+import threading
+import zlib
+from typing import Any
+
+import torch
+
+from moetool.models.expert_files import ExpertFiles
+from moetool.models.stored_expert import Weight
+from moetool.runtime.copies import CpuCopies, open_copies
+
+
+class Shelf:
+    """Held experts by key.
+
+    Bytes are put in and read by the threads of the migration; experts are used by the rank's own thread, which also
+    drops them.
+
+    Args:
+        files: where experts are read from that come from no other rank.
+        device: where they are computed.
+
+    Attributes:
+        most: experts that were held at one time, since it was set to 0.
+    """
+
+    def __init__(self, files: ExpertFiles, device: torch.device) -> None:
+        self.files = files
+        self.size = files.slot_bytes
+        self.most = 0
+        self._copies = open_copies(device)
+        self._on_cpu = isinstance(self._copies, CpuCopies)
+        self._slots: dict[int, torch.Tensor] = {}
+        self._views: dict[int, tuple[Weight, ...]] = {}
+        self._free: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._views
+
+    @property
+    def keys(self) -> set[int]:
+        """What is held."""
+        return set(self._views)
+
+    def weights(self, key: int) -> tuple[Weight, ...]:
+        """An expert's weights. Raises: KeyError if it is not held."""
+        return self._views[key]
+
+    def load(self, key: int) -> None:
+        """Read an expert from the checkpoint, if it is not held.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        if key not in self._views:
+            room = self.room()
+            self.files.read_into(key, room)
+            self.put(key, room)
+
+    def room(self) -> torch.Tensor:
+        """Memory of the host to fill with an expert, for `put`: uint8, as long as an expert."""
+        with self._lock:
+            if self._on_cpu and self._free:
+                return self._free.pop()
+        memory = self._copies.device_memory if self._on_cpu else self._copies.host_memory
+        return memory(self.size)
+
+    def put(self, key: int, room: torch.Tensor) -> None:
+        """Hold the expert whose bytes are in `room`, which is given up."""
+        slot = room
+        if not self._on_cpu:
+            with self._lock:
+                free = self._free.pop() if self._free else None
+            slot = self._copies.device_memory(self.size) if free is None else free
+            self._copies.finish(self._copies.copy(room, slot, None))
+        with self._lock:
+            self._slots[key], self._views[key] = slot, self.files.views(slot, self.files.layout_of(key))
+            self.most = max(self.most, len(self._slots))
+
+    def drop(self, key: int) -> None:
+        """Give an expert up; its memory is used again."""
+        with self._lock:
+            self._views.pop(key, None)
+            if (slot := self._slots.pop(key, None)) is not None:
+                self._free.append(slot)
+
+    def read(self, key: int, offset: int, num_bytes: int) -> tuple[bytes, int] | None:
+        """A piece of an expert's bytes and its checksum; None if it is not held."""
+        with self._lock:
+            slot = self._slots.get(key)
+            if slot is None:
+                return None
+            piece: Any = slot[offset : offset + num_bytes].cpu().numpy().tobytes()
+        return piece, zlib.crc32(piece)
+
+    def close(self) -> None:
+        """Give all of it up."""
+        with self._lock:
+            self._slots.clear()
+            self._views.clear()
+            self._free.clear()
+        self._copies.close()

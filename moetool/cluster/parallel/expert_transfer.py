@@ -1,0 +1,245 @@
+"""Experts on their way between ranks: pulled piece by piece by whoever gets them, in compute phases only."""
+
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moetool.cluster.frames import LinkError
+from moetool.cluster.parallel.channel import RankChannel, connect, open_listener
+from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
+from moetool.cluster.parallel.expert_buffers import Shelf
+from moetool.cluster.parallel.staged_migration import MigrationStage
+from moetool.errors import MoetoolError, first_line
+from moetool.types import ModelSpec
+
+_LEAST_BYTES = 16 * 1024
+_MOST_BYTES = 1 << 20
+_AGAIN_S = 0.0005
+_ANSWER_S = 5.0
+
+
+@dataclass(slots=True, kw_only=True)
+class TransferReport:
+    """What has come to a rank.
+
+    Attributes:
+        experts: copies that are complete.
+        bytes: of them.
+        during_exchange: bytes among them that were on their way while one of the two ends was in an all-to-all.
+        from_disk: experts that had to be read from the checkpoint, because their source was gone.
+        seconds: pieces were on their way.
+    """
+
+    experts: int = 0
+    bytes: int = 0
+    during_exchange: int = 0
+    from_disk: int = 0
+    seconds: float = 0.0
+
+
+class ExpertTransfer:
+    """Brings a stage's experts to this rank, and gives others what they ask for.
+
+    A piece goes only while the compute phases of both ends are open (`Windows`), and is as large as fits in what is
+    foretold to be left of the phase, by the rate measured so far. Whoever asks holds its own phase open; the source
+    answers at once with the piece, or that its phase is over.
+
+    Bytes in an all-to-all are counted apart from that: each end says whether one was under way, or began, while it had
+    the piece.
+
+    Args:
+        gpu: this rank's number.
+        host: where to listen.
+        machine: emulates the rank's way out.
+
+    Attributes:
+        address: where others ask.
+        arrived: version of the newest stage whose experts are all here.
+        moved: what has come so far.
+
+    Effects: a thread that pulls, and one for each rank that asks; `close` ends them.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        shelf: Shelf,
+        gpu: int,
+        *,
+        host: str,
+        token: bytes,
+        windows: Windows,
+        machine: EmulatedMachine,
+    ) -> None:
+        self._spec, self._shelf, self._gpu, self._token = spec, shelf, gpu, token
+        self._windows, self._machine = windows, machine
+        self._peers: list[tuple[str, int] | None] = []
+        self._channels: dict[int, RankChannel] = {}
+        self._stages: queue.Queue[tuple[int, MigrationStage] | None] = (
+            queue.Queue()
+        )  # with the epoch that it was asked in
+        self._failure: Exception | None = None
+        self._epoch = 0
+        self._rate = 50e6
+        self._state = threading.Condition()
+        self._in_force = 0
+        self.arrived = 0
+        self.moved = TransferReport()
+        self._closed = False
+        self._listener = open_listener(host, token, self._serve)
+        self.address = self._listener.address
+        self._thread = threading.Thread(target=self._run, name=f"migration-{gpu}", daemon=True)
+        self._thread.start()
+
+    def begin(self, version: int, peers: Sequence[tuple[str, int] | None]) -> None:
+        """A generation begins with a placement of this version; what was on its way before is forgotten."""
+        with self._state:
+            self._epoch += 1
+            self._in_force = self.arrived = version
+            self._peers = list(peers)
+            while not self._stages.empty():
+                self._stages.get_nowait()
+            self._state.notify_all()
+        self._hang_up()
+
+    def ask(self, stage: MigrationStage) -> None:
+        """Bring this rank's share of a stage here."""
+        self._stages.put((self._epoch, stage))
+
+    def require_well(self) -> None:
+        """Raises: MoetoolError if experts can no longer come here: whoever waited for them would wait for ever."""
+        if self._failure is not None:
+            raise MoetoolError(f"GPU {self._gpu} could not take in an expert ({first_line(self._failure)})")
+
+    def switched(self, version: int) -> None:
+        """The placement of this version is in force: room that it has freed may be used."""
+        with self._state:
+            self._in_force = version
+            self._state.notify_all()
+
+    def wait(self, version: int, timeout_s: float) -> bool:
+        """Wait until the experts of a stage are here."""
+        with self._state:
+            return self._state.wait_for(lambda: self.arrived >= version or self._closed, timeout_s)
+
+    def close(self) -> None:
+        """End the threads."""
+        with self._state:
+            self._closed = True
+            self._epoch += 1
+            self._state.notify_all()
+        self._stages.put(None)
+        self._hang_up()
+        self._listener.close()
+        self._thread.join(timeout=10.0)
+
+    def _run(self) -> None:
+        try:
+            self._bring_stages()
+        except Exception as error:  # such as a disk that cannot be read; `require_well` tells the rank's own thread
+            self._failure = error
+
+    def _bring_stages(self) -> None:
+        while not self._closed:
+            asked = self._stages.get()
+            if asked is None:
+                return
+            epoch, stage = asked
+            with self._state:  # the room of the stage before is free once that is in force
+                self._state.wait_for(lambda: self._in_force >= stage.version - 1 or self._epoch != epoch)  # noqa: B023
+            for layer, expert, gpu, source in stage.copies:
+                if gpu == self._gpu and self._epoch == epoch:
+                    self._bring(self._spec.expert_key(layer, expert), source, epoch)
+            with self._state:
+                if self._epoch == epoch:
+                    self.arrived = stage.version
+                    self._state.notify_all()
+
+    def _bring(self, key: int, source: int, epoch: int) -> None:
+        if key in self._shelf:
+            return
+        room = self._shelf.room()
+        try:
+            size = self._pull(key, source, room, epoch)
+        except LinkError:
+            if (channel := self._channels.pop(source, None)) is not None:
+                channel.close()
+            size = None
+        if self._epoch != epoch:
+            return
+        if size is None:
+            self._shelf.files.read_into(key, room)
+            self.moved.from_disk += 1
+        self._shelf.put(key, room)
+        self.moved.experts += 1
+
+    def _pull(self, key: int, source: int, room: torch.Tensor, epoch: int) -> int | None:
+        """Bytes of an expert from another rank; None where that does not have it."""
+        view = memoryview(room.numpy().data)
+        channel = self._channel(source)
+        done = 0
+        while done < len(view):
+            if self._epoch != epoch:
+                return None
+            left_s = self._windows.hold(timeout_s=0.2)
+            if left_s is None:
+                continue
+            exchanges, began = self._windows.exchanges, time.perf_counter()
+            inside = self._windows.exchanging
+            try:
+                fits = _MOST_BYTES if left_s == float("inf") else int(left_s * self._rate)
+                num = min(len(view) - done, max(_LEAST_BYTES, min(fits, _MOST_BYTES)))
+                channel.send({"key": key, "offset": done, "bytes": num})
+                answer, _ = channel.receive(view[done : done + num], _ANSWER_S)
+                inside = inside or answer.get("inside", False) or self._windows.exchanges != exchanges
+            finally:
+                self._windows.release()
+            if answer["state"] == "later":
+                time.sleep(_AGAIN_S)
+                continue
+            if answer["state"] != "here" or zlib.crc32(view[done : done + num]) != answer["crc"]:
+                return None
+            taken_s = time.perf_counter() - began
+            self._rate += 0.3 * (num / max(taken_s, 1e-6) - self._rate)
+            self.moved.seconds += taken_s
+            self.moved.bytes += num
+            self.moved.during_exchange += num * inside
+            done += num
+        return done
+
+    def _serve(self, channel: RankChannel) -> None:
+        """Answer one rank for as long as it asks."""
+        while True:
+            asked, _ = channel.receive()
+            if not self._windows.try_hold():
+                channel.send({"state": "later"})
+                continue
+            try:
+                exchanges, inside = self._windows.exchanges, self._windows.exchanging
+                piece = self._shelf.read(asked["key"], asked["offset"], asked["bytes"])
+                if piece is None:
+                    channel.send({"state": "gone"})
+                    continue
+                self._machine.send(len(piece[0]))
+                inside = inside or self._windows.exchanges != exchanges
+                channel.send({"state": "here", "crc": piece[1], "inside": inside}, piece[0])
+            finally:
+                self._windows.release()
+
+    def _channel(self, source: int) -> RankChannel:
+        if source not in self._channels:
+            address = self._peers[source] if source < len(self._peers) else None
+            if address is None:
+                raise LinkError(f"GPU {source} is not there")
+            self._channels[source] = connect(address, self._token)
+        return self._channels[source]
+
+    def _hang_up(self) -> None:
+        for channel in list(self._channels.values()):
+            channel.close()
+        self._channels = {}

@@ -1,0 +1,152 @@
+"""The placement in force, what is being decided about the next one, and what was measured for that."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from moetool.cluster.parallel.batch_placement import BatchPlacer, Waiting
+from moetool.cluster.parallel.batch_records import BatchRecord
+from moetool.cluster.parallel.rank_costs import Costs
+from moetool.cluster.parallel.replica_routing import holders_of, without
+from moetool.cluster.parallel.staged_migration import plan_stages
+from moetool.errors import first_line
+from moetool.placement._decide import Decision
+from moetool.types import Cluster, ModelSpec
+
+_KEPT = 1000
+"""Decisions that are remembered."""
+
+
+class Placing:
+    """Has the control decide beside the batch that runs, and turns decisions into stages; for the head's thread.
+
+    Args:
+        placed_GLE: the placement to begin with, and of every generation in which all ranks are there.
+        migrate: how experts move (`moetool.cluster.parallel.compute_windows.MIGRATIONS`).
+        costs: measured by every batch.
+        patience_s: how long a batch waits for its decision.
+        post: puts an event into the head's queue: `decided`, for `decided`.
+
+    Attributes:
+        control: decides, by what
+        costs: have been measured.
+        decisions: what it has decided.
+        late: decisions that came when their batch had begun, and were dropped.
+        error: of the control when it last failed; serving goes on without its decision.
+        placed_GLE: the placement that the newest stage leads to.
+        version: of that stage.
+        deciding: when the decision was asked for that is under way; None: there is none.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        cluster: Cluster,
+        control: BatchPlacer,
+        placed_GLE: np.ndarray,
+        migrate: str,
+        *,
+        costs: Costs,
+        patience_s: float,
+        post: Callable[[str, Any], None],
+    ) -> None:
+        self.decisions: list[Decision] = []
+        self.late = 0
+        self.error = ""
+        self.version = 0
+        self.deciding: float | None = None
+        self._cluster, self._post = cluster, post
+        self._slots_G = cluster.slots_G(spec.slot_bytes)
+        self._exists_LE = np.arange(spec.num_experts) < np.array(spec.num_experts_L)[:, None]
+        self._epoch = 0
+        self._asked_for = -1  # the batch that was last decided about
+        self._next: Decision | None = None  # to be carried out when the batch has ended
+        self.costs, self._patience_s = costs, patience_s
+        self.control: BatchPlacer
+        self.placed_GLE: np.ndarray
+        self.use(control, placed_GLE, migrate)
+
+    def use(self, control: BatchPlacer, placed_GLE: np.ndarray, migrate: str) -> None:
+        """Begin anew; what was measured stays, but for what moving has cost."""
+        self.costs.forget_moving()
+        self.control, self._planned_GLE, self.placed_GLE = control, placed_GLE, placed_GLE
+        self._migrate = migrate
+        self.decisions = []
+
+    def order(self, there: Sequence[int]) -> dict[str, Any]:
+        """What a new generation of these GPUs is told. What was being decided is forgotten."""
+        self._epoch += 1
+        self._next = None
+        self._asked_for = -1
+        self.version += 1
+        whole = len(there) == len(self._cluster.gpus)
+        placed_GLE = self._planned_GLE if whole else without(self._planned_GLE, self._exists_LE, there)
+        self.placed_GLE = placed_GLE.copy()
+        return {"version": self.version, "holders": holders_of(placed_GLE), "migrate": self._migrate}
+
+    def asked_for(self, batch: int) -> bool:
+        """Whether a decision was asked for about a batch."""
+        return self._asked_for == batch
+
+    def ask(self, batch: int, waiting: Sequence[Waiting], elapsed_s: float | None) -> None:
+        """Have the control look at a batch that comes, on a thread of its own.
+
+        Args:
+            elapsed_s: since the batch that runs began, if one does.
+        """
+        self._asked_for, self.deciding = batch, time.monotonic()
+        control, placed_GLE, epoch = self.control, self.placed_GLE, self._epoch
+        facts = self.costs.facts(elapsed_s, self._patience_s, overlaps=self._migrate != "stop")
+
+        def decide() -> None:
+            try:
+                found: Any = control.decide(waiting, placed_GLE, facts)
+            except Exception as error:
+                found = first_line(error)
+            self._post("decided", (epoch, batch, found))
+
+        threading.Thread(target=decide, name="control", daemon=True).start()
+
+    def decided(self, epoch: int, batch: int, found: "Decision | str | None", running: int) -> list[dict[str, Any]]:
+        """Take in what the control has said; gives the stages to send now.
+
+        Args:
+            running: the last batch that has begun.
+        """
+        self.deciding = None
+        if isinstance(found, str):
+            self.error = found
+        elif found is not None and epoch == self._epoch:
+            if running >= batch:
+                self.late += 1
+                return []
+            self.decisions = [*self.decisions, found][-_KEPT:]
+            if found.made:
+                self._next = found
+                if self._migrate != "stop":
+                    return self.stages()
+        return []
+
+    def stages(self) -> list[dict[str, Any]]:
+        """The way to the placement that was decided on, if that is still to be sent."""
+        decision, self._next = self._next, None
+        if decision is None:
+            return []
+        made = plan_stages(
+            self.placed_GLE,
+            decision.placed_GLE,
+            self._slots_G,
+            version=self.version + 1,
+            server_G=self._cluster.server_G,
+        )
+        self.version += len(made)
+        self.placed_GLE = decision.placed_GLE
+        return [stage.to_json() for stage in made]
+
+    def note(self, record: BatchRecord, moved_s: float, num_ranks: int) -> None:
+        """A batch has ended; args as of `Costs.note`."""
+        self.control.saw(record.tokens_GLE)
+        self.costs.note(record, moved_s, num_ranks)

@@ -1,0 +1,125 @@
+"""The ranks of one generation: a process group that is made anew, under a new number, whenever a rank has died."""
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moetool.errors import MoetoolError, first_line
+
+
+class GroupBroken(MoetoolError):
+    """A collective did not complete: a rank is gone, or the group was aborted. It never works again."""
+
+
+class Group:
+    """A process group of torch.distributed, made directly and not as the process's only one.
+
+    Agreements and counts of a CPU go over gloo; rows over gloo on CPUs and NCCL on GPUs. gloo authenticates nobody and
+    encrypts nothing: ranks belong in a trusted network.
+
+    Args:
+        store: that all generations share; each has a prefix of its own.
+        generation: of the group. Ranks of different generations never meet.
+        rank: in this generation, 0 to `size` - 1.
+        device: where the rows are.
+        timeout_s: a collective that takes longer has failed.
+        host: this machine's address, as the other ranks reach it.
+
+    Attributes:
+        device: where tensors of `exchange` belong.
+        broken: what ended it, or None.
+
+    Effects: waits until all ranks of the generation are there.
+
+    Raises:
+        GroupBroken: they do not come in time.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        generation: int,
+        rank: int,
+        size: int,
+        *,
+        device: torch.device | None = None,
+        timeout_s: float = 5.0,
+        host: str = "127.0.0.1",
+    ) -> None:
+        self.generation, self.rank, self.size, self.timeout_s = generation, rank, size, timeout_s
+        self.device = device or torch.device("cpu")
+        self.broken: BaseException | None = None
+        self._lock = threading.Lock()
+        self._options = dist.AllToAllOptions()
+        self._control: Any = None
+        self._data: Any = None
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            mine = dist.PrefixStore(f"generation-{generation}", store)
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=host)]
+            options._timeout = timeout
+            self._control = self._data = gloo(mine, rank, size, options)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+                nccl = dist.ProcessGroupNCCL.Options()
+                nccl._timeout = timeout
+                self._data = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", mine), rank, size, nccl)
+        except RuntimeError as error:
+            raise self._failed(error) from None
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What each rank gives, by rank: an agreement of a few numbers. Raises: GroupBroken."""
+        mine = torch.tensor(list(numbers), dtype=torch.int64)
+        all_of = torch.empty(self.size * len(mine), dtype=torch.int64)
+        self._all_to_all(self._control, all_of, mine.repeat(self.size), [], [])
+        gathered: list[list[int]] = all_of.view(self.size, -1).tolist()
+        return gathered
+
+    def counts(self, counts_RE: torch.Tensor) -> torch.Tensor:
+        """Row r goes to rank r; gives one row from each. int64 on the CPU. Raises: GroupBroken."""
+        theirs_RE = torch.empty_like(counts_RE)
+        self._all_to_all(self._control, theirs_RE, counts_RE.contiguous(), [], [])
+        return theirs_RE
+
+    def exchange(self, rows_XD: torch.Tensor, send_R: list[int], receive_R: list[int]) -> torch.Tensor:
+        """Rows to each rank, in the order of the ranks, and rows from each.
+
+        Raises:
+            GroupBroken: a rank is gone.
+        """
+        got_YD = rows_XD.new_empty(sum(receive_R), rows_XD.shape[1])
+        self._all_to_all(self._data, got_YD, rows_XD.contiguous(), receive_R, send_R)
+        return got_YD
+
+    def abort(self) -> None:
+        """End it, from any thread: a collective that is under way fails here, and soon at every other rank."""
+        with self._lock:
+            groups, self._control, self._data = {self._control, self._data} - {None}, None, None
+            self.broken = self.broken or GroupBroken("the group was aborted")
+        for group in groups:
+            try:
+                group.abort()
+            except RuntimeError:
+                continue  # it had failed already
+
+    def _all_to_all(
+        self, group: Any, output: torch.Tensor, given: torch.Tensor, got: list[int], sent: list[int]
+    ) -> None:
+        if self.broken is not None:
+            raise GroupBroken(f"generation {self.generation} is over ({first_line(self.broken)})")
+        try:
+            group.alltoall_base(output, given, got, sent, self._options).wait()
+            if output.is_cuda:
+                torch.cuda.current_stream(output.device).synchronize()
+        except RuntimeError as error:
+            raise self._failed(error) from None
+
+    def _failed(self, error: BaseException) -> GroupBroken:
+        self.broken = error
+        return GroupBroken(f"generation {self.generation} lost a rank ({first_line(error)})")

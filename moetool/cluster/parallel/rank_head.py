@@ -1,0 +1,323 @@
+"""The head of the ranks: one engine for the OpenAI server."""
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from moetool.cluster.listener import Acceptor
+from moetool.cluster.parallel.batch_loop import BatchLoop
+from moetool.cluster.parallel.batch_placement import BatchPlacer
+from moetool.cluster.parallel.batch_records import BatchRecord
+from moetool.cluster.parallel.channel import RankChannel, open_listener
+from moetool.cluster.parallel.members import Launcher, Members
+from moetool.cluster.parallel.placement_state import Placing
+from moetool.cluster.parallel.rank_costs import Costs
+from moetool.cluster.parallel.rank_options import HeadOptions
+from moetool.cluster.parallel.requests import RankRequest
+from moetool.errors import CapacityError, MoetoolError, UsageError
+from moetool.placement._decide import Decision
+from moetool.request import SamplingParams, Sink, State, TokenLogprob, Unavailable
+from moetool.types import Cluster, ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedModel:
+    """The model that ranks serve.
+
+    Attributes:
+        name: as ranks locate it.
+        tokenizer: that the server encodes and decodes with; the head works on token ids.
+    """
+
+    name: str
+    spec: ModelSpec
+    tokenizer: Any
+    vocab_size: int
+
+
+class RankHead:
+    """An `EngineLike` over ranks in lockstep.
+
+    Requests wait in one queue. The next batch is its first requests, as many as the ranks have seats, dealt to them as
+    the plan has it (`Seating`). While one batch runs, the control may place for the requests that wait, and their
+    experts move.
+    A batch is static, as DIRECTOR's: whoever comes later waits for its end.
+
+    When a rank is gone all others drop what they do and form the next generation without it at once, its experts read
+    from their own disks; requests under way begin again with the tokens they have as part of their prompt (the same
+    tokens follow, for what was drawn before is known by seed and number), at most three times. The rank is started
+    again and taken in between two batches.
+
+    Args:
+        model: that is served.
+        cluster: whose GPUs the ranks are, with all of their memory.
+        placed_GLE: the placement to begin with, and of every generation in which all ranks are there.
+        control: decides on others, by
+        costs: what things cost; measured only, if not given.
+        launcher: of the ranks.
+        rank_options: of `RankOptions`, by name.
+        options: how the head gathers batches.
+
+    Effects: `start` starts the ranks; `close` ends them.
+    """
+
+    def __init__(
+        self,
+        model: RankedModel,
+        cluster: Cluster,
+        placed_GLE: np.ndarray,
+        control: BatchPlacer,
+        launcher: Launcher,
+        *,
+        rank_options: Mapping[str, Any],
+        costs: Costs | None = None,
+        options: HeadOptions | None = None,
+    ) -> None:
+        options = options or HeadOptions()
+        self.model_name, self.tokenizer, self.vocab_size = model.name, model.tokenizer, model.vocab_size
+        self.spec, self.cluster = model.spec, cluster
+        self._launcher, self._rank_options, self._host = launcher, dict(rank_options), options.host
+        self._migrate: str = self._rank_options.get("migrate", "overlap")
+        self._batches = BatchLoop(model.spec, cluster, options)
+        self._batches.ranks = Members(len(cluster.gpus), launcher, self._batches.post)
+        self._batches.placing = Placing(
+            model.spec,
+            cluster,
+            control,
+            placed_GLE,
+            self._migrate,
+            costs=costs or Costs(model.spec, cluster),
+            patience_s=options.patience_s,
+            post=self._batches.post,
+        )
+        self._store: Any = None
+        self._listener: Acceptor | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def state(self) -> State:
+        """`starting`, `ready`, `draining` once it closes, or `failed`."""
+        return self._batches.state
+
+    @property
+    def problems(self) -> list[str]:
+        """Why it has failed, or which ranks are missing."""
+        return self._batches.problems
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of a prompt and its answer together."""
+        return self._batches.max_context
+
+    @property
+    def max_requests(self) -> int:
+        """Requests of a batch."""
+        return self._batches.max_requests
+
+    @property
+    def max_unbegun(self) -> int:
+        """A batch: what waits is what the next placement is for."""
+        return self.max_requests
+
+    @property
+    def batches(self) -> list[BatchRecord]:
+        """Those that have run since `use`, the last hundred."""
+        return self._batches.records
+
+    @property
+    def control(self) -> BatchPlacer:
+        """Who decides."""
+        return self._batches.placing.control
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What was decided since `use`, the last thousand."""
+        return self._batches.placing.decisions
+
+    # -- from any thread ---------------------------------------------------------------------------------------
+
+    def start(self, timeout_s: float = 180.0, read_s: float = 3600.0) -> None:
+        """Start the ranks; ready when this returns.
+
+        Args:
+            timeout_s: for all of them to come.
+            read_s: for them to read their experts after that.
+
+        Raises:
+            MoetoolError: a rank cannot be built, or does not come in time.
+        """
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        token = secrets.token_bytes(32)
+        self._listener = open_listener(self._host, token, self._hear)
+        with socket.create_server((self._host, 0)) as sock:  # left to itself, the store would listen on every address
+            port = sock.getsockname()[1]
+            self._store = dist.TCPStore(
+                *(self._host, port, None, True, timedelta(seconds=10)),
+                wait_for_workers=False,
+                master_listen_fd=sock.detach(),
+            )
+        self._thread = threading.Thread(target=self._batches.run, name="head", daemon=True)
+        self._thread.start()
+        arguments = [
+            {
+                "gpu": gpu,
+                "model": self.model_name,
+                "server_G": list(self.cluster.server_G),
+                "head": tuple(self._listener.address),
+                "store": (self._host, self._store.port),
+                "token": token.hex(),
+                "options": self._rank_options,
+            }
+            for gpu in range(len(self.cluster.gpus))
+        ]
+        try:
+            self._launcher.launch(arguments, lambda gpu: self._batches.post("died", gpu))
+            deadline = time.monotonic() + timeout_s
+            while self.state == "starting":
+                late_s, there = time.monotonic() - deadline, len(self._batches.ranks.there)
+                if late_s > 0 and there < len(arguments):
+                    raise MoetoolError(f"{there} of {len(arguments)} ranks came within {timeout_s:g} s")
+                if late_s > read_s:
+                    raise MoetoolError(f"the ranks did not read their experts within {read_s:g} s")
+                time.sleep(0.02)
+            if self.state == "failed":
+                raise MoetoolError(self._batches.reason)
+        except BaseException:
+            self.close()
+            raise
+
+    def use(self, control: BatchPlacer, placed_GLE: np.ndarray, migrate: str | None = None) -> None:
+        """Begin anew with another control, placement and way to migrate, when nothing runs; records begin anew.
+
+        Raises:
+            MoetoolError: the engine has failed, or is closed meanwhile.
+        """
+        over = threading.Event()
+        self._batches.post("use", (control, placed_GLE, migrate or self._migrate, over))
+        while not over.wait(0.1):
+            self._require_going()
+        self._require_going()
+
+    def settle(self) -> None:
+        """Wait until nothing runs or waits. Raises: as `use`."""
+        while not self._batches.idle:
+            self._require_going()
+            time.sleep(0.005)
+
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Raises: UsageError, CapacityError: the request can never be served."""
+        if not prompt:
+            raise UsageError("the prompt is empty: it has no token to begin with; send at least one character")
+        if (bad := next((t for t in prompt if not 0 <= t < self.vocab_size), None)) is not None:
+            raise UsageError(f"the prompt has token id {bad}, expected 0 to {self.vocab_size - 1}")
+        if params.grammar is not None:
+            raise UsageError("the ranks of --mode ep take no response_format and no forced tool call; leave them out")
+        if len(prompt) + params.max_tokens > self.max_context:
+            raise CapacityError(
+                f"the prompt has {len(prompt):,} tokens and {params.max_tokens:,} more are asked for, but the context "
+                f"holds {self.max_context:,}; shorten the prompt or ask for fewer tokens"
+            )
+
+    def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> int:
+        """Queue a request; its tokens go to `sink`, on the head's thread. Raises: as `check`; Unavailable."""
+        self._require_ready()
+        self.check(prompt, params)
+        if params.seed is None:  # so that a retry draws what the first try would have
+            params = replace(params, seed=secrets.randbits(63))
+        return self._batches.admit(RankRequest(prompt=list(prompt), params=params, sink=sink))
+
+    def cancel(self, request: int) -> None:
+        """Stop a request; its sink gets a last message unless it has ended already."""
+        self._batches.post("cancel", request)
+
+    def prompt_logprobs(self, prompt: list[int], top: int) -> list[TokenLogprob | None]:
+        """Log-probabilities of a prompt's tokens; waits for the batch that it is in. Raises: as `submit`."""
+        self._require_ready()
+        params = SamplingParams(max_tokens=0)
+        self.check(prompt, params)
+        answer: Future[list[TokenLogprob | None]] = Future()
+        self._batches.admit(RankRequest(prompt=list(prompt), params=params, score=answer, top=top))
+        return answer.result()
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges by name."""
+        batches = self._batches
+        requests, ranks, placing, began = batches.requests, batches.ranks, batches.placing, batches.began
+        return {
+            "tokens_prompt": requests.prompt,
+            "tokens_generated": requests.generated,
+            "forwards": batches.forwards,
+            "failures": batches.failures,
+            "requests_retried": requests.retried,
+            "queue_running": len(requests.running),
+            "queue_waiting": len(requests.pending),
+            "ranks": len(ranks.members),
+            "generation": ranks.generation,
+            "batches": batches.batch + 1,
+            "batch_running_seconds": 0.0 if began is None else time.monotonic() - began,
+            "placement_version": placing.version,
+            "decisions_late": placing.late,
+            "migrated_bytes": batches.moved_bytes,
+            "migrated_bytes_during_all_to_all": batches.moved_during_exchange,
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """The same for people, the last batches and decisions, and what things cost as far as that was measured."""
+        ranks, placing = self._batches.ranks, self._batches.placing
+        return {
+            "placement": self.control.placement,
+            "ranks": ranks.members,
+            "generation": ranks.generation,
+            "experts_held": placing.placed_GLE.sum(axis=(1, 2)).tolist(),
+            "batches": [record.to_json() for record in self.batches[-8:]],
+            "control_error": placing.error or None,
+            "costs": placing.costs.to_json(),
+            "predictors": {one.name: {"token_s": one.token_s} for one in self.control.predictors},
+            "decisions": [decision.to_json() for decision in self.decisions[-8:]],
+            "counters": self.metrics(),
+        }
+
+    def close(self) -> None:
+        """End the ranks and tell everybody who still waits."""
+        if self.state != "failed":
+            self._batches.state = "draining"
+        self._batches.post("close", None)
+        if self._thread is not None:
+            self._thread.join(timeout=10.0)
+        self._launcher.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._store = None
+
+    def _require_going(self) -> None:
+        """Raises: MoetoolError: what is waited for will not come about any more."""
+        if self.state in ("draining", "failed"):
+            raise MoetoolError(self._batches.reason or f"the engine is {self.state}")
+
+    def _require_ready(self) -> None:
+        if self.state != "ready":
+            raise Unavailable(f"the server is {self.state}; try again later")
+
+    # -- a thread for each rank --------------------------------------------------------------------------------
+
+    def _hear(self, channel: RankChannel) -> None:
+        gpu = None
+        try:
+            hello, _ = channel.receive()
+            gpu = hello["gpu"]
+            self._batches.post("hello", (gpu, channel, hello))
+            while True:
+                message, _ = channel.receive()
+                self._batches.post("message", (gpu, channel, message))
+        finally:
+            self._batches.post("gone", (gpu, channel))

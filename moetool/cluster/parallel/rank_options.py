@@ -1,0 +1,61 @@
+"""How each rank of expert parallelism runs, and their head."""
+
+from dataclasses import dataclass
+
+from moetool.cluster.parallel.compute_windows import MIGRATIONS
+from moetool.cluster.parallel.request_ranks import Seating
+from moetool.errors import UsageError, unknown_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOptions:
+    """How the head gathers batches.
+
+    Attributes:
+        seating: deals requests to the ranks (None: in turn).
+        host: this machine's address, as the ranks reach it.
+        gather_s: how long a batch that is not full waits for more requests.
+        patience_s: how long a batch waits for a decision about it that is under way.
+    """
+
+    seating: Seating | None = None
+    host: str = "127.0.0.1"
+    gather_s: float = 0.01
+    patience_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions:
+    """How each rank runs.
+
+    Attributes:
+        device: `cpu` or `cuda`. With `cuda` rows travel over NCCL, and each rank needs a GPU of its own.
+        dtype: of everything but the experts, which stay as the checkpoint has them.
+        kv_tokens: tokens that a rank's KV cache holds; the longest context of one request.
+        seats: requests of a batch on each rank.
+        threads: of a rank's own arithmetic (0 chooses).
+        timeout_s: a collective that takes longer has failed: longer than the slowest rank's forward may take, and as
+            long as a rank that hangs goes unnoticed. One that has ended is noticed at once.
+        migrate: `overlap`, `pipelined` or `stop` (`moetool.cluster.parallel.compute_windows.MIGRATIONS`, DIRECTOR's
+            Figure 6).
+        link_bytes_s: emulates each rank's way out: what it sends queues at this rate (0: not emulated).
+        expert_token_s: emulates the experts' computing: so many seconds a row, waited and not computed (0: not).
+    """
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    kv_tokens: int = 4096
+    seats: int = 4
+    threads: int = 0
+    timeout_s: float = 5.0
+    migrate: str = "overlap"
+    link_bytes_s: float = 0.0
+    expert_token_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.migrate not in MIGRATIONS:
+            raise unknown_name("--set migrate", self.migrate, MIGRATIONS)
+        if min(self.seats, self.kv_tokens // 16) < 1 or not self.timeout_s > 0 or self.threads < 0:
+            raise UsageError("seats and timeout_s are above 0, kv_tokens at least 16 and threads at least 0")
+        if min(self.link_bytes_s, self.expert_token_s) < 0:
+            raise UsageError("link_bytes_s and expert_token_s are 0 or more")

@@ -1,0 +1,58 @@
+"""Which rank computes a token's expert, and who holds what while ranks come and go."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def destinations(placed_GLE: np.ndarray, server_G: Sequence[int]) -> np.ndarray:
+    """The GPU [G, L, E] that computes expert e for tokens of GPU g; -1 where nobody has it.
+
+    The own GPU if it has the expert, else one of the own server, else one of all that have it. Which of several is
+    fixed by the source and the expert, so that all rows of one source and one expert form one product (the exactness
+    of DESIGN § 4) and no rank has to ask; over the sources and experts it comes to as much for each as the even share
+    that planners reckon with (`moetool.placement._latency.flows`).
+    """
+    server, expert_E = np.array(server_G), np.arange(placed_GLE.shape[2])
+    to_GLE = np.full(placed_GLE.shape, -1, np.int64)
+    for g in range(len(placed_GLE)):
+        near_GLE = placed_GLE & (server == server[g])[:, None, None]
+        from_GLE = np.where(near_GLE.any(axis=0), near_GLE, placed_GLE)
+        count_LE = from_GLE.sum(axis=0)
+        turn_LE = (g + expert_E) % np.maximum(count_LE, 1)
+        chosen_LE = (from_GLE & (from_GLE.cumsum(axis=0) == turn_LE + 1)).argmax(axis=0)
+        to_GLE[g] = np.where(placed_GLE[g], g, np.where(count_LE > 0, chosen_LE, -1))
+    return to_GLE
+
+
+def without(placed_GLE: np.ndarray, exists_LE: np.ndarray, members: Sequence[int]) -> np.ndarray:
+    """The placement on those GPUs that are there, the experts of the others taken over by them.
+
+    An expert that nobody has any more goes to the member with the fewest of its layer: the load of the missing is
+    shared, for a while with more experts on a GPU than it was planned for.
+    """
+    left_GLE = np.zeros_like(placed_GLE)
+    if not len(members):
+        return left_GLE
+    left_GLE[list(members)] = placed_GLE[list(members)]
+    for layer, expert in np.argwhere(exists_LE & ~left_GLE.any(axis=0)).tolist():
+        fewest = min(members, key=lambda g: (int(left_GLE[g, layer].sum()), int(left_GLE[g].sum()), g))
+        left_GLE[fewest, layer, expert] = True
+    return left_GLE
+
+
+def holders_of(placed_GLE: np.ndarray) -> list[list[list[int]]]:
+    """A placement as lists of holders, by layer and expert."""
+    return [
+        [np.flatnonzero(placed_GLE[:, layer, expert]).tolist() for expert in range(placed_GLE.shape[2])]
+        for layer in range(placed_GLE.shape[1])
+    ]
+
+
+def placed_of(holders: Sequence[Sequence[Sequence[int]]], num_gpus: int) -> np.ndarray:
+    """What `holders_of` was made from."""
+    placed_GLE = np.zeros((num_gpus, len(holders), len(holders[0])), bool)
+    for layer, experts in enumerate(holders):
+        for expert, gpus in enumerate(experts):
+            placed_GLE[list(gpus), layer, expert] = True
+    return placed_GLE

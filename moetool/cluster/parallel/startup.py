@@ -1,0 +1,203 @@
+"""From a placement plan and options to a head: what `moetool serve --mode ep` and the bench start."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moetool import config
+from moetool.cluster.parallel.batch_placement import PLACEMENTS, BatchPlacer, RoutingPredictor
+from moetool.cluster.parallel.members import Launcher
+from moetool.cluster.parallel.rank_costs import Costs, Said
+from moetool.cluster.parallel.rank_head import RankedModel, RankHead
+from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
+from moetool.cluster.parallel.request_ranks import Seating
+from moetool.cluster.transport import own_address
+from moetool.costing.costs import CostProfile
+from moetool.errors import UsageError, unknown_name
+from moetool.learning.predictor import load_predictor
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import parse_dtype
+from moetool.placement import _planner as planner
+from moetool.placement._demand import STARTS, Demand
+from moetool.placement._latency import unit_latency
+from moetool.placement._placement_plan import PlacementPlan
+from moetool.placement._planner import Problem
+from moetool.types import Cluster, ModelSpec
+
+_MEASURED_TOKENS = 32
+"""Of a prompt that predictors are measured on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelOptions:
+    """What `--set` sets of expert parallelism, besides `RankOptions`.
+
+    Attributes:
+        placement: `vanilla`: uniform, whatever the plan says; `offline`: the plan, as it is; `reactive`: from the
+            plan, then for the last batch; `proactive`: from the plan, then for the batch that waits.
+        predictors: folders of trained predictors for `proactive`; the cheapest first, such as a cascade and an
+            awq_replica.
+        planner: places anew.
+        planner_options: its options.
+        buffer_experts: of a GPU's room that placements made while serving leave free, for experts that arrive before
+            others are given up (0: half of what the cluster has beyond one copy of each expert, at least 1).
+        always: place anew whether that is expected to pay or not.
+        starts: on which rank a request's tokens start (`Seating`); as the plan says, if not said.
+        cost_row_s, cost_link_bytes_s, cost_move_bytes_s: what decisions reckon with in place of what is measured
+            (`moetool.cluster.parallel.rank_costs.Said`).
+        gather_s: how long a batch that is not full waits for more requests.
+        patience_s: how long a batch waits for a decision about it that is under way; one that comes later is dropped.
+        seed: of planners.
+    """
+
+    placement: str = "offline"
+    predictors: tuple[str, ...] = ()
+    planner: str = "director"
+    planner_options: dict[str, Any] = field(default_factory=dict)
+    buffer_experts: int = 0
+    always: bool = False
+    starts: str = ""
+    cost_row_s: float = 0.0
+    cost_link_bytes_s: float = 0.0
+    cost_move_bytes_s: float = 0.0
+    gather_s: float = 0.01
+    patience_s: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.placement not in PLACEMENTS:
+            raise unknown_name("--set placement", self.placement, PLACEMENTS)
+        if self.buffer_experts < 0 or min(self.gather_s, self.patience_s) < 0:
+            raise UsageError("buffer_experts, gather_s and patience_s are 0 or more")
+        if self.starts and self.starts not in STARTS:
+            raise unknown_name("--set starts", self.starts, STARTS)
+        if min(self.cost_row_s, self.cost_link_bytes_s, self.cost_move_bytes_s) < 0:
+            raise UsageError("cost_row_s, cost_link_bytes_s and cost_move_bytes_s are 0 or more")
+
+
+def read_settings(values: Mapping[str, Any]) -> tuple[ParallelOptions, RankOptions]:
+    """What of `--set` is about the head and what about the ranks. Raises: UsageError for anything else."""
+    left = dict(values)
+    ranks = {f.name: left.pop(f.name) for f in fields(RankOptions) if f.name in left}
+    known = {f.name for f in fields(ParallelOptions)}
+    if stray := next((name for name in left if name not in known), None):
+        raise unknown_name("--set", stray, [*known, *(f.name for f in fields(RankOptions))])
+    return config.parse(ParallelOptions, left, "--set"), config.parse(RankOptions, ranks, "--set")
+
+
+def with_buffer(cluster: Cluster, spec: ModelSpec, buffer_experts: int) -> Cluster:
+    """The cluster as planners may fill it while serving: less than there is by the double buffer.
+
+    Raises:
+        CapacityError: what is left does not hold every expert once.
+    """
+    slots_G = np.minimum(cluster.slots_G(spec.slot_bytes), spec.total_experts)
+    spare = int(slots_G.sum()) - spec.total_experts
+    buffer = buffer_experts or max(1, spare // (2 * len(slots_G)))
+    smaller = planner.leaving_free(cluster, buffer * spec.slot_bytes)
+    planner.require_room(spec, smaller)
+    return smaller
+
+
+def uniform(spec: ModelSpec, cluster: Cluster) -> np.ndarray:
+    """The placement of DIRECTOR's vanilla baseline."""
+    tokens_GLE = np.zeros((len(cluster.gpus), spec.num_layers, spec.num_experts))
+    tokens_GLE[:] = np.arange(spec.num_experts) < np.array(spec.num_experts_L)[:, None]
+    demand = Demand(spec=spec, cluster=cluster, tokens_GLE=tokens_GLE)
+    return planner.place("uniform", Problem(demand=demand, latency=unit_latency(cluster)))
+
+
+def open_predictors(folders: Sequence[str], spec: ModelSpec) -> list[RoutingPredictor]:
+    """Trained predictors that say from a prompt what a request will use, and how long they take to say it.
+
+    Raises:
+        UsageError: there is none, or it says nothing before a request runs.
+        MismatchError: it is of another model.
+    """
+    opened = []
+    for folder in folders:
+        found = load_predictor(Path(folder))
+        spec.require_same(found.spec, "the model", "the predictor")
+        if not found.foretells:
+            raise UsageError(
+                f"{found.name} says nothing of a request before it runs; the queue is foretold by cascade, "
+                f"single_transformer or awq_replica"
+            )
+        opened.append(RoutingPredictor(found.name, found.workload))
+        opened[-1].measure(range(_MEASURED_TOKENS))
+    return opened
+
+
+def open_head(
+    model: str,
+    plan: PlacementPlan,
+    launcher: Launcher,
+    options: ParallelOptions,
+    ranks: RankOptions,
+    *,
+    profile: CostProfile | None = None,
+    toward: str = "",
+) -> RankHead:
+    """A head that is not started.
+
+    Args:
+        profile: what things cost before they are measured.
+        toward: HOST:PORT of the Ray head that other machines have joined; empty where all is on this machine.
+
+    Raises:
+        UsageError: an unknown planner, or a predictor that does not foretell.
+        MismatchError: plan, profile, predictors and model do not belong together.
+        CapacityError: the cluster has no room for a double buffer.
+    """
+    checkpoint = Checkpoint.open(model)
+    spec = checkpoint.spec
+    plan.check(spec)
+    planner.find(options.planner)
+    cluster = plan.cluster
+    moves = options.placement in ("reactive", "proactive")
+    room = with_buffer(cluster, spec, options.buffer_experts) if moves else cluster
+    control = BatchPlacer(
+        options.placement,
+        spec,
+        room,
+        planner_name=options.planner,
+        options=options.planner_options,
+        predictors=open_predictors(options.predictors, spec) if options.placement == "proactive" else (),
+        always=options.always,
+        seed=options.seed,
+    )
+    return RankHead(
+        RankedModel(
+            name=model,
+            spec=spec,
+            tokenizer=checkpoint.tokenizer,
+            vocab_size=int(checkpoint.config.vocab_size),
+        ),
+        cluster,
+        uniform(spec, cluster) if options.placement == "vanilla" else plan.placed_GLE,
+        control,
+        launcher,
+        rank_options=asdict(ranks),
+        costs=Costs(
+            spec,
+            cluster,
+            said=Said(
+                row_s=options.cost_row_s,
+                link_bytes_s=options.cost_link_bytes_s,
+                move_bytes_s=options.cost_move_bytes_s,
+            ),
+            profile=profile,
+            device=ranks.device,
+            dtype=ranks.dtype,
+            row_bytes=float(spec.hidden_size * parse_dtype(ranks.dtype).itemsize),
+        ),
+        options=HeadOptions(
+            seating=Seating(server_G=tuple(cluster.server_G), starts=options.starts or plan.starts, seed=options.seed),
+            host=own_address(toward) if toward else "127.0.0.1",
+            gather_s=options.gather_s,
+            patience_s=options.patience_s,
+        ),
+    )
