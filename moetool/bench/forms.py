@@ -12,7 +12,6 @@ with the tokens that it makes itself.
 """
 
 import contextlib
-import json
 import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -23,24 +22,25 @@ from typing import Any
 import torch
 
 from moetool import tables
-from moetool.bench.results import Line, summarize
-from moetool.bench.rounded import rounded_checkpoint
-from moetool.bench.routes import ForcedRoutes, bench_spec
-from moetool.bench.runs import Run, Workload, run_engine
+from moetool.bench.forced_routes import ForcedRoutes, bench_spec
+from moetool.bench.rounded_checkpoint import rounded_checkpoint
 from moetool.bench.serve import disk_rates
-from moetool.bench.stage import BenchOptions, Subject, open_stage, prompts_of
+from moetool.bench.serving_results import ServingLine, summarize
+from moetool.bench.serving_runs import ServingRun, Workload, run_engine
+from moetool.bench.serving_setup import ServingBenchOptions, Subject, open_stage, prompts_of
+from moetool.caching._policy import MIN_SLOTS, build_policy, parse_options, policy_class
 from moetool.config import parse_bytes
-from moetool.costing.probes.disk import THREADS
 from moetool.errors import CapacityError, MismatchError, UsageError
+from moetool.json_files import read_json
+from moetool.learning.predictor import CARD
 from moetool.machine import Machine, load_average, memory_bytes, read_machine
-from moetool.models.decoding import kv_cache_bytes
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import LoadedModel, load_lazy, parse_dtype, use_threads
 from moetool.models.packed import Scheme
-from moetool.models.spec import checkpoint_dtype, dense_bytes, locate, read_packing, read_spec
-from moetool.policy import MIN_SLOTS, build_policy, parse_options, policy_class
-from moetool.predictor import CARD
 from moetool.quantize.judging import judge
-from moetool.serving.copies import stride_of
+from moetool.runtime.copies import stride_of
+from moetool.runtime.decoding import kv_cache_bytes
+from moetool.tuning.probes.disk import THREADS
 
 _BLOCK_TOKENS = 128
 
@@ -54,14 +54,14 @@ class FormLine:
         memory_bytes: dense weights, KV cache, expert pool and room for unpacking, together; the same for both forms.
         experts_bytes: of the pool and the room for unpacking.
         tokens_s: tokens that were made for each second of a run, prompts included; the median over the rounds.
-        line: the rest (`moetool.bench.results.Line`).
+        line: the rest (`moetool.bench.serving_results.ServingLine`).
     """
 
     form: str
     memory_bytes: int
     experts_bytes: int
     tokens_s: float
-    line: Line
+    line: ServingLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,6 @@ class _Form:
 
     name: str
     title: str
-    path: Path
     loaded: LoadedModel
     dense_bytes: int
 
@@ -140,7 +139,7 @@ def bench_forms(
     *,
     policies: Sequence[str],
     budgets: Sequence[str],
-    options: BenchOptions | None = None,
+    options: ServingBenchOptions | None = None,
     policy_options: Mapping[str, Mapping[str, Any]] | None = None,
     command: str = "",
     on_progress: Callable[[int], None] | None = None,
@@ -159,7 +158,7 @@ def bench_forms(
         MismatchError: the replica is one of another model, or packed no better than the model.
         CapacityError: a budget is too small, or memory is.
     """
-    chosen, values = options or BenchOptions(), policy_options or {}
+    chosen, values = options or ServingBenchOptions(), policy_options or {}
     for name in policies:
         kind = policy_class(name)
         if kind.needs_predictor or kind.needs_future:
@@ -201,12 +200,12 @@ def bench_forms(
         )
     if forced is not None:
         return made
-    judged = judge(forms[0].path, forms[1].path, _blocks(workload), dtype)
+    judged = judge(forms[0].loaded.checkpoint, forms[1].loaded.checkpoint, _blocks(workload), dtype)
     return replace(made, judged_tokens=judged.tokens, kl=judged.kl, top1=judged.top1, match=judged.match)
 
 
 def _open(
-    subject: Subject, beside: str, policies: Sequence[str], options: BenchOptions, stack: contextlib.ExitStack
+    subject: Subject, beside: str, policies: Sequence[str], options: ServingBenchOptions, stack: contextlib.ExitStack
 ) -> tuple[list[_Form], Workload, ForcedRoutes | None]:
     """The two forms in memory, what they are given, and the routes that they follow where they follow any.
 
@@ -215,10 +214,10 @@ def _open(
     if subject.shape is not None:
         scheme = Scheme(bits=4, group=options.group)
         stage = open_stage(subject, options, {name: policy_class(name) for name in policies}, stack)
-        path = rounded_checkpoint(stage.loaded.path, scheme)
+        path = rounded_checkpoint(stage.loaded.checkpoint, scheme)
         if not options.keep:
             stack.callback(shutil.rmtree, path)
-        other = load_lazy(path, stage.loaded.model.dtype, products=options.products)
+        other = load_lazy(Checkpoint(path), stage.loaded.model.dtype, products=options.products)
         stack.callback(other.close)
         assert stage.forced is not None and stage.part is not None
         stage.forced.attach(other.layers)
@@ -226,47 +225,53 @@ def _open(
         forms = [_form(stage.name, stage.loaded), _form(f"itself rounded to nearest, groups of {scheme.group}", other)]
         return forms, stage.workload, stage.forced
     assert subject.model is not None
-    paths = [locate(subject.model), locate(beside)]
-    _require_same_shape(paths)
-    workload = prompts_of(paths[0], subject.data, _seen_prompts(paths[1]), options)
+    pair = [Checkpoint.open(subject.model), Checkpoint.open(beside)]
+    _require_same_shape(*pair)
+    workload = prompts_of(pair[0].tokenizer, subject.data, _seen_prompts(pair[1].path), options)
     forms = []
-    for title, path in zip((subject.model, beside), paths, strict=True):
-        loaded = load_lazy(path, parse_dtype(options.dtype or "float32"), products=options.products)
+    for checkpoint in pair:
+        loaded = load_lazy(checkpoint, parse_dtype(options.dtype or "float32"), products=options.products)
         stack.callback(loaded.close)
-        forms.append(_form(title, loaded))
-    use_threads(forms[0].loaded.model.config.get_text_config(), options.threads)
+        forms.append(_form(checkpoint.name, loaded))
+    use_threads(pair[0].config, options.threads)
     return forms, workload, None
 
 
 def _form(title: str, loaded: LoadedModel) -> _Form:
-    path, packing = loaded.path, read_packing(loaded.path)
-    name = str(checkpoint_dtype(path)).removeprefix("torch.") if packing is None else f"int{packing.bits}"
-    return _Form(name=name, title=title, path=path, loaded=loaded, dense_bytes=dense_bytes(path, loaded.model.dtype))
+    checkpoint, quantization = loaded.checkpoint, loaded.checkpoint.quantization
+    name = str(checkpoint.expert_dtype).removeprefix("torch.")
+    if quantization is not None:
+        name = "+".join(dict.fromkeys(format.name for format in quantization.formats))
+    dense = checkpoint.dense_bytes(loaded.model.dtype)
+    return _Form(name=name, title=title, loaded=loaded, dense_bytes=dense)
 
 
-def _require_same_shape(paths: Sequence[Path]) -> None:
+def _require_same_shape(model: Checkpoint, other: Checkpoint) -> None:
     """Raises: MismatchError unless the second checkpoint is the first model in a smaller form."""
-    first, second = map(read_spec, paths)
+    first, second = model.spec, other.spec
     shapes = [
         (one.layer_ids_L, one.num_experts_L, one.top_k_L, one.hidden_size, one.score_function)
         for one in (first, second)
     ]
     if shapes[0] != shapes[1]:
         raise MismatchError(
-            f"{paths[1]} has other layers or experts than {paths[0]}, expected a form of the same model; make one with "
-            f"'moetool train awq_replica {paths[0]} --data all --out DIR'"
+            f"{other.path} has other layers or experts than {model.path}, expected a form of the same model; "
+            f"make one with 'moetool train awq_replica {model.path} --data all --out DIR'"
         )
-    if read_packing(paths[1]) is None or second.slot_bytes >= first.slot_bytes:
+    if other.quantization is None or second.slot_bytes >= first.slot_bytes:
         raise MismatchError(
-            f"{paths[1]} has experts of {second.slot_bytes:,} bytes and {paths[0]} of {first.slot_bytes:,}, expected "
-            "packed and smaller ones after --beside; give the two the other way round, or a packed replica"
+            f"{other.path} has experts of {second.slot_bytes:,} bytes and {model.path} of {first.slot_bytes:,}, "
+            "expected packed and smaller ones after --beside; give the two the other way round, or a packed replica"
         )
 
 
 def _seen_prompts(path: Path) -> frozenset[str]:
     """What a replica of ours was made from; nothing for one that somebody else made."""
     card = path / CARD
-    return frozenset(json.loads(card.read_text(encoding="utf-8"))["seen_prompts"]) if card.is_file() else frozenset()
+    if not card.is_file():
+        return frozenset()
+    again = "make the replica again with: moetool train awq_replica"
+    return frozenset(read_json(card, advice=again, constants=True).get("seen_prompts") or ())
 
 
 def _entries(
@@ -286,7 +291,8 @@ def _entries(
             for form in forms:
                 spec = form.loaded.spec
                 room = memory - form.dense_bytes - kv_bytes
-                slots = min(room // stride_of(spec.slot_bytes), spec.total_experts)
+                assert form.loaded.files is not None
+                slots = min(room // stride_of(form.loaded.files.slot_bytes), spec.total_experts)
                 fewest = max(MIN_SLOTS, kind.min_slots(spec, parse_options(policy, values.get(policy, {}))))
                 if slots < fewest:
                     notes.append(
@@ -308,11 +314,11 @@ def _measure(
     values: Mapping[str, Mapping[str, Any]],
     workload: Workload,
     forced: ForcedRoutes | None,
-    options: BenchOptions,
+    options: ServingBenchOptions,
     on_progress: Callable[[int], None] | None,
-) -> tuple[list[list[Run]], dict[str, list[float]]]:
+) -> tuple[list[list[ServingRun]], dict[str, list[float]]]:
     """The runs of each entry, and the disk's rate for experts of each form, a round."""
-    runs: list[list[Run]] = [[] for _ in entries]
+    runs: list[list[ServingRun]] = [[] for _ in entries]
     rates: dict[str, list[float]] = {form.name: [] for form in forms}
     done = 0
     for _ in range(options.rounds):
@@ -329,7 +335,7 @@ def _measure(
     return runs, rates
 
 
-def _line(entry: _Entry, runs: Sequence[Run], rates: Sequence[float], workload: Workload) -> FormLine:
+def _line(entry: _Entry, runs: Sequence[ServingRun], rates: Sequence[float], workload: Workload) -> FormLine:
     tokens = len(workload.prompts) * workload.new_tokens
     rate = statistics.median(tokens / (sum(run.prefill.seconds) + sum(run.decode.seconds)) for run in runs)
     line = summarize(entry.policy, runs, None, rates, budget_bytes=entry.experts_bytes, slots=entry.slots)

@@ -15,24 +15,23 @@ from typing import Any
 import torch
 
 from moetool.bench.offload import open_offloaded, refusal
-from moetool.bench.results import OFFLOADED, PLAIN, RESIDENT, Line, Replayed, ServeBench, summarize
-from moetool.bench.runs import Run, run_engine, run_plain
-from moetool.bench.stage import BenchOptions, Stage, Subject, open_stage
+from moetool.bench.serving_results import OFFLOADED, PLAIN, RESIDENT, Replayed, ServeBench, ServingLine, summarize
+from moetool.bench.serving_runs import ServingRun, run_engine, run_plain
+from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_stage
+from moetool.caching._policy import Policy, build_policy, parse_options, policy_class, slots_within
 from moetool.config import parse_bytes
-from moetool.costing.probes.disk import THREADS, DiskProbe
 from moetool.errors import CapacityError
 from moetool.machine import load_average, memory_bytes, read_machine
-from moetool.models.decoding import kv_cache_bytes
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.loading import load_full
-from moetool.models.spec import dense_bytes
-from moetool.policy import Policy, build_policy, parse_options, policy_class, slots_within
-from moetool.replay import Row, replay
+from moetool.runtime.decoding import kv_cache_bytes
 from moetool.tables import count
+from moetool.tuning.probes.disk import THREADS, DiskProbe
+from moetool.tuning.replay import ReplayRow, ReplaySetup, replay
 from moetool.types import ModelSpec
 
 _PLAIN_BYTES = 2**30  # a model whose experts take no more than this is also run by transformers, whole
-_READINGS = 4  # of the disk, a round and number of threads; the first warms up
+READINGS = 4  # of the disk, a round and number of threads; the first warms up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,7 @@ class _Entry:
     budget_bytes: int
     slots: int
     build: Callable[[], Policy]
-    replayed: Row | None = None
+    replayed: ReplayRow | None = None
     warm: bool = False
 
 
@@ -58,7 +57,7 @@ def bench_serve(
     *,
     policies: Sequence[str],
     budgets: Sequence[str],
-    options: BenchOptions | None = None,
+    options: ServingBenchOptions | None = None,
     policy_options: Mapping[str, Mapping[str, Any]] | None = None,
     command: str = "",
     on_progress: Callable[[int], None] | None = None,
@@ -80,7 +79,7 @@ def bench_serve(
         MismatchError: model, routes and predictor do not belong together.
         CapacityError: disk, memory or a budget is too small.
     """
-    chosen, values = options or BenchOptions(), policy_options or {}
+    chosen, values = options or ServingBenchOptions(), policy_options or {}
     kinds = {name: policy_class(name) for name in policies}
     busy = load_average()
     with contextlib.ExitStack() as stack:
@@ -88,7 +87,7 @@ def bench_serve(
         files = stage.loaded.files
         assert files is not None
         spec = stage.loaded.spec
-        whole = spec.total_experts * spec.slot_bytes
+        whole = spec.total_experts * files.slot_bytes
         sizes = sorted({parse_bytes(text, whole) for text in budgets})
         futures, entries, notes = _entries(stage, kinds, sizes, values)
         if chosen.resident:
@@ -141,11 +140,14 @@ def bench_serve(
 
 
 def _entries(
-    stage: Stage, kinds: Mapping[str, type[Policy]], sizes: Sequence[int], values: Mapping[str, Mapping[str, Any]]
-) -> tuple[list[Row], list[_Entry], list[str]]:
+    stage: ServingSetup,
+    kinds: Mapping[str, type[Policy]],
+    sizes: Sequence[int],
+    values: Mapping[str, Mapping[str, Any]],
+) -> tuple[list[ReplayRow], list[_Entry], list[str]]:
     """The rows of policies that are only replayed, the lines to serve, and what there is to say about them."""
     spec = stage.loaded.spec
-    futures: list[Row] = []
+    futures: list[ReplayRow] = []
     entries: list[_Entry] = []
     notes: list[str] = []
     for name, kind in kinds.items():
@@ -155,9 +157,10 @@ def _entries(
         if tight := [size for size in sizes if size not in fitting]:
             notes.append(f"{name} needs {fewest} slots: left out with {_sizes(tight)}")
         predictor = stage.predictor if kind.uses(stage.predictor) else None
-        rows: dict[int, Row] = {}
+        rows: dict[int, ReplayRow] = {}
         if stage.part is not None and fitting:
-            made = replay(stage.part, [name], fitting, predictor=predictor, options={name: given}, pool="slots")
+            setup = ReplaySetup(predictor=predictor, options={name: given}, pool="slots")
+            made = replay(stage.part, [name], fitting, setup)
             rows = {row.budget_bytes: row for row in made}
         if kind.needs_future:
             futures += rows.values()
@@ -182,19 +185,20 @@ def _sizes(sizes: Sequence[int]) -> str:
     return " and ".join(count(size, "B") for size in sizes)
 
 
-def _builder(name: str, stage: Stage, values: Mapping[str, Any], slots: int) -> Callable[[], Policy]:
+def _builder(name: str, stage: ServingSetup, values: Mapping[str, Any], slots: int) -> Callable[[], Policy]:
     spec: ModelSpec = stage.loaded.spec
     predictor = stage.predictor if policy_class(name).uses(stage.predictor) else None
     # One that remembers what it was shown begins each run afresh.
     return lambda: build_policy(name, spec, values, slots, predictor=copy.deepcopy(predictor))
 
 
-def _require_memory(stage: Stage, entries: Sequence[_Entry]) -> int:
+def _require_memory(stage: ServingSetup, entries: Sequence[_Entry]) -> int:
     """The bytes that the model takes without experts. Raises: CapacityError where the largest pool does not fit."""
     loaded, kv_tokens = stage.loaded, stage.workload.kv_tokens
-    dense = dense_bytes(loaded.path, loaded.model.dtype)
+    dense = loaded.checkpoint.dense_bytes(loaded.model.dtype)
     kv = kv_cache_bytes(loaded.model.config.get_text_config(), loaded.model.dtype, kv_tokens)
-    largest = max(entry.slots for entry in entries) * loaded.spec.slot_bytes
+    assert loaded.files is not None
+    largest = max(entry.slots for entry in entries) * loaded.files.slot_bytes
     if largest + kv > (free := memory_bytes()[1]):
         raise CapacityError(
             f"the largest pool takes {largest:,} bytes beside {kv:,} of KV cache, and {free:,} are free; give fewer "
@@ -204,20 +208,24 @@ def _require_memory(stage: Stage, entries: Sequence[_Entry]) -> int:
 
 
 def _of_transformers(
-    stage: Stage, options: BenchOptions, offload_bytes: int, experts_bytes: int, stack: contextlib.ExitStack
+    stage: ServingSetup,
+    options: ServingBenchOptions,
+    offload_bytes: int,
+    experts_bytes: int,
+    stack: contextlib.ExitStack,
 ) -> tuple[dict[str, Any], str | None]:
     """transformers' own models to run beside, by the name of their line, and why one is missing."""
     others: dict[str, Any] = {}
-    path, dtype = stage.loaded.path, stage.loaded.model.dtype
+    checkpoint, dtype = stage.loaded.checkpoint, stage.loaded.model.dtype
     if options.resident and experts_bytes <= _PLAIN_BYTES:
-        full = load_full(path, dtype)
+        full = load_full(checkpoint, dtype)
         others[PLAIN] = full.model
         if stage.forced is not None:
             stage.forced.attach(full.layers)
     if not options.offload:
         return others, None
     scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="moetool-bench-"))
-    opened = open_offloaded(path, dtype, offload_bytes, scratch)
+    opened = open_offloaded(checkpoint.path, dtype, offload_bytes, scratch)
     if isinstance(opened, str):
         return others, opened
     others[OFFLOADED] = opened[0]
@@ -227,15 +235,15 @@ def _of_transformers(
 
 
 def _measure(
-    stage: Stage,
+    stage: ServingSetup,
     files: ExpertFiles,
     entries: Sequence[_Entry],
     others: Mapping[str, Any],
-    options: BenchOptions,
+    options: ServingBenchOptions,
     on_progress: Callable[[int], None] | None,
-) -> tuple[list[list[Run]], dict[int, list[float]], str | None]:
+) -> tuple[list[list[ServingRun]], dict[int, list[float]], str | None]:
     """The runs of the entries, then of the others; the disk's rates by threads; what transformers refused to run."""
-    runs: list[list[Run]] = [[] for _ in (*entries, *others)]
+    runs: list[list[ServingRun]] = [[] for _ in (*entries, *others)]
     disk: dict[int, list[float]] = {threads: [] for threads in THREADS}
     refused = None
     done = 0
@@ -278,16 +286,18 @@ def disk_rates(files: ExpertFiles, counts: Sequence[int]) -> dict[int, float]:
     """Bytes a second of reading whole experts into slots, by the number of threads that read."""
     rates = {}
     for threads in counts:
-        probe = DiskProbe(files.shards, files.slot_bytes, threads, files)
+        probe = DiskProbe(files.shards, files.stored_bytes, threads, files)
         try:
-            seconds = [probe.seconds(files.slot_bytes) for _ in range(_READINGS)][1:]
+            seconds = [probe.seconds(files.stored_bytes) for _ in range(READINGS)][1:]
         finally:
             probe.close()
-        rates[threads] = files.slot_bytes / statistics.median(seconds)
+        rates[threads] = files.stored_bytes / statistics.median(seconds)
     return rates
 
 
-def _line(entry: _Entry, runs: Sequence[Run], resident: Sequence[Run] | None, rates: Sequence[float]) -> Line:
+def _line(
+    entry: _Entry, runs: Sequence[ServingRun], resident: Sequence[ServingRun] | None, rates: Sequence[float]
+) -> ServingLine:
     row = entry.replayed
     equal = None
     if row is not None:
@@ -303,7 +313,7 @@ def _line(entry: _Entry, runs: Sequence[Run], resident: Sequence[Run] | None, ra
     )
 
 
-def _foreseen(row: Row, resident: Sequence[Run] | None, rates: Sequence[float]) -> Replayed:
+def _foreseen(row: ReplayRow, resident: Sequence[ServingRun] | None, rates: Sequence[float]) -> Replayed:
     io = [row.bytes_per_decode_token / rate for rate in rates]
     compute = [run.decode.mean_s for run in resident] if resident is not None else None
     return Replayed(

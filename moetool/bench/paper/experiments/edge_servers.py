@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any, Literal
 
 from moetool import config
-from moetool.bench.paper.stage import Stage
 from moetool.bench.paper.verdict import Curve, Found
+from moetool.bench.paper.workbench import Workbench
 from moetool.errors import UsageError
-from moetool.simulation.costs import AssumedCosts
-from moetool.simulation.results import Simulated
-from moetool.simulation.running import Options as SimulationOptions
-from moetool.simulation.sweeping import sweep as run_grid
+from moetool.simulation.simulated_costs import AssumedCosts
+from moetool.simulation.simulation_options import SimulationOptions
+from moetool.simulation.simulation_results import Simulated
+from moetool.simulation.sweep import sweep as run_grid
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 
@@ -49,10 +49,10 @@ _SWEPT = {"gpus": "{} GPUs", "bandwidth": "{}", "gap": "gap {}"}
 _WHAT = {"latency": "mean latency of a request", "local": "expert calls computed on the request's own server"}
 
 
-def run(stage: Stage, options: Options) -> Found:
+def run(stage: Workbench, options: Options) -> Found:
     """Simulate every mode at every point of the grid, over the seeds.
 
-    Source: Prism § IV-A for the testbed, § IV-C for the simulator (`moetool.simulation.running.simulate`).
+    Source: Prism § IV-A for the testbed, § IV-C for the simulator (`moetool.simulation.simulate.simulate`).
     """
     traces = stage.by_server(tuple(options.servers))
     cluster = edge_cluster(

@@ -8,13 +8,14 @@ from typing import Any, Literal
 import numpy as np
 
 from moetool import config
-from moetool.bench.paper.stage import Stage
 from moetool.bench.paper.verdict import CannotTestError, Curve, Found
+from moetool.bench.paper.workbench import Workbench
 from moetool.errors import UsageError
-from moetool.simulation.costs import AssumedCosts
-from moetool.simulation.results import Simulated
-from moetool.simulation.running import Options as SimulationOptions
-from moetool.simulation.running import read_world, simulate
+from moetool.placement._planner import quick_options
+from moetool.simulation.simulate import ModeInputs, read_world, simulate
+from moetool.simulation.simulated_costs import AssumedCosts
+from moetool.simulation.simulation_options import SimulationOptions
+from moetool.simulation.simulation_results import Simulated
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, Server
 
@@ -23,11 +24,10 @@ _WHAT = {
     "throughput": "served",
     "unevenness": "standard deviation of the latency of rounds",
 }
-_QUICK: Mapping[str, Any] = {"kicks": 0, "relaxation": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ModeRun:
     """A line of the comparison.
 
     Attributes:
@@ -64,7 +64,7 @@ class Options:
     room: float = 1.25
     gpu_link: float = 200e9
     node_link: float = 25e9
-    runs: Mapping[str, Run]
+    runs: Mapping[str, ModeRun]
     arrivals: str = "every:100us"
     measure: Literal["latency", "throughput", "unevenness"] = "latency"
     rounds: int = 0
@@ -72,7 +72,7 @@ class Options:
     costs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run(stage: Stage, options: Options) -> Found:
+def run(stage: Workbench, options: Options) -> Found:
     """Serve rounds of one request a GPU in every mode, over the seeds.
 
     Source: DIRECTOR § VIII-B and -C. All modes but uniform use one planner with the same effort.
@@ -97,7 +97,7 @@ def run(stage: Stage, options: Options) -> Found:
                     count,
                     replace(base, seed=seed, admission="rounds", lookahead=one.lookahead, migrate=one.migrate),
                     costs=costs,
-                    planner_options=_QUICK if one.mode.startswith("director") else {},
+                    inputs=ModeInputs(options=quick_options("director") if one.mode.startswith("director") else {}),
                 )
                 same = replace(options, measure="latency", runs={}, gpus=())
                 found = stage.once(f"rounds {same} {size} {seed} {count} {one}", make)

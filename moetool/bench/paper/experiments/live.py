@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moetool.bench.paper.stage import ALL, MODEL, Stage
 from moetool.bench.paper.verdict import CannotTestError, Found
+from moetool.bench.paper.workbench import ALL, MODEL, Workbench
 from moetool.bench.serve import bench_serve
-from moetool.bench.stage import BenchOptions, Subject
+from moetool.bench.serving_setup import ServingBenchOptions, Subject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ _WHAT = {
 }
 
 
-def run(stage: Stage, options: Options) -> Found:
+def run(stage: Workbench, options: Options) -> Found:
     """Time the policies in paired rounds; a value for each round, in place of seeds.
 
     Effects: sets torch's number of threads to one.
@@ -62,7 +62,7 @@ def run(stage: Stage, options: Options) -> Found:
             Subject(model=MODEL, data=options.data, predictor=predictor, work=stage.folder("bench")),
             policies=options.policies,
             budgets=[options.memory],
-            options=BenchOptions(
+            options=ServingBenchOptions(
                 rounds=stage.sizes.rounds,
                 requests=stage.sizes.texts,
                 new_tokens=options.new_tokens,

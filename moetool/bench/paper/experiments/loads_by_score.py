@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moetool.bench.paper.experiments.policies import Line, look_through, measure
-from moetool.bench.paper.stage import ALL, Stage
+from moetool.bench.paper.experiments.policies import PolicyLine, look_through, measure
 from moetool.bench.paper.verdict import CannotTestError, Found
-from moetool.replay import decisions
-from moetool.residency import Step, StepKind
+from moetool.bench.paper.workbench import ALL, Workbench
+from moetool.caching._residency import Step, StepKind
 from moetool.trace.reader import Trace
+from moetool.tuning.replay import ReplaySetup, decisions
 from moetool.types import ForwardInfo, GateEvent
 
 
@@ -28,7 +28,7 @@ class Options:
     """
 
     data: tuple[str, ...] = ALL
-    lines: Mapping[str, Line]
+    lines: Mapping[str, PolicyLine]
     memory: float = 0.375
     alpha: float = 0.3
     measure: Literal["loads", "time", "ahead"] = "loads"
@@ -57,7 +57,7 @@ class _Count:
     ahead_chosen: int = 0
 
 
-def run(stage: Stage, options: Options) -> Found:
+def run(stage: Workbench, options: Options) -> Found:
     """Count under every policy; another part of the prompts for each seed.
 
     Source: SMoE § IV for what is low-score; Table I's "low-score loading" is on-demand loading of those.
@@ -75,17 +75,15 @@ def run(stage: Stage, options: Options) -> Found:
     return Found(values=values, what=_WHAT[options.measure], unit="%", on=on)
 
 
-def _count(stage: Stage, trace: Trace, line: Line, options: Options, fold: int) -> _Count:
+def _count(stage: Workbench, trace: Trace, line: PolicyLine, options: Options, fold: int) -> _Count:
     """Go through the decisions of a replay beside the events that they are about."""
     trace.require({"logits"}, "telling low scores from top scores")
     history, later = stage.history(trace)
     predictor = stage.predictor(line.predictor, history, seed=fold, **line.fit) if line.predictor else None
     budget = int(options.memory * trace.spec.total_experts) * trace.spec.slot_bytes
     steps: dict[tuple[int, int], list[Step]] = {}
-    made = decisions(
-        trace, line.policy, budget, options=line.options, requests=later, predictor=predictor, sequential=True
-    )
-    for forward, layer, step in made:
+    setup = ReplaySetup(options={line.policy: line.options}, requests=later, predictor=predictor, sequential=True)
+    for forward, layer, step in decisions(trace, line.policy, budget, setup):
         if step.kind is not StepKind.COMPUTE:
             steps.setdefault((forward, layer), []).append(step)
     counts = _Count()
@@ -122,7 +120,9 @@ def _kinds(event: GateEvent, alpha: float) -> dict[int, bool]:
     return {expert: float(scores_E[expert]) >= (1 + alpha) * following for expert in chosen}
 
 
-def _values(stage: Stage, trace: Trace, line: Line, options: Options, counts: _Count, fold: int) -> dict[str, float]:
+def _values(
+    stage: Workbench, trace: Trace, line: PolicyLine, options: Options, counts: _Count, fold: int
+) -> dict[str, float]:
     if options.measure == "ahead":
         if not counts.ahead:
             raise CannotTestError(f"{line.policy} prefetched nothing on {trace.path}")

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moetool.bench.paper.experiments.policies import Line
-from moetool.bench.paper.stage import MODEL, Stage
+from moetool.bench.paper.experiments.policies import PolicyLine
 from moetool.bench.paper.verdict import CannotTestError, Found
-from moetool.models.spec import checkpoint_dtype, dense_bytes, locate, read_spec
-from moetool.policy import parse_options, policy_class
-from moetool.predictor import build
+from moetool.bench.paper.workbench import MODEL, Workbench
+from moetool.caching._policy import parse_options, policy_class
+from moetool.learning.predictor import build
+from moetool.models.checkpoint import Checkpoint
 from moetool.types import ModelSpec
 
 WHOLE = "all experts"
@@ -60,11 +60,11 @@ class Options:
         model: another model than the embedded one, by its sizes.
     """
 
-    lines: Mapping[str, Line]
+    lines: Mapping[str, PolicyLine]
     model: Shape | None = None
 
 
-def run(stage: Stage, options: Options) -> Found:
+def run(stage: Workbench, options: Options) -> Found:
     """Dense weights, the slots that a policy makes use of, and its predictor; keys and values are the same for all.
 
     Nothing here varies by seed.
@@ -75,8 +75,8 @@ def run(stage: Stage, options: Options) -> Found:
     if options.model is not None:
         spec, dense = options.model.spec(), options.model.dense_bytes
     elif not stage.given:
-        path = locate(MODEL)
-        spec, dense = read_spec(path), dense_bytes(path, checkpoint_dtype(path))
+        checkpoint = Checkpoint.open(MODEL)
+        spec, dense = checkpoint.spec, checkpoint.dense_bytes(checkpoint.expert_dtype)
     else:
         raise CannotTestError("dense weights are counted on the model itself, and only traces of one were given")
     whole = dense + spec.total_experts * spec.slot_bytes

@@ -13,12 +13,12 @@ import numpy as np
 from moetool import config
 from moetool.bench.paper.experiments.edge_servers import edge_cluster
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
-from moetool.bench.paper.stage import Stage, requests_of
 from moetool.bench.paper.verdict import Found
+from moetool.bench.paper.workbench import Workbench, requests_of
 from moetool.simulation.arrivals import read_arrivals
-from moetool.simulation.costs import AssumedCosts
-from moetool.simulation.running import Options as SimulationOptions
-from moetool.simulation.running import read_world, simulate
+from moetool.simulation.simulate import read_world, simulate
+from moetool.simulation.simulated_costs import AssumedCosts
+from moetool.simulation.simulation_options import SimulationOptions
 from moetool.trace.reader import Trace
 
 ALONE, BALANCED, TOGETHER = "offloading", "offloading, redirected", "calling each other"
@@ -43,7 +43,7 @@ class Options:
     simulation: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run(stage: Stage, options: Options) -> Found:
+def run(stage: Workbench, options: Options) -> Found:
     """Mean latency of all requests in the three ways.
 
     Source: Prism § II-B, Table I. Each server has one GPU's worth of memory a GPU for offloading too, but serves one
@@ -85,7 +85,7 @@ def run(stage: Stage, options: Options) -> Found:
     )
 
 
-def _offloaded(stage: Stage, trace: Trace, policy: str, share: float) -> list[float]:
+def _offloaded(stage: Workbench, trace: Trace, policy: str, share: float) -> list[float]:
     """Seconds of each request on a server that goes through the trace."""
     budget = int(share * trace.spec.total_experts) * trace.spec.slot_bytes
     row = stage.replayed(trace, policy, budget, frozenset(requests_of(trace)))

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moetool.bench.paper.experiments.policies import Line, distribution
+from moetool.bench.paper.experiments.policies import PolicyLine, distribution
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
-from moetool.bench.paper.stage import ALL, Stage, requests_of
 from moetool.bench.paper.verdict import Found
+from moetool.bench.paper.workbench import ALL, Workbench, requests_of
 from moetool.simulation.arrivals import read_arrivals
 
 
@@ -26,13 +26,13 @@ class Options:
     """
 
     data: tuple[str, ...] = ALL
-    lines: Mapping[str, Line]
+    lines: Mapping[str, PolicyLine]
     memory: float = 0.25
     busy: float = 0.7
     arrivals: str = ""
 
 
-def run(stage: Stage, options: Options) -> Found:
+def run(stage: Workbench, options: Options) -> Found:
     """Mean seconds from arrival to the last token, one request at a time, as replayed on the assumed machine.
 
     Source: FineMoE § 6.3. Deviation: arrivals are Poisson unless a file is given, and requests have their own lengths.

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from moetool.bench.paper.stage import Stage
 from moetool.bench.paper.verdict import CannotTestError, Found
-from moetool.costing.latency import unit_latency
-from moetool.planning.demand import Demand, held_out, planned_share, read_batches
-from moetool.planning.modes import Batch, modes
+from moetool.bench.paper.workbench import Workbench
+from moetool.placement._demand import Demand, held_out, planned_share, read_batches
+from moetool.placement._latency import unit_latency
+from moetool.placement._modes import Batch, modes
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, Server
 
@@ -44,8 +44,8 @@ class Options:
     reported: tuple[str, ...] = ("vanilla", "offline", "reactive", "proactive")
 
 
-def run(stage: Stage, options: Options) -> Found:
-    """T_comp + T_comm of every mode (`moetool.planning.modes`), under every planner.
+def run(stage: Workbench, options: Options) -> Found:
+    """T_comp + T_comm of every mode (`moetool.placement._modes`), under every planner.
 
     Source: DIRECTOR § III and § VIII-D. Computing a token and sending one each count 1 here.
     """

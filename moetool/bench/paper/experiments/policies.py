@@ -7,16 +7,16 @@ from typing import Any, Literal
 import numpy as np
 
 from moetool import config
-from moetool.bench.paper.machine import AssumedMachine
-from moetool.bench.paper.stage import ALL, Stage, requests_of
+from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.verdict import CannotTestError, Curve, Found
-from moetool.replay import Row
-from moetool.residency import Counts
+from moetool.bench.paper.workbench import ALL, Workbench, requests_of
+from moetool.caching._residency import Counts
 from moetool.trace.reader import Trace
+from moetool.tuning.replay import ReplayRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class PolicyLine:
     """A policy of the comparison.
 
     Attributes:
@@ -56,7 +56,7 @@ class Options:
 
     data: tuple[str, ...] = ALL
     apart: bool = False
-    lines: Mapping[str, Line]
+    lines: Mapping[str, PolicyLine]
     memory: tuple[float, ...] = (0.25,)
     batch: tuple[int, ...] = (1,)
     measure: Literal["hits", "ttft", "tpot", "latency", "speed"] = "hits"
@@ -75,7 +75,7 @@ _WHAT = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class PolicyMeasures:
     """A line on the requests that are measured.
 
     Attributes:
@@ -99,7 +99,7 @@ class Measured:
         return self.decode_s / self.forwards
 
 
-def run(stage: Stage, options: Options) -> Found:
+def run(stage: Workbench, options: Options) -> Found:
     """Replay every line with every memory and batch; another part of the prompts for each seed."""
     values: dict[str, list[float]] = {}
     each: dict[str, list[float]] = {}  # of all requests of all parts
@@ -140,22 +140,22 @@ def run(stage: Stage, options: Options) -> Found:
     )
 
 
-def look_through(lines: Mapping[str, Line]) -> bool:
+def look_through(lines: Mapping[str, PolicyLine]) -> bool:
     """Whether a policy asks what the next router would say after a forward through resident experts."""
     return any(line.options.get("look") == "resident" for line in lines.values())
 
 
 def measure(
-    stage: Stage,
+    stage: Workbench,
     trace: Trace,
-    line: Line,
+    line: PolicyLine,
     memory: float,
     batch: int,
     fold: int,
     *,
     learned: Trace | None = None,
     machine: AssumedMachine | None = None,
-) -> Measured:
+) -> PolicyMeasures:
     """Replay one line on the requests that come after the history; on all of them, if it has learned elsewhere.
 
     Raises:
@@ -180,8 +180,8 @@ def measure(
         "synchronous": line.synchronous,
     }
 
-    def replayed(requests: frozenset[int]) -> Row:
-        row: Row = stage.replayed(trace, line.policy, budget, requests, **more)
+    def replayed(requests: frozenset[int]) -> ReplayRow:
+        row: ReplayRow = stage.replayed(trace, line.policy, budget, requests, **more)
         return row
 
     before = frozenset(history.requests["request"].to_pylist()) if line.before else frozenset[int]()
@@ -199,7 +199,7 @@ def measure(
         raise CannotTestError(f"{trace.path} has no new tokens in the requests that are measured")
     tokens = {each["request"]: each["tokens"] - each["prompt_tokens"] for each in trace.requests.to_pylist()}
     measured = [request for request in row.timing.request_s if request in later]
-    return Measured(
+    return PolicyMeasures(
         decode=decode,
         request_s=tuple(row.timing.request_s[request] for request in measured),
         request_tokens=tuple(tokens[request] for request in measured),
@@ -214,7 +214,7 @@ def _less(counts: Counts, others: Counts) -> Counts:
     return Counts(**left)
 
 
-def _value(measured: Measured, what: str) -> float:
+def _value(measured: PolicyMeasures, what: str) -> float:
     if what == "hits":
         return measured.decode.hit_rate
     prompt_s, later_s = np.mean(measured.request_s, axis=0).tolist()
@@ -224,7 +224,7 @@ def _value(measured: Measured, what: str) -> float:
     )
 
 
-def _by_request(measured: Measured, what: str) -> list[float]:
+def _by_request(measured: PolicyMeasures, what: str) -> list[float]:
     """The latency or speed of each request; one without later tokens has no speed."""
     if what == "latency":
         return [prompt_s + later_s for prompt_s, later_s in measured.request_s]

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from moetool import config
-from moetool.bench.paper.stage import ALL, Stage
 from moetool.bench.paper.verdict import Found
-from moetool.placement_plan import PlacementPlan, bare_plan
-from moetool.simulation.costs import AssumedCosts
-from moetool.simulation.running import Options as SimulationOptions
-from moetool.simulation.running import read_world, simulate
+from moetool.bench.paper.workbench import ALL, Workbench
+from moetool.placement._placement_plan import PlacementPlan, bare_plan
+from moetool.simulation.simulate import ModeInputs, read_world, simulate
+from moetool.simulation.simulated_costs import AssumedCosts
+from moetool.simulation.simulation_options import SimulationOptions
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 
@@ -34,7 +34,7 @@ class Options:
     costs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run(stage: Stage, options: Options) -> Found:
+def run(stage: Workbench, options: Options) -> Found:
     """Two servers of one GPU; requests come to the first, and the experts that it lacks are drawn by the seed.
 
     Source: Prism, Figure 5, whose caption is all that the print says.
@@ -52,7 +52,9 @@ def run(stage: Stage, options: Options) -> Found:
         for share in options.remote:
             plan = _plan(trace.spec, cluster, share, seed)
             count = max(1, stage.sizes.requests // 4)
-            found = simulate(world, "uniform", options.arrivals, count, chosen, plan=plan, costs=costs)
+            found = simulate(
+                world, "uniform", options.arrivals, count, chosen, costs=costs, inputs=ModeInputs(plan=plan)
+            )
             values.setdefault(f"{share:.0%} remote", []).append(found.mean_s)
     return Found(
         values=values,

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from moetool.bench.paper.stage import ALL, MODEL, Stage
 from moetool.bench.paper.verdict import CannotTestError, Curve, Found
-from moetool.models.spec import locate, read_spec
+from moetool.bench.paper.workbench import ALL, MODEL, Workbench
+from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather
-from moetool.serving.alpha import AlphaOptions, plan_alpha
-from moetool.serving.assembly import ServeOptions, fixed_bytes
+from moetool.runtime.assembly import ServeOptions, fixed_bytes
+from moetool.tuning.alpha import AlphaOptions, plan_alpha
 
 _ANY_S = 1e6  # seconds a token that every alpha keeps
 
@@ -33,7 +33,7 @@ class Options:
     measure: Literal["nats", "same"] = "nats"
 
 
-def run(stage: Stage, options: Options) -> Found:
+def run(stage: Workbench, options: Options) -> Found:
     """Feed texts token by token at each alpha; other texts for each seed.
 
     Raises:
@@ -41,10 +41,10 @@ def run(stage: Stage, options: Options) -> Found:
     """
     if stage.given:
         raise CannotTestError("texts are fed to the model itself, and only traces of one were given")
-    path = locate(MODEL)
-    spec = read_spec(path)
+    checkpoint = Checkpoint.open(MODEL)
+    spec = checkpoint.spec
     serve = ServeOptions(kv_tokens=2048, threads=1)
-    memory = sum(fixed_bytes(path, serve)) + int(options.memory * spec.total_experts) * spec.slot_bytes
+    memory = sum(fixed_bytes(checkpoint, serve)) + int(options.memory * spec.total_experts) * spec.slot_bytes
     sets = [gather.load([name]) for name in options.data]
     texts = [f"{p.text} {p.answer or ''}" for several in zip(*sets, strict=False) for p in several]
     chosen = AlphaOptions(alphas=options.alphas, tokens=options.tokens, texts=stage.sizes.texts, rounds=1)

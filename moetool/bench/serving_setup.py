@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 
-from moetool.bench.checkpoint import random_checkpoint, remove_checkpoint
-from moetool.bench.routes import CutPredictor, ForcedRoutes, bench_spec, choose, write_part
-from moetool.bench.runs import Workload
+from moetool.bench.forced_routes import CutPredictor, ForcedRoutes, bench_spec, choose, write_part
+from moetool.bench.random_checkpoint import random_checkpoint, remove_checkpoint
+from moetool.bench.serving_runs import Workload
+from moetool.caching._policy import Policy
 from moetool.errors import UsageError
-from moetool.models.loading import LoadedModel, load_lazy, load_tokenizer, parse_dtype, use_threads
-from moetool.models.spec import locate
-from moetool.policy import Policy
-from moetool.predictor import load_predictor
+from moetool.learning.predictor import load_predictor
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import LoadedModel, load_lazy, parse_dtype, use_threads
 from moetool.prompts import gather as prompt_sets
 from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import digest_of_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
+class ServingBenchOptions:
     """What `moetool bench serve --set bench.NAME=VALUE` sets.
 
     Attributes:
@@ -41,7 +41,7 @@ class BenchOptions:
         resident: whether a line has every expert in memory; without it there are no bounds.
         offload: whether transformers is asked to run the model offloaded.
         group: inputs that share a scale, in the packed form of a shape (`--beside int4`).
-        products: as for `moetool.serving.assembly.ServeOptions`.
+        products: as for `moetool.runtime.assembly.ServeOptions`.
         keep: whether the random checkpoints and the part of the trace stay for the next bench.
     """
 
@@ -105,7 +105,7 @@ class Subject:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class ServingSetup:
     """A model in memory without its experts, and what every line runs on it.
 
     Attributes:
@@ -124,8 +124,8 @@ class Stage:
 
 
 def open_stage(
-    subject: Subject, options: BenchOptions, kinds: Mapping[str, type[Policy]], stack: contextlib.ExitStack
-) -> Stage:
+    subject: Subject, options: ServingBenchOptions, kinds: Mapping[str, type[Policy]], stack: contextlib.ExitStack
+) -> ServingSetup:
     """Bring the model into memory and decide what it is given.
 
     Args:
@@ -152,22 +152,23 @@ def open_stage(
     name = subject.shape or str(subject.model)
     if subject.shape is not None:
         path = random_checkpoint(subject.shape, subject.layers, subject.work, seed=options.seed)
+        checkpoint = Checkpoint(path)
         if not options.keep:
             stack.callback(remove_checkpoint, path)
         name += f" ({path.name}, random weights)"
     else:
-        path = locate(str(subject.model))
+        checkpoint = Checkpoint.open(str(subject.model))
     dtype = parse_dtype(options.dtype or ("bfloat16" if subject.shape else "float32"))
-    loaded = load_lazy(path, dtype, products=options.products)
+    loaded = load_lazy(checkpoint, dtype, products=options.products)
     stack.callback(loaded.close)
-    use_threads(loaded.model.config.get_text_config(), options.threads)
+    use_threads(checkpoint.config, options.threads)
     if trace is not None:
         return _following(trace, name, loaded, predictor, subject.work, options, stack)
     if predictor is not None:
         loaded.spec.require_same(predictor.spec, "the model", "the predictor")
     seen = predictor.card["seen_prompts"] if predictor is not None else ()
-    workload = prompts_of(path, subject.data, set(seen), options)
-    return Stage(name=name, loaded=loaded, workload=workload, predictor=predictor, part=None, forced=None)
+    workload = prompts_of(checkpoint.tokenizer, subject.data, set(seen), options)
+    return ServingSetup(name=name, loaded=loaded, workload=workload, predictor=predictor, part=None, forced=None)
 
 
 def _require_routes(user: str, needs: frozenset[str]) -> None:
@@ -185,9 +186,9 @@ def _following(
     loaded: LoadedModel,
     predictor: Any,
     work: Path,
-    options: BenchOptions,
+    options: ServingBenchOptions,
     stack: contextlib.ExitStack,
-) -> Stage:
+) -> ServingSetup:
     """A model that follows the routes of a trace; its prompts are random tokens, since the routes say it all."""
     loaded = replace(loaded, spec=bench_spec(loaded.spec, trace))
     chosen = choose(
@@ -206,7 +207,7 @@ def _following(
     vocabulary = int(loaded.model.config.get_text_config().vocab_size)
     generator = torch.Generator().manual_seed(options.seed)
     ids = [torch.randint(vocabulary, (one.prompt_tokens,), generator=generator).tolist() for one in chosen]
-    return Stage(
+    return ServingSetup(
         name=f"{name}, following {trace.path}",
         loaded=loaded,
         workload=Workload(prompts=tuple(map(tuple, ids)), new_tokens=options.new_tokens),
@@ -216,7 +217,7 @@ def _following(
     )
 
 
-def prompts_of(path: Path, data: tuple[str, ...], seen: Collection[str], options: BenchOptions) -> Workload:
+def prompts_of(tokenizer: Any, data: tuple[str, ...], seen: Collection[str], options: ServingBenchOptions) -> Workload:
     """Prompts for a model that routes by itself, from each set of the data in turn.
 
     Args:
@@ -226,7 +227,6 @@ def prompts_of(path: Path, data: tuple[str, ...], seen: Collection[str], options
     Raises:
         UsageError: there are too few.
     """
-    tokenizer = load_tokenizer(path)
     by_set: dict[str, list[str]] = defaultdict(list)
     for prompt in prompt_sets.load(data, max_prompts=options.requests + len(seen)):
         known_by = {digest_of_tokens(tokenizer(prompt.text)["input_ids"]), f"{prompt.dataset}/{prompt.prompt_id}"}

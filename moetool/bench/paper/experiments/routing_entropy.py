@@ -5,8 +5,8 @@ from typing import Literal
 
 import numpy as np
 
-from moetool.bench.paper.stage import ALL, Stage
 from moetool.bench.paper.verdict import CannotTestError, Curve, Found
+from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.report.measures import popularity, spread
 from moetool.report.sample import ReportOptions, read_router_entropy, read_routes
 
@@ -29,7 +29,7 @@ class Options:
     new_tokens: int = 0
 
 
-def run(stage: Stage, options: Options) -> Found:
+def run(stage: Workbench, options: Options) -> Found:
     """Entropy in bits, mean over layers and requests; another part of the prompts for each seed.
 
     Source: FineMoE § 2.4 (`moetool.report.measures.spread`, `moetool.report.sample.read_router_entropy`).

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moetool import tables
-from moetool.bench.runs import PhaseTimes, Run
+from moetool.bench.serving_runs import PhaseTimes, ServingRun
 from moetool.machine import Machine
 
 RESIDENT = "all in memory"
@@ -38,7 +38,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class ServingLine:
     """One policy with one budget: medians over the rounds.
 
     Attributes:
@@ -131,7 +131,7 @@ class ServeBench:
     prompt_tokens: tuple[int, ...]
     new_tokens: int
     rounds: int
-    lines: tuple[Line, ...]
+    lines: tuple[ServingLine, ...]
     replayed: tuple[Replayed, ...]
     refused: str | None
     notes: tuple[str, ...] = field(default=())
@@ -143,14 +143,14 @@ class ServeBench:
 
 def summarize(
     policy: str,
-    runs: Sequence[Run],
-    resident: Sequence[Run] | None,
+    runs: Sequence[ServingRun],
+    resident: Sequence[ServingRun] | None,
     rates: Sequence[float],
     *,
     budget_bytes: int | None = None,
     slots: int | None = None,
     as_replayed: bool | None = None,
-) -> Line:
+) -> ServingLine:
     """A line from its runs, one a round.
 
     Args:
@@ -158,14 +158,14 @@ def summarize(
         rates: bytes a second of the disk in the same rounds.
     """
 
-    def median(value: Callable[[Run], float]) -> float:
+    def median(value: Callable[[ServingRun], float]) -> float:
         return statistics.median(map(value, runs))
 
-    def bound(phase: Callable[[Run], PhaseTimes]) -> Bound | None:
+    def bound(phase: Callable[[ServingRun], PhaseTimes]) -> Bound | None:
         return None if resident is None else _bound([*map(phase, runs)], [*map(phase, resident)], rates)
 
     counts = runs[0].decode_counts
-    return Line(
+    return ServingLine(
         policy=policy,
         budget_bytes=budget_bytes,
         slots=slots,
@@ -248,7 +248,7 @@ def print_serve_bench(made: ServeBench) -> None:
         print(note)
 
 
-def _row(line: Line) -> list[str]:
+def _row(line: ServingLine) -> list[str]:
     bound, served = line.decode, line.slots is not None
     star = "*" if bound is not None and bound.reads_ahead else ""
     return [

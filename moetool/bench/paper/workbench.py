@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from moetool.bench.paper.machine import AssumedMachine
-from moetool.bench.paper.recipe import Sizes
+from moetool.bench.paper.assumed_machine import AssumedMachine
+from moetool.bench.paper.claims import Sizes
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.capture.run import CaptureOptions, capture
+from moetool.learning.fit_options import FitOptions
+from moetool.learning.predictor import Predictor, load_predictor
 from moetool.learning.training import train
-from moetool.predictor import Predictor, load_predictor
 from moetool.prompts import gather
-from moetool.replay import replay
 from moetool.trace.edit import head
 from moetool.trace.reader import Trace
+from moetool.tuning.replay import ReplaySetup, replay
 
 MODEL = "reference"
 KEEP = ("topk", "logits", "embeddings", "hidden", "ahead")
@@ -30,7 +31,7 @@ HISTORY = 0.7
 
 
 @dataclass(kw_only=True)
-class Stage:
+class Workbench:
     """Where experiments of one paper run.
 
     Attributes:
@@ -130,7 +131,7 @@ class Stage:
         def make() -> Path:
             self.on_note(f"training {name} on {trace.path.name}")
             folder = self.folder(name)
-            train(name, trace.path, folder, options=options, seed=seed, **fit)
+            train(name, trace.path, folder, options=options, fit=FitOptions(**fit), seed=seed)
             return folder
 
         return Path(self.once(key, make))
@@ -181,7 +182,8 @@ class Stage:
         key = repr(asked)
 
         def make() -> Any:
-            (row,) = replay(trace, [policy], [budget], requests=requests, profile=profile, timeline=timeline, **more)
+            setup = ReplaySetup(requests=requests, profile=profile, timeline=timeline, **more)
+            (row,) = replay(trace, [policy], [budget], setup)
             return row
 
         return self.once(key, make)

@@ -6,22 +6,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from moetool.bench.cluster.site import Site
-from moetool.cluster.deciding import pooled, steps_to
-from moetool.cluster.edge import Head, Processes
-from moetool.cluster.experts import CallOptions
-from moetool.cluster.options import ClusterOptions
-from moetool.cluster.placing import held_by, worker_settings
-from moetool.cluster.scheduler import Options, Scheduler
+from moetool.bench.live_cluster.sites import Site
+from moetool.caching._policy import MIN_SLOTS
+from moetool.cluster.cluster_options import ClusterOptions
+from moetool.cluster.edge.edge_head import EdgeHead, Processes
+from moetool.cluster.edge.placed_experts import CallOptions
+from moetool.cluster.edge.replacement import pooled, steps_to
+from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
+from moetool.cluster.edge.server_settings import held_by, worker_settings
+from moetool.cluster.edge.worker import build_worker
 from moetool.cluster.transport import own_address
-from moetool.cluster.worker import build_worker
 from moetool.errors import MoetoolError
-from moetool.models.spec import locate, read_spec
-from moetool.placement_plan import PlacementPlan
-from moetool.policy import MIN_SLOTS
-from moetool.serving.assembly import ServeOptions, build_engine, fixed_bytes
-from moetool.serving.copies import stride_of
-from moetool.serving.server import Server, bind
+from moetool.models.checkpoint import Checkpoint
+from moetool.placement._placement_plan import PlacementPlan
+from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
+from moetool.runtime.copies import stride_of
+from moetool.serving.server import HttpServer, bind
 from moetool.serving.server_options import ServerOptions
 
 
@@ -29,21 +29,21 @@ class Alone:
     """A server by itself: the experts that fit by the policy lru, the rest on its disk.
 
     Args:
-        toward: as for `moetool.cluster.worker.WorkerSettings`.
+        toward: as for `moetool.cluster.edge.worker.WorkerSettings`.
 
-    Effects: as `moetool.cluster.worker.Worker`.
+    Effects: as `moetool.cluster.edge.worker.Worker`.
     """
 
     def __init__(self, model: str, slots: int, options: ServeOptions, toward: str = "") -> None:
-        path = locate(model)
-        slot_bytes = stride_of(read_spec(path).slot_bytes)
-        memory = sum(fixed_bytes(path, options)) + max(MIN_SLOTS, slots) * slot_bytes
-        self._engine = build_engine(model, options=options, policy="lru", device_memory_bytes=memory)
+        checkpoint = Checkpoint.open(model)
+        slot_bytes = stride_of(checkpoint.spec.slot_bytes)
+        memory = sum(fixed_bytes(checkpoint, options)) + max(MIN_SLOTS, slots) * slot_bytes
+        self._engine = build_engine(checkpoint, options=options, policy="lru", device_memory_bytes=memory)
         self._engine.start()
         self._url = ""
         self._ready = threading.Event()
         sock = bind(own_address(toward) if toward else "127.0.0.1", 0)
-        self._server = Server(self._engine, sock, on_ready=self._on_ready, options=ServerOptions())
+        self._server = HttpServer(self._engine, sock, on_ready=self._on_ready, options=ServerOptions())
         self._thread = threading.Thread(target=self._server.serve_forever, name="alone", daemon=True)
         self._thread.start()
 
@@ -82,7 +82,7 @@ class Stand:
         spare: a placement that every other one can be reached from.
     """
 
-    def __init__(self, head: Head, spare: PlacementPlan, turn: "_Turn") -> None:
+    def __init__(self, head: EdgeHead, spare: PlacementPlan, turn: "_Turn") -> None:
         self.head, self._spare, self._turn = head, spare, turn
 
     @property
@@ -106,15 +106,15 @@ class Stand:
             slots = {n: info.slots for n, info in enumerate(self.head.infos()) if info is not None}
             for step in steps_to(plan.spec, pooled(plan.spec, plan.cluster, slots), held, wanted):
                 if step.kind == "copy":
-                    self.head.adopt(step.server, *step.place, -1)
+                    self.head.adopt(step.gpu, *step.place, -1)
                 else:
-                    self.head.drop(step.server, *step.place)
+                    self.head.drop(step.gpu, *step.place)
         wanted = {n: frozenset(held_by(plan, n)) for n in range(len(self.head.names))}
         if dict(enumerate(self.head.held())) != wanted:
             raise MoetoolError("the servers have no room to go from one placement to the next; give them more memory")
 
     @contextmanager
-    def watched(self, plan: PlacementPlan, options: Options) -> Iterator[Scheduler]:
+    def watched(self, plan: PlacementPlan, options: SchedulerOptions) -> Iterator[Scheduler]:
         """A scheduler from now on; when the block ends it has heard everything, and is switched off."""
         scheduler = Scheduler(plan.spec, plan.cluster, options)
         self.head.stats()  # what was before is nobody's
@@ -142,7 +142,7 @@ class _Turn:
         with self._lock:
             self._scheduler = scheduler
 
-    def on_tick(self, head: Head) -> None:
+    def on_tick(self, head: EdgeHead) -> None:
         """Ask the one whose turn it is."""
         with self._lock:
             if self._scheduler is not None:
@@ -157,7 +157,7 @@ def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, site: Site
     """
     options = ClusterOptions(emulate_links=not site.has_links, ping_s=5.0, hang_s=120.0, call_timeout_s=60.0)
     settings = worker_settings(
-        model,
+        Checkpoint.open(model),
         spare,
         token=secrets.token_bytes(32),
         endpoints=site.endpoints,
@@ -170,7 +170,7 @@ def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, site: Site
     turn = _Turn()
     site.link(spare.cluster)
     processes = site.start(build_worker, [{"settings": one} for one in settings], names)
-    head = Head(processes, settings, names, spare.spec.num_experts_L, options=options, scheduler=turn)
+    head = EdgeHead(processes, settings, names, spare.spec.num_experts_L, options=options, scheduler=turn)
     try:
         head.start()
         yield Stand(head, spare, turn)

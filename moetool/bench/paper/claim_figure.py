@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moetool.bench.paper.recipe import Claim
+from moetool.bench.paper.claims import Claim
 from moetool.bench.paper.verdict import Curve, Found, interval
 from moetool.report.drawing import STYLES, line, save
 

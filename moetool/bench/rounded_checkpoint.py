@@ -14,18 +14,21 @@ from safetensors.torch import save_file
 
 from moetool import durable
 from moetool.errors import CapacityError, UsageError
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.packed import Scheme, quantization_config, round_weight, to_tensors
-from moetool.models.spec import weight_files
 
 MARKER = "rounded.json"
 _INDEX = "model.safetensors.index.json"
 _OTHERS = r"re:^(?!.*\.experts\.\d+\.)"  # whatever is no routed expert's
 
 
-def rounded_checkpoint(path: Path, scheme: Scheme, *, on_progress: Callable[[int], None] | None = None) -> Path:
+def rounded_checkpoint(
+    checkpoint: Checkpoint, scheme: Scheme, *, on_progress: Callable[[int], None] | None = None
+) -> Path:
     """The folder beside a checkpoint that holds it with packed experts; all other weights are as they are there.
 
-    A folder of an earlier call is found again by its name, which `path` should make unique (`random_checkpoint`).
+    A folder of an earlier call is found again by its name, which that of `checkpoint` should make unique
+    (`random_checkpoint`).
 
     Args:
         on_progress: called with how much is written, in percent.
@@ -36,11 +39,12 @@ def rounded_checkpoint(path: Path, scheme: Scheme, *, on_progress: Callable[[int
         UsageError: experts are not stored one by one, or groups do not divide their widths.
         CapacityError: the disk has no room for it.
     """
+    path = checkpoint.path
     out = path.with_name(f"{path.name}-int{scheme.bits}-{scheme.group}")
     if (out / MARKER).is_file():
         return out
-    files = sorted(weight_files(path))
-    _require_room(out.parent, sum(file.stat().st_size for file in files), scheme)
+    files = checkpoint.index.files
+    _require_room(out.parent, checkpoint.index.num_bytes, scheme)
     weight_map: dict[str, str] = {}
     with durable.staged_directory(out, overwrite=True, marker=MARKER) as staged:
         for number, file in enumerate(files):
@@ -60,8 +64,7 @@ def rounded_checkpoint(path: Path, scheme: Scheme, *, on_progress: Callable[[int
         size = sum(file.stat().st_size for file in staged.iterdir())
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (staged / _INDEX).write_text(json.dumps(index), encoding="utf-8")
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        config["quantization_config"] = quantization_config(scheme, [_OTHERS])
+        config = {**checkpoint.raw, "quantization_config": quantization_config(scheme, [_OTHERS])}
         (staged / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         (staged / MARKER).write_text(json.dumps({"of": path.name}), encoding="utf-8")
     return out

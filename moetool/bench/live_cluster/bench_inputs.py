@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from moetool.bench.cluster.options import ALONE, REDIRECTED, ClusterBenchOptions
+from moetool.bench.live_cluster.bench_options import ALONE, REDIRECTED, ClusterBenchOptions
 from moetool.costing.costs import CostProfile
 from moetool.errors import UsageError
-from moetool.models.spec import locate, read_spec
-from moetool.placement_plan import PlacementPlan
-from moetool.planning.demand import loads
-from moetool.planning.placing import plan_placement
+from moetool.models.checkpoint import Checkpoint
+from moetool.placement._comparing import plan_placement
+from moetool.placement._demand import loads
+from moetool.placement._placement_plan import PlacementPlan
 from moetool.prompts.gather import Prompt, gather
 from moetool.tables import numbered
 from moetool.trace.edit import split
@@ -64,7 +64,7 @@ class ClusterStage:
 
     def plans(self, cluster: Cluster, lines: Sequence[str], seed: int) -> dict[str, PlacementPlan]:
         """The placement of each line that has one."""
-        from moetool.planning.placing import Setting
+        from moetool.placement._comparing import Setting
 
         names = [name for name in lines if name not in (ALONE, REDIRECTED)]
         return {name: plan_placement(self.planned, cluster, name, {}, setting=Setting(seed=seed))[0] for name in names}
@@ -96,16 +96,17 @@ def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work
         UsageError: too few prompts, or not one task for each server.
         As `capture` and `gather`.
     """
-    from moetool.capture.plan import CaptureOptions
+    from moetool.capture.job import CaptureOptions
     from moetool.capture.run import capture
-    from moetool.costing.profile import profile as measure
+    from moetool.tuning.profile import ProfileOptions
+    from moetool.tuning.profile import profile as measure
 
     if len(tasks) != len(options.memory) or len(set(tasks)) != len(tasks):
         raise UsageError(
             f"{numbered(len(tasks), 'set')} of prompts for {numbered(len(options.memory), 'server')}; give "
             f"each server a set of its own with --data, or as many with --set bench.memory"
         )
-    spec = read_spec(locate(model))
+    spec = Checkpoint.open(model).spec
     parts: tuple[dict[str, list[Prompt]], ...] = ({}, {})
     for task in tasks:
         found = [_cut(prompt, options.prompt_tokens) for prompt in gather([task], max_prompts=options.prompts).prompts]
@@ -129,7 +130,7 @@ def prepare(model: str, tasks: Sequence[str], options: ClusterBenchOptions, work
         )
     traces = split(Trace(work / "trace"), work / "parts", by="task")
     planned, served = ({names[task]: traces[f"{part}-{n}"] for n, task in enumerate(tasks)} for part in _PARTS)
-    profile = measure(model, dtype="float32", seconds=options.profile_s, threads=1, scratch=work)
+    profile = measure(model, ProfileOptions(dtype="float32", seconds=options.profile_s, threads=1, scratch=work))
     expert_s = options.expert_us * 1e-6 or profile.on("cpu").expert(1)
     return ClusterStage(
         model=model,

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from moetool.bench.paper.stage import ALL, Stage
 from moetool.bench.paper.verdict import CannotTestError, Curve, Found
-from moetool.planning.maps import Likeness, MapReport, plan_maps
+from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.trace.reader import Trace
+from moetool.tuning.map_store import Likeness, MapReport, plan_maps
 
 KINDS = ("semantic", "trajectory")
 _WHAT = {
@@ -34,10 +34,10 @@ class Options:
     measure: Literal["pearson", "rise", "best", "bytes"] = "pearson"
 
 
-def run(stage: Stage, options: Options) -> Found:
+def run(stage: Workbench, options: Options) -> Found:
     """Make a store of each capacity for each seed, which draws the requests that are held out.
 
-    Source: FineMoE § 4.2.3, § 6.7, § 6.8 (`moetool.planning.maps.plan_maps`).
+    Source: FineMoE § 4.2.3, § 6.7, § 6.8 (`moetool.tuning.map_store.plan_maps`).
     """
     trace = stage.trace(options.data)
     values: dict[str, list[float]] = {}
@@ -69,7 +69,7 @@ def run(stage: Stage, options: Options) -> Found:
     )
 
 
-def _report(stage: Stage, trace: Trace, capacity: int, seed: int) -> MapReport:
+def _report(stage: Workbench, trace: Trace, capacity: int, seed: int) -> MapReport:
     made: MapReport = stage.once(
         f"maps {trace.path} {capacity} {seed}",
         lambda: plan_maps(trace.path, stage.folder("maps"), options={"capacity": capacity}, seed=seed),

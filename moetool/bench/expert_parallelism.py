@@ -15,18 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from moetool import durable, planner
-from moetool.cluster.parallel.control import Control, Facts, Predictor, measured_latency
-from moetool.cluster.parallel.head import Head
+from moetool import durable
+from moetool.cluster.parallel.batch_placement import BatchPlacer, Facts, RoutingPredictor, measured_latency
 from moetool.cluster.parallel.members import Launcher
-from moetool.cluster.parallel.opening import ParallelOptions, open_head, open_predictors, uniform, with_buffer
-from moetool.cluster.parallel.options import RankOptions
+from moetool.cluster.parallel.rank_head import RankHead
+from moetool.cluster.parallel.rank_options import RankOptions
+from moetool.cluster.parallel.startup import ParallelOptions, open_head, open_predictors, uniform, with_buffer
 from moetool.costing.costs import CostProfile
 from moetool.errors import MoetoolError, UsageError, unknown_name
-from moetool.models.spec import locate, read_spec
-from moetool.placement_plan import PlacementPlan, bare_plan
-from moetool.planner import Problem
-from moetool.planning.demand import Demand, held_out, loads, numbers, planned_share
+from moetool.learning.fit_options import FitOptions
+from moetool.models.checkpoint import Checkpoint
+from moetool.placement import _planner as planner
+from moetool.placement._demand import Demand, held_out, loads, numbers, planned_share
+from moetool.placement._placement_plan import PlacementPlan, bare_plan
+from moetool.placement._planner import Problem
 from moetool.prompts import gather
 from moetool.request import Output, SamplingParams
 from moetool.trace.reader import Trace
@@ -37,7 +39,7 @@ QUICK = {"batches": 2, "rounds": 1, "prompts": 6, "seats": 1, "prompt_tokens": 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
+class RankBenchOptions:
     """What is measured.
 
     Attributes:
@@ -89,7 +91,7 @@ class Variant:
 
     Attributes:
         name: in tables.
-        placement: as of `Control`.
+        placement: as of `BatchPlacer`.
         predictors: names of those that it may ask.
         planner: that places anew.
         migrate: how experts move.
@@ -107,7 +109,7 @@ class Variant:
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class RankRun:
     """A variant in one round; sums and means over the batches but the first.
 
     Attributes:
@@ -151,9 +153,9 @@ class Bench:
         token_s: of each predictor that decided, seconds of a prompt's token in each round, as its decisions had it.
     """
 
-    options: BenchOptions
+    options: RankBenchOptions
     variants: list[Variant]
-    runs: dict[str, list[Run]]
+    runs: dict[str, list[RankRun]]
     simulated: dict[str, dict[str, float]] = field(default_factory=dict)
     costs: dict[str, float] = field(default_factory=dict)
     token_s: dict[str, list[float]] = field(default_factory=dict)
@@ -201,7 +203,7 @@ def _migrations() -> list[Variant]:
 
 def bench_parallel(
     model: str,
-    options: BenchOptions,
+    options: RankBenchOptions,
     launcher: Launcher,
     work: Path,
     *,
@@ -224,7 +226,7 @@ def bench_parallel(
     known = [one.name for one in variants(options.replica)]
     if unknown := next((name for name in only if name not in known), None):
         raise unknown_name("--line", unknown, known)
-    spec = read_spec(locate(model))
+    spec = Checkpoint.open(model).spec
     cluster = _cluster(spec, options)
     subject = _Subject(model, spec, cluster, options, work)
     needed = {name for one in chosen for name in one.predictors}
@@ -258,12 +260,12 @@ def bench_parallel(
         for number in range(options.rounds):
             turn = number % len(chosen)
             for one in [*chosen[turn:], *chosen[:turn]]:
-                control = Control(
+                control = BatchPlacer(
                     one.placement,
                     spec,
                     room,
                     planner_name=one.planner,
-                    predictors=[Predictor(name, predictors[name]) for name in one.predictors],
+                    predictors=[RoutingPredictor(name, predictors[name]) for name in one.predictors],
                     always=one.always,
                     seed=options.seed,
                 )
@@ -284,7 +286,7 @@ def bench_parallel(
     return bench
 
 
-def _run(head: Head, requests: Sequence[list[int]], options: BenchOptions) -> Run:
+def _run(head: RankHead, requests: Sequence[list[int]], options: RankBenchOptions) -> RankRun:
     """All requests at once, in the order of their batches; nothing else runs."""
     ended: dict[int, float] = {}
     failed: list[str] = []
@@ -312,7 +314,7 @@ def _run(head: Head, requests: Sequence[list[int]], options: BenchOptions) -> Ru
     asked: dict[str, int] = {}
     for decision in head.decisions:
         asked[decision.saw] = asked.get(decision.saw, 0) + 1
-    return Run(
+    return RankRun(
         batch_s=[record.seconds for record in counted],
         latency_s=float(np.mean([at - began for at in ended.values()])),
         hottest=sum(record.hottest for record in counted),
@@ -333,7 +335,7 @@ def _run(head: Head, requests: Sequence[list[int]], options: BenchOptions) -> Ru
 class _Subject:
     """The requests, their routes, and what is made of the history."""
 
-    def __init__(self, model: str, spec: ModelSpec, cluster: Cluster, options: BenchOptions, work: Path) -> None:
+    def __init__(self, model: str, spec: ModelSpec, cluster: Cluster, options: RankBenchOptions, work: Path) -> None:
         self._model, self._spec, self._cluster, self._options, self._work = model, spec, cluster, options, work
         found = gather.load(list(options.data))
         self._prompts: list[gather.Prompt] = []
@@ -372,9 +374,9 @@ class _Subject:
             tokens_GLE[gpu[request]] += tokens_LE
         demand = Demand(spec=self._spec, cluster=room, tokens_GLE=tokens_GLE)
         row_s, byte_s = self._options.expert_token_s, 1.0 / self._options.link_bytes_s
-        latency = measured_latency(room, demand, Facts(row_s=row_s, byte_s_GG=byte_s, move_bytes_s=1.0))
+        latency = measured_latency(room, self._spec, tokens_GLE, Facts(row_s=row_s, byte_s_GG=byte_s, move_bytes_s=1.0))
         problem = Problem(demand=demand, latency=latency, seed=self._options.seed)
-        return planner.place("director", problem, {"kicks": 0, "relaxation": 0})
+        return planner.place("director", problem, planner.quick_options("director"))
 
     def predictors(self, names: set[str]) -> Mapping[str, Callable[[Sequence[int], int], np.ndarray]]:
         """Those that are asked for, trained or made now where they are not there yet."""
@@ -391,11 +393,12 @@ class _Subject:
 
     def simulated(self) -> dict[str, dict[str, float]]:
         """What `moetool simulate` says of requests drawn from those that were served, all at once."""
-        from moetool.simulation.costs import AssumedCosts
-        from moetool.simulation.running import Options, read_world, simulate
+        from moetool.simulation.simulate import read_world, simulate
+        from moetool.simulation.simulated_costs import AssumedCosts
+        from moetool.simulation.simulation_options import SimulationOptions
 
         o = self._options
-        options = Options(
+        options = SimulationOptions(
             seed=o.seed, prompt_tokens=o.prompt_tokens, decode_tokens=o.new_tokens, seats=o.seats, value_bytes=4
         )
         world = read_world({"node": self._coming}, with_buffer(self._cluster, self._spec, 0), options)
@@ -431,7 +434,8 @@ class _Subject:
         if name == "cascade":
             from moetool.learning.training import train
 
-            train("cascade", self._work / "history", folder, seed=self._options.seed, max_epochs=self._options.epochs)
+            fit = FitOptions(max_epochs=self._options.epochs)
+            train("cascade", self._work / "history", folder, fit=fit, seed=self._options.seed)
         else:
             from moetool import plugins
 
@@ -442,9 +446,7 @@ class _Subject:
 
     def _oracle(self) -> Callable[[Sequence[int], int], np.ndarray]:
         """The routes that were recorded, by the prompt's text."""
-        from moetool.models.loading import load_tokenizer
-
-        tokenizer = load_tokenizer(locate(self._model))
+        tokenizer = Checkpoint.open(self._model).tokenizer
         places = {
             (row["dataset"], row["prompt_id"]): row["request"]
             for row in self._coming.requests.select(["dataset", "prompt_id", "request"]).to_pylist()
@@ -461,7 +463,7 @@ class _Subject:
         return lambda prompt, new_tokens: known[tuple(prompt)]
 
 
-def _cluster(spec: ModelSpec, options: BenchOptions) -> Cluster:
+def _cluster(spec: ModelSpec, options: RankBenchOptions) -> Cluster:
     slots = int(np.ceil(spec.total_experts * options.room / options.ranks))
     gpu = Gpu(memory_bytes=slots * spec.slot_bytes)
     server = Server(name="node", gpus=(gpu,) * options.ranks, gpu_link_bytes_s=options.link_bytes_s)

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from moetool.bench.cluster.driving import Answered, Coming, draw, drive, warm
-from moetool.bench.cluster.options import ALONE, REDIRECTED, STATIC, ClusterBenchOptions
-from moetool.bench.cluster.results import ClusterBench, LineRun, Simulation
-from moetool.bench.cluster.site import open_site
-from moetool.bench.cluster.stage import ClusterStage, prepare
-from moetool.bench.cluster.stand import Stand, open_alone, open_stand
-from moetool.cluster.scheduler import Options
+from moetool.bench.live_cluster.bench_inputs import ClusterStage, prepare
+from moetool.bench.live_cluster.bench_options import ALONE, REDIRECTED, STATIC, ClusterBenchOptions
+from moetool.bench.live_cluster.cluster_results import ClusterBench, LineRun, Simulation
+from moetool.bench.live_cluster.deployment import Stand, open_alone, open_stand
+from moetool.bench.live_cluster.load_generator import Answered, Coming, draw, drive, warm
+from moetool.bench.live_cluster.sites import open_site
+from moetool.cluster.edge.scheduler import SchedulerOptions
 from moetool.machine import load_average, read_machine
-from moetool.placement_plan import PlacementPlan
-from moetool.planning.demand import read_demand
-from moetool.serving.assembly import ServeOptions
+from moetool.placement._demand import read_demand
+from moetool.placement._placement_plan import PlacementPlan
+from moetool.runtime.assembly import ServeOptions
 from moetool.types import Cluster
 
 _POLLS = 5  # reports of each server between two decisions
@@ -50,7 +50,7 @@ def bench_cluster(
         CapacityError: the servers' memory does not hold every expert once.
     """
     if options.where == "namespaces":
-        from moetool.bench.cluster.namespaces import require_namespaces
+        from moetool.bench.live_cluster.namespaces import require_namespaces
 
         require_namespaces()
     serve = ServeOptions(kv_tokens=2048, max_requests=4, threads=1)
@@ -166,7 +166,7 @@ class _Runner:
         assert self._stand is not None
         plan, interval_s = self._plans[line], self._options.interval_s
         self._stand.arrange(plan)
-        options = Options(
+        options = SchedulerOptions(
             interval_s=interval_s,
             poll_s=interval_s / _POLLS,
             half_life_s=2 * interval_s,
@@ -230,8 +230,8 @@ def _simulate(
     link: float,
 ) -> Simulation:
     """What the simulator says of a line, from the same traces, placement, profile and law of arrivals."""
-    from moetool.simulation.running import Options as SimulationOptions
-    from moetool.simulation.running import World, simulate
+    from moetool.simulation.simulate import ModeInputs, World, simulate
+    from moetool.simulation.simulation_options import SimulationOptions
     from moetool.simulation.workload import read_source
 
     sources = {
@@ -259,8 +259,8 @@ def _simulate(
             value_bytes=4,
             window_s=options.interval_s,
         ),
-        profile=stage.profile,
-        plan=plan,
+        costs=stage.profile,
+        inputs=ModeInputs(plan=plan),
     )
     return Simulation(
         line=line, gap_s=gap_s, link=link, mean_s=found.mean_s, by_server=found.mean_by_server, local=found.local

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moetool import assets, config, plugins
-from moetool.bench.paper.machine import AssumedMachine
+from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.verdict import Check
 from moetool.errors import UsageError, unknown_name
 
@@ -72,7 +72,7 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class ClaimSetup:
     """What several claims have in common: an experiment, and options of it."""
 
     experiment: str
@@ -102,7 +102,7 @@ class Paper:
     sizes: Sizes
     quick: Sizes
     machine: AssumedMachine = field(default_factory=AssumedMachine)
-    setup: Mapping[str, Setup] = field(default_factory=dict)
+    setup: Mapping[str, ClaimSetup] = field(default_factory=dict)
     claim: tuple[Claim, ...]
 
 
@@ -142,7 +142,7 @@ def parse_paper(text: str, where: str) -> Paper:
     return paper
 
 
-def _filled(claim: Claim, setups: Mapping[str, Setup], where: str) -> Claim:
+def _filled(claim: Claim, setups: Mapping[str, ClaimSetup], where: str) -> Claim:
     """A claim with what its setup says. Raises: UsageError for an unknown setup, or neither it nor an experiment."""
     if bool(claim.setup) == bool(claim.experiment):
         raise UsageError(f"{where}, {claim.id}: expected either a setup or an experiment")

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from moetool import planner
 from moetool.errors import UsageError, unknown_name
+from moetool.placement import _planner as planner
 
 PLACEMENTS = ("uniform", "redundant", "smartmoe", "eplb", "prism", "prism_exact")
 """Prism's baselines, Prism, and the optimum of its objective."""

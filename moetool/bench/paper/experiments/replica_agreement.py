@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from moetool.bench.paper.stage import ALL, MODEL, Stage
 from moetool.bench.paper.verdict import CannotTestError, Found
-from moetool.models.loading import load_tokenizer
-from moetool.models.spec import locate
+from moetool.bench.paper.workbench import ALL, MODEL, Workbench
+from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather
 from moetool.quantize.calibration import from_prompts
-from moetool.quantize.making import ReplicaOptions
 from moetool.quantize.replica import make_replica
+from moetool.quantize.replica_layers import ReplicaOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +17,7 @@ class Options:
     """What is made and judged.
 
     Attributes:
-        bits, group, grid: of the replica (`moetool.quantize.making.ReplicaOptions`).
+        bits, group, grid: of the replica (`moetool.quantize.replica_layers.ReplicaOptions`).
         tokens: that scales are chosen on, at most.
         measure: `match` of its experts with the model's, `size` as a share of the model's bytes.
     """
@@ -30,7 +29,7 @@ class Options:
     measure: Literal["match", "size"] = "match"
 
 
-def run(stage: Stage, options: Options) -> Found:
+def run(stage: Workbench, options: Options) -> Found:
     """Make a replica of the embedded model for each seed, which draws the calibration's blocks.
 
     Source: DIRECTOR § V-A and Table II.
@@ -40,15 +39,15 @@ def run(stage: Stage, options: Options) -> Found:
     """
     if stage.given:
         raise CannotTestError("a replica is made of a model, and only traces of this one were given")
-    path = locate(MODEL)
+    checkpoint = Checkpoint.open(MODEL)
     texts = [prompt for name in ALL for prompt in gather.load([name])[: stage.sizes.prompts]]
     values: dict[str, list[float]] = {"replica": []}
     for seed in stage.seeds:
-        calibration = from_prompts(texts, load_tokenizer(path), length=128, max_tokens=options.tokens, seed=seed)
+        calibration = from_prompts(texts, checkpoint.tokenizer, length=128, max_tokens=options.tokens, seed=seed)
 
         def make(calibration: object = calibration, seed: int = seed) -> dict[str, float]:
             card = make_replica(
-                path,
+                checkpoint,
                 stage.folder("replica"),
                 calibration,  # type: ignore[arg-type]
                 ReplicaOptions(bits=options.bits, group=options.group, grid=options.grid),

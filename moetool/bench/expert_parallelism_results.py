@@ -6,23 +6,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moetool import tables
-from moetool.bench.parallel import Bench, Run
+from moetool.bench.expert_parallelism import Bench, RankRun
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def batch_s(run: Run) -> float:
+def batch_s(run: RankRun) -> float:
     """Median seconds of a batch: on a busy machine a single one may take many times as long."""
     return statistics.median(run.batch_s)
 
 
-def busiest_bytes(run: Run) -> int:
+def busiest_bytes(run: RankRun) -> int:
     """Bytes on the busiest way from GPU to GPU."""
     return max(max(row) for row in run.sent_GG)
 
 
-def paired(bench: Bench, name: str, base: str, of: Callable[[Run], float]) -> tuple[float, float, float]:
+def paired(bench: Bench, name: str, base: str, of: Callable[[RankRun], float]) -> tuple[float, float, float]:
     """Median, least and most of the ratios of two variants, round by round."""
     ratios = [of(a) / of(b) for a, b in zip(bench.runs[name], bench.runs[base], strict=True)]
     return statistics.median(ratios), min(ratios), max(ratios)
@@ -160,5 +160,5 @@ def _traces(figure: "Figure", bench: Bench, names: Sequence[str]) -> None:
     axes.legend()
 
 
-def _median(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
+def _median(runs: Sequence[RankRun], of: Callable[[RankRun], float]) -> float:
     return statistics.median(map(of, runs))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moetool.bench.cluster.results import ClusterBench
+from moetool.bench.live_cluster.cluster_results import ClusterBench
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

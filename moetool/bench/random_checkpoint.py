@@ -18,8 +18,7 @@ import torch
 
 from moetool import durable
 from moetool.errors import CapacityError, MoetoolError, UsageError
-from moetool.models import shapes
-from moetool.models.spec import empty_model, moe_layers, read_config
+from moetool.models.checkpoint import Checkpoint
 
 MARKER = "random.json"
 _SCHEMA = 1
@@ -34,15 +33,15 @@ def cut_config(shape: str, layers: int | None) -> dict[str, Any]:
     """The config.json of a shape with only so many MoE layers, and the dense ones before them.
 
     Args:
-        shape: as `moetool.models.shapes.locate_config` takes it.
+        shape: as `moetool.models.location.locate_config` takes it.
         layers: None leaves all of them.
 
     Raises:
         UsageError: there is no such shape, or it has fewer MoE layers.
     """
-    path = shapes.locate_config(shape)
-    raw: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    found = [layer.layer_id for layer in moe_layers(empty_model(read_config(path), torch.bfloat16))]
+    checkpoint = Checkpoint.open(shape, weights=False)
+    raw = dict(checkpoint.raw)
+    found = [layer.layer_id for layer in checkpoint.layers]
     if layers is None:
         layers = len(found)
     if not 1 <= layers <= len(found):
@@ -97,7 +96,7 @@ def random_checkpoint(
             )
         written = 0
         for number, (name, tensors) in enumerate(files.items()):
-            _write(staged / name, tensors, [seed, number])
+            write_tensors(staged / name, tensors, [seed, number])
             written += sum(map(_num_bytes, tensors.values()))
             if on_progress is not None:
                 on_progress(100 * written // total)
@@ -126,12 +125,12 @@ def _files(folder: Path) -> dict[str, dict[str, tuple[int, ...]]]:
     """The tensors of each file with their shapes, named as the family's own checkpoints name them."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    model = empty_model(read_config(folder), torch.bfloat16)
+    checkpoint = Checkpoint(folder, weights=False)
+    model, layers = checkpoint.empty_model(torch.bfloat16), checkpoint.layers
     try:
         tensors = revert_weight_conversion(model, model.state_dict())
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise MoetoolError(f"transformers cannot name the tensors of {type(model).__name__} ({error})") from None
-    layers = moe_layers(model)
     stem = layers[0].path[: layers[0].path.index(f".{layers[0].layer_id}.") + 1]
     groups: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name in sorted(tensors):
@@ -145,7 +144,7 @@ def _num_bytes(shape: tuple[int, ...]) -> int:
     return 2 * int(np.prod(shape, dtype=np.int64))
 
 
-def _write(file: Path, tensors: dict[str, tuple[int, ...]], seed: list[int]) -> None:
+def write_tensors(file: Path, tensors: dict[str, tuple[int, ...]], seed: list[int]) -> None:
     """One safetensors file, the tensors in the order of their names."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from moetool.cluster.edge import Processes
-from moetool.cluster.placing import Endpoints
+from moetool.cluster.edge.edge_head import Processes
+from moetool.cluster.edge.server_settings import Endpoints
 from moetool.errors import MoetoolError
 from moetool.types import Cluster
 
 if TYPE_CHECKING:
-    from moetool.bench.cluster.namespaces import Hosts
+    from moetool.bench.live_cluster.namespaces import Hosts
 
 Build = Callable[..., Any]
 
 
 class Threads:
-    """Workers of this process, for `moetool.cluster.edge.Head`: nothing is started anew, and nothing dies."""
+    """Workers in this process, for `moetool.cluster.edge.edge_head.EdgeHead`: none restarts and none dies."""
 
     def __init__(self, build: Build, arguments: Sequence[Mapping[str, Any]]) -> None:
         self._workers: list[Any] = []
@@ -108,7 +108,7 @@ def open_site(where: str, names: Sequence[str]) -> Iterator[Site]:
     if where != "namespaces":
         yield Site(where)
         return
-    from moetool.bench.cluster.namespaces import Hosts
+    from moetool.bench.live_cluster.namespaces import Hosts
 
     with ExitStack() as undo:
         undo.enter_context(_ends_in_order())

@@ -8,15 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from moetool.bench.routes import ForcedRoutes
+from moetool.bench.forced_routes import ForcedRoutes
+from moetool.caching._policy import Policy
+from moetool.caching._residency import Counts, Residency, Step
 from moetool.errors import MoetoolError
-from moetool.models.decoding import Batch
 from moetool.models.loading import LoadedModel
-from moetool.models.sequential import Sequential, open_batcher
-from moetool.policy import Policy
 from moetool.request import Output, SamplingParams
-from moetool.residency import Counts, Residency, Step
-from moetool.serving.engine import Engine
+from moetool.runtime.decoding import Batch
+from moetool.runtime.device_stores import open_stores
+from moetool.runtime.engine import Engine
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.sequential import Sequential, open_batcher
 from moetool.types import ForwardInfo, GateEvent
 
 _SPARE_TOKENS = 64  # whole pages of the cache, and room to spare
@@ -96,7 +98,7 @@ class PhaseTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ServingRun:
     """One line's run over the workload.
 
     Attributes:
@@ -128,7 +130,7 @@ def run_engine(
     io_threads: int,
     forced: ForcedRoutes | None = None,
     warm: bool = False,
-) -> Run:
+) -> ServingRun:
     """Serve the workload by an engine of its own, cold: pool empty, policy new.
 
     Args:
@@ -147,7 +149,8 @@ def run_engine(
         max_batch_tokens=max(512, workload.longest_prompt),  # a prompt is one forward
     )
     residency = _Booked(policy)
-    engine = Engine(loaded, None, residency, batcher, model_name=loaded.spec.name, io_threads=io_threads)
+    runtime = ExpertRuntime(loaded, residency, open_stores(loaded, residency, io_threads))
+    engine = Engine(loaded, None, runtime, batcher, model_name=loaded.spec.name, lent=True)
     try:
         engine.state = "ready"  # driven from here, forward by forward: the engine's own thread is not started
         _announce(batcher, forced)
@@ -155,7 +158,7 @@ def run_engine(
             _drive(engine, workload, forced, residency)
             residency.prefill, residency.decode = Counts(), Counts()
         prefill, decode = _drive(engine, workload, forced, residency)
-        return Run(
+        return ServingRun(
             prefill=prefill,
             decode=decode,
             prefill_counts=residency.prefill,
@@ -165,7 +168,7 @@ def run_engine(
         engine.close()
 
 
-def run_plain(model: Any, workload: Workload, forced: ForcedRoutes | None = None) -> Run:
+def run_plain(model: Any, workload: Workload, forced: ForcedRoutes | None = None) -> ServingRun:
     """Run the workload by a transformers model as it is, over its own cache; arguments as for `run_engine`.
 
     Raises:
@@ -175,7 +178,7 @@ def run_plain(model: Any, workload: Workload, forced: ForcedRoutes | None = None
     try:
         _announce(plain.batcher, forced)
         prefill, decode = _drive(plain, workload, forced, None)
-        return Run(prefill=prefill, decode=decode, prefill_counts=None, decode_counts=None)
+        return ServingRun(prefill=prefill, decode=decode, prefill_counts=None, decode_counts=None)
     finally:
         plain.batcher.close()
 

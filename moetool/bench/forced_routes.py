@@ -12,7 +12,7 @@ import torch
 
 from moetool import durable
 from moetool.errors import MismatchError, UsageError
-from moetool.evaluation.unseen import held_out
+from moetool.learning.unseen import held_out
 from moetool.models.expert_form import Call
 from moetool.models.spec import MoeLayer
 from moetool.trace.reader import MANIFEST, Trace
@@ -212,7 +212,7 @@ class CutPredictor:
     What a policy takes from a predictor as a whole, and not layer by layer, it only has where no layer is cut.
 
     Args:
-        predictor: a `moetool.predictor.Predictor`.
+        predictor: a `moetool.learning.predictor.Predictor`.
         spec: of the smaller model.
     """
 

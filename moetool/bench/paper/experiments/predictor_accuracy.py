@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moetool.bench.paper.stage import ALL, Stage
 from moetool.bench.paper.verdict import CannotTestError, Found
+from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.evaluation.evaluate import Evaluation, evaluate
-from moetool.evaluation.tally import Score
+from moetool.evaluation.tally import MatchScore
 from moetool.trace.reader import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class PredictorLine:
     """A predictor of the comparison.
 
     Attributes:
@@ -47,7 +47,7 @@ class Options:
 
     data: tuple[str, ...] = ALL
     apart: bool = False
-    lines: Mapping[str, Line]
+    lines: Mapping[str, PredictorLine]
     measure: Literal["match", "exact", "one", "foretold", "size"] = "match"
     distance: int = 1
     phase: Literal["prefill", "decode", "all"] = "all"
@@ -62,7 +62,7 @@ _WHAT = {
 }
 
 
-def run(stage: Stage, options: Options) -> Found:
+def run(stage: Workbench, options: Options) -> Found:
     """Train each predictor once a seed, and score it on prompts that it has not seen."""
     values: dict[str, list[float]] = {}
     traces: dict[str, Trace] = {}
@@ -84,7 +84,7 @@ def run(stage: Stage, options: Options) -> Found:
     )
 
 
-def _evaluated(stage: Stage, learned: Trace, trace: Trace, line: Line, seed: int) -> Evaluation:
+def _evaluated(stage: Workbench, learned: Trace, trace: Trace, line: PredictorLine, seed: int) -> Evaluation:
     """The evaluation of a trained predictor: of the same one the same object."""
     folder = stage.trained(line.predictor, learned, seed=seed, options=line.options, **line.fit)
     found: Evaluation = stage.once(f"evaluated {folder} {trace.path}", lambda: evaluate([folder], trace.path)[0])
@@ -101,7 +101,7 @@ def _value(found: Evaluation, options: Options) -> float:
     return {"match": score.match, "exact": score.exact, "one": score.at_least_one}[options.measure]
 
 
-def _score(scores: Sequence[Score], phase: str, distance: int) -> Score:
+def _score(scores: Sequence[MatchScore], phase: str, distance: int) -> MatchScore:
     """The score over all layers. Raises: CannotTestError if nothing was scored so."""
     for score in scores:
         if (score.phase, score.distance, score.layer) == (phase, distance, None):

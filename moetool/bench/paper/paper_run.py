@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from moetool import config, durable, plugins
-from moetool.bench.paper.recipe import Claim, Paper, choose
-from moetool.bench.paper.stage import Stage
+from moetool.bench.paper.claims import Claim, Paper, choose
 from moetool.bench.paper.verdict import CannotTestError, Found, Verdict, judge
+from moetool.bench.paper.workbench import Workbench
 from moetool.errors import CapacityError, MismatchError
 
 _MISSING = (CannotTestError, MismatchError, CapacityError)
@@ -68,7 +68,7 @@ def run_paper(
 
     Args:
         work: a folder for traces, predictors and maps.
-        only: tables and figures to test (`moetool.bench.paper.recipe.choose`).
+        only: tables and figures to test (`moetool.bench.paper.claims.choose`).
         quick: take the recipe's small sizes.
         given: traces to use instead of those of the embedded model, by name.
         out: a folder for a figure of each experiment, SVG and PNG.
@@ -78,7 +78,7 @@ def run_paper(
         UsageError: a name that no claim has, or a claim about what was not measured.
     """
     claims = choose(paper.claim, only)
-    stage = Stage(
+    stage = Workbench(
         sizes=paper.quick if quick else paper.sizes,
         machine=paper.machine,
         work=work,
@@ -109,7 +109,7 @@ def run_paper(
     return tested
 
 
-def _measure(stage: Stage, claim: Claim) -> Found | Verdict:
+def _measure(stage: Workbench, claim: Claim) -> Found | Verdict:
     """What the claim's experiment finds, or that it cannot be run here."""
     module = plugins.load("experiment", claim.experiment)
     options = config.parse(module.Options, claim.options, f"{claim.id}, {claim.experiment}")
@@ -121,7 +121,7 @@ def _measure(stage: Stage, claim: Claim) -> Found | Verdict:
 
 
 def _draw(out: Path, claim: Claim, found: Found) -> tuple[str, ...]:
-    from moetool.bench.paper.picture import draw
+    from moetool.bench.paper.claim_figure import draw
 
     stem = "".join(c if c.isalnum() else "-" for c in claim.id.lower()).strip("-")
     paths = []

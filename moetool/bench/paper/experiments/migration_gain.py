@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from moetool import config
 from moetool.bench.paper.experiments.edge_servers import edge_cluster, over_time, simulated
-from moetool.bench.paper.stage import Stage
 from moetool.bench.paper.verdict import Curve, Found
-from moetool.simulation.costs import AssumedCosts
-from moetool.simulation.running import Options as SimulationOptions
-from moetool.simulation.running import read_world, simulate
+from moetool.bench.paper.workbench import Workbench
+from moetool.simulation.simulate import read_world, simulate
+from moetool.simulation.simulated_costs import AssumedCosts
+from moetool.simulation.simulation_options import SimulationOptions
 
 WAYS = ("with migration", "without")
 
@@ -40,7 +40,7 @@ class Options:
     costs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run(stage: Stage, options: Options) -> Found:
+def run(stage: Workbench, options: Options) -> Found:
     """Serve the same requests from the same placement, once with re-placing and once without.
 
     Source: Prism § IV-B, Figure 7. The paper goes from MultiData to BIG-bench under way; here the placement that is in

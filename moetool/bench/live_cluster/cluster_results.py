@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moetool import tables
-from moetool.bench.cluster.options import ALONE, REDIRECTED, ClusterBenchOptions
+from moetool.bench.live_cluster.bench_options import ALONE, REDIRECTED, ClusterBenchOptions
 
 NAIVE = "redundant"
 """Prism's "Naive Collaboration": experts at random, called where they are."""
@@ -26,7 +26,7 @@ class LineRun:
         expected_local: the same by the traces of the same prompts, as long as nothing migrates.
         call_s: what a remote call cost, measured.
         sent_bytes: between servers.
-        windows: of `moetool.cluster.chronicle.Chronicle`.
+        windows: of `moetool.cluster.edge.history.Chronicle`.
         began_s: when the first of them began.
         decisions: every one whether to migrate.
         changed_s: when tasks changed servers, after the beginning; None: they did not.
