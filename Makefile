@@ -1,20 +1,23 @@
 # make demo   from nothing to the whole pipeline on the embedded model
 # make test   lint, types and tests
 # make cluster  three servers in Ray: what they answer, and what happens when one dies
-# make soak   ten minutes of clients that come and go, and a kill (MOETOOL_SOAK_MINUTES=1 for less)
+# make fuzz   ten minutes of made-up requests and files (MOETOOL_FUZZ_MINUTES=1 for less; MOETOOL_FUZZ_SEED=N again)
+# make audit  known advisories of the pinned packages; by hand before a release, needs the network
+# make soak   twice ten minutes: clients that come and go, then kills, full disks, clock steps and memory pressure
+#             (MOETOOL_SOAK_MINUTES=1 for less)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint cluster bench soak clean
+.PHONY: demo test lint cluster bench fuzz audit soak clean
 
 # torch goes first and by its exact version, so that no other package's range picks another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cluster]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cluster,grammar]'
 	touch $@
 
 demo: $(VENV)/.installed
@@ -23,6 +26,7 @@ demo: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 # Two at a time, one thread each: two threads that fight over two cores are slower than one.
@@ -34,6 +38,14 @@ cluster: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/bench -m '' -s
+
+fuzz: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/fuzz -m slow -s
+
+# In an environment of its own, whose packages are none of moetool's; --strict: a package without an answer is a failure.
+audit:
+	test -x $(VENV)/audit/bin/pip-audit || { $(PYTHON) -m venv $(VENV)/audit && $(VENV)/audit/bin/pip install --quiet pip-audit; }
+	$(VENV)/audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip --strict
 
 soak: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/soak -m '' -s

@@ -1,3 +1,141 @@
-"""moetool: capture the routing of Mixture-of-Experts models, predict it, plan by it, serve by the plan."""
+"""moetool: capture the routing of Mixture-of-Experts models, predict it, plan by it, serve by the plan.
+
+The map, from the ground up; a package imports only what stands above it here, or beside it in the same group:
+
+    types errors config logs bounded_read json_files validation durable assets tables plugins machine garbage
+    artefact request cache_plan
+                  the ground floor: shapes and plans, errors, settings, files, terminal, plugins by file name
+    models        what a checkpoint is: spec, tensors, families, router hooks, expert forms and weight formats
+    trace         the trace: schema, reader, writer, edit, merge
+    prompts       data sets and recipes of prompts
+    learning      the contract of predictors, their features, training
+    caching       cache policies, one a file; residency and device shares
+    costing       measured cost curves; prices and the timeline
+    placement     planners, one a file; demand, scoring, migration
+    formats       traces and placements of other engines, one format a file
+    quantize      replicas of few bits
+    runtime       running a model larger than memory: engine, batching, sampling, KV cache, expert store, tiers
+    tuning        replay, cache plans, alpha; probes that measure a machine
+    capture       from a model and prompts to a trace
+    evaluation    from a predictor to its match, recall, size and time
+    reference     making the small embedded model
+    serving       the OpenAI-compatible HTTP API
+    simulation    a cluster, event by event
+    cluster       live servers: edge (Prism) and parallel (DIRECTOR)
+    bench         paired measurements, and the claims of the papers
+    report        pages and figures
+    cli           the commands, one module a subject
+    predictors    (beside this package) predictors, one a file
+
+The glossary; one word a concept, in code, help, tables and guides:
+
+    checkpoint    a model's files: config, tokenizer, weights
+    expert        one feed-forward network of a MoE layer, logical; its key is layer * experts + number
+    shared expert an expert that every token uses; part of the dense weights, never in the pool
+    dense weights everything but the routed experts
+    router, gate  the network that scores the experts of a layer for each token; logits before, scores after it
+    top-k         the experts that a token uses; routing: the top-k of many tokens
+    event         the distinct experts that one forward needs at one layer; the unit of every cache decision
+    forward       one pass of a batch through the model
+    phase         prefill (prompt tokens) or decode (one new token a request), by the request's state
+    iteration     the forwards of one request counted: 0 is its prompt
+    slot          device memory for one expert, physical
+    pool          all slots of a device
+    residency     which experts are in the pool
+    policy        what decides about the pool: prefetches, evictions, load or compute on the host
+    hit           an expert that was resident when needed: kept (since its last use) or prefetched in time
+    late hit      a prefetched expert whose bytes were still on their way: a hit, with stall
+    miss          an expert that was not resident: an on-demand load, or computed on the host
+    on-demand load  loading an expert that an event is waiting for; prefetch: loading one before it is needed
+    eviction      giving an expert's slot to another
+    stall         seconds that the model waits for bytes
+    tier          where an expert's bytes are: device, host, disk
+    predictor     says which experts will be used next; its distance is how many layers ahead it looks
+    match         share of the true top-k among the predicted top-k
+    replica       a second copy: of an expert on another GPU, or of a model in fewer bits
+    trace         a recorded routing, token by token; spec: a model's MoE shape, which every artefact carries
+    replay        running policies over a trace without the model; held out: not used to make what is judged
+    profile       measured costs of a machine and a model; timeline: the clock that replay runs by them
+    plan          a decision in a file: cache plan, placement plan, migration plan
+    placement     which GPU holds which experts; demand: how often each is asked for, and where
+    migration     moving experts from one placement to another; re-placement: deciding to
+    server        one machine of an edge cluster; rank: one process of an expert-parallel group; head: what leads them
+    worker        a process that computes for a head
+    load          tokens for an expert or a GPU; load balance: how even it is
+    TTFT, TPOT    time to the first token, time per output token
+"""
+
+import os
+
+# Instead of typing's, whose import takes most of the time in which Ctrl-C cannot be answered yet.
+TYPE_CHECKING = False
 
 __version__ = "0.1.0"
+
+_PUBLIC = {
+    "CaptureOptions": "capture.run:CaptureOptions",
+    "ModelSpec": "types:ModelSpec",
+    "MoetoolError": "errors:MoetoolError",
+    "ReplaySetup": "tuning.replay:ReplaySetup",
+    "ServeOptions": "runtime.assembly:ServeOptions",
+    "build_engine": "runtime.assembly:build_engine",
+    "capture_trace": "capture.run:capture",
+    "evaluate_predictors": "evaluation.evaluate:evaluate",
+    "load_cache_plan": "cache_plan:CachePlan.load",
+    "load_placement_plan": "placement._placement_plan:PlacementPlan.load",
+    "load_predictor": "learning.predictor:load_predictor",
+    "load_profile": "costing.costs:CostProfile.load",
+    "open_trace": "trace.reader:Trace",
+    "plan_cache": "tuning.cache_planning:plan_cache",
+    "record": "runtime.model_recording:record",
+    "replay_trace": "tuning.replay:replay",
+    "train_predictor": "learning.training:train",
+}
+"""The public API: names and where they are defined. Importing moetool imports none of it; using a name does."""
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from moetool.cache_plan import CachePlan
+    from moetool.capture.run import CaptureOptions as CaptureOptions
+    from moetool.capture.run import capture as capture_trace
+    from moetool.costing.costs import CostProfile
+    from moetool.errors import MoetoolError as MoetoolError
+    from moetool.evaluation.evaluate import evaluate as evaluate_predictors
+    from moetool.learning.predictor import load_predictor as load_predictor
+    from moetool.learning.training import train as train_predictor
+    from moetool.placement._placement_plan import PlacementPlan
+    from moetool.runtime.assembly import ServeOptions as ServeOptions
+    from moetool.runtime.assembly import build_engine as build_engine
+    from moetool.runtime.model_recording import record as record
+    from moetool.trace.reader import Trace as open_trace
+    from moetool.tuning.cache_planning import plan_cache as plan_cache
+    from moetool.tuning.replay import ReplaySetup as ReplaySetup
+    from moetool.tuning.replay import replay as replay_trace
+    from moetool.types import ModelSpec as ModelSpec
+
+    load_cache_plan = CachePlan.load
+    load_placement_plan = PlacementPlan.load
+    load_profile = CostProfile.load
+
+__all__ = ["__version__", *sorted(_PUBLIC)]
+
+
+def __getattr__(name: str) -> "Any":
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, path = _PUBLIC[name].partition(":")
+    import importlib
+    from operator import attrgetter
+
+    return attrgetter(path)(importlib.import_module(f"{__name__}.{module}"))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})
+
+
+if os.environ.get("MOETOOL_LOG"):  # in every process that moetool starts, whatever it imports first
+    from moetool import logs
+
+    logs.configure_if_readable()

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from moetool.errors import UsageError, unknown_name
+from moetool.errors import UsageError, shortened, unknown_name
 
 T = TypeVar("T")
 
@@ -23,15 +23,15 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
     if not isinstance(values, Mapping):
-        raise UsageError(f"{where} is {values!r}, expected options by name, such as {where}.name=value")
+        raise UsageError(f"{where} is {shortened(repr(values))}, expected options by name, such as {where}.name=value")
     try:
         return TypeAdapter(with_config(ConfigDict(extra="forbid"))(kind)).validate_python(dict(values))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        path = ".".join(map(str, first["loc"]))
+        path = shortened(".".join(map(str, first["loc"])))
         if first["type"] == "unexpected_keyword_argument":
             raise unknown_name(f"option of {where}:", path, getattr(kind, "__dataclass_fields__", ())) from None
-        raise UsageError(f"{where}: {path}: {first['msg']}") from None
+        raise UsageError(f"{where}: {path}: {shortened(first['msg'], 300)}") from None
 
 
 _UNITS = {

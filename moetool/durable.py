@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -180,6 +181,32 @@ def alone(out: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
+
+
+def is_being_written(out: Path) -> bool:
+    """Whether a process is within `alone(out)`."""
+    try:
+        descriptor = os.open(out.with_name(out.name + LOCK), os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def set_aside(out: Path) -> Path:
+    """Rename a folder to its name and the first number that is free, such as `log.1`; gives the new name."""
+    for number in itertools.count(1):
+        kept = out.with_name(f"{out.name}.{number}")
+        if not kept.exists():
+            out.rename(kept)
+            sync(out.parent)
+            return kept
+    raise AssertionError
 
 
 def sha256_file(path: Path) -> str:

@@ -33,8 +33,14 @@ class CapacityError(MoetoolError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a foreign exception, to quote inside a one-line message."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    """The first line of a foreign exception, to quote inside a one-line message; 400 characters of it at most."""
+    return shortened((str(error).splitlines() or [type(error).__name__])[0], 400)
+
+
+def shortened(value: object, most: int = 80) -> str:
+    """A value that a file holds, in at most so many characters, to quote inside a one-line message."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
@@ -42,4 +48,4 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return UsageError(f"unknown {kind} {name!r}: {hint}known: {', '.join(names) or 'none'}")
+    return UsageError(f"unknown {kind} {shortened(name)!r}: {hint}known: {', '.join(names) or 'none'}")

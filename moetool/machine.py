@@ -7,7 +7,9 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CGROUPS = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+_UNLIMITED = 1 << 60  # version 1 says "unlimited" by a number near 2**63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +65,60 @@ def read_machine() -> Machine:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Memory that this process may use, and how much of it is free: of the machine, its container or its own limit."""
+    """Memory that this process may use, and how much of it is free.
+
+    The least of what the machine, the control groups of the process and its address-space limit (`ulimit -v`) allow.
+    Page cache that the kernel can drop counts as free.
+    """
     rows = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _text(Path("/proc/meminfo")), re.M))
     total, free = (int(rows.get(name, 0)) * 1024 for name in ("MemTotal", "MemAvailable"))
-    for file in _CGROUP_LIMITS:
-        text = _text(Path(file)).strip()
-        if text.isdigit() and int(text) < total:
-            total, free = int(text), min(free, int(text))
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]  # ulimit -v
+    for limit, used in cgroup_memory():
+        if limit < total:
+            total = limit
+        free = min(free, max(0, limit - used))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY and limit < total:
-        used = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _text(Path("/proc/self/status")), re.M)).get("VmSize", 0)
-        total, free = limit, min(free, max(0, limit - int(used) * 1024))
+        size = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _text(Path("/proc/self/status")), re.M)).get("VmSize", 0)
+        total, free = limit, min(free, max(0, limit - int(size) * 1024))
     return total, free
+
+
+def cgroup_memory(root: Path = _CGROUPS, membership: Path = _MEMBERSHIP) -> list[tuple[int, int]]:
+    """The memory limit and the memory in use of each control group that holds this process and has a limit.
+
+    Args:
+        root: where control groups are mounted.
+        membership: the file that names the groups of the process, of version 2 (`0::/path`) and 1 (`4:memory:/path`).
+
+    Returns:
+        (limit, used) in bytes, the innermost group first. `used` leaves out inactive file pages, which the kernel drops
+        before it kills.
+    """
+    found = []
+    for _, controllers, path in re.findall(r"^(\d+):([^:]*):(/.*)$", _text(membership), re.M):
+        if controllers == "":
+            base, limit_file, used_file, inactive = root, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            base, inactive = root / "memory", "total_inactive_file"
+            limit_file, used_file = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            limit = _text(folder / limit_file).strip()
+            if limit.isdigit() and int(limit) < _UNLIMITED:
+                statistics = dict(re.findall(r"^(\w+) (\d+)$", _text(folder / "memory.stat"), re.M))
+                used = int(_text(folder / used_file).strip() or 0) - int(statistics.get(inactive, 0))
+                found.append((int(limit), max(0, used)))
+            if folder == base:
+                break
+    return found
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    fields = _text(Path("/proc/self/statm")).split()
+    return int(fields[1]) * resource.getpagesize() if len(fields) > 1 else 0
 
 
 def load_average() -> float:

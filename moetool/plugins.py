@@ -18,6 +18,13 @@ FOLDERS = {
     "experiment": "moetool.bench.paper.experiments",
 }
 
+_PARTS = {
+    "policy": ("Options", "Policy"),
+    "planner": ("Options", "place"),
+    "predictor": ("Options", "Predictor"),
+}
+"""What a module of a kind has at least."""
+
 
 def names(kind: str) -> list[str]:
     """The plugins of a kind (of `FOLDERS`), sorted.
@@ -37,14 +44,22 @@ def load(kind: str, name: str) -> ModuleType:
         UsageError: there is no such plugin; the nearest name is suggested.
     """
     if "." in name:
-        if not all(name.split(".")):
-            raise UsageError(f"{kind} {name!r} is no module's name, expected one such as my_lab.{kind}")
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is not None and name.startswith(error.name):
-                raise UsageError(f"cannot import {kind} {name!r}: no module {error.name!r} on the path") from None
-            raise
+        return _imported(kind, name)
     if name.startswith("_") or name not in names(kind):
         raise unknown_name(kind, name, names(kind))
     return importlib.import_module(f"{FOLDERS[kind]}.{name}")
+
+
+def _imported(kind: str, name: str) -> ModuleType:
+    """A stranger's module. Raises: UsageError where it cannot be found or is of another kind."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise UsageError(f"{kind} {name!r} is no module's name, expected one such as my_lab.{kind}")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and name.startswith(error.name):
+            raise UsageError(f"cannot import {kind} {name!r}: no module {error.name!r} on the path") from None
+        raise
+    if missing := [part for part in _PARTS.get(kind, ()) if not hasattr(module, part)]:
+        raise UsageError(f"{name} is no {kind}: it has no {' and no '.join(missing)}")
+    return module

@@ -12,6 +12,31 @@ if TYPE_CHECKING:
 Finish = Literal["stop", "length", "cancelled", "error"]
 
 
+class Matcher(Protocol):
+    """How far one answer is in its grammar."""
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer is whole as it is."""
+        ...
+
+    def allowed(self) -> bytearray:
+        """A byte for every token of the vocabulary: 0 where it cannot come next."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Go on by a token of the answer."""
+        ...
+
+
+class Grammar(Protocol):
+    """What an answer may be."""
+
+    def start(self) -> Matcher:
+        """A matcher at the beginning of an answer."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen.
@@ -23,6 +48,13 @@ class SamplingParams:
         seed: with a seed the same request gives the same tokens, alone or in any batch.
         logprobs: for each token, how many of the likeliest alternatives to report (None: no log-probabilities).
         ignore_eos: go on after the end-of-sequence token.
+        top_k: sample among so many of the likeliest tokens (0: all).
+        min_p: leave out tokens less likely than this share of the likeliest one's probability.
+        presence_penalty: lowers the logits of tokens that the answer has.
+        frequency_penalty: the same, once for each time that the answer has them.
+        repetition_penalty: divides the logits of tokens of prompt and answer where they are positive, else multiplies.
+        logit_bias: (token, what is added to its logit), each token once.
+        grammar: tokens that it does not allow have no probability.
     """
 
     max_tokens: int
@@ -31,10 +63,22 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     ignore_eos: bool = False
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Sequence[tuple[int, float]] = ()
+    grammar: Grammar | None = None
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the tokens so far matter to the next one."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
 class TokenLogprob(NamedTuple):
-    """Natural log-probabilities of the model before temperature and top_p: of the chosen token, of the likeliest."""
+    """Natural log-probabilities of the model itself, whatever the sampling: of the chosen token, of the likeliest."""
 
     logprob: float
     top: Sequence[tuple[int, float]]
@@ -81,6 +125,7 @@ class EngineLike(Protocol):
         max_unbegun: so many requests it is handed before it has begun them; others wait outside, where users take
             turns. More where it makes something of knowing what comes.
         state: requests are taken only in `ready`.
+        problems: what is wrong, whether or not requests are taken; for everybody, so without paths.
     """
 
     @property
@@ -97,6 +142,8 @@ class EngineLike(Protocol):
     def tokenizer(self) -> "PreTrainedTokenizerBase": ...
     @property
     def state(self) -> State: ...
+    @property
+    def problems(self) -> Sequence[str]: ...
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         """Refuse what can never be served. Thread-safe, never waits.

@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from moetool import logs
+
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
@@ -190,7 +192,7 @@ def print_maps(made: Any) -> None:
 
 
 def print_replay(title: str, rows: Sequence[Any], chosen: Sequence[Any] = ()) -> None:
-    """Policies side by side (`moetool.replay.Row`), with their times where there is a timeline; `chosen` are marked.
+    """Compare policies (`moetool.tuning.replay.ReplayRow`), with times where there is a timeline; `chosen` are marked.
 
     What the host computes is no load, and its weights are read all the same: they have a column where there are any.
     """
@@ -226,7 +228,7 @@ def print_replay(title: str, rows: Sequence[Any], chosen: Sequence[Any] = ()) ->
 
 
 def print_frontier(plan: Any) -> None:
-    """Memory against latency: the frontier of a `moetool.plan.CachePlan`; its own budget is marked."""
+    """Memory against latency: the frontier of a `moetool.cache_plan.CachePlan`; its own budget is marked."""
     timed = all(point["tpot_used_s"] is not None for point in plan.frontier)
     columns = ["device memory", "policy", "slots", "MB / decode token", "held out"]
     columns += ["TPOT ms", "held out"] if timed else []
@@ -254,6 +256,8 @@ def print_profile(profile: Any) -> None:
         f"{spec.name}, by {origin}, on {machine.cpu}: {machine.cores} cores, load {profile.load_average:.1f}, "
         f"arithmetic on {numbered(threads, 'thread')}"
     )
+    slots = ", ".join(f"{count(c.slot_bytes, 'B')} in a slot ({c.device} {c.dtype})" for c in profile.compute)
+    print(f"an expert takes {count(spec.slot_bytes, 'B')} stored, {slots}")
     by_tokens, by_context, by_bytes = [], [], []
     for costs in profile.compute:
         where = f"{costs.device} {costs.dtype}"
@@ -305,8 +309,19 @@ def _ms(seconds: float) -> str:
 
 
 def narrate(line: str) -> None:
-    """One line on stderr."""
+    """One line on stderr, unless only errors are to be shown."""
+    if logs.narrates():
+        print(line, file=sys.stderr, flush=True)
+
+
+def complain(line: str) -> None:
+    """One line on stderr about an error."""
     print(line, file=sys.stderr, flush=True)
+
+
+def shows_progress() -> bool:
+    """Whether stderr is a terminal whose user wants to see more than errors."""
+    return sys.stderr.isatty() and logs.narrates()
 
 
 def count(number: float, unit: str = "") -> str:
@@ -341,7 +356,7 @@ def progress(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
     Gives:
         A function that is called with how much is done.
     """
-    if not sys.stderr.isatty():
+    if not shows_progress():
         yield lambda done: None
         return
     from rich.console import Console
@@ -360,7 +375,7 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
     Gives:
         A function that is called with what is going on ("training on tokens"), how much is done, and of how much.
     """
-    if not sys.stderr.isatty():
+    if not shows_progress():
         yield lambda what, done, total: None
         return
     from rich.console import Console

@@ -13,11 +13,20 @@ An *expert* is logical, a *slot* is physical.
 
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from moetool.errors import MismatchError
+from moetool import config
+from moetool import validation as check
+from moetool.errors import MismatchError, UsageError, first_line
+
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
+"""How routers turn logits into scores."""
+
+REVISION_KIND = "r2-"
+"""Begins the revision of every checkpoint: the version of how `moetool.models.revision` tells them apart."""
 
 
 class Phase(IntEnum):
@@ -33,7 +42,7 @@ class ModelSpec:
 
     Attributes:
         name: model type and path name, for people.
-        revision: tells this checkpoint from others (`moetool.models.spec.revision`).
+        revision: tells this checkpoint from others (`moetool.models.revision`).
         layer_ids_L: absolute indices of the MoE layers among the model's layers.
         num_experts_L: routed experts of each MoE layer.
         top_k_L: experts that one token uses in each MoE layer.
@@ -98,12 +107,32 @@ class ModelSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ModelSpec":
-        """Raises: MismatchError where fields are missing or unknown (another schema)."""
+        """Raises: MismatchError where fields are missing or unknown (another schema), or make no model."""
         try:
-            values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-            return cls(**values)
-        except TypeError as error:
-            raise MismatchError(f"model spec has other fields than this version of moetool: {error}") from None
+            spec = config.parse(cls, data, "model spec")
+        except UsageError as error:
+            raise MismatchError(first_line(error)) from None
+        spec.validate()
+        return spec
+
+    def validate(self) -> None:
+        """Raises: MismatchError where no model can be as this says."""
+        layers = self.num_layers
+        check.require_whole("spec.layer_ids_L: layers", layers, 1, check.MAX_LAYERS)
+        for name in ("num_experts_L", "top_k_L", "has_logits_L", "expert_bytes_L"):
+            found = len(getattr(self, name))
+            check.require(found == layers, f"spec.{name}", f"{found} values", f"{layers}, as many as MoE layers")
+        rising = all(a < b for a, b in pairwise(self.layer_ids_L))
+        check.require(rising and self.layer_ids_L[0] >= 0, "spec.layer_ids_L", list(self.layer_ids_L), "rising from 0")
+        for layer in range(layers):
+            check.require_whole(f"spec.num_experts_L.{layer}", self.num_experts_L[layer], 1, check.MAX_EXPERTS)
+            check.require_whole(f"spec.top_k_L.{layer}", self.top_k_L[layer], 1, self.num_experts_L[layer])
+            check.require_whole(f"spec.expert_bytes_L.{layer}", self.expert_bytes_L[layer], 1)
+        check.require_whole("spec: experts of all layers", self.total_experts, 1, check.MAX_TOTAL_EXPERTS)
+        check.require_whole("spec.num_shared_experts", self.num_shared_experts, 0, check.MAX_EXPERTS)
+        check.require_whole("spec.num_groups", self.num_groups, 1, check.MAX_EXPERTS)
+        check.require_whole("spec.hidden_size", self.hidden_size, 0, check.MAX_WIDTH)  # 0 where it is not known
+        check.require_one_of("spec.score_function", self.score_function, SCORE_FUNCTIONS)
 
     def require_same(self, other: "ModelSpec", mine: str, theirs: str) -> None:
         """Refuse two artefacts of different models.
@@ -115,11 +144,15 @@ class ModelSpec:
         Raises:
             MismatchError: the revisions differ.
         """
-        if self.revision != other.revision:
-            raise MismatchError(
-                f"{theirs} was made for {other.name} ({other.revision[:12]}), but {mine} is of "
-                f"{self.name} ({self.revision[:12]}); make {theirs} again for this model"
-            )
+        if self.revision == other.revision:
+            return
+        kinds = {one.revision.startswith(REVISION_KIND) for one in (self, other)}
+        earlier = len(kinds) == 2 and self.name == other.name
+        why = " (an earlier moetool made one of the two, and told checkpoints apart by less)" if earlier else ""
+        raise MismatchError(
+            f"{theirs} was made for {other.name} ({other.revision[:12]}), but {mine} is of "
+            f"{self.name} ({self.revision[:12]}){why}; make {theirs} again for this model"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +287,35 @@ class Cluster:
     link_bytes_s: float = 125e6
     link_latency_s: float = 0.0
     links: tuple[Link, ...] = ()
+
+    def validate(self) -> None:
+        """Raises: MismatchError for no server or GPU, a name twice, a link to nowhere, or sizes and rates below 0."""
+        check.require_whole("servers", len(self.servers), 1, check.MAX_GPUS)
+        names = [server.name for server in self.servers]
+        for n, server in enumerate(self.servers):
+            at = f"servers.{n}"
+            check.require(bool(server.name), f"{at}.name", server.name, "a name")
+            check.require(bool(server.gpus), f"{at}.gpus", f"none of {server.name}", "at least one [[servers.gpus]]")
+            check.require_positive(f"{at}.disk_bytes_s", server.disk_bytes_s)
+            check.require_positive(f"{at}.gpu_link_bytes_s", server.gpu_link_bytes_s)
+            check.require_whole(f"{at}.cpu_threads", server.cpu_threads, 1)
+            check.require_whole(f"{at}.host_memory_bytes", server.host_memory_bytes, 0)
+            for g, gpu in enumerate(server.gpus):
+                check.require_whole(f"{at}.gpus.{g}.memory_bytes", gpu.memory_bytes, 1)
+                check.require_whole(f"{at}.gpus.{g}.reserved_bytes", gpu.reserved_bytes, 0, gpu.memory_bytes)
+                check.require_positive(f"{at}.gpus.{g}.host_to_device_bytes_s", gpu.host_to_device_bytes_s)
+                check.require_positive(f"{at}.gpus.{g}.speed", gpu.speed)
+        check.require_distinct("servers.name", names)
+        check.require_whole("gpus of all servers", len(self.gpus), 1, check.MAX_GPUS)
+        check.require_positive("link_bytes_s", self.link_bytes_s)
+        check.require_number("link_latency_s", self.link_latency_s)
+        known = set(names)
+        for i, link in enumerate(self.links):
+            for name in link.between:
+                check.require(name in known, f"links.{i}.between", name, f"two of the servers {', '.join(names)}")
+            check.require_distinct(f"links.{i}.between", link.between)
+            check.require_positive(f"links.{i}.bytes_s", link.bytes_s)
+            check.require_number(f"links.{i}.latency_s", link.latency_s)
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:

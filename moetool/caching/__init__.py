@@ -1,1 +1,1 @@
-"""Cache policies, one a file: the file's name is the policy's. No I/O, no clock; see `moetool.policy.Policy`."""
+"""Cache policies, one a file named as the policy is; beside them (`_*.py`) their contract and residency."""

@@ -8,7 +8,7 @@ from moetool.caching import lfu
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 
-class Policy(lfu.Policy):
+class LfuAhead(lfu.Policy):
     """LFU that gives up what was prefetched for the layers to come last, and lets no prefetch oust a warmer expert."""
 
     def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:

@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from moetool import policy
+from moetool.caching import _policy as policy
 from moetool.types import GateEvent, ModelSpec
 
 _NEVER = 1 << 62

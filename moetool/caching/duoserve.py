@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from moetool.caching import lru
-from moetool.policy import MIN_SLOTS
+from moetool.caching._policy import MIN_SLOTS
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 

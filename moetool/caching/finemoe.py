@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moetool import policy
+from moetool.caching import _policy as policy
 from moetool.errors import MismatchError, UsageError
 from moetool.learning.expert_maps import (
+    MapSearch,
     MapStore,
-    Search,
     Sizing,
     capacity_of,
     check_state,
@@ -81,8 +81,8 @@ class Policy(policy.Policy):
           design); the paper has no such rule.
         - A prompt's map and embedding are the means over its tokens; a part of a long prompt is an iteration.
         - With several requests in a forward each searches for itself; p is the sum over them.
-        - The round robin over several devices (section 5) is not decided here but in `moetool.fleet`: each device has
-          a policy, and so a store of maps, of its own, and all of them hear of the whole route.
+        - The round robin over several devices (section 5) is not decided here but in `moetool.caching._devices`: each
+          device has a policy, and so a store of maps, of its own, and all of them hear of the whole route.
     """
 
     needs = frozenset({"experts", "logits", "embeddings"})
@@ -95,7 +95,7 @@ class Policy(policy.Policy):
         self.store = self._first_store(getattr(predictor, "maps", None))
         self._requests: dict[int, _Request] = {}  # those of the forward
         self._last: dict[int, int] = {}  # of running requests: the row of the previous iteration
-        self._chance_LE = np.zeros((layers, experts), np.float32)  # p, over all requests of the forward
+        self.chance_LE = np.zeros((layers, experts), np.float32)  # p, over all requests of the forward
         self._wanted: list[list[int]] = [[] for _ in range(layers)]  # experts to prefetch for a layer
         self._found: deque[tuple[int, int]] = deque()  # searches under way: (event that may use it, target layer)
         self._ahead: set[int] = set()  # prefetched for layers that are still to come in this forward
@@ -134,8 +134,8 @@ class Policy(policy.Policy):
         self._requests = {}
         first_T = {request: t for t, request in reversed(list(enumerate(info.request_T)))}
         for request in dict.fromkeys(info.request_T):
-            search = Search(self.store, info.embedding_TD[first_T[request]])
-            self._requests[request] = _Request(search, np.zeros_like(self._chance_LE))
+            search = MapSearch(self.store, info.embedding_TD[first_T[request]])
+            self._requests[request] = _Request(search, np.zeros_like(self.chance_LE))
         self._ahead.clear()
         self._found.clear()
         self._wanted = [[] for _ in self._wanted]
@@ -226,6 +226,9 @@ class Policy(policy.Policy):
         shapes = (maps_LCE.shape[::2], embedding_CD.shape[1:], state["uses_X"].shape, state["used_X"].shape)
         if shapes != ((layers, experts), (self.spec.hidden_size,), self._uses_X.shape, self._used_X.shape):
             raise ValueError(f"arrays of shapes {shapes}")
+        for name in ("uses_X", "used_X"):
+            if state[name].dtype.kind != "i" or (state[name] < 0).any():
+                raise ValueError(f"{name} has other numbers than whole ones of 0 or more")
         self.store = MapStore.of(
             maps_LCE.copy(),
             embedding_CD.copy(),
@@ -256,9 +259,9 @@ class Policy(policy.Policy):
                 chance_E = store.maps_LCE[target, row, : self.spec.num_experts_L[target]]
                 selected[target].update(select(chance_E, mass, self.spec.top_k_L[target]))
         if len(self._requests) == 1:
-            self._chance_LE = next(iter(self._requests.values())).chance_LE
+            self.chance_LE = next(iter(self._requests.values())).chance_LE
         else:
-            self._chance_LE = np.sum([running.chance_LE for running in self._requests.values()], axis=0)
+            self.chance_LE = np.sum([running.chance_LE for running in self._requests.values()], axis=0)
         for target, experts in selected.items():
             self._wanted[target] = sorted(experts)
 
@@ -268,7 +271,7 @@ class Policy(policy.Policy):
         wanted: list[tuple[float, int]] = []
         for ahead in range(layer + 1, last + 1):
             base = self.spec.expert_key(ahead, 0)
-            chance_E = self._chance_LE[ahead].tolist()
+            chance_E = self.chance_LE[ahead].tolist()
             wanted += [(-chance_E[expert] / (ahead - layer), base + expert) for expert in self._wanted[ahead]]
         return [key for _, key in sorted(wanted)]
 
@@ -279,7 +282,7 @@ class Policy(policy.Policy):
         uses = self._uses_X[index] + 1.0
         if self.options.eviction == "lfu":
             return uses
-        worth: np.ndarray = np.maximum(self._chance_LE.reshape(-1)[index], self.options.floor) * uses
+        worth: np.ndarray = np.maximum(self.chance_LE.reshape(-1)[index], self.options.floor) * uses
         return worth
 
     def _least(self, kept: Collection[int]) -> int | None:
@@ -307,11 +310,11 @@ class _Request:
         pending: those found and not yet in use, oldest first.
     """
 
-    search: Search
+    search: MapSearch
     chance_LE: np.ndarray
     match: tuple[int, float] | None
     pending: deque[tuple[int, float] | None]
 
-    def __init__(self, search: Search, chance_LE: np.ndarray) -> None:
+    def __init__(self, search: MapSearch, chance_LE: np.ndarray) -> None:
         self.search, self.chance_LE = search, chance_LE
         self.match, self.pending = None, deque()

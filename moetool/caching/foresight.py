@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from moetool import policy
+from moetool.caching import _policy as policy
 from moetool.errors import UsageError
-from moetool.learning import next_use, past_use
-from moetool.learning.next_use import NextUse
+from moetool.learning import next_use_network as next_use
+from moetool.learning import past_use
+from moetool.learning.next_use_network import NextUse
 from moetool.learning.past_use import Past, Sample
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
@@ -54,8 +55,8 @@ class Options:
 class Policy(policy.Policy):
     """Evicts the expert whose next use is foretold latest; prefetches for the next layer what is likely enough.
 
-    After every `refresh` layers a network (`moetool.learning.next_use`) says for each expert of the model how soon it
-    is needed again, from the path of the token so far, the last token's and past use. It goes on learning: some
+    After every `refresh` layers a network (`moetool.learning.next_use_network`) says for each expert of the model how
+    soon it is needed again, from the path of the token so far, the last token's and past use. It goes on learning: some
     forwards later it is known what became of a look at the experts, and a step of gradient descent follows now and
     then. Past use alone is mixed in by how well it foretold what came of late; and where a `next_use` predictor is
     given, the network as it was fitted is asked in place of the one that learns, as long as it foretells better. It

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from moetool import policy
+from moetool.caching import _policy as policy
+from moetool.caching._host_split import HostCosts, tokens_of, two_pointers
 from moetool.errors import UsageError
-from moetool.host_split import HostCosts, tokens_of, two_pointers
 from moetool.types import GateEvent, ModelSpec
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moetool.caching import lru
-from moetool.policy import MIN_SLOTS
+from moetool.caching._policy import MIN_SLOTS
 from moetool.types import GateEvent, ModelSpec
 
 

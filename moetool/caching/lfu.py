@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from moetool import policy
+from moetool.caching import _policy as policy
 from moetool.types import GateEvent, ModelSpec
 
 

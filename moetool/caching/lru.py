@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moetool import policy
+from moetool.caching import _policy as policy
 from moetool.types import GateEvent, ModelSpec
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moetool import policy
+from moetool.caching import _policy as policy
 from moetool.caching.duoserve import likeliest
 from moetool.errors import UsageError
 from moetool.types import GateEvent, ModelSpec
@@ -50,10 +50,10 @@ class Policy(policy.Policy):
     def __init__(self, spec: ModelSpec, options: Options, num_slots: int, predictor: Any = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
         equal = max(0, num_slots - max(spec.top_k_L)) // spec.num_layers
-        self._share = equal if options.slots_per_layer is None else min(options.slots_per_layer, equal)
+        self.share = equal if options.slots_per_layer is None else min(options.slots_per_layer, equal)
         # The residents of each layer that were used, least recently used first, each with the time of that use.
         self._kept: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(spec.num_layers)]
-        self._guessed: dict[int, None] = {}  # and those that were not, speculated for the layer to come
+        self.guessed: dict[int, None] = {}  # and those that were not, speculated for the layer to come
         self._wrong: dict[int, None] = {}  # and for one that has chosen without them, oldest first
         self._time = 0
         self._layer = 0  # of the event at hand
@@ -61,11 +61,11 @@ class Policy(policy.Policy):
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
         self._layer = event.layer
         for key in hits:
-            self._guessed.pop(key, None)
+            self.guessed.pop(key, None)
             self._wrong.pop(key, None)
             self._use(key)
-        self._wrong |= self._guessed
-        self._guessed.clear()
+        self._wrong |= self.guessed
+        self.guessed.clear()
         return misses
 
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
@@ -78,32 +78,32 @@ class Policy(policy.Policy):
         for key in wanted:
             if key in self._wrong:  # it may have been early
                 del self._wrong[key]
-                self._guessed[key] = None
+                self.guessed[key] = None
         return wanted
 
     def admit(self, key: int, prefetched: bool) -> None:
         if prefetched:
-            self._guessed[key] = None
+            self.guessed[key] = None
         else:
             self._use(key)
 
     def removed(self, key: int) -> None:
-        for held in (self._guessed, self._wrong, self._kept[self._layer_of(key)]):
+        for held in (self.guessed, self._wrong, self._kept[self._layer_of(key)]):
             held.pop(key, None)
 
     def evict(self, locked: Collection[int]) -> int:
         victim = self._wrong_guess(locked)
-        if victim is None and len(self._kept[self._layer]) >= max(1, self._share):
+        if victim is None and len(self._kept[self._layer]) >= max(1, self.share):
             victim = next((key for key in self._kept[self._layer] if key not in locked), None)
         if victim is None:
-            victim = self._coldest(locked, self._share)
+            victim = self._coldest(locked, self.share)
         if victim is None:
             victim = self._coldest(locked, 0)
-        return victim if victim is not None else next(key for key in self._guessed if key not in locked)
+        return victim if victim is not None else next(key for key in self.guessed if key not in locked)
 
     def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
         victim = self._wrong_guess(locked)
-        return self._coldest(locked, self._share) if victim is None else victim
+        return self._coldest(locked, self.share) if victim is None else victim
 
     def _use(self, key: int) -> None:
         self._time += 1

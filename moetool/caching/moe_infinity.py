@@ -8,7 +8,7 @@ import numpy as np
 
 from moetool.caching import _lfu_ahead, lfu
 from moetool.errors import UsageError
-from moetool.learning.activation_matrix import ActivationMatrices
+from moetool.learning.request_matrices import ActivationMatrices
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 
@@ -31,7 +31,7 @@ class Options(lfu.Options):
             )
 
 
-class Policy(_lfu_ahead.Policy):
+class Policy(_lfu_ahead.LfuAhead):
     """Matches the running request's activation matrix with those of earlier ones and prefetches what they used.
 
     An activation matrix counts, for each layer and expert, the tokens of one request that used it. After every
@@ -61,11 +61,11 @@ class Policy(_lfu_ahead.Policy):
     def __init__(self, spec: ModelSpec, options: Options, num_slots: int, predictor: Any = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
         past_HLE = np.zeros((options.history, spec.num_layers, spec.num_experts), np.float32)
-        self._matrices = ActivationMatrices(past_HLE)
+        self.matrices = ActivationMatrices(past_HLE)
         self._ended: list[int] = []
 
     def begin_request(self, request: int) -> None:
-        self._matrices.begin(request)
+        self.matrices.begin(request)
 
     def end_request(self, request: int) -> None:
         self._ended.append(request)
@@ -73,22 +73,22 @@ class Policy(_lfu_ahead.Policy):
     def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
         super().begin_forward(info)
         for request in sorted(self._ended):
-            self._matrices.remember(request)
+            self.matrices.remember(request)
         self._ended.clear()
         first = [key for key in range(self.spec.num_experts_L[0]) if key in self._uses]
         first.sort(key=lambda key: -self._uses[key][0])
         return first[: self.spec.top_k_L[0] * len(info.request_T)]
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
-        self._matrices.observe(event)
+        self.matrices.observe(event)
         return super().gate(event, hits, misses)
 
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
         layer, num_layers = event.layer, self.spec.num_layers
         last = min(layer + self.options.distance, num_layers - 1)
-        if layer == last or not self._matrices.num_past:
+        if layer == last or not self.matrices.num_past:
             return ()
-        chance_LE = self._matrices.chances(event.forward.request_T, slice(layer + 1, last + 1))
+        chance_LE = self.matrices.chances(event.forward.request_T, slice(layer + 1, last + 1))
         wanted: list[tuple[float, int]] = []
         for ahead, chance_E in enumerate(chance_LE, start=1):
             weight = 1 - ahead / (num_layers + 1)
@@ -102,8 +102,8 @@ class Policy(_lfu_ahead.Policy):
 
     def state(self) -> dict[str, np.ndarray]:
         """The earlier requests' matrices, float32, and how often each matched, besides the uses."""
-        return {**super().state(), **self._matrices.state()}
+        return {**super().state(), **self.matrices.state()}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        self._matrices.restore(state)
+        self.matrices.restore(state)
         super().restore(state)

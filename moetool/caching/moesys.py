@@ -6,8 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 from moetool.caching import lru
+from moetool.caching._policy import MIN_SLOTS
 from moetool.caching.layerwise import layer_keys
-from moetool.policy import MIN_SLOTS
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 

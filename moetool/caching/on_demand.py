@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moetool.caching import lru
-from moetool.policy import MIN_SLOTS
+from moetool.caching._policy import MIN_SLOTS
 from moetool.types import GateEvent, ModelSpec
 
 

@@ -25,7 +25,7 @@ class Options(lfu.Options):
             raise UsageError(f"policy promoe: distance {self.distance} must be at least 1")
 
 
-class Policy(_lfu_ahead.Policy):
+class Policy(_lfu_ahead.LfuAhead):
     """Predicts each layer once, `distance` layers before it runs, and prefetches its top-k.
 
     Source: ProMoE (Song et al., 2024), as FineMoE describes it (§§ 1, 6.1, Figure 14: stride-based speculative

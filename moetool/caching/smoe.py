@@ -6,9 +6,9 @@ from typing import Literal
 
 import numpy as np
 
-from moetool import policy
+from moetool.caching import _policy as policy
+from moetool.caching._host_split import HostCosts, tokens_of, two_pointers
 from moetool.errors import UsageError
-from moetool.host_split import HostCosts, tokens_of, two_pointers
 from moetool.types import GateEvent, ModelSpec, Phase
 
 
@@ -65,7 +65,7 @@ class Policy(policy.Policy):
           What was prefetched is protected until its layer's router has chosen. Only where nothing else can go do they.
         - The paper predicts the next layer's scores by a forward through the resident and shared experts, the next
           attention and the next gate. With `look` = `resident` a replay takes that from the trace (`moetool capture
-          --keep resident`, whose residents are those of a cache of its own: `moetool.models.resident`). A server
+          --keep resident`, whose residents are those of a cache of its own: `moetool.runtime.resident_gates`). A server
           cannot: on the CPU a forward beside the real one would cost what it hides. There, and unless told otherwise,
           the next router is asked about the hidden states that this layer's router got (the column `ahead`), and the
           predictions may be worse than those of the paper. Band C of the prediction is prefetched, the highest scores

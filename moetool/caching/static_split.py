@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from moetool import policy
+from moetool.caching import _policy as policy
+from moetool.caching._policy import MIN_SLOTS
 from moetool.caching.layerwise import layer_keys
-from moetool.policy import MIN_SLOTS
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from moetool import durable, tables
 
 
-class Measured(Protocol):
+class BenchResults(Protocol):
     """Results of a bench."""
 
     def to_json(self) -> dict[str, Any]:
@@ -18,7 +18,7 @@ class Measured(Protocol):
         ...
 
 
-M = TypeVar("M", bound=Measured)
+M = TypeVar("M", bound=BenchResults)
 
 
 def command_line() -> str:

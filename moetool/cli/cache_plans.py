@@ -15,6 +15,7 @@ from moetool.cli.flags import (
     Recipe,
     TraceDir,
     listed,
+    open_trace,
     read_timeline,
 )
 from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
@@ -68,12 +69,12 @@ def plan_cache(
 
     Everything is chosen on one half of the requests and shown on the other.
     """
-    from moetool.models.spec import locate, read_spec
-    from moetool.planning.cache import plan_cache as run
+    from moetool.models.checkpoint import Checkpoint
     from moetool.report.drawing import require_drawable
     from moetool.report.figures.frontier import draw_frontier
-    from moetool.serving.assembly import ServeOptions, fixed_bytes
-    from moetool.trace.reader import Trace
+    from moetool.runtime.assembly import ServeOptions, fixed_bytes, slot_bytes
+    from moetool.tuning.cache_planning import NO_PREDICTOR, CacheSearch, DeviceBudget, PlanPredictor
+    from moetool.tuning.cache_planning import plan_cache as run
 
     durable.require_writable(out)
     if draw is not None:
@@ -86,7 +87,7 @@ def plan_cache(
     target_s = None if target_tpot is None else parse_seconds(target_tpot)
     if target_s is not None and profile is None:
         raise UsageError("--target-tpot is a time on some machine: give its costs with --profile FILE")
-    source = Trace(trace)
+    source = open_trace(trace)
     values = parse_settings(settings)
     machine = values.pop("timeline", {})
     options = parse(ServeOptions, values, "--set")
@@ -95,22 +96,16 @@ def plan_cache(
             f"devices is {options.devices}: a plan is made for one device; leave it out here, not in serve"
         )
     costs, timeline = read_timeline(profile, machine, dtype=options.dtype, io_threads=options.io_threads)
-    path = locate(model or str(source.manifest["provenance"].get("model", "")))
-    source.spec.require_same(read_spec(path), "the trace", f"the model at {path}")
-    dense, kv = fixed_bytes(path, options)
+    checkpoint = Checkpoint.open(model or str(source.manifest["provenance"].get("model", "")))
+    source.spec.require_same(checkpoint.spec, "the trace", f"the model at {checkpoint.path}")
+    dense, kv = fixed_bytes(checkpoint, options)
     plan = run(
         source,
-        predictor,
-        parse_bytes(device_memory),
-        dense_bytes=dense,
-        kv_bytes=kv,
-        kv_tokens=options.kv_tokens,
-        dtype=options.dtype,
-        profile=costs,
-        timeline=timeline,
-        target_tpot_s=target_s,
-        frontier=frontier,
-        tuned=tune,
+        DeviceBudget(
+            parse_bytes(device_memory), dense, kv, options.kv_tokens, options.dtype, slot_bytes(checkpoint, options)
+        ),
+        CacheSearch(profile=costs, timeline=timeline, target_tpot_s=target_s, frontier=frontier, tuned=tune),
+        NO_PREDICTOR if predictor is None else PlanPredictor.load(predictor, source),
     )
     plan.save(out)
     if draw is not None:
@@ -118,9 +113,9 @@ def plan_cache(
     if as_json:
         tables.print_json(plan.to_json())
         return
-    print(
-        f"{out}: {plan.policy} with {plan.slots} expert slots ({tables.count(plan.slots * plan.spec.slot_bytes, 'B')})"
-    )
+    each = plan.slot_bytes or plan.spec.slot_bytes
+    stored = "" if each == plan.spec.slot_bytes else f", of experts of {tables.count(plan.spec.slot_bytes, 'B')} stored"
+    print(f"{out}: {plan.policy} with {plan.slots} expert slots ({tables.count(plan.slots * each, 'B')}{stored})")
     print(plan.reason)
     if plan.frontier:
         tables.print_frontier(plan)
@@ -139,7 +134,7 @@ def plan_maps(
     recipe: Recipe = None,
 ) -> None:
     """Make a store of expert maps, for the policy finemoe, and say what likeness is worth on held-out requests."""
-    from moetool.planning.maps import plan_maps as run
+    from moetool.tuning.map_store import plan_maps as run
 
     options = parse_settings(settings) | ({} if capacity is None else {"capacity": capacity})
     made = run(trace, out, options=options, seed=seed, overwrite=overwrite)
@@ -162,9 +157,9 @@ def plan_alpha(
 ) -> None:
     """Choose how far the policy smoe may go from the router's choice: measures time and loss live, alpha by alpha."""
     from moetool.prompts import gather as prompt_sets
-    from moetool.serving.alpha import AlphaOptions, print_points
-    from moetool.serving.alpha import plan_alpha as run
-    from moetool.serving.assembly import ServeOptions
+    from moetool.runtime.assembly import ServeOptions
+    from moetool.tuning.alpha import AlphaOptions, print_points
+    from moetool.tuning.alpha import plan_alpha as run
 
     durable.require_writable(out)
     values = parse_settings(settings)

@@ -1,8 +1,10 @@
 """The command `moetool capture`."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +12,9 @@ from moetool import tables
 from moetool.cli.flags import Device, HostMemory, Json, Model, Out, Overwrite, Recipe, listed
 from moetool.config import parse, parse_bytes, parse_settings
 from moetool.errors import UsageError
+
+if TYPE_CHECKING:
+    from moetool.prompts.gather import Prompt
 
 
 def register(app: typer.Typer) -> None:
@@ -55,6 +60,11 @@ def capture(
     settings: Annotated[
         list[str], typer.Option("--set", help="data.task, data.split, data.seed, data.duplicates=keep, ... Repeatable.")
     ] = [],  # noqa: B006
+    server: Annotated[
+        str | None,
+        typer.Option(help="Record from a running vLLM or SGLang that returns routed experts, e.g. http://HOST:8000."),
+    ] = None,
+    server_key: Annotated[str | None, typer.Option(help="API key of that server.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with a run of this command that was stopped.")
     ] = False,
@@ -78,8 +88,11 @@ def capture(
     texts = gathered.prompts
     if gathered.duplicates:
         tables.narrate(f"moetool: prompts left out, because they repeat others: {gathered.duplicates:,}")
-    from moetool.capture import shares
-    from moetool.capture.run import CaptureOptions
+    if server is not None:
+        _from_server(server, server_key, model, texts, out, max_new_tokens or prompts.NEW_TOKENS, batch_size, overwrite)
+        return
+    from moetool.capture import workers as shares
+    from moetool.capture.run import CaptureOptions, RunSetup
     from moetool.capture.run import capture as run
     from moetool.models.loading import parse_device
 
@@ -95,25 +108,27 @@ def capture(
         data=tuple(gathered.origins),
     )
     parse_device(options.device)  # refused here once, and not by every worker
-    rest: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "on_note": _note}
+    setup = RunSetup(overwrite=overwrite, resume=resume, on_note=_note)
     if device_memory is not None:
-        from moetool.serving.assembly import open_pooled
+        from moetool.runtime.assembly import open_pooled
 
-        rest["open_model"] = partial(
+        in_pool = partial(
             open_pooled,
             device_memory_bytes=parse_bytes(device_memory),
             host_memory_bytes=None if host_memory is None else parse_bytes(host_memory),
         )
+        setup = replace(setup, open_model=in_pool)
     with tables.progress(f"capturing {model}", None if workers > 1 else len(texts)) as on_progress:
+        setup = replace(setup, on_progress=on_progress)
         if shares.under_torchrun():
-            shared = shares.capture_under_torchrun(model, texts, out, options, **rest, on_progress=on_progress)
+            shared = shares.capture_under_torchrun(model, texts, out, options, setup)
             if shared is None:
                 return  # the process of rank 0 speaks for all
             made = shared
         elif workers > 1:
-            made = shares.capture_with_workers(model, texts, out, options, workers, **rest, on_progress=on_progress)
+            made = shares.capture_with_workers(model, texts, out, options, workers, setup)
         else:
-            made = run(model, texts, out, options, **rest, on_progress=on_progress)
+            made = run(model, texts, out, options, setup)
     if as_json:
         tables.print_json(made.to_json())
         return
@@ -124,3 +139,33 @@ def capture(
         f"{tables.count(made.bytes, 'B')} "
         f"({made.bytes / made.tokens:,.0f} bytes a token) in {made.seconds:,.1f} s{skipped}"
     )
+
+
+def _from_server(
+    url: str,
+    key: str | None,
+    model: str,
+    texts: "Sequence[Prompt]",
+    out: Path,
+    max_new_tokens: int,
+    concurrency: int,
+    overwrite: bool,
+) -> None:
+    from moetool.capture.remote import RemoteServer, capture_remote
+    from moetool.models.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.open(model, weights=False)
+    with tables.progress(f"asking {url}", len(texts)) as on_progress:
+        made = capture_remote(
+            RemoteServer(url=url, api_key=key, concurrency=concurrency),
+            str(checkpoint.path),
+            texts,
+            checkpoint.tokenizer,
+            out,
+            max_new_tokens=max_new_tokens,
+            overwrite=overwrite,
+            on_progress=on_progress,
+        )
+    print(f"{out}: {tables.numbered(made.requests, 'prompt')}, {tables.numbered(made.tokens, 'token')}")
+    for note in made.notes:
+        print(f"  {note}")

@@ -4,41 +4,17 @@ import ipaddress
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moetool import garbage, tables
+from moetool.cli.cluster_command import ClusterCommand
 from moetool.cli.watch import Watch
 from moetool.config import parse
 from moetool.errors import UsageError, unknown_name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterCommand:
-    """What the user has said of a cluster.
-
-    Attributes:
-        values: of `--set`, by name.
-        refused: options that mean nothing here, and whether they were given.
-        predictor: of expert parallelism that places for the queue, and
-        profile: what its decisions reckon with.
-    """
-
-    model: str
-    plan: Path | None
-    cluster: str
-    mode: str
-    host: str
-    port: int
-    api_key: str | None = field(repr=False)
-    values: Mapping[str, Any]
-    refused: Mapping[str, bool]
-    predictor: Path | None = None
-    profile: Path | None = None
 
 
 def serve_cluster(command: ClusterCommand) -> None:
@@ -55,7 +31,7 @@ def serve_cluster(command: ClusterCommand) -> None:
 def require_no_placement(plan: Path) -> None:
     """Raises: UsageError if a placement plan was given to serve on one machine."""
     from moetool.errors import MismatchError
-    from moetool.placement_plan import PlacementPlan
+    from moetool.placement._placement_plan import PlacementPlan
 
     try:
         PlacementPlan.load(plan)
@@ -66,13 +42,14 @@ def require_no_placement(plan: Path) -> None:
 
 def _edge(command: ClusterCommand) -> None:
     """Edge servers that call each other's experts; each has an endpoint of its own."""
-    from moetool.cluster.edge import Head
+    from moetool.cluster.cluster_options import ClusterOptions, read_token
+    from moetool.cluster.edge.edge_head import EdgeHead
+    from moetool.cluster.edge.server_settings import Endpoints, beyond_reserved, worker_settings
+    from moetool.cluster.edge.worker import build_worker
     from moetool.cluster.launch import Workers, head_address, parse_where, require_ray
-    from moetool.cluster.options import ClusterOptions, read_token
-    from moetool.cluster.placing import Endpoints, beyond_reserved, worker_settings
-    from moetool.cluster.worker import build_worker
-    from moetool.placement_plan import PlacementPlan
-    from moetool.serving.assembly import ServeOptions
+    from moetool.models.checkpoint import Checkpoint
+    from moetool.placement._placement_plan import PlacementPlan
+    from moetool.runtime.assembly import ServeOptions
     from moetool.serving.server import address_of, open_to_all
     from moetool.serving.server_options import ServerOptions
 
@@ -102,8 +79,9 @@ def _edge(command: ClusterCommand) -> None:
     require_ray()
     toward = head_address(where)
     _require_any_machine(command.host, toward)
+    checkpoint = Checkpoint.open(command.model)
     settings = worker_settings(
-        command.model,
+        checkpoint,
         plan,
         token=read_token(own, os.environ),
         endpoints=Endpoints(host=command.host, port=command.port, api_key=command.api_key, toward=toward),
@@ -111,7 +89,7 @@ def _edge(command: ClusterCommand) -> None:
         limits=limits,
         cluster=own,
     )
-    for name, (needs, has) in beyond_reserved(command.model, plan, options).items():
+    for name, (needs, has) in beyond_reserved(checkpoint, plan, options).items():
         tables.narrate(
             f"moetool: warning: the dense weights and the KV cache of server {name} take {tables.count(needs, 'B')}, "
             f"and the plan's cluster reserves {tables.count(has, 'B')} for them"
@@ -127,7 +105,7 @@ def _edge(command: ClusterCommand) -> None:
     tables.narrate(f"moetool: starting {len(names)} servers")
     threads = max(1, (os.cpu_count() or 1) // len(names)) if where.count else 0
     workers = Workers(where, build_worker, [{"settings": one} for one in settings], names, threads=threads, late=True)
-    head = Head(
+    head = EdgeHead(
         workers,
         settings,
         names,
@@ -180,17 +158,7 @@ def _ep(command: ClusterCommand) -> None:
 
     if given := [name for name, is_given in command.refused.items() if is_given]:
         raise UsageError(f"{given[0]} means nothing with --cluster: the plan says what each server holds; leave it out")
-    serve_parallel(
-        command.model,
-        command.plan,
-        command.cluster,
-        host=command.host,
-        port=command.port,
-        api_key=command.api_key,
-        predictor=command.predictor,
-        profile=command.profile,
-        values=command.values,
-    )
+    serve_parallel(command)
 
 
 MODES: dict[str, Callable[[ClusterCommand], None]] = {"edge": _edge, "ep": _ep}

@@ -39,7 +39,7 @@ def cluster(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Edge servers with a task each under Poisson arrivals, placements and single machines side by side; or ranks."""
-    from moetool.bench.cluster.options import QUICK, ClusterBenchOptions, parse_lines
+    from moetool.bench.live_cluster.bench_options import QUICK, ClusterBenchOptions, parse_lines
 
     values = parse_settings(settings)
     given = values.pop("bench", {})
@@ -60,9 +60,9 @@ def cluster(
     options = parse(ClusterBenchOptions, {**(QUICK if quick else {}), **given}, "bench")
     lines = parse_lines(line)
     file = results_file(out, "cluster.json", overwrite)
-    from moetool.bench.cluster.figures import save_figures
-    from moetool.bench.cluster.results import print_cluster_bench
-    from moetool.bench.cluster.run import bench_cluster
+    from moetool.bench.live_cluster.cluster_figures import save_figures
+    from moetool.bench.live_cluster.cluster_results import print_cluster_bench
+    from moetool.bench.live_cluster.rounds import bench_cluster
 
     tasks = [name for text in data for name in text.split(",") if name] or list(_TASKS)
     with tables.progress(f"benching {model}", 100) as on_progress:

@@ -8,6 +8,7 @@ _CLUSTER = "--cluster recipes/reference/cluster.toml"
 _SERVERS = "--trace clinic=A --trace court=B --trace lab=C"
 
 EXAMPLES = {
+    "advise": ("moetool advise trace --out advice.html", "moetool advise counts --bandwidth nvme,20GB --json"),
     "capture": (
         "moetool capture reference --data all --max-prompts 8 --batch-size 8 --out trace",
         "moetool capture MODEL --data prompts.jsonl --device-memory 8GB --out trace",
@@ -72,6 +73,7 @@ EXAMPLES = {
         "moetool trace split trace --by task --out parts",
         "moetool trace split trace --by request --share 0.8 --out parts",
     ),
+    "trace diff": ("moetool trace diff trace quantized-trace",),
     "trace merge": ("moetool trace merge parts/chat parts/code --out both",),
     "trace export": ("moetool trace export trace --format vllm_routed_experts --out routes",),
     "trace import": ("moetool trace import routes.csv --format route_csv --out trace --set task=law",),

@@ -1,13 +1,42 @@
 """Flags that several commands share, and how their values are read."""
 
-import tomllib
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moetool import durable, logs, tables
+from moetool.bounded_read import read_toml
 from moetool.config import parse
 from moetool.errors import UsageError, unknown_name
+
+if TYPE_CHECKING:
+    from moetool.trace.reader import Trace
+
+
+def open_trace(path: Path) -> "Trace":
+    """A trace that a command is about to use. Raises: as `Trace`.
+
+    Effects: says so where more of it may come, or more was meant to.
+    """
+    from moetool.trace.reader import Trace
+
+    trace = Trace(path)
+    if not trace.closed:
+        tables.narrate(f"moetool: {path}: {how_whole(trace)}; {tables.count(trace.num_tokens)} tokens so far are used")
+    return trace
+
+
+def how_whole(trace: "Trace") -> str:
+    """Whether a trace is closed, and if not, why."""
+    if trace.closed:
+        return "whole and unchanged"
+    if durable.is_being_written(trace.path):
+        return "its server is still writing it; whole so far"
+    return "its server was killed, or could not write on; whole up to there"
 
 
 def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -15,8 +44,8 @@ def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:
     if path is None:
         return None
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        values = read_toml(path)
+    except (OSError, ValueError) as error:
         raise UsageError(f"cannot read the recipe {path}: {error}") from None
     flags = _flags(ctx)
     for name in values:
@@ -30,7 +59,7 @@ def _flags(ctx: typer.Context) -> dict[str, str]:
     """The command's parameters by what a recipe may call them: as on the command line, `settings` for `set` as well."""
     names: dict[str, str] = {}
     for parameter in ctx.command.params:
-        if parameter.name is None or parameter.name in ("recipe", "help"):
+        if parameter.name is None or parameter.name in ("recipe", "help", "verbose", "quiet"):
             continue
         for said in (parameter.name, *parameter.opts):
             names[said.lstrip("-").replace("-", "_")] = parameter.name
@@ -59,6 +88,48 @@ Recipe = Annotated[
     Path | None,
     typer.Option("--recipe", help="TOML file with values for these flags.", is_eager=True, callback=_use_recipe),
 ]
+
+
+Verbose = Annotated[
+    int,
+    typer.Option(
+        "--verbose",
+        "-v",
+        count=True,
+        show_default=False,
+        help="Log what happens (-vv: every forward too), as MOETOOL_LOG=info does.",
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Errors only: no narration and no progress.")]
+
+
+def listening(app: typer.Typer) -> None:
+    """Let every command of an application take -v and -q behind its name too, where its help does not list them."""
+    for command in app.registered_commands:
+        assert command.callback is not None
+        command.callback = _with_verbosity(command.callback)
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        listening(group.typer_instance)
+
+
+def _with_verbosity(callback: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(callback)
+    def command(*, verbose: int, quiet: bool, **values: Any) -> Any:
+        if verbose or quiet:
+            logs.set_verbosity(verbose, quiet)
+        return callback(**values)
+
+    count = Annotated[int, typer.Option("--verbose", "-v", count=True, hidden=True)]
+    off = Annotated[bool, typer.Option("--quiet", "-q", hidden=True)]
+    own = inspect.signature(callback)
+    more = [
+        inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=0, annotation=count),
+        inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=off),
+    ]
+    command.__signature__ = own.replace(parameters=[*own.parameters.values(), *more])  # type: ignore[attr-defined]
+    command.__annotations__ = {**callback.__annotations__, "verbose": count, "quiet": off}
+    return command
 
 
 def listed(values: list[str]) -> list[str]:

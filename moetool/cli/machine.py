@@ -49,28 +49,31 @@ def profile(
 ) -> None:
     """Measure what a model costs on this machine: experts, attention, loads from disk, link."""
     if listen is not None:
-        from moetool.costing.probes.link import serve
+        from moetool.tuning.probes.link import serve
 
         with contextlib.suppress(KeyboardInterrupt):
             serve(listen, on_ready=lambda address: tables.narrate(f"moetool: answering on {address}; Ctrl-C ends it"))
         return
     if model is None:
         raise UsageError("no model given: moetool profile MODEL --out profile.json")
-    from moetool.costing.profile import profile as run
+    from moetool.tuning.profile import ProfileOptions
+    from moetool.tuning.profile import profile as run
 
     if out is not None:
         durable.require_writable(out)
     with tables.progress(f"profiling {model}", 100) as on_progress:
         made = run(
             model,
-            config_only=config_only,
-            dtype=dtype,
-            seconds=seconds,
-            threads=threads,
-            predictor=predictor,
-            peer=peer,
-            scratch=Path() if out is None else out.parent,
-            on_progress=on_progress,
+            ProfileOptions(
+                config_only=config_only,
+                dtype=dtype,
+                seconds=seconds,
+                threads=threads,
+                predictor=predictor,
+                peer=peer,
+                scratch=Path() if out is None else out.parent,
+            ),
+            on_progress,
         )
     if out is not None:
         made.save(out)
@@ -84,7 +87,7 @@ def profile(
 
 def doctor(as_json: Json = False) -> None:
     """Say what of this machine moetool can use; run it in the folder where models lie."""
-    from moetool.doctor import doctor as run
+    from moetool.tuning.doctor import doctor as run
 
     findings = run()
     if as_json:
@@ -94,19 +97,34 @@ def doctor(as_json: Json = False) -> None:
 
 
 def models(as_json: Json = False) -> None:
-    """List the model families that moetool knows, and what it can do with each."""
-    from moetool.models.families import FAMILIES
+    """List the model families and weight formats that moetool knows, and what it can do with each."""
+    from moetool.models.families import FAMILIES, INFERRED, unlisted
+    from moetool.models.tested_formats import FORMATS, INFERRED_AND_RUN, format_table
 
-    rows = [family.to_json() for family in FAMILIES.values()]
+    inferred = sorted({*INFERRED, *INFERRED_AND_RUN} - set(FAMILIES))
+    families = [*FAMILIES.values(), *map(unlisted, inferred)]
+    tested = format_table()
+    words = {True: "tested", False: "not tested"}
+    rows = []
+    for family in families:
+        formats = {format: words[done] for format, done in tested[family.name].items()}
+        rows.append({**family.to_json(), "formats": formats})
     if as_json:
         tables.print_json(rows)
         return
     columns = ["family", "captured", "served", "substitution", "weights", "remarks"]
     yes = {True: "yes", False: "no"}
     table = [
-        [r["family"], yes[r["captured"]], r["served"], yes[r["substitution"]], r["weights"], r["remarks"]] for r in rows
+        [r["family"], yes[r["captured"]], r["served"], yes[r["substitution"]], r["weights"], r["remarks"]]
+        for r in rows
+        if r["known"] == "listed"
     ]
-    tables.print_table(f"{len(rows)} families of mixture-of-experts models", columns, table, num_text=len(columns))
+    tables.print_table(f"{len(table)} families of mixture-of-experts models", columns, table, num_text=len(columns))
+    print("inferred when a model is opened, by trying its router, and served one request at a time:")
+    print(f"{', '.join(inferred)}, and others that transformers calls through its experts interface")
+    title = "weight formats tested with each family (what is not tested is read all the same)"
+    cells = [[r["family"], *r["formats"].values()] for r in rows if "tested" in r["formats"].values()]
+    tables.print_table(title, ["family", *FORMATS], cells, num_text=1 + len(FORMATS))
 
 
 def data(as_json: Json = False) -> None:

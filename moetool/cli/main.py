@@ -12,12 +12,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from moetool import __version__, garbage, tables
+from moetool import __version__, garbage, logs, tables
 from moetool.cli import (
+    advise,
     cache_plans,
     capture,
     cluster_bench,
     examples,
+    interrupt,
     machine,
     paper_bench,
     placement,
@@ -30,7 +32,8 @@ from moetool.cli import (
     trace,
     training,
 )
-from moetool.errors import MoetoolError
+from moetool.cli.flags import Quiet, Verbose, listening
+from moetool.errors import CapacityError, MoetoolError
 
 # What the machine refuses is no bug of ours: full disks and quotas, permissions, read-only file systems.
 _OUTSIDE = frozenset(
@@ -38,17 +41,27 @@ _OUTSIDE = frozenset(
     | {errno.ENOENT, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
 )
 
-_OURS = ("moetool", "predictors")
+OURS = ("moetool", "predictors")
 """Packages whose absence is a bug of ours."""
-
-_INTERRUPTED = 130
-"""The exit code after Ctrl-C: 128 and the signal's number."""
 
 _WrongLine: Any = typer.BadParameter.__base__
 """Click's UsageError, of whichever Click Typer uses."""
 
 _ORDER = (
-    *("capture", "train", "evaluate", "replay", "plan", "serve", "chat", "simulate", "bench", "report", "trace"),
+    *(
+        "advise",
+        "capture",
+        "train",
+        "evaluate",
+        "replay",
+        "plan",
+        "serve",
+        "chat",
+        "simulate",
+        "bench",
+        "report",
+        "trace",
+    ),
     *("profile", "reference", "models", "data", "doctor", "demo"),
 )
 
@@ -78,7 +91,7 @@ app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
 app.add_typer(reference_app, name="reference")
-for commands in (capture, training, replay, serving, simulation, report, machine):
+for commands in (advise, capture, training, replay, serving, simulation, report, machine):
     commands.register(app)
 for commands in (cache_plans, placement):
     commands.register(plan_app)
@@ -89,10 +102,15 @@ trace.register(trace_app)
 
 
 @app.callback(invoke_without_command=True)
-def _top(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    verbose: Verbose = 0,
+    quiet: Quiet = False,
+) -> None:
     if version:
         print(__version__)
         raise typer.Exit
+    logs.set_verbosity(verbose, quiet)
 
 
 @app.command()
@@ -100,12 +118,13 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where its files go; replaced if they are there.")] = Path("moetool-demo"),
 ) -> None:
     """The whole pipeline on the embedded model: capture, train, evaluate, plan, serve, compare."""
-    from moetool.demo import run
+    from moetool.cli.demo import run
 
     run(out)
 
 
 examples.explain(app)
+listening(app)
 
 
 def main() -> None:
@@ -116,8 +135,20 @@ def main() -> None:
     """
     garbage.rarely()
     try:
+        interrupt.raises()
+        _run()
+    except (KeyboardInterrupt, Exception) as error:
+        if not interrupt.is_behind(error):
+            raise
+        _fail("stopped", interrupt.EXIT_CODE)
+    finally:
+        interrupt.ends_process()
+
+
+def _run() -> None:
+    try:
         code = app(prog_name="moetool", standalone_mode=False) or 0
-        if code == _INTERRUPTED:  # of Typer, which says nothing
+        if code == interrupt.EXIT_CODE:  # of Typer, which says nothing
             _fail("stopped", code)
         sys.exit(code)
     except _WrongLine as error:
@@ -132,13 +163,17 @@ def main() -> None:
         _fail(str(error), error.exit_code)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package in ("", *_OURS) or os.environ.get("MOETOOL_DEBUG") == "1":
+        if package in ("", *OURS) or os.environ.get("MOETOOL_DEBUG") == "1":
             raise
         _fail(
             f"this command needs the package {package}, which is not installed whole ({error}); install it with: "
             f"pip install {package}",
             1,
         )
+    except MemoryError:
+        if os.environ.get("MOETOOL_DEBUG") == "1":
+            raise
+        _fail("no memory is left for this; give smaller sizes, or close other programs", CapacityError.exit_code)
     except OSError as error:
         if error.errno not in _OUTSIDE or os.environ.get("MOETOOL_DEBUG") == "1":
             raise
@@ -147,7 +182,7 @@ def main() -> None:
 
 def _fail(message: str, code: int) -> None:
     if message:
-        tables.narrate(f"moetool: {' '.join(message.split())}")
+        tables.complain(f"moetool: {' '.join(message.split())}")
     sys.exit(code)
 
 

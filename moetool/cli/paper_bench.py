@@ -13,8 +13,8 @@ from moetool import durable, tables
 from moetool.errors import UsageError
 
 if TYPE_CHECKING:
-    from moetool.bench.paper.recipe import Paper
-    from moetool.bench.paper.running import Tested
+    from moetool.bench.paper.claims import Paper
+    from moetool.bench.paper.paper_run import Tested
 
 
 def register(app: typer.Typer) -> None:
@@ -48,7 +48,7 @@ def paper(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Re-run a paper's experiments at this machine's size, and say beside each claim whether it is found again."""
-    from moetool.bench.paper.recipe import choose, names, read_paper
+    from moetool.bench.paper.claims import choose, names, read_paper
 
     if name is None:
         raise UsageError(f"no paper named, expected one of: {', '.join(names())}; run: moetool bench paper NAME")
@@ -88,8 +88,8 @@ def _given(traces: Sequence[str]) -> dict[str, Path]:
 def _run(
     chosen: "Paper", only: Sequence[str], quick: bool, given: dict[str, Path], out: Path | None, work: Path | None
 ) -> list["Tested"]:
-    from moetool.bench.paper.recipe import choose
-    from moetool.bench.paper.running import run_paper
+    from moetool.bench.paper.claims import choose
+    from moetool.bench.paper.paper_run import run_paper
 
     scratch = Path(tempfile.mkdtemp(prefix="moetool-paper-")) if work is None else work
     scratch.mkdir(parents=True, exist_ok=True)

@@ -1,57 +1,40 @@
 """`moetool serve --cluster … --mode ep`: expert parallelism, one endpoint for all ranks."""
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 from moetool import garbage, tables
+from moetool.cli.cluster_command import ClusterCommand
 from moetool.config import parse
 from moetool.errors import UsageError
 
 
-def serve_parallel(
-    model: str,
-    plan_path: Path | None,
-    cluster: str,
-    *,
-    host: str,
-    port: int,
-    api_key: str | None,
-    predictor: Path | None,
-    profile: Path | None,
-    values: Mapping[str, Any],
-) -> None:
+def serve_parallel(command: ClusterCommand) -> None:
     """Serve a model on ranks in lockstep until it is interrupted.
-
-    Args:
-        profile: what things cost before they are measured.
 
     Raises:
         UsageError: no plan, another number of ranks than the plan has GPUs, or an option that means nothing here.
     """
     from moetool.cluster.launch import head_address, parse_where
-    from moetool.cluster.parallel.launching import RayRanks
-    from moetool.cluster.parallel.opening import open_head, read_settings
+    from moetool.cluster.parallel.rank_launch import RayRanks
+    from moetool.cluster.parallel.startup import open_head, read_settings
     from moetool.costing.costs import CostProfile
-    from moetool.placement_plan import PlacementPlan
+    from moetool.placement._placement_plan import PlacementPlan
     from moetool.serving import server
     from moetool.serving.server_options import ServerOptions
     from moetool.serving.status_line import status_line
 
-    where = parse_where(cluster)
-    if plan_path is None:
+    where = parse_where(command.cluster)
+    if command.plan is None:
         raise UsageError("--cluster needs to know where the experts are; give it --plan, from: moetool plan placement")
-    plan = PlacementPlan.load(plan_path)
+    plan = PlacementPlan.load(command.plan)
     num_ranks = len(plan.cluster.gpus)
     if where.count not in (None, num_ranks):
         raise UsageError(
-            f"--cluster {cluster} starts {where.count} ranks, and the plan is for {num_ranks} GPUs; write "
+            f"--cluster {command.cluster} starts {where.count} ranks, and the plan is for {num_ranks} GPUs; write "
             f"local:{num_ranks}, or plan for another cluster"
         )
-    rest = dict(values)
+    rest = dict(command.values)
     allowed = parse(ServerOptions, rest.pop("server", {}), "--set server")
-    if predictor is not None:
-        rest["predictors"] = [str(predictor), *rest.get("predictors", ())]
+    if command.predictor is not None:
+        rest["predictors"] = [str(command.predictor), *rest.get("predictors", ())]
         rest.setdefault("placement", "proactive")
     options, ranks = read_settings(rest)
     names = [
@@ -60,11 +43,11 @@ def serve_parallel(
         for place in range(len(server.gpus))
     ]
     launcher = RayRanks(where, names, threads=1 if where.count else 0)
-    sock = server.bind(host, port)
+    sock = server.bind(command.host, command.port)
     head = None
     try:
-        costs = None if profile is None else CostProfile.load(profile)
-        head = open_head(model, plan, launcher, options, ranks, profile=costs, toward=head_address(where))
+        costs = None if command.profile is None else CostProfile.load(command.profile)
+        head = open_head(command.model, plan, launcher, options, ranks, profile=costs, toward=head_address(where))
         tables.narrate(f"moetool: starting {num_ranks} ranks")
         head.start()
         garbage.as_usual()
@@ -73,7 +56,11 @@ def serve_parallel(
         url = f"moetool: placement {options.placement}, {ranks.seats} requests of a batch on each rank; serving on"
         with status_line(head):
             server.run(
-                head, sock, on_ready=lambda at: tables.narrate(f"{url} {at}/v1"), options=allowed, api_key=api_key
+                head,
+                sock,
+                on_ready=lambda at: tables.narrate(f"{url} {at}/v1"),
+                options=allowed,
+                api_key=command.api_key,
             )
     finally:
         sock.close()

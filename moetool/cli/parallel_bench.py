@@ -26,22 +26,22 @@ def bench_parallel(
 
     Args:
         data: prompt sets; all that are embedded without.
-        lines: names of `moetool.bench.parallel.variants`; all without.
+        lines: names of `moetool.bench.expert_parallelism.variants`; all without.
         quick: small, to see that it works.
-        values: of `BenchOptions` by name, and `work`: a folder that keeps the trace and the predictors.
+        values: of `RankBenchOptions` by name, and `work`: a folder that keeps the trace and the predictors.
 
     Raises:
         UsageError: an unknown option or variant, or Ray is not installed.
     """
-    from moetool.bench.parallel import QUICK, BenchOptions
-    from moetool.bench.parallel import bench_parallel as run
-    from moetool.bench.parallel_results import draw, print_parallel_bench
+    from moetool.bench.expert_parallelism import QUICK, RankBenchOptions
+    from moetool.bench.expert_parallelism import bench_parallel as run
+    from moetool.bench.expert_parallelism_results import draw, print_parallel_bench
     from moetool.cluster.launch import Where
-    from moetool.cluster.parallel.launching import RayRanks
+    from moetool.cluster.parallel.rank_launch import RayRanks
 
     given = {**(QUICK if quick else {}), **values, **({"data": list(data)} if data else {})}
     work = given.pop("work", None)
-    options = parse(BenchOptions, given, "bench")
+    options = parse(RankBenchOptions, given, "bench")
     file = results_file(out, "cluster-ep.json", overwrite)
     launcher = RayRanks(Where(count=options.ranks), [f"rank {n}" for n in range(options.ranks)], threads=1)
     with tempfile.TemporaryDirectory() as scratch, tables.progress(f"benching {model}", 100) as on_progress:

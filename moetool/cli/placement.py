@@ -1,6 +1,7 @@
 """The commands about placement: `moetool plan placement`, `score`, `compare`, `stream`, `migrate` and `export`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ from moetool.config import parse, parse_settings
 from moetool.errors import UsageError
 
 if TYPE_CHECKING:
-    from moetool.planning.placing import Row, Setting
+    from moetool.placement._comparing import PlannerRow, Setting
     from moetool.types import Cluster
 
 Traces = Annotated[list[str], typer.Option("--trace", help="SERVER=DIR: the trace of a server's requests. Repeatable.")]
@@ -41,19 +42,24 @@ def placement(
     planner: Annotated[str, typer.Option(help="Name of a planner, such as prism_exact or director.")],
     out: Annotated[Path, typer.Option("--out", help="The plan, a JSON file.")],
     profile: Profile = None,
+    engine: Annotated[
+        str | None,
+        typer.Option("--for", help="Engine whose constraints bind: sglang, vllm, tensorrt_llm or vllm_ascend."),
+    ] = None,
     split: Split = 1.0,
     c_max: CMax = None,
     settings: Settings = [],  # noqa: B006 - Typer copies defaults
     as_json: Json = False,
 ) -> None:
     """Decide which GPU of a cluster holds which experts, from the traces of its servers."""
-    from moetool.planning.cluster_file import load_cluster
-    from moetool.planning.placing import open_traces, plan_placement
+    from moetool.placement._cluster_file import load_cluster
+    from moetool.placement._comparing import open_traces, plan_placement
 
     durable.require_writable(out)
     setting, options = _settings(settings)
     if c_max is not None:
         options["c_max"] = c_max
+    setting = replace(setting, engine=engine)
     plan, rows = plan_placement(
         open_traces(trace), load_cluster(cluster), planner, options, profile=profile, split=split, setting=setting
     )
@@ -77,8 +83,8 @@ def score(
     as_json: Json = False,
 ) -> None:
     """Score a placement on traces: locality, latency, balance, bytes over links, gaps to the bounds."""
-    from moetool.placement_plan import PlacementPlan
-    from moetool.planning.placing import open_traces, score_plan
+    from moetool.placement._comparing import open_traces, score_plan
+    from moetool.placement._placement_plan import PlacementPlan
 
     chosen = PlacementPlan.load(plan)
     setting, stray = _settings(settings, {"starts": chosen.starts, "seed": chosen.seed})
@@ -107,10 +113,10 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Run planners side by side and score them on requests that they have not seen."""
-    from moetool.planner import find
-    from moetool.planning.cluster_file import load_cluster
-    from moetool.planning.placing import comparable, open_traces
-    from moetool.planning.placing import compare as run
+    from moetool.placement._cluster_file import load_cluster
+    from moetool.placement._comparing import comparable, open_traces
+    from moetool.placement._comparing import compare as run
+    from moetool.placement._planner import find
     from moetool.trace.reader import Trace
 
     setting, options = _settings(settings)
@@ -153,8 +159,8 @@ def stream(
     as_json: Json = False,
 ) -> None:
     """Serve batches of mixed requests under placements made before, after each batch, and ahead of it."""
-    from moetool.planning.cluster_file import load_cluster
-    from moetool.planning.modes import run_stream
+    from moetool.placement._cluster_file import load_cluster
+    from moetool.placement._modes import BatchStream, run_stream
     from moetool.trace.reader import Trace
 
     setting, options = _settings(settings)
@@ -163,7 +169,7 @@ def stream(
             raise UsageError(f"--set {name} changes nothing here: a stream has requests on every GPU and unit costs")
     predicts = None
     if predictor is not None:
-        from moetool.predictor import load_predictor
+        from moetool.learning.predictor import load_predictor
 
         predicts = load_predictor(predictor)
     rows = run_stream(
@@ -171,8 +177,7 @@ def stream(
         load_cluster(cluster),
         planner,
         options,
-        tokens=tokens,
-        batches=batches,
+        BatchStream(tokens=tokens, batches=batches),
         predictor=predicts,
         setting=setting,
     )
@@ -200,10 +205,10 @@ def migrate(
     as_json: Json = False,
 ) -> None:
     """Order the moves from one placement to another and say whether they pay."""
-    from moetool.placement_plan import PlacementPlan
-    from moetool.planning.demand import read_demand
-    from moetool.planning.migration import plan_migration
-    from moetool.planning.placing import open_traces
+    from moetool.placement._comparing import open_traces
+    from moetool.placement._decide import plan_migration
+    from moetool.placement._demand import read_demand
+    from moetool.placement._placement_plan import PlacementPlan
 
     durable.require_writable(out)
     for name, value in (("--horizon-tokens", horizon_tokens), ("--window-ms", window_ms), ("--call-ms", call_ms)):
@@ -239,32 +244,42 @@ def migrate(
 
 def export(
     plan: PlanFile,
-    format: Annotated[str, typer.Option(help="sglang, tensorrt_llm, vllm_ascend or ktransformers.")],
+    format: Annotated[
+        str,
+        typer.Option(
+            help="sglang, tensorrt_llm, vllm_ascend, ktransformers; of a cache plan llamacpp_override_tensor."
+        ),
+    ],
     out: Annotated[Path, typer.Option("--out", help="The file to write.")],
     num_hidden_layers: Annotated[
         int | None, typer.Option(help="The model's layers with and without experts, if the last has none.")
     ] = None,
 ) -> None:
-    """Write a placement for a production engine."""
+    """Write a placement, or a cache plan, for a production engine."""
     from moetool import plugins
+    from moetool.cache_plan import CachePlan
     from moetool.errors import unknown_name
-    from moetool.placement_plan import PlacementPlan
+    from moetool.formats._import import formats_with
+    from moetool.placement._placement_plan import PlacementPlan
 
     durable.require_writable(out)
     writer = plugins.load("format", format)
-    if not hasattr(writer, "write_plan"):
-        known = [name for name in plugins.names("format") if hasattr(plugins.load("format", name), "write_plan")]
-        raise unknown_name("format of placements", format, known)
-    for line in writer.write_plan(PlacementPlan.load(plan), out, num_hidden_layers):
+    if hasattr(writer, "write_cache_plan"):
+        lines = writer.write_cache_plan(CachePlan.load(plan), out)
+    elif hasattr(writer, "write_plan"):
+        lines = writer.write_plan(PlacementPlan.load(plan), out, num_hidden_layers)
+    else:
+        raise unknown_name("format of plans", format, formats_with("write_plan", "write_cache_plan"))
+    for line in lines:
         print(line)
 
 
 def _settings(given: Sequence[str], default: Mapping[str, Any] | None = None) -> "tuple[Setting, dict[str, Any]]":
     """What of `--set` is about the judging, and what is left for planners."""
-    from moetool.costing.latency import ROUTINGS, SIDES
     from moetool.errors import unknown_name
-    from moetool.planning.demand import STARTS
-    from moetool.planning.placing import Setting
+    from moetool.placement._comparing import Setting
+    from moetool.placement._demand import STARTS
+    from moetool.placement._latency import ROUTINGS, SIDES
 
     values = {**(default or {}), **parse_settings(given)}
     setting = parse(Setting, {name: values.pop(name) for name in _SETTINGS if name in values}, "--set")
@@ -291,7 +306,7 @@ def _bytes(sent: Sequence[float | None]) -> str:
     return "-" if len(known) < len(sent) else tables.count(sum(known), "B")
 
 
-def _print(rows: "Sequence[Row]", cluster: "Cluster", setting: "Setting", costs: str, c_max: str) -> None:
+def _print(rows: "Sequence[PlannerRow]", cluster: "Cluster", setting: "Setting", costs: str, c_max: str) -> None:
     """Rows side by side, and under what conditions they hold."""
     scores = [(row, row.score) for row in rows]
     tables.print_table(

@@ -33,7 +33,7 @@ def reference_train(
     as_json: Json = False,
 ) -> None:
     """Train a small Mixture-of-Experts model on a folder of text."""
-    from moetool.reference.recipe import read_recipe
+    from moetool.reference.training_recipe import read_recipe
 
     chosen = read_recipe(recipe or assets.path("recipes", "reference", "model.toml"), parse_settings(settings))
     durable.require_absent(out, overwrite, "training.json")

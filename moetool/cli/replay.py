@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from moetool import tables
-from moetool.cli.flags import Json, ProfileFile, TraceDir, listed, read_timeline, require_policies
+from moetool.cli.flags import Json, ProfileFile, TraceDir, listed, open_trace, read_timeline, require_policies
 from moetool.config import parse_bytes, parse_settings
 from moetool.errors import UsageError
 
@@ -38,15 +38,14 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Run cache policies over a trace: hits, loads and bytes, and with a profile times, without the model."""
-    from moetool.planning.candidates import best, servable, too_large
-    from moetool.replay import replay as run
-    from moetool.replay import whole_bytes
-    from moetool.trace.reader import Trace
+    from moetool.tuning.candidates import best, servable, too_large
+    from moetool.tuning.replay import ReplaySetup, whole_bytes
+    from moetool.tuning.replay import replay as run
 
     orders = {"auto": None, "sequential": True, "recorded": False}
     if order not in orders:
         raise UsageError(f"unknown --order {order!r}: known are {', '.join(orders)}")
-    source = Trace(trace)
+    source = open_trace(trace)
     budgets = [parse_bytes(text, whole_bytes(source, pool)) for text in listed(budget)]
     asked, options = listed(policy), parse_settings(settings)
     devices = options.pop("devices", 1)
@@ -55,7 +54,7 @@ def replay(
     costs, timeline = read_timeline(profile, options.pop("timeline", {}))
     predicts = None
     if predictor is not None:
-        from moetool.predictor import load_predictor
+        from moetool.learning.predictor import load_predictor
 
         predicts = load_predictor(predictor)
     known = servable(source, predicts) if "auto" in asked else []
@@ -67,13 +66,15 @@ def replay(
         source,
         names,
         budgets,
-        predictor=predicts,
-        sequential=orders[order],
-        options=options,
-        pool=pool,
-        profile=costs,
-        timeline=timeline,
-        devices=devices,
+        ReplaySetup(
+            predictor=predicts,
+            sequential=orders[order],
+            options=options,
+            pool=pool,
+            profile=costs,
+            timeline=timeline,
+            devices=devices,
+        ),
     )
     chosen = [best([row for row in rows if row.policy in known and row.budget_bytes == b]) for b in budgets if known]
     for name, why in left_out.items():

@@ -1,6 +1,5 @@
 """The command `moetool report`: the page of a trace, of a placement or of a cache plan."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -8,9 +7,9 @@ from typing import Annotated
 import typer
 
 from moetool import durable, tables
-from moetool.cli.flags import Overwrite, Recipe, listed, require_policies
+from moetool.cli.flags import Overwrite, Recipe, listed, open_trace, require_policies
 from moetool.config import parse, parse_settings
-from moetool.errors import UsageError
+from moetool.errors import MismatchError, UsageError
 
 
 def register(app: typer.Typer) -> None:
@@ -30,7 +29,8 @@ def report(
     settings: Annotated[
         list[str],
         typer.Option(
-            "--set", help="report.choices, report.uses, report.affinity_layers, ..., and POLICY.OPTION. Repeatable."
+            "--set",
+            help="report.choices, report.uses, report.tokenizer=MODEL, ..., and POLICY.OPTION. Repeatable.",
         ),
     ] = [],  # noqa: B006
     served: Annotated[
@@ -44,9 +44,9 @@ def report(
     """Draw a trace as one page: popularity, skew, entropy, affinity, reuse, hit rates, and what they mean. Or a
     placement: who holds what, work and traffic. Or a cache plan: memory against latency.
     """
-    from moetool.report.making import POLICIES, measure
     from moetool.report.sample import ReportOptions
-    from moetool.trace.reader import Trace
+    from moetool.report.trace_measures import POLICIES, measure
+    from moetool.tuning.advice import advise
 
     durable.require_writable(out)
     durable.require_absent(out, overwrite)
@@ -57,7 +57,7 @@ def report(
         return
     if served or before is not None:
         raise UsageError(f"--trace and --before are for the page of a placement plan, expected its file, not {trace}")
-    source, options = Trace(trace), parse_settings(settings)
+    source, options = open_trace(trace), parse_settings(settings)
     chosen = parse(ReportOptions, options.pop("report", {}), "report")
     policies = listed(policy) if policy else list(POLICIES)
     require_policies(policies, options)
@@ -70,14 +70,32 @@ def report(
             options=chosen,
             on_progress=on_progress,
         )
+    from moetool.report.advice_page import answers
+    from moetool.report.atlas import draw_atlas
     from moetool.report.findings import caveat, findings
-    from moetool.report.page import render
+    from moetool.report.trace_page import render
 
     said = findings(made)
-    page = render(made)
+    with tables.stages() as on_stage:
+        advice = advise(source, on_progress=on_stage)
+    spelled = None
+    if chosen.tokenizer is not None:
+        from moetool.models.checkpoint import Checkpoint
+
+        spelled = Checkpoint.open(chosen.tokenizer, weights=False).tokenizer
+    atlas = draw_atlas(source, made.routes, spelled)
+    page = render(made, advice, atlas)
     durable.write_text(out, page)
     if as_json:
-        tables.print_json({**made.to_json(), "caveat": caveat(made), "findings": [one.to_json() for one in said]})
+        tables.print_json(
+            {
+                **made.to_json(),
+                "advice": {**advice.to_json(), "answers": [one.to_json() for one in answers(advice)]},
+                "atlas": atlas.to_json(),
+                "caveat": caveat(made),
+                "findings": [one.to_json() for one in said],
+            }
+        )
         return
     print(f"{out}: {source.spec.name}, {tables.count(len(page.encode()), 'B')}")
     if warning := caveat(made):
@@ -108,17 +126,18 @@ def report_plan(path: Path, out: Path, traces: Sequence[str], before: Path | Non
 
 
 def _kind(path: Path) -> str:
+    from moetool.json_files import read_json
+
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        values = None
-    return str(values.get("kind", "something else")) if isinstance(values, dict) else "something else"
+        return str(read_json(path, advice="").get("kind", "something else"))
+    except MismatchError:
+        return "something else"
 
 
 def _placement(path: Path, out: Path, traces: Sequence[str], before: Path | None, as_json: bool) -> None:
-    from moetool.placement_plan import PlacementPlan
-    from moetool.planning.placing import open_traces
-    from moetool.report.placement import measure, page, to_json
+    from moetool.placement._comparing import open_traces
+    from moetool.placement._placement_plan import PlacementPlan
+    from moetool.report.placement_page import measure, page, to_json
 
     plan = PlacementPlan.load(path)
     other = None if before is None else PlacementPlan.load(before)
@@ -152,8 +171,8 @@ def _placement(path: Path, out: Path, traces: Sequence[str], before: Path | None
 
 
 def _cache(path: Path, out: Path, as_json: bool) -> None:
-    from moetool.plan import CachePlan
-    from moetool.report.cache import page
+    from moetool.cache_plan import CachePlan
+    from moetool.report.cache_page import page
 
     plan = CachePlan.load(path)
     facts = [

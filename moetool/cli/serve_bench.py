@@ -1,7 +1,8 @@
 """The command `moetool bench serve`."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -9,6 +10,7 @@ from moetool import durable, tables
 from moetool.cli.bench_results import command_line, hand_over
 from moetool.cli.flags import Json, Recipe, listed, require_policies
 from moetool.config import parse, parse_settings
+from moetool.errors import UsageError
 
 
 def register(app: typer.Typer) -> None:
@@ -51,47 +53,59 @@ def bench_serve(
     names, options = listed(policy), parse_settings(settings)
     values = options.pop("bench", {})
     require_policies(names, options)
+    texts = tuple(listed(data)) if data else ()
     if beside is not None:
-        from moetool.cli.forms_bench import bench_beside
-
-        bench_beside(
-            model,
-            beside,
-            shape=shape,
-            layers=layers,
-            routes=routes,
-            data=listed(data) if data else (),
-            work=work,
-            predictor=predictor,
-            policies=names,
-            budgets=listed(budget),
-            bench=values,
-            policy_options=options,
-            as_json=as_json,
-            out=out,
-        )
-        return
-    from moetool.bench.results import print_serve_bench
+        others = {"--layers": layers, "--routes": routes, "--predictor": predictor}
+        _require_together(model, beside, others, shape, texts)
+    from moetool.bench.forms import FormsBench, bench_forms, print_forms
     from moetool.bench.serve import bench_serve as run
-    from moetool.bench.stage import BenchOptions, Subject
+    from moetool.bench.serving_results import print_serve_bench
+    from moetool.bench.serving_setup import ServingBenchOptions, Subject
 
     subject = Subject(
         model=model,
         shape=shape,
         layers=layers,
         routes=routes,
-        data=tuple(listed(data)) if data else (),
+        data=texts,
         predictor=predictor,
         work=work,
     )
-    with tables.progress(f"benching {model or shape}", 100) as on_progress:
-        made = run(
-            subject,
-            policies=names,
-            budgets=listed(budget),
-            options=parse(BenchOptions, values, "bench"),
-            policy_options=options,
-            command=command_line(),
-            on_progress=on_progress,
+    title = f"benching {model or shape}" + (f" beside {beside}" if beside is not None else "")
+    with tables.progress(title, 100) as on_progress:
+        how: dict[str, Any] = {
+            "policies": names,
+            "budgets": listed(budget),
+            "options": parse(ServingBenchOptions, values, "bench"),
+            "policy_options": options,
+            "command": command_line(),
+            "on_progress": on_progress,
+        }
+        made = run(subject, **how) if beside is None else bench_forms(subject, beside, **how)
+    if isinstance(made, FormsBench):
+        hand_over(made, out, print_forms, as_json=as_json)
+    else:
+        hand_over(made, out, print_serve_bench, as_json=as_json)
+
+
+def _require_together(
+    model: str | None, beside: str, others: Mapping[str, object], shape: str | None, data: Sequence[str]
+) -> None:
+    """Raises: UsageError unless it is a model with text, or a shape with routes and its own rounded form."""
+    if others["--predictor"] is not None:
+        raise UsageError("--beside compares two forms, and a predictor belongs to one: leave out --predictor")
+    if shape is not None:
+        found = "a MODEL too" if model is not None else "--data" if data else f"--beside {beside}"
+        if model is not None or data or beside != "int4":
+            raise UsageError(
+                f"a --shape, whose weights are random, is benched --beside int4, which is made of it; found {found}: "
+                f"moetool bench serve --shape {shape} --layers 2 --routes DIR --beside int4 --policy lru --budget 25%"
+            )
+        return
+    given = [name for name, value in others.items() if value is not None]
+    if given or model is None or not data:
+        found = f"{', '.join(given)} too" if given else "no MODEL" if model is None else "no --data"
+        raise UsageError(
+            f"--beside takes a MODEL and --data and lets both forms route by themselves; found {found}: moetool bench "
+            f"serve MODEL --beside {beside} --data chat --policy lru --budget 25%"
         )
-    hand_over(made, out, print_serve_bench, as_json=as_json)

@@ -2,7 +2,8 @@
 
 import difflib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from moetool import garbage, tables
 from moetool.cli import cluster as cli_cluster
+from moetool.cli.cluster_command import ClusterCommand
 from moetool.cli.flags import ApiKey, Device, HostMemory, Model, Recipe
 from moetool.config import parse, parse_bytes, parse_settings
 from moetool.errors import UsageError
@@ -37,13 +39,30 @@ def serve(
         Path | None, typer.Option(help="Costs of a machine, by 'moetool profile'; for --mode ep.")
     ] = None,
     device_memory: Annotated[
-        str | None, typer.Option(help="For everything together, such as 64MB; the plan's.")
+        str | None,
+        typer.Option(
+            help="Memory for weights, KV cache and experts, e.g. 16GB (default: the plan's, else what is free)."
+        ),
+    ] = None,
+    process_memory: Annotated[
+        str | None,
+        typer.Option(help="Target for the resident memory of the process on a CPU, e.g. 12GB (default: free memory)."),
     ] = None,
     device: Device = None,
     host_memory: HostMemory = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any free one.")] = 8000,
     api_key: ApiKey = None,
+    allowed_host: Annotated[
+        list[str],
+        typer.Option(help="Further name that clients reach the server by, e.g. lab.example; * allows any. Repeatable."),
+    ] = [],  # noqa: B006
+    cors_origin: Annotated[
+        list[str],
+        typer.Option(help="Web page that may use the server, e.g. https://chat.example; * allows any. Repeatable."),
+    ] = [],  # noqa: B006
+    ssl_certfile: Annotated[Path | None, typer.Option(help="Certificates in PEM: serve HTTPS.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Private key in PEM (default: in --ssl-certfile).")] = None,
     log: Annotated[
         Path | None, typer.Option(help="Record gates and decisions as a trace, for 'moetool replay'.")
     ] = None,
@@ -58,16 +77,23 @@ def serve(
     recipe: Recipe = None,
 ) -> None:
     """Serve a model through an OpenAI-compatible API, its experts in a pool smaller than the model."""
-    from moetool.plan import CachePlan
+    from moetool.cache_plan import CachePlan
 
+    tls = {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
+    endpoint = Endpoint(host, api_key, allowed_host, cors_origin, tls)
     if cluster is not None:
-        values = parse_settings(settings)
+        values = endpoint.settle(parse_settings(settings))
         values |= {} if device is None else {"device": device}
         values |= {} if host_memory is None else {"host_memory_bytes": parse_bytes(host_memory)}
         _require_api_key(api_key)
-        given = {"--policy": policy, "--device-memory": device_memory, "--log": log}
+        given = {
+            "--policy": policy,
+            "--device-memory": device_memory,
+            "--process-memory": process_memory,
+            "--log": log,
+        }
         cli_cluster.serve_cluster(
-            cli_cluster.ClusterCommand(
+            ClusterCommand(
                 model=model,
                 plan=plan,
                 cluster=cluster,
@@ -96,7 +122,7 @@ def serve(
             )
         policy = None
     chosen = CachePlan.load(plan) if plan is not None else None
-    values = parse_settings(settings)
+    values = endpoint.settle(parse_settings(settings))
     if chosen is not None:
         values = {"kv_tokens": chosen.kv_tokens, "dtype": chosen.dtype, **values}
     if device is not None:
@@ -104,28 +130,42 @@ def serve(
     if host_memory is not None:
         values["host_memory_bytes"] = parse_bytes(host_memory)
     _require_api_key(api_key)
+    from moetool.models.checkpoint import Checkpoint
+    from moetool.runtime.assembly import build_engine
+    from moetool.runtime.automatic import choose
     from moetool.serving import server
-    from moetool.serving.assembly import ServeOptions, build_engine
     from moetool.serving.server_options import ServerOptions
     from moetool.serving.status_line import status_line
 
     allowed = parse(ServerOptions, values.pop("server", {}), "--set server")
+    server.tls_context(allowed)  # so that a file that cannot be used is known before a model is loaded
     sock = server.bind(host, port)
     try:
-        options = parse(ServeOptions, values, "--set")
+        checkpoint = Checkpoint.open(model)
+        memory = None if device_memory is None else parse_bytes(device_memory)
+        setup = choose(
+            checkpoint,
+            values,
+            device_memory_bytes=chosen.device_memory_bytes if chosen is not None and memory is None else memory,
+            process_memory_bytes=None if process_memory is None else parse_bytes(process_memory),
+        )
+        options = setup.options
         engine = build_engine(
-            model,
+            checkpoint,
             options=options,
             plan=chosen,
             policy=policy,
             predictor=predictor,
-            device_memory_bytes=None if device_memory is None else parse_bytes(device_memory),
+            device_memory_bytes=setup.device_memory_bytes if chosen is None else memory,
             log=log,
         )
     except BaseException:
         sock.close()
         raise
     engine.start()
+    widths = [max(len(row[i]) for row in setup.choices) for i in (0, 1)]
+    for name, value, why in setup.choices:
+        tables.narrate(f"moetool: {name:<{widths[0]}}  {value:<{widths[1]}}  {why}")
     garbage.as_usual()  # a server lives long, and a pause to look through all of torch would be somebody's latency
     slots = engine.store.num_slots
     among = f" on {options.devices} devices" if options.devices > 1 else ""
@@ -149,6 +189,35 @@ def serve(
         tables.narrate(f"moetool: the gate stream is in {log}")
 
 
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Flags about who may reach the server."""
+
+    host: str
+    api_key: str | None = field(repr=False)
+    allowed_hosts: Sequence[str]
+    cors_origins: Sequence[str]
+    files: Mapping[str, Path | None]
+
+    def settle(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The values of `--set` with these flags among those of the server."""
+        from moetool.serving.web_names import host_name
+
+        server = values.get("server", {})
+        if not isinstance(server, dict):
+            return values  # refused where it is read
+        hosts = [*_listed(server.get("allowed_hosts", [])), *self.allowed_hosts]
+        if (hosts or self.api_key is None) and host_name(self.host):
+            hosts.append(self.host)
+        origins = [*_listed(server.get("cors_origins", [])), *self.cors_origins]
+        files = {name: str(path) for name, path in self.files.items() if path is not None}
+        return {**values, "server": {**server, "allowed_hosts": hosts, "cors_origins": origins, **files}}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def _require_api_key(api_key: str | None) -> None:
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise UsageError("an API key is printable ASCII without spaces around it, at least one character")
@@ -166,7 +235,7 @@ def chat(
     """Talk to a server: a line is a turn; Ctrl-C stops an answer, Ctrl-D or an empty line ends. --set temperature=0
     and the like go along with every request.
     """
-    from moetool.chat import Conversation, Refused
+    from moetool.serving.chat import Conversation, ServerRefused
 
     fields = parse_settings(settings)
     conversation = Conversation(url, api_key, fields)
@@ -177,7 +246,7 @@ def chat(
             for piece in conversation.ask(text):
                 print(tables.printable(piece, keep=_SPOKEN), end="", flush=True)
             print()
-        except Refused as refused:
+        except ServerRefused as refused:
             if not refused.may_go_on:
                 raise
             tables.narrate(tables.printable(f"moetool: {refused}"))
@@ -187,7 +256,7 @@ def chat(
 
 def _say_what_is_ignored(fields: Mapping[str, Any]) -> None:
     """Other servers may know more fields than ours, which ignores those that it does not know, as OpenAI's does."""
-    from moetool.serving.schema import ChatRequest, CompletionRequest
+    from moetool.serving.request_schema import ChatRequest, CompletionRequest
 
     known = {**ChatRequest.model_fields, **CompletionRequest.model_fields}
     for name in fields:

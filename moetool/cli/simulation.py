@@ -11,7 +11,7 @@ from moetool.config import parse_settings
 from moetool.errors import UsageError
 
 if TYPE_CHECKING:
-    from moetool.simulation.results import Simulated
+    from moetool.simulation.simulation_results import Simulated
     from moetool.types import ModelSpec
 
 
@@ -60,14 +60,14 @@ def simulate(
 ) -> None:
     """Simulate requests on a cluster event by event: latencies, local computing, utilisation, traffic, migrations."""
     from moetool.costing.costs import CostProfile
-    from moetool.placement_plan import PlacementPlan
-    from moetool.planning.cluster_file import load_cluster
-    from moetool.simulation.running import open_sources, read_settings
-    from moetool.simulation.sweeping import parse_sweeps
-    from moetool.simulation.sweeping import sweep as run
+    from moetool.placement._cluster_file import load_cluster
+    from moetool.placement._placement_plan import PlacementPlan
+    from moetool.simulation.simulate import ModeInputs, open_sources, read_settings
+    from moetool.simulation.sweep import parse_sweeps
+    from moetool.simulation.sweep import sweep as run
 
     if figure is not None:
-        from moetool.report.simulated import require_drawable
+        from moetool.report.simulation_page import require_drawable
 
         require_drawable(figure)
     if report is not None:
@@ -80,7 +80,7 @@ def simulate(
     given = None if plan is None else PlacementPlan.load(plan)
     predicts = None
     if predictor is not None:
-        from moetool.predictor import load_predictor
+        from moetool.learning.predictor import load_predictor
 
         predicts = load_predictor(predictor)
     sources = open_sources(trace)
@@ -93,14 +93,11 @@ def simulate(
             arrivals,
             requests,
             options,
-            costs=costs,
-            planner_options=planner_options,
-            plan=given,
-            profile=None if profile is None else CostProfile.load(profile),
-            predictor=predicts,
+            costs=costs if profile is None else CostProfile.load(profile),
+            inputs=ModeInputs(options=planner_options, plan=given, predictor=predicts),
         )
     if figure is not None:
-        from moetool.report.simulated import save
+        from moetool.report.simulation_page import save
 
         drawn = save(figure, runs)
     drawn_from = _drawn_from(options.split, None if given is None else given.split)
@@ -140,7 +137,7 @@ def simulate(
 
 def _modes(given: list[str], planner_options: Mapping[str, Any]) -> list[str]:
     """The modes by name. Raises: UsageError where there is none, or an option is for the planner of none of them."""
-    from moetool.simulation.control import find_mode
+    from moetool.simulation.placement_control import find_mode
 
     modes = [name for text in given for name in text.split(",") if name]
     if not modes:
@@ -152,8 +149,8 @@ def _modes(given: list[str], planner_options: Mapping[str, Any]) -> list[str]:
 
 
 def _write_page(report: Path, runs: Any, spec: "ModelSpec", said: Mapping[str, Any]) -> None:
-    from moetool.report.page import shape_of
-    from moetool.report.simulated import facts_of, page
+    from moetool.report.simulation_page import facts_of, page
+    from moetool.report.trace_page import shape_of
 
     durable.write_text(report, page(runs, facts_of({"model": spec.name, **said}), shape_of(spec)))
 
@@ -204,7 +201,7 @@ def _print(runs: Any) -> None:
 
 
 def _percentiles(latencies_s: list[float]) -> list[float]:
-    from moetool.simulation.results import percentile
+    from moetool.simulation.simulation_results import percentile
 
     return [percentile(latencies_s, p) for p in (50, 90, 99)]
 

@@ -1,4 +1,4 @@
-"""The commands about traces: `moetool trace info`, `head`, `sample`, `split`, `merge`, `import` and `export`."""
+"""The commands about traces: `moetool trace info`, `head`, `sample`, `split`, `merge`, `diff`, `import`, `export`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetool import tables
+from moetool.cli.flags import how_whole, open_trace
 from moetool.config import parse_settings
 from moetool.errors import UsageError
 
@@ -20,12 +21,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `moetool trace`."""
-    for command in (info, head, sample, split, merge, export):
+    for command in (info, head, sample, split, merge, diff, export):
         app.command()(command)
     app.command("import")(import_files)
 
 
-def info(path: Dir, as_json: Json = False) -> None:
+def info(
+    path: Dir,
+    check: Annotated[bool, typer.Option("--check", help="Read every row and column, and check them.")] = False,
+    as_json: Json = False,
+) -> None:
     """Check a trace, or counts, and say what is in it."""
     from moetool.trace.expert_counts import ExpertCounts, open_workload
 
@@ -33,14 +38,17 @@ def info(path: Dir, as_json: Json = False) -> None:
     if isinstance(source, ExpertCounts):
         _counts_info(source.describe(), as_json)
         return
-    source.verify()
+    if check:
+        source.check()
+    else:
+        source.verify()
     found = source.describe()
     if as_json:
         tables.print_json(found)
         return
     spec = source.spec
     print(f"{path}: {spec.name}, {spec.num_layers} MoE layers x {spec.num_experts} experts, top-{max(spec.top_k_L)}")
-    print(f"columns {', '.join(found['columns'])}; batches {found['composition']}; whole and unchanged")
+    print(f"columns {', '.join(found['columns'])}; batches {found['composition']}; {how_whole(source)}")
     rows = [
         [
             f"{row['dataset']} / {row['task'] or '-'}",
@@ -74,9 +82,8 @@ def head(
 ) -> None:
     """Make a trace of the first layers or requests of another."""
     from moetool.trace.edit import head as run
-    from moetool.trace.reader import Trace
 
-    _print(out, run(Trace(path), out, layers=layers, requests=requests, overwrite=overwrite))
+    _print(out, run(open_trace(path), out, layers=layers, requests=requests, overwrite=overwrite))
 
 
 def sample(
@@ -88,9 +95,8 @@ def sample(
 ) -> None:
     """Make a trace of some requests of another, drawn by chance."""
     from moetool.trace.edit import sample as run
-    from moetool.trace.reader import Trace
 
-    _print(out, run(Trace(path), out, requests=requests, seed=seed, overwrite=overwrite))
+    _print(out, run(open_trace(path), out, requests=requests, seed=seed, overwrite=overwrite))
 
 
 def split(
@@ -104,13 +110,12 @@ def split(
 ) -> None:
     """Make a trace of each task of another, or of shares of its requests."""
     from moetool.trace.edit import split as run
-    from moetool.trace.reader import Trace
 
     try:
         shares = [float(part) for text in share or [] for part in text.split(",")]
     except ValueError:
         raise UsageError(f"--share {share}: expected numbers, such as 0.8 or 0.6,0.2") from None
-    for name, part in run(Trace(path), out, by=by, shares=shares, overwrite=overwrite).items():
+    for name, part in run(open_trace(path), out, by=by, shares=shares, overwrite=overwrite).items():
         _print(out / name, part)
 
 
@@ -121,20 +126,65 @@ def merge(
 ) -> None:
     """Make one trace of several."""
     from moetool.trace.merge import merge as run
-    from moetool.trace.reader import Trace
 
-    made, notes = run([Trace(path) for path in paths], out, overwrite=overwrite)
+    made, notes = run([open_trace(path) for path in paths], out, overwrite=overwrite)
     _print(out, made)
     for note in notes:
         print(f"  {note}")
 
 
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of a trace.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Folder of a trace of the same prompts by a changed model.")],
+    as_json: Json = False,
+) -> None:
+    """Compare the routing of two traces of the same prompts, layer by layer."""
+    from moetool.trace.diff import diff as run
+    from moetool.trace.reader import Trace
+
+    found = run(Trace(a), Trace(b))
+    if as_json:
+        tables.print_json(found.to_json())
+        return
+    print(
+        f"{tables.numbered(found.requests, 'request')} in both, {tables.numbered(found.tokens, 'token')} compared; "
+        f"{found.left_out:,} after the first other token left out; {found.only_a:,} and {found.only_b:,} requests in "
+        f"one trace alone"
+    )
+
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f}"
+
+    rows = [
+        [
+            str(one.layer),
+            f"{100 * one.flip_rate:.2f} %",
+            f"{100 * one.changed:.2f} %",
+            *(number(x) for x in (one.margin, one.flipped_margin, one.use_bits, one.score_bits)),
+        ]
+        for one in found.layers
+    ]
+    tables.print_table(
+        "", ["layer", "flips", "tokens changed", "margin", "margin, flipped", "JS use", "JS scores"], rows
+    )
+    print(f"mean flip rate {100 * found.flip_rate:.2f} %; margins in scores, JS divergence in bits")
+
+
 def import_files(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of one model, a task each.")],
-    format: Annotated[
-        str, typer.Option(help="What the files are, such as route_csv, vllm_routed_experts or policylang.")
-    ],
     out: Out,
+    format: Annotated[
+        str | None,
+        typer.Option(help="Format of the files, e.g. vllm_routed_experts or columns (default: told by their content)."),
+    ] = None,
+    columns: Annotated[
+        list[str],
+        typer.Option(
+            "--map",
+            help="Columns of a CSV, TSV, JSON or Parquet table, e.g. layer=l,expert=e,token=t (default: by their "
+            "names). Repeatable.",
+        ),
+    ] = [],  # noqa: B006 - Typer copies defaults
     tokens_as: Annotated[
         str | None,
         typer.Option(
@@ -153,10 +203,21 @@ def import_files(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Make a trace of the routes that others recorded; of files that only count, counts to plan placements from."""
-    from moetool.trace.importing import import_trace
+    """Import routes that another program recorded as a trace, or what it counted as counts."""
+    from moetool.formats._column_table import parse_map
+    from moetool.formats._import import import_trace
 
-    made = import_trace(files, format, out, tokens_as=tokens_as, settings=parse_settings(settings), overwrite=overwrite)
+    made = import_trace(
+        files,
+        format,
+        out,
+        tokens_as=tokens_as,
+        settings=parse_settings(settings),
+        mapping=parse_map(columns) or None,
+        overwrite=overwrite,
+    )
+    if made.guessed:
+        tables.narrate(f"read as {made.format}: {made.guessed} (--format chooses another)")
     if as_json:
         tables.print_json(made.to_json())
         return
@@ -182,7 +243,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Write a trace, or counts, for other programs."""
-    from moetool.trace.export import export_trace
+    from moetool.formats._export import export_trace
 
     made = export_trace(path, format, out, num_hidden_layers=num_hidden_layers, overwrite=overwrite)
     if as_json:

@@ -1,6 +1,5 @@
 """The commands that make and judge predictors: `moetool train` and `evaluate`."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,13 +64,13 @@ def train(
                 model, listed(data), out, options, seed=seed, overwrite=overwrite, on_progress=on_progress
             )
     else:
-        from moetool.learning.training import FitOptions
+        from moetool.learning.fit_options import FitOptions
         from moetool.learning.training import train as run
 
         if trace is None or model is not None or data or set(rounding.values()) != {None}:
             raise UsageError(f"{predictor} is trained on a trace: moetool train {predictor} --trace DIR --out {out}")
         fit = parse(FitOptions, options.pop("fit", {}), "fit")
-        card = run(predictor, trace, out, options=options, seed=seed, overwrite=overwrite, **asdict(fit))
+        card = run(predictor, trace, out, options=options, fit=fit, seed=seed, overwrite=overwrite)
     if as_json:
         tables.print_json(card)
     elif "quantization" in card:
@@ -111,8 +110,8 @@ def evaluate(
         durable.require_writable(report)
     costs = CostProfile.load(profile) if profile is not None else None
     from moetool.evaluation.evaluate import evaluate as run
-    from moetool.evaluation.page import write_page
-    from moetool.evaluation.tables import print_evaluations
+    from moetool.evaluation.match_tables import print_evaluations
+    from moetool.report.predictor_page import write_page
 
     rows = run(predictors, trace, unseen_task, costs, parse_settings(settings))
     if report is not None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from moetool.config import parse
 
 if TYPE_CHECKING:
-    from moetool.cluster.worker import WorkerSettings
-    from moetool.placement_plan import PlacementPlan
+    from moetool.cluster.edge.worker import WorkerSettings
+    from moetool.placement._placement_plan import PlacementPlan
 
 
 class Watch:
@@ -26,11 +26,11 @@ class Watch:
     """
 
     def __init__(self, values: dict[str, Any], plan: "PlacementPlan", narrate: Callable[[str], object]) -> None:
-        from moetool.cluster import dashboard
-        from moetool.cluster.scheduler import Options, Scheduler
+        from moetool.cluster.edge import dashboard
+        from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
 
-        options = parse(Options, values.pop("scheduler", {}), "--set scheduler")
-        self._page_options = parse(dashboard.Options, values.pop("dashboard", {}), "--set dashboard")
+        options = parse(SchedulerOptions, values.pop("scheduler", {}), "--set scheduler")
+        self._page_options = parse(dashboard.DashboardOptions, values.pop("dashboard", {}), "--set dashboard")
         self._narrate = narrate
         self._page: dashboard.Dashboard | None = None
         self.scheduler = Scheduler(plan.spec, plan.cluster, options, narrate=narrate)
@@ -45,7 +45,7 @@ class Watch:
 
     def open(self) -> None:
         """Serve the page, unless it is switched off. Raises: UsageError if the port is taken."""
-        from moetool.cluster.dashboard import Dashboard
+        from moetool.cluster.edge.dashboard import Dashboard
 
         if self._page_options.port >= 0:
             host, port = self._page_options.host, self._page_options.port

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from moetool import artefact, durable
+from moetool import validation as check
 from moetool.errors import MismatchError
 from moetool.machine import Machine
 from moetool.types import ModelSpec
 
 SCHEMA_VERSION = 1
 KIND = "cost_profile"
+TIERS = ("disk", "pinned", "pageable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class Curve:
             raise ValueError("the knots of a curve have to rise")
         if not all(math.isfinite(value) and value >= 0 for value in (*self.x, *self.y)):
             raise ValueError("the knots and values of a curve have to be finite and not negative")
+        if not all(math.isfinite(value) and value >= 0 for value in (self.residual, self.noise)) or self.samples < 1:
+            raise ValueError("residual and noise of a curve have to be finite and not negative, its samples 1 or more")
 
     def __call__(self, amount: float) -> float:
         """Seconds that `amount` takes."""
@@ -102,6 +106,7 @@ class ComputeCosts:
         device: `cpu` or `cuda`.
         dtype: data type of the activations and of all weights but the routed experts.
         threads: of the arithmetic, on the CPU.
+        slot_bytes: what an expert takes in a slot of the device; 0 where that was not asked.
         expert: one routed expert, from the checkpoint's data type, against its tokens.
         attention: everything of a decoder layer but its MLP or MoE block, for one new token, against the context.
         prompt_attention: the same for a whole prompt, against its tokens.
@@ -114,6 +119,7 @@ class ComputeCosts:
     device: str
     dtype: str
     threads: int
+    slot_bytes: int = 0
     expert: Curve
     attention: Curve
     prompt_attention: Curve
@@ -232,6 +238,28 @@ class CostProfile:
                 f"the profile is of {self.spec.name} ({_in_words(found)}), but the model is {spec.name} "
                 f"({_in_words(expected)}); make a profile of this model with: moetool profile"
             )
+
+    def validate(self) -> None:
+        """Refuse a profile that no machine has. Curves refuse themselves what they cannot be.
+
+        Raises:
+            MismatchError: nothing was measured, or the same twice, or a number cannot be.
+        """
+        self.spec.validate()
+        check.require_whole("num_hidden_layers", self.num_hidden_layers, self.spec.num_layers, check.MAX_LAYERS)
+        check.require_whole("machine.cores", self.machine.cores, 1)
+        check.require_whole("machine.memory_bytes", self.machine.memory_bytes, 0)
+        check.require_number("load_average", self.load_average)
+        check.require_number("measured_s", self.measured_s)
+        check.require(bool(self.compute), "compute", "no costs", "those of a device")
+        check.require_distinct("compute", [f"{costs.dtype} on {costs.device}" for costs in self.compute])
+        for i, costs in enumerate(self.compute):
+            check.require_one_of(f"compute.{i}.device", costs.device, ("cpu", "cuda"))
+            check.require_whole(f"compute.{i}.threads", costs.threads, 0)
+        check.require_distinct("loads", [f"{loads.tier} with {loads.threads} threads" for loads in self.loads])
+        for i, loads in enumerate(self.loads):
+            check.require_one_of(f"loads.{i}.tier", loads.tier, TIERS)
+            check.require_whole(f"loads.{i}.threads", loads.threads, 1)
 
     def save(self, path: Path) -> None:
         """Write the profile as a whole or not at all."""

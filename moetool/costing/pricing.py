@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from moetool.caching._host_split import HostCosts
+from moetool.caching._policy import parse_options
 from moetool.costing.costs import ComputeCosts, CostProfile
 from moetool.errors import MismatchError, UsageError
-from moetool.host_split import HostCosts
-from moetool.policy import parse_options
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 _SEVERAL = 8  # tokens of a decode step that an expert is priced for beside one
@@ -149,7 +149,7 @@ class Prices:
         return self._host_expert[self._tokens[key]]
 
     def host_costs(self) -> dict[str, float]:
-        """Options of `moetool.host_split.HostCosts`; none where the host has no arithmetic of its own to offer."""
+        """Options of `moetool.caching._host_split.HostCosts`; empty where the host does not compute experts."""
         if self.host_is_device or self._host_expert is None:
             return {}
         one, many = self._host_expert[1], self._host_expert[_SEVERAL]

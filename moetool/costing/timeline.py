@@ -1,9 +1,9 @@
-"""Programs with a clock: what a run of `moetool.residency` would take on a machine that a `CostProfile` describes.
+"""Programs with a clock: the time of a run of `moetool.caching._residency` on the machine of a `CostProfile`.
 
 One stream computes, and each tier of memory moves experts on a stream of its own. Time is integer nanoseconds. The
-program is executed as `moetool.serving.store` executes it: a load is started and not waited for; an expert is waited
-for just before it is computed. A transfer that runs is never interrupted. Demand goes ahead of every prefetch that
-has not begun; what the compute stream waits for goes ahead of all that has not; a prefetch that has not begun when
+program is executed as `moetool.runtime.expert_store` executes it: a load is started and not waited for; an expert is
+waited for just before it is computed. A transfer that runs is never interrupted. Demand goes ahead of every prefetch
+that has not begun; what the compute stream waits for goes ahead of all that has not; a prefetch that has not begun when
 its slot is given away is never made.
 
 What is left out: Python's own time, sampling, and what reading and computing take from each other on one processor; of
@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from moetool.caching._residency import Step, StepKind
 from moetool.costing.pricing import Prices
 from moetool.costing.timing import Spent, Timing, percentiles
-from moetool.residency import Step, StepKind
 from moetool.types import ForwardInfo, GateEvent, Phase
 
 _COMPUTE, _LOAD, _PREFETCH, _HOST = StepKind.COMPUTE, StepKind.LOAD, StepKind.PREFETCH, StepKind.HOST

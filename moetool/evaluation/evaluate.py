@@ -1,7 +1,7 @@
 """Scores predictors on requests that they were not made from, beside the counting predictors.
 
 What is scored, and where: `moetool.evaluation.tally` says how often a prediction is right, by distance, phase and
-layer; `moetool.evaluation.foretelling` judges what is said of a whole request while it waits.
+layer; `moetool.evaluation.prompt_scoring` judges what is said of a whole request while it waits.
 """
 
 import copy
@@ -16,12 +16,12 @@ import torch
 
 from moetool.costing.costs import CostProfile
 from moetool.errors import UsageError, unknown_name
-from moetool.evaluation.foretelling import Foretold, judge
 from moetool.evaluation.prediction_time import prompt_time, step_time
-from moetool.evaluation.tally import Score, Tally
-from moetool.evaluation.unseen import Unseen, in_time, unseen_by_all
+from moetool.evaluation.prompt_scoring import Foretold, judge
+from moetool.evaluation.tally import MatchScore, MatchTally
+from moetool.learning.predictor import Predictor, build, load_predictor
 from moetool.learning.tokens import Part, Picker, read, require_finite, stream
-from moetool.predictor import Predictor, build, load_predictor
+from moetool.learning.unseen import Unseen, in_time, unseen_by_all
 from moetool.trace.reader import Trace
 from moetool.types import ForwardInfo, GateEvent
 
@@ -39,7 +39,7 @@ class Evaluation:
         baseline: for a baseline, what it was counted on; else None.
         trace: the folder of the trace.
         unseen_task: whether the trace was given as one of a task that the predictors were not trained on.
-        requests, num_skipped: as of `moetool.evaluation.unseen.Unseen`.
+        requests, num_skipped: as of `moetool.learning.unseen.Unseen`.
         num_requests: requests scored.
         num_tokens: tokens scored.
         top_k: K of the model.
@@ -81,10 +81,10 @@ class Evaluation:
     training_tokens: int | None
     training_share: float | None
     epochs: int | None
-    scores: tuple[Score, ...]
+    scores: tuple[MatchScore, ...]
     foretold: Foretold | None
 
-    def overall(self, phase: str = "all") -> dict[int, Score]:
+    def overall(self, phase: str = "all") -> dict[int, MatchScore]:
         """By distance, the score over all layers of a phase."""
         return {s.distance: s for s in self.scores if s.phase == phase and s.layer is None}
 
@@ -203,7 +203,7 @@ def _evaluate(
 ) -> Evaluation:
     part = unseen.part
     distances = [d for d in DISTANCES if d < predictor.num_layers and d <= predictor.reach(trace.ahead)]
-    tally = Tally(predictor, distances)
+    tally = MatchTally(predictor, distances)
     if predictor.remembers or predictor.incremental:
         _replay(copy.deepcopy(predictor), trace, part, tally)  # what it remembers of one trace stays there
     else:
@@ -239,7 +239,7 @@ def _evaluate(
     )
 
 
-def _replay(predictor: Predictor, trace: Trace, part: Part, tally: Tally) -> None:
+def _replay(predictor: Predictor, trace: Trace, part: Part, tally: MatchTally) -> None:
     """Score a predictor by what it says as it watches: request after request, forward after forward.
 
     Of a request split in time it watches the tokens before those that are scored too.

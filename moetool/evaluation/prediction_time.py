@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from moetool.predictor import Predictor
+from moetool.learning.predictor import Predictor
 from moetool.trace.events import to_events
 from moetool.trace.reader import Trace
 from moetool.types import ForwardInfo, GateEvent, Phase

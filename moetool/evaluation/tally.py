@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from moetool.errors import MoetoolError
+from moetool.learning.predictor import Predictor
 from moetool.learning.tokens import Tokens
-from moetool.predictor import Predictor
 from moetool.types import Phase
 
 _BINS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
+class MatchScore:
     """How well one layer, or all, was predicted from one distance in one phase, or both.
 
     Attributes:
@@ -48,7 +48,7 @@ class Score:
     calibration_error: float
 
 
-class Tally:
+class MatchTally:
     """Counts of right predictions by distance, phase and layer.
 
     Args:
@@ -110,9 +110,9 @@ class Tally:
         nearest = min(self.distances)
         return int(self._hits_PLM[nearest][:, -1, 0].sum())
 
-    def scores(self) -> tuple[Score, ...]:
+    def scores(self) -> tuple[MatchScore, ...]:
         """All that was counted, in the order that `Evaluation.scores` promises."""
-        made: list[Score] = []
+        made: list[MatchScore] = []
         for distance in self.distances:
             hits, bins = self._hits_PLM[distance], self._bins_PL3B[distance]
             phases = {"all": (hits.sum(axis=0), bins.sum(axis=0))}
@@ -122,11 +122,13 @@ class Tally:
                 made += [self._score(phase, distance, i, h[i], b[i]) for i in range(distance, len(h))]
         return tuple(score for score in made if score.predictions)
 
-    def _score(self, phase: str, distance: int, layer: int | None, hits_M: np.ndarray, bins_3B: np.ndarray) -> Score:
+    def _score(
+        self, phase: str, distance: int, layer: int | None, hits_M: np.ndarray, bins_3B: np.ndarray
+    ) -> MatchScore:
         predictions, exact, any_right, right, *wider = map(int, hits_M)
         total = max(predictions, 1)
         experts_B, chance_B, chosen_B = bins_3B
-        return Score(
+        return MatchScore(
             phase=phase,
             distance=distance,
             layer=layer,

@@ -3,7 +3,7 @@
 An iteration is what one request does in one forward: its prompt, or one new token. Its *map* holds a distribution
 over the experts for each MoE layer, and beside the map lies the iteration's *embedding*, the mean output of the
 embedding layer. Two searches find the stored iteration that is most like the running one: by embedding, before any
-gate has spoken (`Search.by_meaning`), and by the gates so far (`Search.by_path`).
+gate has spoken (`MapSearch.by_meaning`), and by the gates so far (`MapSearch.by_path`).
 
 Source: FineMoE (Yu et al., EuroSys 2026), sections 4.1 to 4.4; each function names its equation.
 
@@ -119,10 +119,15 @@ class MapStore:
         if maps_LCE.ndim != 3 or embedding_CD.ndim != 2 or next_C.ndim != 1:
             raise ValueError(f"maps of shape {maps_LCE.shape}, {embedding_CD.shape}, {next_C.shape}")
         num_layers, size, num_experts = maps_LCE.shape
+        if next_C.dtype.kind != "i":
+            raise ValueError(f"next_C is {next_C.dtype}, expected whole numbers")
         if size > capacity or len(embedding_CD) != size or len(next_C) != size:
             raise ValueError(f"{size} maps, {len(embedding_CD)} embeddings, {len(next_C)} links, room for {capacity}")
         if size and not -1 <= int(next_C.min()) <= int(next_C.max()) < size:
             raise ValueError("links to maps that are not there")
+        for name, array, dtype in (("maps_LCE", maps_LCE, np.float32), ("embedding_CD", embedding_CD, np.float32)):
+            if array.dtype != dtype:
+                raise ValueError(f"{name} is {array.dtype}, expected {np.dtype(dtype)}")
         made = cls(num_layers, num_experts, capacity, embedding_CD.shape[1], distance)
         made.size = size
         made.maps_LCE, made.embedding_CD, made.next_C = maps_LCE, embedding_CD, next_C.astype(np.int32)
@@ -130,6 +135,8 @@ class MapStore:
         linked = np.flatnonzero(made.next_C >= 0)
         made._last_C[made.next_C[linked]] = linked
         made._squares_LC = np.cumsum(np.einsum("lce,lce->lc", maps_LCE, maps_LCE), axis=0, dtype=np.float32)
+        if not (np.isfinite(made._squares_LC).all() and np.isfinite(embedding_CD).all()):
+            raise ValueError("maps or embeddings that are no finite numbers")
         return made
 
     def copy(self) -> "MapStore":
@@ -146,7 +153,7 @@ class MapStore:
             "next_C": self.next_C[:size],
         }
 
-    def redundancy(self, searches: Sequence["Search"]) -> np.ndarray:
+    def redundancy(self, searches: Sequence["MapSearch"]) -> np.ndarray:
         """RDY of section 4.4: how much each stored map says the same as each new one, float64 [B, C].
 
         RDY = d/L * Eq. 4 + (L-d)/L * Eq. 5 over all layers. Without embeddings it is Eq. 5 alone.
@@ -155,7 +162,7 @@ class MapStore:
         share = self.distance / num_layers if self.embedding_CD.shape[1] else 0.0
         return np.stack([share * s.meaning_C() + (1 - share) * s.path_C() for s in searches])
 
-    def add(self, searches: Sequence["Search"], after: Sequence[int]) -> list[int]:
+    def add(self, searches: Sequence["MapSearch"], after: Sequence[int]) -> list[int]:
         """Store the maps of complete iterations of one forward.
 
         Below the capacity each gets a new row. After that each takes the row of the map that it makes redundant the
@@ -223,7 +230,7 @@ class MapStore:
         self._last_C = np.pad(self._last_C, (0, more), constant_values=-1)
 
 
-class Search:
+class MapSearch:
     """One running iteration, compared with every map of a store as its layers arrive.
 
     Each layer adds to running dot products and norms; what was compared before is not looked at again. The store

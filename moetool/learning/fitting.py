@@ -23,9 +23,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from moetool.errors import MoetoolError
+from moetool.learning.fit_options import FitOptions
+from moetool.learning.predictor import Predictor
 from moetool.learning.tokens import Tokens
-from moetool.predictor import Predictor
+from moetool.tables import shows_progress
 
+_LOG = logging.getLogger(__name__)
 _MAX_VALIDATION_PAIRS = 2048
 
 
@@ -33,12 +36,8 @@ def fit(
     model: Predictor,
     train: Tokens,
     validation: Tokens,
+    options: FitOptions,
     *,
-    max_epochs: int,
-    max_tokens: int | None,
-    batch_size: int,
-    learning_rate: float,
-    patience: int,
     seed: int,
     folder: Path,
 ) -> dict[str, Any]:
@@ -47,9 +46,8 @@ def fit(
     Args:
         train: the training tokens, with all layers.
         validation: those that decide when to stop and which epoch was best.
+        seed: of the order of the samples and of dropout.
         folder: where Lightning may write; nothing is expected there.
-
-    The rest is explained at `moetool.learning.training.train`.
 
     Effects: shows progress where stderr is a terminal.
 
@@ -60,17 +58,17 @@ def fit(
         MoetoolError: a loss is not finite.
     """
     whole_requests = model.remembers and train.example_T is None
-    data = _Pairs(train, validation, batch_size, max_tokens, seed, whole_requests=whole_requests)
-    total_steps = max_epochs * len(data.epoch)
-    best = _Best()
+    data = _Pairs(train, validation, options, seed, whole_requests=whole_requests)
+    total_steps = options.max_epochs * len(data.epoch)
+    best = BestEpoch()
     console = Console(stderr=True)
-    with quiet(), Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+    with quiet(), Progress(console=console, disable=not shows_progress(), transient=True) as progress:
         bar = _Bar(progress, progress.add_task(f"fitting {model.name}", total=total_steps))
         trainer = pl.Trainer(
             accelerator="cuda" if torch.cuda.is_available() else "cpu",
             devices=1,
-            max_epochs=max_epochs,
-            callbacks=[best, bar, EarlyStopping("validation_loss", patience=patience, check_finite=False)],
+            max_epochs=options.max_epochs,
+            callbacks=[best, bar, EarlyStopping("validation_loss", patience=options.patience, check_finite=False)],
             plugins=[LightningEnvironment()],  # whatever cluster this runs on, it is one process
             num_sanity_val_steps=0,
             logger=False,
@@ -81,16 +79,16 @@ def fit(
         )
         with interruptible(), torch.random.fork_rng():
             torch.manual_seed(seed)
-            trainer.fit(_Fit(model, learning_rate, total_steps), datamodule=data)
+            trainer.fit(_Fit(model, options.learning_rate, total_steps), datamodule=data)
     model.cpu().load_state_dict(best.state)
     return {
         "tokens": len(data.epoch.index_N),
         "epochs": len(best.losses),
         "best_epoch": best.epoch + 1,
-        "max_epochs": max_epochs,
+        "max_epochs": options.max_epochs,
         "batch_size": data.epoch.batch_size,
-        "learning_rate": learning_rate,
-        "patience": patience,
+        "learning_rate": options.learning_rate,
+        "patience": options.patience,
         "lightning": pl.__version__,
         **{name: [round(epoch[name], 6) for epoch in best.losses] for name in ("loss", "validation_loss")},
     }
@@ -170,13 +168,13 @@ class _Pairs(pl.LightningDataModule):
         self,
         train: Tokens,
         validation: Tokens,
-        batch_size: int,
-        max_tokens: int | None,
+        options: FitOptions,
         seed: int,
         *,
         whole_requests: bool,
     ) -> None:
         super().__init__()
+        batch_size, max_tokens = options.batch_size, options.max_tokens
         generator = torch.Generator().manual_seed(seed)
         index_N = torch.arange(len(train))
         if max_tokens is not None and max_tokens < len(train):
@@ -230,7 +228,7 @@ def one_cycle(step: int, total_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, total_steps - warm_up)))
 
 
-class _Best(pl.Callback):
+class BestEpoch(pl.Callback):
     """Keeps the losses, and in memory the weights of the best epoch.
 
     Raises:
@@ -251,6 +249,7 @@ class _Best(pl.Callback):
                     f"train again with a lower learning rate"
                 )
         self.losses.append(losses)
+        _LOG.info("epoch %d: loss %.6f, validation loss %.6f", len(self.losses), *losses.values())
         if self.epoch < 0 or losses["validation_loss"] < self.losses[self.epoch]["validation_loss"]:
             self.epoch = len(self.losses) - 1
             self.state = {k: v.detach().clone() for k, v in pl_module.predictor.state_dict().items()}

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from moetool.learning.route_memory import EVERYONE, Neighbours, RouteMemory, Search, roots
+from moetool.learning.route_memory import EVERYONE, Neighbours, RouteMemory, RouteSearch, roots
 from moetool.types import GateEvent
 
 SIGNALS = (
@@ -200,7 +200,7 @@ class PathSignals:
         num_tokens, top_k = len(request_T), len(event.experts_TK[0])
         self.experts_TLK = np.zeros((num_tokens, self.num_layers, top_k), np.int64)
         self._root_TLK = np.zeros(self.experts_TLK.shape, np.float32)
-        self._searches: dict[int, Search] = {}
+        self._searches: dict[int, RouteSearch] = {}
         width = 0 if self._net is None else len(self._fade_H)
         self._z_TH = np.zeros((num_tokens, width), np.float32)
         self._before_TH = np.zeros_like(self._z_TH)
@@ -210,7 +210,7 @@ class PathSignals:
             if request not in self.running:
                 self.running[request] = Running(self.num_layers, self.num_experts)
             yours = owner_C == request
-            self._searches[request] = Search(
+            self._searches[request] = RouteSearch(
                 self.memory,
                 len(mine),
                 np.flatnonzero(yours),

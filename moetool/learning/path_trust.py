@@ -2,8 +2,8 @@
 
 What `predictors/fused.py` fits is used here without torch, and goes on learning: each request moves an `Offset` of the
 trust after each of its tokens, by what was said of the next layer; the others hear of it when the request is over. So
-they do of its `Record`: where one of `ALONE` has lately been right more often than the fused logits, for a layer from
-some distance, the experts are ranked as that signal ranks them.
+they do of its `HitRecord`: where one of `ALONE` has lately been right more often than the fused logits, for a layer
+from some distance, the experts are ranked as that signal ranks them.
 
 Shapes: D distances, S signals, G as in `moetool.learning.path_signals`; R the fused logits, then `ALONE`; P prompts,
     then tokens by themselves.
@@ -29,7 +29,7 @@ _OTHERS = 128  # predictions that the other layers count for
 _LEAD = 0.5  # over the root of the predictions that count: by so much more of the experts must one be right
 
 
-class Record:
+class HitRecord:
     """How right the fused logits and single signals were lately, for each layer from each distance.
 
     Shapes: right_PDLR, the decayed sum of shares of a token's experts that were found; seen_PDL, of its tokens.
@@ -59,7 +59,7 @@ class Record:
         lead = _LEAD * math.sqrt(float(seen_L[layer]) + others)
         return best if right_R[1 + best] - right_R[0] > lead else None
 
-    def add(self, began: "Record", now: "Record") -> None:
+    def add(self, began: "HitRecord", now: "HitRecord") -> None:
         """What a request has found out since it began."""
         for name in self.__slots__:
             mine = getattr(self, name)
@@ -101,8 +101,8 @@ class FusedPath:
         self._haste = haste
         self._common = Offset(trust_DS.shape[1])
         self._own: dict[int, tuple[Offset, Offset]] = {}  # of each running request: as it began, and now
-        self._records = Record(signals.num_layers)
-        self._own_records: dict[int, tuple[Record, Record]] = {}
+        self._records = HitRecord(signals.num_layers)
+        self._own_records: dict[int, tuple[HitRecord, HitRecord]] = {}
         self.said: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of the layers ahead: signals and fused logits
         self._shown: dict[int, np.ndarray] = {}  # what was answered
         self._asked: dict[int, dict[int, np.ndarray]] = {}  # by coming layer and place of the distance: ranked_TER

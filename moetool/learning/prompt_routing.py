@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-import moetool.predictor
+import moetool.learning.predictor
 from moetool.errors import MismatchError, UsageError
 from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec, Phase
@@ -38,7 +38,7 @@ def check_widths(name: str, width: int, heads: int, vocabulary: int, dropout: fl
         raise UsageError(f"{name}: dropout is {dropout}, expected 0 <= dropout < 1")
 
 
-class Stage(nn.Module):
+class BlockTransformer(nn.Module):
     """One pre-norm transformer layer with causal attention, and an output for a block of MoE layers.
 
     Args:
@@ -84,7 +84,7 @@ class Stage(nn.Module):
         return F.dropout(x_RSW, self.dropout, self.training)
 
 
-class PromptPredictor(moetool.predictor.Predictor):
+class PromptPredictor(moetool.learning.predictor.Predictor):
     """Scores are logits; those of a prompt's tokens are its own, those of later tokens the mean over the prompt.
 
     Nothing but the ids of the prompt is looked at, so that all layers are predicted before the first one runs. Nothing
@@ -128,12 +128,13 @@ class PromptPredictor(moetool.predictor.Predictor):
         edges = (0, *boundaries, L)
         self.blocks = tuple(itertools.pairwise(edges))
         self.register_buffer("id_V", torch.full((vocabulary,), _NO_ID, dtype=torch.int64))
-        self.register_buffer("base_LE", torch.full((L, E), _logit(torch.tensor(self.top_k / E)).item()))
+        share = min(self.top_k / E, 0.999)
+        self.register_buffer("base_LE", torch.full((L, E), math.log(share / (1 - share))))
         self.embedding = nn.Embedding(vocabulary + 1, width)
         nn.init.normal_(self.embedding.weight, std=1.0)
         outputs = [(end - start) * E for start, end in self.blocks]
         self.stages = nn.ModuleList(
-            Stage(width, heads, before, after, dropout)
+            BlockTransformer(width, heads, before, after, dropout)
             for before, after in zip([0, *outputs[:-1]], outputs, strict=True)
         )
         self._prompts: dict[int, tuple[Tensor, Tensor]] = {}  # of each running request: its ids, its mean logits_LE

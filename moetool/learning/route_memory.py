@@ -111,7 +111,7 @@ class RouteMemory:
             self._unlength_LC[layer, rows] = 1 / np.sqrt(np.maximum(square_T, 1e-30))
 
 
-class Search:
+class RouteSearch:
     """The running tokens of one request in a forward, compared with every path that the request may find.
 
     The memory must not change before their last layer.

@@ -210,14 +210,14 @@ def read(trace: Trace, needs: Collection[str], part: Part, scratch: Path) -> Tok
     return Tokens(**held)
 
 
-_IN_MEMORY = 1 << 12  # bytes of a field of one token
+IN_MEMORY = 1 << 12  # bytes of a field of one token
 
 
 def _space(count: int, like: Tensor, scratch: Path) -> Tensor:
     """Room for a field of `count` tokens: in a file where it is wide."""
     shape = (count, *like.shape[1:])
     if like.is_floating_point():
-        if 2 * like[0].numel() > _IN_MEMORY and count:
+        if 2 * like[0].numel() > IN_MEMORY and count:
             with tempfile.TemporaryFile(dir=scratch) as file:
                 return torch.from_numpy(np.memmap(file, np.float16, "w+", shape=shape))  # the map keeps it open
         return torch.empty(shape, dtype=torch.float16)

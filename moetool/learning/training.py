@@ -19,26 +19,14 @@ from safetensors import SafetensorError
 
 from moetool import durable, plugins
 from moetool.errors import MoetoolError, UsageError
+from moetool.learning.fit_options import HELD_OUT, FitOptions
+from moetool.learning.predictor import build, save
 from moetool.learning.tokens import Part, num_tokens, read
-from moetool.predictor import build, save
 from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import prompt_digests
 
-HELD_OUT = 0.15
-"""Share of the requests that goes to validation, and again to test, unless another is given."""
 _FEWEST = 3  # requests; fewer are split in time
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitOptions:
-    """How gradient descent fits a predictor; `train` says what each one means."""
-
-    max_epochs: int = 20
-    max_tokens: int | None = None
-    batch_size: int = 256
-    learning_rate: float = 3e-3
-    patience: int = 4
-    held_out: float = HELD_OUT
+FIT = FitOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +130,8 @@ def train(
     out: Path,
     *,
     options: Mapping[str, Any] | None = None,
+    fit: FitOptions = FIT,
     seed: int = 0,
-    max_epochs: int = 20,
-    max_tokens: int | None = None,
-    batch_size: int = 256,
-    learning_rate: float = 3e-3,
-    patience: int = 4,
-    held_out: float = HELD_OUT,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Make a predictor from the training requests of a trace and save it.
@@ -161,12 +144,6 @@ def train(
             these are there and nothing else is said.
         seed: of the split, the first weights, the order of the samples and dropout; on one machine the same seed
             gives the same weights.
-        max_epochs: an epoch visits every training token once; a predictor that learns one layer a token gets it at one
-            drawn at random, so that its cost does not grow with the number of layers; a model of many layers wants
-            more epochs.
-        max_tokens: fit on at most so many training tokens, drawn at random; all of them are counted.
-        patience: epochs without a better validation loss before stopping. The best weights are kept.
-        held_out: share of the requests, or of the tokens of one or two, for validation, and again for test.
         overwrite: replace `out`.
 
     Effects: writes `out`, whole or not at all. Shows progress where stderr is a terminal.
@@ -179,15 +156,6 @@ def train(
         MismatchError: the trace is damaged or lacks a column.
         MoetoolError: the loss is not finite, or `out` cannot be written.
     """
-    for name, value, least in (("max_epochs", max_epochs, 1), ("batch_size", batch_size, 2), ("patience", patience, 1)):
-        if value < least:
-            raise UsageError(f"{name} is {value}, expected at least {least}")
-    if max_tokens is not None and max_tokens < 2:
-        raise UsageError(f"max_tokens is {max_tokens}, expected at least 2")
-    if not learning_rate > 0:
-        raise UsageError(f"learning_rate is {learning_rate}, expected more than 0")
-    if not 0 < held_out < 0.5:
-        raise UsageError(f"held_out is {held_out}, expected more than 0 and less than 0.5")
     durable.require_absent(out, overwrite, "card.json")
     began = time.perf_counter()
     source = Trace(trace)
@@ -196,7 +164,7 @@ def train(
         torch.manual_seed(seed)
         model = build(predictor, source.spec, options)
     source.require(model.needs, predictor)
-    split = _split(source, seed, held_out, model.needs)
+    split = _split(source, seed, fit.held_out, model.needs)
     tokens = {part: num_tokens(source, split.part(part)) for part in ("train", "validation")}
     if min(tokens.values()) < 2:
         raise UsageError(
@@ -207,19 +175,15 @@ def train(
         with durable.staged_directory(out, overwrite, "card.json") as staged:
             train_tokens = read(source, model.needs, split.part("train"), staged)
             model.count(train_tokens)
-            fit: dict[str, Any] = {}
+            fitted: dict[str, Any] = {}
             if model.learned:
                 from moetool.learning import fitting  # Lightning takes seconds to import; counting does without
 
-                fit = fitting.fit(
+                fitted = fitting.fit(
                     model,
                     model.prepare(train_tokens),
                     model.prepare(read(source, model.needs, split.part("validation"), staged)),
-                    max_epochs=max_epochs,
-                    max_tokens=max_tokens,
-                    batch_size=batch_size,
-                    learning_rate=learning_rate,
-                    patience=patience,
+                    fit,
                     seed=seed,
                     folder=staged,
                 )
@@ -230,7 +194,7 @@ def train(
                 "in_time": None if split.in_time is None else _spans(split.in_time),
                 "seen_prompts": _prompts(source, {*split.train, *split.validation}),
                 "tokens": tokens,
-                "fit": fit,
+                "fit": fitted,
                 "seconds": round(time.perf_counter() - began, 2),
                 "versions": {"python": platform.python_version(), "torch": torch.__version__},
             }

@@ -1,83 +1,354 @@
-"""Which tensors of a checkpoint make which parameter of a model, by transformers' own conversion mapping.
-
-Checkpoints name and split their tensors as their authors did; transformers renames, stacks and joins them when it
-loads. We ask the same tables in the same order, so that a layout that transformers reads is one that we read, and
-keep the answer instead of the tensors.
-"""
+"""A model's checkpoint, opened once: config, MoE layers, tensors, weight format, tokenizer and identity."""
 
 import copy
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+import weakref
+from collections import Counter
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 
-from moetool.errors import MismatchError
+from moetool.errors import MismatchError, UsageError, first_line, shortened
+from moetool.json_files import decode_json, read_bounded
+from moetool.models import families
+from moetool.models.config_checks import check_config, warn_of_further_layers
+from moetool.models.conversion import TensorSource, sources
+from moetool.models.expert_files import ExpertFiles, ExpertWeights, slot_form, stored_bytes
+from moetool.models.gguf_weights import read_gguf
+from moetool.models.location import locate, locate_config
+from moetool.models.pack_quantized import PackQuantized
+from moetool.models.quantization_config import Quantization, quantization_of
+from moetool.models.revision import config_revision, revision_of
+from moetool.models.shards import Shards
+from moetool.models.spec import MoeLayer, moe_layers, offloaded, spec_of
+from moetool.models.tensor_index import DTYPES, TensorIndex, read_index
+from moetool.models.weight_index import WeightIndex, index_weights
+from moetool.types import ModelSpec
+
+_NARROW = torch.bfloat16  # no family asks for it by name, so what has it in the skeleton takes the model's data type
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What makes one parameter.
-
-    Attributes:
-        parameter: its name in the model; the first one where a conversion makes several.
-        names: checkpoint tensors in natural order, by the pattern of the conversion that they matched.
-        converter: transformers' conversion; None where one tensor is the parameter as it stands.
-    """
-
-    parameter: str
-    names: dict[str, list[str]]
-    converter: Any | None
-
-    def convert(self, tensors: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-        """The parameters that the checkpoint tensors make, by name.
-
-        Raises:
-            MismatchError: the tensors do not fit together.
-        """
-        if self.converter is None:
-            return {self.parameter: next(iter(tensors.values()))}
-        converter = copy.deepcopy(self.converter)
-        for pattern, names in self.names.items():
-            for name in names:
-                converter.add_tensor(self.parameter, name, pattern, tensors[name])
-        try:
-            made: dict[str, torch.Tensor] = converter.convert(self.parameter, model=model, config=model.config)
-        except (RuntimeError, ValueError) as error:
-            raise MismatchError(f"cannot make {self.parameter} of the tensors in the weight files: {error}") from None
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-
-def sources(model: Any, names: Iterable[str]) -> dict[str, Source]:
-    """For each parameter and buffer of the model, what makes it.
-
-    Tensors that the model has no place for (further prediction layers, vision towers) are left out.
+class Checkpoint:
+    """What is known of a checkpoint. Everything is read and built at its first use, and once.
 
     Args:
-        model: a transformers model, its tensors on the meta device or not.
-        names: all tensors of the checkpoint.
+        path: its folder.
+        name: what people call it; the path, if not said.
+        weights: whether its weight files are to be used; without them the config tells all there is.
+        direct: read tensors with O_DIRECT where the file system allows.
+
+    Attributes:
+        config: transformers' config of the text model, as the file has it but for its quantization.
+        raw: the content of config.json.
+        quantization: the weight formats of its experts and of its dense parts; None where all are plain numbers.
+
+    Effects: files stay open only in what `open_shards` and `expert_files` give. `close` closes all of these.
+
+    Raises:
+        UsageError: transformers does not know the family, it needs code of its own, or the weight format is none that
+            is read.
+        MismatchError: the config is damaged.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    places = model.state_dict()
-    prefix = model.base_model_prefix
-
-    found: dict[str, Source] = {}
-    for name in sorted(names, key=dot_natural_key):
-        # The text part of a multimodal checkpoint goes by its own names there.
-        for candidate in dict.fromkeys((name, name.replace("language_model.", "", 1))):
-            renamed, pattern = rename_source_key(candidate, renamings, converters, prefix, places)
-            if renamed not in places and candidate in places:
-                renamed, pattern = candidate, None
-            if renamed in places:
-                break
+    def __init__(self, path: Path, *, name: str = "", weights: bool = True, direct: bool = True) -> None:
+        self.path = path
+        self.name = name or str(path)
+        self.weights = weights
+        self._direct = direct
+        self._opened: weakref.WeakSet[Shards] = weakref.WeakSet()
+        self._gguf = read_gguf(path) if path.is_file() else None
+        self.quantization: Quantization | None
+        if self._gguf is not None:
+            self._content, self.raw, self.quantization = self._gguf.content, self._gguf.config, self._gguf.weights
         else:
-            continue
-        source = found.setdefault(renamed, Source(renamed, {}, by_pattern.get(pattern) if pattern else None))
-        source.names.setdefault(pattern or name, []).append(name)
-    return found
+            self._content, self.raw = _read_config(path / "config.json")
+            self.quantization = quantization_of(self.raw, path)
+        self._whole_config = _parse_config(path, self.raw)
+        self.config: Any = self._whole_config.get_text_config()
+        check_config(self.config, path / "config.json")
+        if hasattr(self.config, "quantization_config"):
+            del self.config.quantization_config  # the model is built unpacked, whatever its files hold
+
+    @classmethod
+    def open(cls, model: str | Path, *, weights: bool = True) -> "Checkpoint":
+        """The checkpoint of a model.
+
+        Args:
+            model: as `moetool.models.location.locate` takes it, or without weights `locate_config`.
+
+        Effects: a hub name is downloaded to the hub's own cache, unless HF_HUB_OFFLINE is set.
+        """
+        path = locate(str(model)) if weights else locate_config(str(model))
+        return cls(path, name=str(model), weights=weights)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files that were opened through this. What is known stays known, and they may be opened again."""
+        for shards in list(self._opened):
+            shards.close()
+
+    # -- the model without its weights ---------------------------------------------------------------------------
+
+    @cached_property
+    def skeleton(self) -> Any:
+        """The model with every tensor on the meta device: its modules and shapes, no memory. Not to be changed."""
+        from transformers import AutoModelForCausalLM
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        if type(self.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise UsageError(
+                f"{self.path} is of the model type {self.raw.get('model_type')!r}, whose text part "
+                f"({self.config.model_type}) transformers builds only with other parts, not as a language model by "
+                "itself; 'moetool models' lists what moetool reads"
+            )
+        try:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=_NARROW).eval()
+        except Exception as error:  # a config that lacks a value fails wherever the model first needs it
+            raise UsageError(
+                f"transformers cannot build a {self.config.model_type} model from {self.path / 'config.json'}: "
+                f"{shortened(first_line(error), 200)}; a value there is missing or wrong"
+            ) from error
+
+    def empty_model(self, dtype: torch.dtype) -> Any:
+        """A skeleton of one's own, to be filled or cut, of this data type."""
+        model = copy.deepcopy(self.skeleton)
+        model._apply(lambda tensor: tensor.to(dtype) if tensor.dtype == _NARROW else tensor)
+        for config in (model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)):
+            if config is not None:
+                config.dtype = dtype
+        return model
+
+    @cached_property
+    def layers(self) -> list[MoeLayer]:
+        """The MoE layers of the skeleton.
+
+        Raises:
+            UsageError: it has none that moetool can hook.
+        """
+        return moe_layers(self.skeleton)
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """What there is to know of its experts.
+
+        Raises:
+            UsageError: it is no MoE model of a family that moetool knows.
+            MismatchError: its weight files are damaged.
+        """
+        spec = spec_of(
+            self.skeleton,
+            self.layers,
+            name=self.path.name,
+            revision=self.revision,
+            expert_bytes_L=self._expert_bytes(),
+        )
+        try:
+            spec.validate()
+        except MismatchError as error:
+            raise MismatchError(f"{self.path / 'config.json'}: {error}; download the model again") from None
+        if self.weights:
+            warn_of_further_layers(self.config, self.index.tensors, self.path)
+        return spec
+
+    def dense_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of everything but the routed experts, in memory as `dtype`.
+
+        Where experts are packed, this includes what one takes while it is computed: unpacked, and once more on the way.
+        """
+        scratch = self.layers[0].form.num_elements * (dtype.itemsize + 4) if self.weights and self.quantization else 0
+        return self._dense_numbers * dtype.itemsize + scratch
+
+    @cached_property
+    def _dense_numbers(self) -> int:
+        experts = offloaded(self.layers)
+        return sum(p.numel() for name, p in self.skeleton.named_parameters() if name not in experts)
+
+    # -- the weight files ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def index(self) -> TensorIndex:
+        """The tensors of its files.
+
+        Raises:
+            UsageError: there are no files, or one is missing.
+            MismatchError: one is damaged.
+        """
+        return read_index(self.path) if self._gguf is None else self._gguf.index
+
+    @cached_property
+    def weight_index(self) -> WeightIndex:
+        """Its weights by their names, quantized or not.
+
+        Raises: as `index`, and MismatchError where the tensors of a weight contradict one another or the config.
+        """
+        return index_weights(self.index, self.quantization)
+
+    @cached_property
+    def sources(self) -> dict[str, TensorSource]:
+        """For each parameter and buffer of the model, the tensors that make it."""
+        return sources(self.skeleton, self.weight_index.weights)
+
+    def open_shards(self) -> Shards:
+        """Open its weight files, until their own `close` or this checkpoint's."""
+        shards = Shards(self.weight_index, direct=self._direct)
+        self._opened.add(shards)
+        return shards
+
+    @cached_property
+    def expert_weights(self) -> ExpertWeights:
+        """The stored weights that make its experts."""
+        return ExpertWeights(self.weight_index.weights, self.sources, self.path.name)
+
+    def expert_files(self, *, fastest: torch.dtype | None = None) -> ExpertFiles:
+        """Reads single experts through shards of its own; arguments and errors are those of `ExpertFiles`."""
+        shards = self.open_shards()
+        try:
+            return ExpertFiles(shards, self.layers, self.spec, self.expert_weights, fastest=fastest)
+        except BaseException:
+            shards.close()
+            raise
+
+    def slot_bytes(self, fastest: torch.dtype | None) -> int:
+        """Bytes of a slot of `expert_files`, or by config alone what they would be."""
+        form = self.layers[0].form
+        if not self.weights and self._gguf is None:
+            formats = self.quantization.formats if self.quantization is not None else ()
+            unpacked = fastest is not None and not all(isinstance(format, PackQuantized) for format in formats)
+            return form.num_elements * fastest.itemsize if unpacked and fastest else self.spec.slot_bytes
+        layouts = list(dict.fromkeys(map(self.expert_weights.layout, self.layers)))
+        _, dense = slot_form(layouts, tuple(part.shape for part in form.parts), fastest)
+        return self.spec.slot_bytes if dense is None else dense.num_bytes
+
+    @cached_property
+    def expert_dtype(self) -> torch.dtype:
+        """The data type of the experts: the one that most bytes of the files have, or by config alone what it says.
+
+        Of quantized experts it is that of their scales and of the weights that are not quantized.
+        """
+        if not self.weights:
+            return self.declared_dtype
+        sizes: Counter[str] = Counter()
+        for tensor in self.index.tensors.values():
+            if self.quantization is None or tensor.dtype in DTYPES:
+                sizes[tensor.dtype] += tensor.num_bytes
+        found = max(sizes, key=sizes.__getitem__, default="nothing")
+        if found not in DTYPES:
+            raise MismatchError(
+                f"the weights in {self.path} are stored as {found}, expected one of {', '.join(DTYPES)}"
+            )
+        return DTYPES[found]
+
+    @property
+    def declared_dtype(self) -> torch.dtype:
+        """The data type of the weights on disk, by the config."""
+        declared = getattr(self.config, "dtype", None)
+        return declared if isinstance(declared, torch.dtype) else torch.bfloat16
+
+    def _expert_bytes(self) -> tuple[int, ...]:
+        """Bytes of an expert of each layer as it is stored."""
+        if self.weights or self._gguf is not None:
+            return tuple(self.expert_weights.layout(layer).num_bytes for layer in self.layers)
+        return tuple(stored_bytes(layer, self.quantization, self.declared_dtype) for layer in self.layers)
+
+    @cached_property
+    def revision(self) -> str:
+        """What tells it from every other checkpoint (`moetool.models.revision`), or its config alone from others."""
+        return revision_of(self._content, self.index) if self.weights else config_revision(self._content)
+
+    # -- its text ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's own tokenizer.
+
+        Raises:
+            UsageError: the folder has none that transformers can read.
+        """
+        if self._gguf is not None:
+            return read_tokenizer(self.path.parent, gguf_file=self.path.name)
+        return read_tokenizer(self.path, config=self._whole_config)
+
+    @property
+    def max_context(self) -> int | None:
+        """Tokens that the model was made for; None where its config does not say."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+
+def read_tokenizer(folder: Path, **where: Any) -> Any:
+    """The tokenizer in a folder.
+
+    Args:
+        where: passed on to transformers: `config` of the model that it belongs to, or `gguf_file` that holds it.
+
+    Raises:
+        UsageError: the folder has none that transformers can read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **where)
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        raise UsageError(f"{folder} has no tokenizer: {first_line(error)}") from None
+
+
+def _read_config(file: Path) -> tuple[bytes, dict[str, Any]]:
+    """The bytes of a config.json and its content; configs of state-space layers hold Infinity."""
+    advice = "download the model again"
+    try:
+        content = read_bounded(file, advice=advice)
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {first_line(error)}") from None
+    return content, decode_json(file, content, advice=advice, constants=True)
+
+
+_LARGEST = {
+    "num_hidden_layers": 1_000,
+    "num_experts": 16_384,
+    "num_local_experts": 16_384,
+    "n_routed_experts": 16_384,
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+}
+"""Several times what any published model has. Building the modules of more takes minutes, and is a damaged file."""
+
+
+def _require_bounded(file: Path, raw: dict[str, Any]) -> None:
+    """Raises: MismatchError where a config, or its text part, has more of something than any model."""
+    for values in (raw, *(part for part in raw.values() if isinstance(part, dict))):
+        for name, most in _LARGEST.items():
+            if isinstance(value := values.get(name), int | float) and value > most:
+                raise MismatchError(
+                    f"{file} says {name} {value:,}, and no model has more than {most:,}; download the model again"
+                )
+
+
+def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    file = path / "config.json"
+    model_type = str(raw.get("model_type", ""))
+    families.require_supported(model_type)
+    _require_bounded(file, raw)
+    if model_type not in CONFIG_MAPPING:
+        if raw.get("auto_map"):
+            raise UsageError(
+                f"{file} asks for code of its own (auto_map) for the family {model_type!r}, which transformers does "
+                "not know; moetool never runs the code of a checkpoint; 'moetool models' lists what it reads"
+            )
+        raise UsageError(
+            f"{file} is of the model type {model_type!r}, which transformers does not know; 'moetool models' lists "
+            "what moetool reads"
+        )
+    try:
+        values = PreTrainedConfig._decode_special_floats(copy.deepcopy(raw))
+        return CONFIG_MAPPING[model_type].from_dict(values, name_or_path=str(path))
+    except Exception as error:  # the config classes of transformers check little, and fail in any way
+        raise UsageError(f"cannot read {file}: {first_line(error)}") from None

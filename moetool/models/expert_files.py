@@ -1,7 +1,8 @@
-"""Where each expert lies in the safetensors shards, and reading one without the page cache."""
+"""Where each expert lies in the weight files, reading one without the page cache, and what slots hold of it."""
 
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,15 +10,19 @@ import torch
 
 from moetool.errors import MismatchError
 from moetool.models import packed_product
-from moetool.models.checkpoint import Source
-from moetool.models.packed import Block, PackedWeight
-from moetool.models.shards import DTYPES, OTHER_DTYPES, PackedTensors, Shards, Tensor
+from moetool.models.conversion import TensorSource
+from moetool.models.pack_quantized import PackCodec
+from moetool.models.quantization_config import Quantization
+from moetool.models.shards import Shards
 from moetool.models.spec import MoeLayer
+from moetool.models.stored_expert import DenseSlot, StoredLayout, Weight, layout_of
+from moetool.models.tensor_index import Tensor
+from moetool.models.weight_format import FLOATS, STORED_DTYPES, StoredWeight
 from moetool.types import ModelSpec
 
 
-class Piece(NamedTuple):
-    """A run of bytes of a read that belongs at `target` in the slot; `source` counts from the read's start."""
+class ByteRun(NamedTuple):
+    """A run of bytes of a read that belongs at `target` in memory; `source` counts from the read's start."""
 
     source: int
     target: int
@@ -26,105 +31,169 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One contiguous read: `num_bytes` at `offset` of a shard, cut into pieces of a slot."""
+    """One contiguous read: `num_bytes` at `offset` of a shard, cut into pieces of an expert."""
 
     file: int
     offset: int
     num_bytes: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ByteRun, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Field:
-    """A tensor of an expert and its place in a slot.
+class ExpertWeights:
+    """Which stored weights make the experts of a model; what makes what is transformers' to say.
 
-    Attributes:
-        part: number among the form's parts.
-        block: number among the tensors that lie one under the other in that part.
-        role: `weight`, or for packed ones `words`, `zero` or `scale`.
-        columns: inputs of a packed weight.
+    An expert is made of tensors of its own or of shares of stacked ones (`moetool.models.conversion`).
+
+    Args:
+        weights: of the checkpoint, by name.
+        sources: what makes each parameter.
+        name: of the checkpoint, for errors.
     """
 
-    part: int
-    block: int
-    role: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-    columns: int = 0
+    def __init__(self, weights: Mapping[str, StoredWeight], sources: Mapping[str, TensorSource], name: str) -> None:
+        self._weights = weights
+        self._sources = sources
+        self._name = name
 
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+    def layout(self, layer: MoeLayer) -> StoredLayout:
+        """How the experts of a layer lie in memory as stored. Raises: as `of`."""
+        return layout_of(self.of(layer, 0))
+
+    def of(self, layer: MoeLayer, expert: int) -> list[list[StoredWeight]]:
+        """The weights of an expert: for each part of its form those that lie one under the other in it.
+
+        Raises:
+            MismatchError: a tensor is missing, has another shape or type than the config says, or would have to be
+                computed from others before it can be used.
+        """
+        return [
+            [block for name in part.parameters for block in self._share(layer, name, part.share, expert)]
+            for part in layer.form.parts
+        ]
+
+    def _share(self, layer: MoeLayer, parameter: str, share: tuple[int, ...], expert: int) -> list[StoredWeight]:
+        """The weights, or shares of weights, that make one expert's share of a parameter."""
+        name = f"{layer.path}.{parameter}"
+        source = self._sources.get(name)
+        if source is None:
+            raise MismatchError(
+                f"no tensor in the weight files of {self._name} makes {name}: one is missing, or this is a layout "
+                "that transformers does not read; download the model again"
+            )
+        if source.converter is None:
+            whole = self._take(next(iter(source.names)), tuple(layer.experts.get_parameter(parameter).shape))
+            try:
+                return [whole.share(expert, layer.form.num_experts, share)]
+            except ValueError as error:
+                raise MismatchError(
+                    f"{whole.name} cannot be read by expert: {error}; download the model again"
+                ) from None
+        if not _is_stacking(source.converter):
+            steps = ", ".join(type(step).__name__ for step in source.converter.operations)
+            raise MismatchError(
+                f"{name} has to be computed from its tensors ({steps}), so its experts cannot be read one by one; "
+                "save the model again with transformers' save_pretrained"
+            )
+        patterns = source.converter.source_patterns  # gate and up, say: one under the other
+        rows = (share[0] // len(patterns), *share[1:])
+        weights = []
+        for pattern in patterns:
+            if pattern not in source.names:
+                raise MismatchError(f"{name} lacks the tensors {pattern}; download the model again")
+            weights.append(self._take(_numbered(source.names[pattern][0], expert), rows))
+        return weights
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
+        weight = self._weights.get(name)
+        if weight is None:
+            raise MismatchError(f"{name} is missing from the weight files; download the model again")
+        if weight.shape != shape:
+            raise MismatchError(f"{name} has shape {list(weight.shape)}, expected {list(shape)} by the config")
+        for tensor in weight.tensors.values():
+            if weight.format == "dense" and tensor.dtype not in FLOATS:
+                raise MismatchError(f"{name} is stored as {tensor.dtype}, expected one of {', '.join(FLOATS)}")
+        return weight
 
 
-_ROLES = ("words", "zero", "scale", "weight")  # the order in a slot; words come first so that all are aligned
+def stored_bytes(layer: MoeLayer, quantization: Quantization | None, dtype: torch.dtype) -> int:
+    """Bytes of an expert of a layer in a checkpoint of which only the config is there.
+
+    Args:
+        dtype: of weights that are not quantized.
+    """
+    total = 0
+    parts = layer.form.parts
+    matrices = [part.shape for part in parts if len(part.shape) == 2]
+    for part in parts:
+        first = part is parts[0]
+        leaf = "gate_proj" if first else "down_proj"
+        format = None if quantization is None else quantization.format_of(f"{layer.path}.0.{leaf}")
+        if format is None or len(part.shape) != 2:
+            total += torch.Size(part.shape).numel() * dtype.itemsize
+            continue
+        rows, columns = part.shape[::-1] if layer.form.up_transposed else part.shape
+        inner = matrices[1][0] if layer.form.down_transposed else matrices[1][1]
+        blocks = 2 if first and rows == 2 * inner else 1  # gate and up are matrices of their own
+        total += blocks * format.stored_bytes(rows // blocks, columns, dtype.itemsize)
+    return total
 
 
 class ExpertFiles:
-    """Reads any one expert of a model into a slot.
+    """Reads any one expert of a model into memory, and puts it into slots.
 
-    A slot holds the parts of the family's `ExpertForm` one after the other, in the checkpoint's data type, whatever
-    order the files have. An expert is read from tensors of its own or out of stacked ones; what makes what is
-    transformers' to say (`moetool.models.checkpoint`). Packed experts stay packed: the slot holds the words of all
-    parts, then zero points, then scales.
+    Memory holds an expert as it is stored: its tensors side by side, whatever order the files have. A slot holds the
+    same, or, for slots that are computed with on this processor and are not sent elsewhere, what is the fastest to
+    compute with: packed weights of four bits in the order of `moetool.models.packed_product` where that can multiply
+    them, and every other format unpacked.
 
     Args:
-        sources: what makes each parameter, from `moetool.models.checkpoint.sources`.
-        products: whether packed experts are put into the order that `moetool.models.packed_product` computes with,
-            where it can: for slots that are computed with on this processor, in bfloat16, and are not sent elsewhere.
+        weights: which stored weights make the experts.
+        fastest: the data type that this processor computes in, for slots that hold what is the fastest for that; None
+            for slots that hold experts as stored.
+
+    Attributes:
+        reads: what is read for each expert, by key.
+        stored_bytes: of memory for one expert as stored.
+        slot_bytes: of a slot.
+        converts: whether slots hold anything else than memory does.
 
     Raises:
-        MismatchError: a tensor is missing, has another shape or type than the config says, or would have to be
-            computed from others before it can be used.
+        MismatchError: as `ExpertWeights.of`, or the experts of one layer are not stored alike.
     """
 
     def __init__(
         self,
         shards: Shards,
-        layers: list[MoeLayer],
+        layers: Sequence[MoeLayer],
         spec: ModelSpec,
-        sources: dict[str, Source],
+        weights: ExpertWeights,
         *,
-        products: bool = False,
+        fastest: torch.dtype | None = None,
     ) -> None:
         self.shards = shards
         self.spec = spec
-        self._sources = sources
-        self._reads: dict[int, tuple[Read, ...]] = {}
-        form = layers[0].form
-        self._shapes = [part.shape for part in form.parts]
-        self._fields: list[_Field] = []
-        self.slot_bytes = 0
-        for part, block, role, tensor, columns in self._tensors(layers[0], 0):
-            dtype = _dtype(tensor, f"{layers[0].path}.{form.parts[part].parameters[0]}")
-            offset = -(-self.slot_bytes // dtype.itemsize) * dtype.itemsize
-            field = _Field(
-                part=part, block=block, role=role, shape=tensor.shape, dtype=dtype, offset=offset, columns=columns
-            )
-            self._fields.append(field)
-            self.slot_bytes = offset + field.num_bytes
-        self._roles: list[dict[str, list[_Field]]] = [{} for _ in form.parts]
-        for field in self._fields:
-            self._roles[field.part].setdefault(field.role, []).append(field)
-        if any("weight" in roles and "words" in roles for roles in self._roles):
-            raise MismatchError(
-                f"{layers[0].path} packs a part of each expert's first product and not the rest; moetool serves models "
-                "whose experts are packed as a whole"
-            )
-        self._tile = packed_product.tile_rows() if products and self._multiplied() else 0
-        self._arranged = {f.offset: f for f in self._fields if f.role == "words"} if self._tile else {}
+        self._weights = weights
+        self._shapes = tuple(part.shape for part in layers[0].form.parts)
+        self.reads: dict[int, tuple[Read, ...]] = {}
+        self._layouts: list[StoredLayout] = []
+        self._layout_L: list[int] = []
         for layer in layers:
-            if [part.shape for part in layer.form.parts] != self._shapes:
+            if tuple(part.shape for part in layer.form.parts) != self._shapes:
                 raise MismatchError(
                     f"the experts of layer {layer.layer_id} have other shapes than those of layer "
                     f"{layers[0].layer_id}; moetool serves models whose experts all have one shape"
                 )
-            for expert in range(layer.form.num_experts):
-                self._reads[spec.expert_key(layer.index, expert)] = _coalesce(self._find(layer, expert))
+            self._index(layer)
+        self._tile, self._dense = slot_form(self._layouts, self._shapes, fastest)
+        self._arranged = {f.offset: f for layout in self._layouts for f in layout.fields if f.role == "words"}
+        self.stored_bytes = max(layout.num_bytes for layout in self._layouts)
+        self.slot_bytes = self.stored_bytes if self._dense is None else self._dense.num_bytes
+        self.converts = self._dense is not None
+        self._num_layouts = 1 if self.converts else len(self._layouts)
+        self._scratch = threading.local()
 
-    def read_into(self, key: int, slot: torch.Tensor) -> int:
-        """Fill a slot (uint8 [slot_bytes]) with the expert `key`.
+    def read_stored(self, key: int, memory: torch.Tensor) -> int:
+        """Read the expert `key` into memory (uint8 [stored_bytes]).
 
         Returns:
             The bytes that were read; 0 for an expert without weights.
@@ -133,41 +202,55 @@ class ExpertFiles:
             OSError: the disk failed.
         """
         total = 0
-        for read in self._reads.get(key, ()):
+        for read in self.reads.get(key, ()):
             data = torch.frombuffer(self.shards.read(read.file, read.offset, read.num_bytes), dtype=torch.uint8)
             for source, target, num_bytes in read.pieces:
-                field, piece = self._arranged.get(target), data[source : source + num_bytes]
-                if field is None:
-                    slot[target : target + num_bytes].copy_(piece)
-                else:
+                piece = data[source : source + num_bytes]
+                if self._tile and (field := self._arranged.get(target)) is not None:
                     packed = piece.view(field.shape[0], -1)
-                    packed_product.arrange(packed, slot[target : target + num_bytes], self._tile)
+                    packed_product.arrange(packed, memory[target : target + num_bytes], self._tile)
+                else:
+                    memory[target : target + num_bytes].copy_(piece)
             total += read.num_bytes
         return total
 
-    def views(self, slot: torch.Tensor) -> tuple[torch.Tensor | PackedWeight, ...]:
-        """The parts of the expert in a slot, as `ExpertForm.parts` orders them."""
-        parts: list[torch.Tensor | PackedWeight] = []
-        for shape, roles in zip(self._shapes, self._roles, strict=True):
-            if "weight" in roles:
-                parts.append(_lying_together(slot, roles["weight"]).view(shape))
-                continue
-            words, bits = roles["words"], self.shards.bits
-            # Tensors that lie together are unpacked together, unless zero points end inside a word between them.
-            together = "zero" not in roles or all(field.shape[0] * bits % 32 == 0 for field in words[:-1])
-            blocks = [slice(None)] if together else [slice(i, i + 1) for i in range(len(words))]
-            made = [
-                Block(
-                    _lying_together(slot, words[block]),
-                    _lying_together(slot, roles["scale"][block]),
-                    _lying_together(slot, roles["zero"][block]) if "zero" in roles else None,
-                    words[0].columns,
-                    self._tile,
-                )
-                for block in blocks
-            ]
-            parts.append(PackedWeight(tuple(made), bits))
-        return tuple(parts)
+    def fill(self, key: int, memory: torch.Tensor, slot: torch.Tensor) -> None:
+        """Put the expert `key` from memory into a slot (uint8 [slot_bytes]) on this processor."""
+        if self._dense is None:
+            slot.copy_(memory[: self.slot_bytes])
+        elif key in self.reads:
+            layout = self._layouts[self._layout_L[key // self.spec.num_experts]]
+            self._dense.fill(layout, memory, slot)
+
+    def read_into(self, key: int, slot: torch.Tensor) -> int:
+        """Read the expert `key` into a slot. Returns and raises as `read_stored`."""
+        if self._dense is None:
+            return self.read_stored(key, slot)
+        memory: torch.Tensor | None = getattr(self._scratch, "memory", None)
+        if memory is None:
+            memory = self._scratch.memory = torch.empty(self.stored_bytes, dtype=torch.uint8)
+        num_bytes = self.read_stored(key, memory)
+        self.fill(key, memory, slot)
+        return num_bytes
+
+    @property
+    def num_layouts(self) -> int:
+        """How many kinds of `views` there are."""
+        return self._num_layouts
+
+    def layout_of(self, key: int) -> int:
+        """Which of them an expert has."""
+        return self._layout_L[key // self.spec.num_experts] if self._num_layouts > 1 else 0
+
+    def views(self, slot: torch.Tensor, layout: int = 0) -> tuple[Weight, ...]:
+        """The parts of the expert in a slot, as `ExpertForm.parts` orders them.
+
+        Args:
+            layout: as `layout_of` has it.
+        """
+        if self._dense is not None:
+            return self._dense.views(slot)
+        return self._layouts[layout].views(slot, self._shapes, self._tile)
 
     def stacked(self, layer: MoeLayer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """All experts of a layer in memory, unpacked: tensors [E, ...] by the first parameter of each part.
@@ -176,7 +259,7 @@ class ExpertFiles:
             OSError: the disk failed.
         """
         slot = torch.empty(self.slot_bytes, dtype=torch.uint8)
-        views = self.views(slot)
+        views = self.views(slot, self.layout_of(self.spec.expert_key(layer.index, 0)))
         found = {
             part.parameters[0]: torch.empty((layer.form.num_experts, *part.shape), dtype=dtype)
             for part in layer.form.parts
@@ -187,109 +270,73 @@ class ExpertFiles:
                 whole[expert] = view.to(dtype)
         return found
 
-    def _multiplied(self) -> bool:
-        """Whether every part is packed in a way that `packed_product` takes."""
-        if self.shards.bits != 4 or any("words" not in roles or "zero" in roles for roles in self._roles):
-            return False
-        return all(
-            packed_product.multiplies(words.shape[0], words.columns, scale.shape[1], scale.dtype)
-            for roles in self._roles
-            for words, scale in zip(roles["words"], roles["scale"], strict=True)
+    def _index(self, layer: MoeLayer) -> None:
+        """Find the experts of a layer, which must be stored alike."""
+        first = self._weights.of(layer, 0)
+        layout = layout_of(first)
+        if layout not in self._layouts:
+            self._layouts.append(layout)
+        self._layout_L.append(self._layouts.index(layout))
+        for expert in range(layer.form.num_experts):
+            parts = self._weights.of(layer, expert)
+            for part, weights, others in zip(layer.form.parts, parts, first, strict=True):
+                for weight, other in zip(weights, others, strict=True):
+                    _require_alike(weight, other, f"{layer.path}.{part.parameters[0]} of expert {expert}")
+            placed = [(parts[f.part][f.block].tensors[f.role], f.offset) for f in layout.fields]
+            self.reads[self.spec.expert_key(layer.index, expert)] = _coalesce(placed)
+
+
+def slot_form(
+    layouts: Sequence[StoredLayout], shapes: tuple[tuple[int, ...], ...], fastest: torch.dtype | None
+) -> tuple[int, DenseSlot | None]:
+    """What slots hold besides experts as stored: words in tiles of so many rows, or unpacked experts.
+
+    Args:
+        shapes: of the parts of an expert.
+        fastest: as for `ExpertFiles`.
+    """
+    if fastest is None:
+        return 0, None
+    if not all(layout.packed for layout in layouts):
+        transposed = tuple(
+            all(codec.transposed for layout in layouts for codec in layout.codecs[part]) for part in range(len(shapes))
         )
+        return 0, DenseSlot(shapes, transposed, fastest)
+    multiplied = fastest == torch.bfloat16 and len(layouts) == 1 and _multiplied(layouts[0])
+    return (packed_product.tile_rows() if multiplied else 0), None
 
-    def _find(self, layer: MoeLayer, expert: int) -> list[tuple[Tensor, int]]:
-        """The expert's tensors (or its parts of stacked ones) with their places in the slot."""
-        tensors = self._tensors(layer, expert)
-        where = [(part, block, role) for part, block, role, _, _ in tensors]
-        if where != [(field.part, field.block, field.role) for field in self._fields]:
+
+def _multiplied(layout: StoredLayout) -> bool:
+    """Whether every part is packed in a way that `packed_product` takes."""
+    for part, codecs in enumerate(layout.codecs):
+        if layout.of_part(part, "zero"):
+            return False
+        fields = zip(codecs, layout.of_part(part, "words"), layout.of_part(part, "scale"), strict=False)
+        for codec, words, scale in fields:
+            if not (isinstance(codec, PackCodec) and codec.bits == 4):
+                return False
+            if not packed_product.multiplies(words.shape[0], codec.columns, scale.shape[1], scale.dtype):
+                return False
+    return not layout.dense and all(isinstance(codec, PackCodec) for part in layout.codecs for codec in part)
+
+
+def _require_alike(weight: StoredWeight, first: StoredWeight, name: str) -> None:
+    """Raises: MismatchError for a weight that is stored otherwise than that of the layer's first expert."""
+    if (weight.format, weight.codec, set(weight.tensors)) != (first.format, first.codec, set(first.tensors)):
+        raise MismatchError(
+            f"{name} is stored as {weight.format} and that of expert 0 as {first.format}, or otherwise packed; moetool "
+            "serves models whose experts of one layer are all stored alike"
+        )
+    for role, tensor in weight.tensors.items():
+        expected = first.tensors[role]
+        if tensor.dtype != expected.dtype:
             raise MismatchError(
-                f"expert {expert} of layer {layer.layer_id} is packed otherwise than expert 0 of the first MoE layer; "
-                "moetool serves models whose experts are all stored alike"
+                f"{name} is stored as {tensor.dtype}, expected {STORED_DTYPES[expected.dtype]} as in expert 0"
             )
-        found = []
-        for (part, _, _, tensor, _), field in zip(tensors, self._fields, strict=True):
-            name = f"{layer.path}.{layer.form.parts[part].parameters[0]} of expert {expert}"
-            if (DTYPES | OTHER_DTYPES).get(tensor.dtype) != field.dtype:
-                raise MismatchError(
-                    f"{name} is stored as {tensor.dtype}, expected {field.dtype} as in the first MoE layer"
-                )
-            if tensor.shape != field.shape:
-                raise MismatchError(
-                    f"{name} has {field.role} of shape {list(tensor.shape)}, expected {list(field.shape)} as in the "
-                    "first MoE layer"
-                )
-            found.append((tensor, field.offset))
-        return found
-
-    def _tensors(self, layer: MoeLayer, expert: int) -> list[tuple[int, int, str, Tensor, int]]:
-        """The expert's tensors in the order of a slot: part, block, role, tensor, and inputs where it is packed."""
-        found = []
-        for number, part in enumerate(layer.form.parts):
-            blocks = [t for name in part.parameters for t in self._share(layer, name, part.share, expert)]
-            for i, tensor in enumerate(blocks):
-                if isinstance(tensor, Tensor):
-                    found.append((number, i, "weight", tensor, 0))
-                    continue
-                roles = {"words": tensor.words, "zero": tensor.zero, "scale": tensor.scale}
-                found += [(number, i, role, t, tensor.columns) for role, t in roles.items() if t is not None]
-        return sorted(found, key=lambda item: _ROLES.index(item[2]))
-
-    def _share(
-        self, layer: MoeLayer, parameter: str, share: tuple[int, ...], expert: int
-    ) -> Sequence[Tensor | PackedTensors]:
-        """The tensors, or parts of tensors, that make one expert's share of a parameter."""
-        name = f"{layer.path}.{parameter}"
-        source = self._source(name)
-        if source.converter is None:
-            whole = self._take(next(iter(source.names)), tuple(layer.experts.get_parameter(parameter).shape))
-            size = torch.Size(share).numel() * _dtype(whole, name).itemsize
-            return [Tensor(whole.file, whole.offset + expert * size, size, share, whole.dtype)]
-        if not _is_stacking(source.converter):
-            steps = ", ".join(type(step).__name__ for step in source.converter.operations)
+        if tensor.shape != expected.shape:
             raise MismatchError(
-                f"{name} has to be computed from its tensors ({steps}), so its experts cannot be read one by one; "
-                "save the model again with transformers' save_pretrained"
+                f"{name} has {role} of shape {list(tensor.shape)}, expected {list(expected.shape)} as in expert 0"
             )
-        patterns = source.converter.source_patterns  # gate and up, say: one under the other
-        rows = (share[0] // len(patterns), *share[1:])
-        tensors: list[Tensor | PackedTensors] = []
-        for pattern in patterns:
-            if pattern not in source.names:
-                raise MismatchError(f"{name} lacks the tensors {pattern}; download the model again")
-            stored = _numbered(source.names[pattern][0], expert)
-            tensor = self._take(stored, rows)
-            tensors.append(self.shards.packed.get(stored, tensor))
-        return tensors
-
-    def _source(self, name: str) -> Source:
-        source = self._sources.get(name)
-        if source is None:
-            raise MismatchError(
-                f"no tensor in the weight files of {self.spec.name} makes {name}: one is missing, or this is a layout "
-                "that transformers does not read; download the model again"
-            )
-        return source
-
-    def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self.shards.tensors.get(name)
-        if tensor is None:
-            raise MismatchError(f"{name} is missing from the weight files; download the model again")
-        if tensor.shape != shape:
-            raise MismatchError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)} by the config")
-        return tensor
-
-
-def _lying_together(slot: torch.Tensor, fields: list[_Field]) -> torch.Tensor:
-    """Tensors that follow each other in a slot, as one: one under the other."""
-    first = fields[0]
-    flat = slot[first.offset : first.offset + sum(field.num_bytes for field in fields)]
-    return flat.view(first.dtype).view(sum(field.shape[0] for field in fields), *first.shape[1:])
-
-
-def _dtype(tensor: Tensor, name: str) -> torch.dtype:
-    if tensor.dtype not in DTYPES and tensor.dtype != "I32":  # words of packed weights
-        raise MismatchError(f"{name} is stored as {tensor.dtype}, expected one of {', '.join(DTYPES)}")
-    return (DTYPES | OTHER_DTYPES)[tensor.dtype]
 
 
 def _is_stacking(converter: Any) -> bool:
@@ -309,8 +356,8 @@ def _coalesce(parts: list[tuple[Tensor, int]]) -> tuple[Read, ...]:
     for tensor, target in sorted(parts, key=lambda part: (part[0].file, part[0].offset)):
         last = reads[-1] if reads else None
         if last is not None and last.file == tensor.file and last.offset + last.num_bytes == tensor.offset:
-            piece = Piece(last.num_bytes, target, tensor.num_bytes)
+            piece = ByteRun(last.num_bytes, target, tensor.num_bytes)
             reads[-1] = Read(last.file, last.offset, last.num_bytes + tensor.num_bytes, (*last.pieces, piece))
         else:
-            reads.append(Read(tensor.file, tensor.offset, tensor.num_bytes, (Piece(0, target, tensor.num_bytes),)))
+            reads.append(Read(tensor.file, tensor.offset, tensor.num_bytes, (ByteRun(0, target, tensor.num_bytes),)))
     return tuple(reads)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from moetool.models.packed import PackedWeight
+from moetool.models import row_products
+from moetool.models.stored_expert import Weight
 
 _WHOLE_VECTORS = 128
 """Numbers of a row, gate and up side by side, whose halves are whole vectors of any processor, twice unrolled."""
@@ -76,43 +77,61 @@ class ExpertForm:
         return tuple(name for part in self.parts for name in part.parameters)
 
     @property
+    def has_bias(self) -> bool:
+        """Whether both products have one."""
+        return len(self.parts) == 4
+
+    @property
     def num_elements(self) -> int:
         """Numbers in one expert."""
         return sum(torch.Size(part.shape).numel() for part in self.parts)
 
-    def compute(self, x: torch.Tensor, weights: tuple[torch.Tensor | PackedWeight, ...]) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, weights: tuple[Weight, ...]) -> torch.Tensor:
         """The output of one expert, before its weight in the sum.
 
         Args:
             x: its tokens.
             weights: one tensor for each part; unpacked, and widened to the type of `x`, where that is needed.
         """
-        return self._second(self.gate(self._first(x, weights)), weights)
+        return self.compute_each([x], [weights])[0]
 
-    def compute_each(
-        self, xs: Sequence[torch.Tensor], weights: Sequence[tuple[torch.Tensor | PackedWeight, ...]]
-    ) -> list[torch.Tensor]:
-        """The outputs of several experts, to the bit those of `compute`: where that is sure, one gate does for all.
+    def compute_each(self, xs: Sequence[torch.Tensor], weights: Sequence[tuple[Weight, ...]]) -> list[torch.Tensor]:
+        """The outputs of several experts, each the same to the bit whichever others are computed with it.
 
-        A processor takes most of a tensor by vectors and what is left over at its end, or at a thread's, by single
-        numbers, which may round otherwise. So no row may be left over, and one thread must do it all.
+        One gate does for all where that is sure. A processor takes most of a tensor by vectors and what is left over
+        at its end, or at a thread's, by single numbers, which may round otherwise. So no row may be left over, and one
+        thread must do it all.
         """
-        firsts = [self._first(x, each) for x, each in zip(xs, weights, strict=True)]
+        second = len(self.parts) // 2
+        firsts = self._linear(xs, weights, 0, self.up_transposed)
         width = firsts[0].shape[-1]
         if width % _WHOLE_VECTORS == 0 and width * sum(map(len, xs)) <= _ONE_THREAD:
             hidden = self.gate(torch.cat(firsts)).split([len(x) for x in xs])
         else:
             hidden = tuple(self.gate(first) for first in firsts)
-        return [self._second(x, each) for x, each in zip(hidden, weights, strict=True)]
+        outputs = self._linear(hidden, weights, second, self.down_transposed)
+        return outputs if self.finish is None else [self.finish(output) for output in outputs]
 
-    def _first(self, x: torch.Tensor, weights: tuple[torch.Tensor | PackedWeight, ...]) -> torch.Tensor:
-        bias = weights[1].to(x.dtype) if len(weights) == 4 else None
-        return _linear(x, weights[0], bias, self.up_transposed)
-
-    def _second(self, hidden: torch.Tensor, weights: tuple[torch.Tensor | PackedWeight, ...]) -> torch.Tensor:
-        down, bias = (weights[2], weights[3].to(hidden.dtype)) if len(weights) == 4 else (weights[1], None)
-        output = _linear(hidden, down, bias, self.down_transposed)
-        return output if self.finish is None else self.finish(output)
+    def _linear(
+        self,
+        xs: Sequence[torch.Tensor],
+        weights: Sequence[tuple[Weight, ...]],
+        part: int,
+        transposed: bool,
+    ) -> list[torch.Tensor]:
+        """The products of each expert's rows with its `part`, and its bias where there is one."""
+        outputs: list[torch.Tensor | None] = [None] * len(xs)
+        matrices = [_out_in(each[part], transposed) for each in weights]
+        few = [n for n, x in enumerate(xs) if row_products.multiplies(x, matrices[n])]
+        if few:
+            made = row_products.products([xs[n] for n in few], [matrices[n] for n in few])  # type: ignore[misc]
+            for n, output in zip(few, made, strict=True):
+                outputs[n] = output
+        products = []
+        for x, each, made_already in zip(xs, weights, outputs, strict=True):
+            product = _product(x, each[part], transposed) if made_already is None else made_already
+            products.append(product + each[part + 1].to(x.dtype) if self.has_bias else product)
+        return products
 
 
 def holds_experts(module: Any) -> bool:
@@ -205,12 +224,13 @@ def _gated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torc
     return gate
 
 
-def _linear(
-    x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None, transposed: bool
-) -> torch.Tensor:
-    if isinstance(weight, PackedWeight) and not transposed:
-        output = weight.times(x)
-    else:
-        dense = weight.to(x.dtype)
-        output = x @ dense if transposed else F.linear(x, dense)
-    return output if bias is None else output + bias
+def _out_in(weight: Weight, transposed: bool) -> Weight:
+    """A matrix [out, in], of one that is transposed where it is no more than another view of it."""
+    return weight.T if transposed and isinstance(weight, torch.Tensor) else weight
+
+
+def _product(x: torch.Tensor, weight: Weight, transposed: bool) -> torch.Tensor:
+    if not isinstance(weight, torch.Tensor) and not transposed:
+        return weight.times(x)
+    dense = weight.to(x.dtype)
+    return x @ dense if transposed else F.linear(x, dense)

@@ -13,22 +13,13 @@ import torch
 from torch import nn
 
 from moetool.errors import CapacityError, MismatchError, UsageError, first_line
-from moetool.models.checkpoint import Source, sources
+from moetool.models import row_products
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.expert_files import ExpertFiles
+from moetool.models.pack_quantized import PackQuantized
 from moetool.models.packed import PACKED
-from moetool.models.packing import Packing
 from moetool.models.shards import Shards
-from moetool.models.spec import (
-    MoeLayer,
-    empty_model,
-    moe_layers,
-    offloaded,
-    read_config,
-    read_header,
-    read_packing,
-    read_spec,
-    weight_files,
-)
+from moetool.models.spec import MoeLayer, moe_layers, offloaded
 from moetool.types import ForwardInfo, ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,6 +40,7 @@ class LoadedModel:
     """A model ready to run.
 
     Attributes:
+        checkpoint: where it comes from.
         model: transformers' own model object.
         layers: its MoE layers, in order.
         files: reads its experts; None where the experts are in memory.
@@ -56,7 +48,7 @@ class LoadedModel:
         device: where it computes.
     """
 
-    path: Path
+    checkpoint: Checkpoint
     spec: ModelSpec
     model: Any
     layers: list[MoeLayer]
@@ -75,7 +67,7 @@ class LoadedModel:
             self.pool.end_forward()
 
     def close(self) -> None:
-        """End the pool's threads and close the files."""
+        """End the pool's threads and close the files that experts are read from."""
         if self.pool is not None:
             self.pool.close()
         if self.files is not None:
@@ -139,21 +131,7 @@ def use_threads(config: Any, threads: int = 0) -> int:
     return torch.get_num_threads()
 
 
-def load_tokenizer(path: Path) -> Any:
-    """The model's own tokenizer.
-
-    Raises:
-        UsageError: the folder has none that transformers can read.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        raise UsageError(f"{path} has no tokenizer: {first_line(error)}") from None
-
-
-def load_full(path: Path, dtype: torch.dtype, device: torch.device = CPU) -> LoadedModel:
+def load_full(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device = CPU) -> LoadedModel:
     """The plain model, experts and all, in the memory of a device.
 
     Raises:
@@ -162,12 +140,12 @@ def load_full(path: Path, dtype: torch.dtype, device: torch.device = CPU) -> Loa
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    packing = read_packing(path)
-    if packing is not None and not _transformers_unpacks(path, packing):
-        return _load_stacked(path, dtype, device)
-    spec = read_spec(path)
+    path = checkpoint.path
+    if checkpoint.quantization is not None and not _transformers_unpacks(checkpoint):
+        return _load_stacked(checkpoint, dtype, device)
+    spec = checkpoint.spec
     logging.disable_progress_bar()
-    if packing is not None:
+    if checkpoint.quantization is not None:
         model = load_unpacked(path, dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False).eval()
@@ -178,21 +156,28 @@ def load_full(path: Path, dtype: torch.dtype, device: torch.device = CPU) -> Loa
             f"{path} does not fit on {device} ({first_line(error)}); give it a --device-memory, so that its experts "
             "are loaded when needed"
         ) from None
-    return LoadedModel(path=path, spec=spec, model=model, layers=moe_layers(model), files=None, device=device)
+    return LoadedModel(
+        checkpoint=checkpoint, spec=spec, model=model, layers=moe_layers(model), files=None, device=device
+    )
 
 
-def _transformers_unpacks(path: Path, packing: Packing) -> bool:
-    """Whether transformers loads the packed weights of a checkpoint.
+def _transformers_unpacks(checkpoint: Checkpoint) -> bool:
+    """Whether transformers loads the quantized weights of a checkpoint, on every machine and to what they stand for.
 
-    It unpacks stacked experts without zero points, and stacks none that were left as they are beside packed weights.
+    It does with pack-quantized ones: it unpacks stacked experts without zero points, and stacks none that were left as
+    they are beside packed weights.
     """
-    names = [name for file in weight_files(path) for name in read_header(file)[0]]
-    return False not in packing.symmetric and any(".experts." in n and n.endswith(PACKED) for n in names)
+    assert checkpoint.quantization is not None
+    formats = checkpoint.quantization.formats
+    names = checkpoint.index.tensors
+    return all(isinstance(format, PackQuantized) and format.symmetric for format in formats) and any(
+        ".experts." in name and name.endswith(PACKED) for name in names
+    )
 
 
-def _load_stacked(path: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """The plain model of a packed checkpoint that transformers does not load."""
-    loaded = load_lazy(path, dtype, device)
+def _load_stacked(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """The plain model of a quantized checkpoint that transformers does not load."""
+    loaded = load_lazy(checkpoint, dtype, device)
     assert loaded.files is not None
     for layer in loaded.layers:
         for name, stacked in loaded.files.stacked(layer, dtype).items():
@@ -253,56 +238,56 @@ def _reported(into: io.StringIO) -> Iterator[None]:
 
 
 def load_lazy(
-    path: Path, dtype: torch.dtype, device: torch.device = CPU, direct: bool = True, products: bool = False
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device = CPU, products: bool = False
 ) -> LoadedModel:
     """The model with everything but its routed experts in the memory of a device.
 
     The experts' parameters stay on the meta device; whoever runs the model puts an experts implementation in
-    their place (see `moetool.serving.experts`).
+    their place (see `moetool.runtime.expert_forward`).
 
     Args:
-        direct: read experts with O_DIRECT where the file system allows.
-        products: have packed experts multiplied as they are where that is fastest, in bfloat16 on a CPU
-            (`moetool.models.packed_product`). What a slot holds is then of use to this processor alone.
+        products: have slots hold quantized experts in the form that is the fastest to compute with on a CPU
+            (`ExpertFiles`). What a slot holds is then of use to this processor alone.
+
+    Effects: keeps files open until `LoadedModel.close` or `Checkpoint.close`. On a CPU, linear layers with bfloat16
+        weights compute few rows by `moetool.models.row_products`.
 
     Raises:
         MismatchError: the weight files and the config do not belong together.
     """
     from transformers import GenerationConfig
 
-    spec = read_spec(path)
-    model = empty_model(read_config(path), dtype)
-    layers = moe_layers(model)
-    shards = Shards(path, direct=direct, packing=read_packing(path))
-    made_of = sources(model, shards.tensors)
-    multiplied = products and dtype == torch.bfloat16 and device.type == "cpu"
-    files = ExpertFiles(shards, layers, spec, made_of, products=multiplied)
-    _fill(model, made_of, offloaded(layers), shards, dtype, device)
-    if (path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    return LoadedModel(path=path, spec=spec, model=model, layers=layers, files=files, device=device)
+    files = checkpoint.expert_files(fastest=dtype if products and device.type == "cpu" else None)
+    try:
+        model = checkpoint.empty_model(dtype)
+        layers = moe_layers(model)
+        _fill(model, checkpoint, files.shards, dtype, device)
+        if device.type == "cpu":
+            row_products.adopt(model)
+        if (checkpoint.path / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
+    except BaseException:
+        files.shards.close()
+        raise
+    return LoadedModel(
+        checkpoint=checkpoint, spec=checkpoint.spec, model=model, layers=layers, files=files, device=device
+    )
 
 
-def _fill(
-    model: Any,
-    made_of: dict[str, Source],
-    experts: set[str],
-    shards: Shards,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
+def _fill(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype, device: torch.device) -> None:
     """Bring all but the experts from the meta device into memory.
 
     Raises:
         MismatchError: a tensor is missing or has another shape than the config says.
     """
+    experts = offloaded(checkpoint.layers)
     places = model.state_dict()
     wide = tuple(model._get_dtype_plan(dtype))  # parameters that transformers keeps in float32
-    for source in made_of.values():
+    for source in checkpoint.sources.values():
         if source.parameter in experts:
             continue
         kind = torch.float32 if any(part in source.parameter for part in wide) else places[source.parameter].dtype
-        tensors = {name: shards.load(name).to(kind) for names in source.names.values() for name in names}
+        tensors = {name: shards.load(name, kind).to(kind) for names in source.names.values() for name in names}
         for name, value in source.convert(tensors, model).items():
             place = places.get(name)
             if place is None or value.shape != place.shape:

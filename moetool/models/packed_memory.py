@@ -1,22 +1,23 @@
 """A model in memory as its files pack it: each product unpacks the weight that it needs, and forgets it again."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from moetool.models.checkpoint import sources
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.expert_form import Call
 from moetool.models.loading import LoadedModel, load_lazy
-from moetool.models.packed import Block, PackedWeight
+from moetool.models.pack_quantized import PackCodec
+from moetool.models.packed import PackedWeight
 from moetool.models.spec import MoeLayer
+from moetool.models.stored_expert import Weight
 
 _PACKED = "packed_weights"  # what holds them, on the module whose weights they are
 
 
-def load_packed(path: Path, dtype: torch.dtype) -> LoadedModel:
+def load_packed(checkpoint: Checkpoint, dtype: torch.dtype) -> LoadedModel:
     """The decoder of a packed checkpoint: linear modules and experts packed, embeddings as stored, the rest as `dtype`.
 
     It has no output head, for those who look at gates alone: call `get_decoder()`. Besides `held_bytes` it takes
@@ -25,18 +26,20 @@ def load_packed(path: Path, dtype: torch.dtype) -> LoadedModel:
     Raises:
         MismatchError: the files do not make the model.
     """
-    loaded = load_lazy(path, dtype)
+    loaded = load_lazy(checkpoint, dtype)
     files, model = loaded.files, loaded.model
     assert files is not None
     try:
-        for name, source in sources(model, files.shards.tensors).items():
+        for name, source in checkpoint.sources.items():
             stored = next(iter(source.names.values()))[0]
             owner, _, leaf = name.rpartition(".")
             if source.converter is not None or leaf != "weight":
                 continue
             module = model.get_submodule(owner)
-            if isinstance(module, nn.Linear) and stored in files.shards.packed:
-                _keep_linear(module, files.shards.block(stored), files.shards.bits)
+            weight = files.shards.weights[stored]
+            if isinstance(module, nn.Linear) and isinstance(weight.codec, PackCodec):
+                block = weight.codec.block(files.shards.stored(stored))
+                _keep_linear(module, PackedWeight((block,), weight.codec.bits))
             elif isinstance(module, nn.Embedding):
                 module._parameters["weight"] = nn.Parameter(files.shards.load(stored), requires_grad=False)
                 module.register_forward_hook(lambda module, args, output: output.to(dtype))
@@ -49,7 +52,7 @@ def load_packed(path: Path, dtype: torch.dtype) -> LoadedModel:
     return loaded
 
 
-def weights_of(layer: MoeLayer, expert: int) -> tuple[torch.Tensor | PackedWeight, ...]:
+def weights_of(layer: MoeLayer, expert: int) -> tuple[Weight, ...]:
     """The parts of an expert of a model in memory, packed or not."""
     kept = getattr(layer.experts, _PACKED, None)
     if kept is not None:
@@ -76,9 +79,7 @@ def unpacking_bytes(model: Any, dtype: torch.dtype) -> int:
     return largest * dtype.itemsize
 
 
-def _keep_linear(module: Any, block: Block, bits: int) -> None:
-    weight = PackedWeight((block,), bits)
-
+def _keep_linear(module: Any, weight: PackedWeight) -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, weight.to(x.dtype), module.bias)
 
@@ -93,8 +94,9 @@ def _keep_experts(layer: MoeLayer, loaded: LoadedModel) -> None:
     kept = []
     for expert in range(layer.form.num_experts):
         slot = torch.empty(files.slot_bytes, dtype=torch.uint8)
-        files.read_into(files.spec.expert_key(layer.index, expert), slot)
-        kept.append(files.views(slot))
+        key = files.spec.expert_key(layer.index, expert)
+        files.read_into(key, slot)
+        kept.append(files.views(slot, files.layout_of(key)))
 
     def forward(hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         output_TD = torch.zeros_like(hidden_TD)

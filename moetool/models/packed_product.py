@@ -15,7 +15,7 @@ FEW_ROWS = 64
 """Tokens up to which the kernel is faster than unpacking and a dense product."""
 _GROUPS = (32, 64, 128, 256)  # inputs that may share a scale
 _TILES = (64, 32)  # rows of a tile: four vectors of float32, by AVX-512 and by AVX2
-_CHUNK_BYTES = 2**19  # that are put in order at a time, so that they stay in the processor's cache
+CHUNK_BYTES = 2**19  # that are put in order at a time, so that they stay in the processor's cache
 
 
 @functools.cache
@@ -79,5 +79,5 @@ def product(x: torch.Tensor, words: torch.Tensor, scale_OG: torch.Tensor) -> tor
 
 
 def _parts(pairs: torch.Tensor) -> list[slice]:
-    step = max(1, _CHUNK_BYTES // pairs[0].numel())
+    step = max(1, CHUNK_BYTES // pairs[0].numel())
     return [slice(first, first + step) for first in range(0, len(pairs), step)]

@@ -9,7 +9,6 @@ first element whose `role` is `user`). After a colon stands how it is written: `
 """
 
 import string
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,8 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from moetool import assets
+from moetool.bounded_read import read_toml
 from moetool.config import parse
-from moetool.errors import MismatchError, UsageError
+from moetool.errors import MismatchError, UsageError, shortened
 
 ANSWER = "answer"
 
@@ -69,7 +69,9 @@ class DatasetRecipe:
             if (template := getattr(self, name)) is not None:
                 _fields(template)
         if not any(part.path for part in _fields(self.prompt)):
-            raise UsageError(f"the template {self.prompt!r} names no field, expected one such as {{question}}")
+            raise UsageError(
+                f"the template {shortened(self.prompt)!r} names no field, expected one such as {{question}}"
+            )
         if self.output == ANSWER and self.answer is None:
             raise UsageError("output is 'answer', but there is no template of an answer; give one, or a number")
         for name in ("output", "input_tokens"):
@@ -104,8 +106,8 @@ def load(name: str) -> DatasetRecipe:
     """
     file = Path(name).expanduser() if name.endswith(".toml") else assets.path("recipes", "datasets", f"{name}.toml")
     try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        values = read_toml(file)
+    except (OSError, ValueError) as error:
         raise UsageError(f"cannot read the data set's recipe {file}: {error}") from None
     return parse(DatasetRecipe, values, str(file))
 
@@ -147,14 +149,16 @@ def _fields(template: str) -> tuple[_Part, ...]:
     try:
         parsed = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise UsageError(f"the template {template!r} is damaged ({error}); write {{{{ for a brace itself") from None
+        raise UsageError(
+            f"the template {shortened(template)!r} is damaged ({error}); write {{{{ for a brace itself"
+        ) from None
     parts = []
     for literal, field, style, conversion in parsed:
         if field is not None and (not all(field.split(".")) or conversion or style not in _STYLES):
             styles = ", ".join(filter(None, _STYLES))
             raise UsageError(
-                f"the template {template!r} has a field {field!r} that cannot be read, expected a path such as "
-                f"{{answers.text.0}}, and after a colon one of {styles}"
+                f"the template {shortened(template)!r} has a field {shortened(field)!r} that cannot be read, expected "
+                f"a path such as {{answers.text.0}}, and after a colon one of {styles}"
             )
         parts.append(_Part(literal, tuple(field.split(".")) if field is not None else (), style or ""))
     return tuple(parts)

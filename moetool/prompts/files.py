@@ -1,5 +1,10 @@
-"""Prompts in files of one's own: JSON lines, Parquet, or text."""
+"""Prompts in files of one's own: JSON lines, CSV, Parquet, or text.
 
+A row has `prompt`, or the `messages` of a chat as OpenAI writes them; then the last answer in it is the reference.
+"""
+
+import csv
+import io
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -12,15 +17,20 @@ DOCUMENT_END = "<|endoftext|>"
 _BOM = b"\xef\xbb\xbf"
 _SNIFF_BYTES = 1 << 24
 _PARQUET_ROWS = 1024
+_CHAT = 'messages like [{"role": "user", "content": "…"}]'
 
 
 class PromptRow(NamedTuple):
-    """A prompt as a file has it; `prompt_id` is its own, or its number, counted from 1."""
+    """A prompt as a file has it; `prompt_id` is its own, or its number, counted from 1.
+
+    `messages` are (role, content) of a chat, for the model's chat template; `text` joins their contents.
+    """
 
     text: str
     answer: str | None
     task: str | None
     prompt_id: str
+    messages: tuple[tuple[str, str], ...] = ()
 
 
 def _read_jsonl(file: Path) -> Iterator[PromptRow]:
@@ -39,6 +49,21 @@ def _read_jsonl(file: Path) -> Iterator[PromptRow]:
             yield plain(row, number, where)
 
 
+def _read_csv(file: Path) -> Iterator[PromptRow]:
+    with file.open("rb") as lines:
+        text = "".join(_decode(line, file, offset) for offset, line in _lines(lines))
+    separator = "\t" if file.suffix.lower() == ".tsv" else ","
+    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    try:
+        for number, row in enumerate(rows, start=1):
+            where = f"{file}:{rows.line_num}"
+            if None in row or None in row.values():
+                raise _refusal(where, f"has other than {len(rows.fieldnames or ())} cells", "one for each column")
+            yield plain({name: value for name, value in row.items() if value != ""}, number, where)
+    except csv.Error as error:
+        raise _refusal(f"{file}:{rows.line_num}", f"is no CSV ({error})", "quotes that close") from None
+
+
 def _read_parquet(file: Path) -> Iterator[PromptRow]:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -48,9 +73,9 @@ def _read_parquet(file: Path) -> Iterator[PromptRow]:
         try:
             parquet = pq.ParquetFile(raw)
             found = parquet.schema_arrow.names
-            if "prompt" not in found:
+            if not {"prompt", "messages"} & set(found):
                 raise _refusal(str(file), f"has the columns {', '.join(found) or 'none'}", "a column 'prompt'")
-            columns = [name for name in ("prompt", "answer", "task", "id") if name in found]
+            columns = [name for name in ("prompt", "messages", "answer", "task", "id") if name in found]
             for batch in parquet.iter_batches(_PARQUET_ROWS, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
@@ -79,6 +104,8 @@ def _read_text(file: Path) -> Iterator[PromptRow]:
 
 READERS: dict[str, Callable[[Path], Iterator[PromptRow]]] = {
     ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
     ".parquet": _read_parquet,
     ".txt": _read_text,
 }
@@ -110,11 +137,13 @@ def _decode(line: bytes, file: Path, offset: int) -> str:
 
 
 def plain(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
-    """A row in the fields of our own files: `prompt`, and perhaps `answer`, `task` and `id`.
+    """A row in the fields of our own files: `prompt` or `messages`, and perhaps `answer`, `task` and `id`.
 
     Raises:
         MismatchError: it has no prompt, or one that is no text.
     """
+    if row.get("messages") is not None and row.get("prompt") is None:
+        return _chat(row, number, where)
     if "prompt" not in row:
         raise _refusal(where, f"has {', '.join(map(repr, row)) or 'no fields'} and no 'prompt'")
     text = row["prompt"]
@@ -129,6 +158,46 @@ def plain(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
         task=_optional(row, "task", where) or None,
         prompt_id=_optional(row, "id", where) or str(number),
     )
+
+
+def _chat(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
+    """A chat up to its last answer, which is the reference answer unless the row has one."""
+    messages = row["messages"]
+    if isinstance(messages, str):  # a cell of CSV
+        try:
+            messages = json.loads(messages)
+        except (ValueError, RecursionError) as error:
+            raise _refusal(where, f"has messages that are no JSON ({error})", _CHAT) from None
+    if not isinstance(messages, list) or not messages:
+        raise _refusal(where, "has messages that are no list", _CHAT)
+    said = [_message(message, where) for message in messages]
+    answer = said.pop()[1] if said[-1][0] == "assistant" else None
+    if not any(content.strip() for _, content in said):
+        raise _refusal(where, "has messages without text before the answer", _CHAT)
+    text = "\n\n".join(content for _, content in said)
+    require_text(text, where)
+    return PromptRow(
+        text=text,
+        answer=_optional(row, "answer", where) or answer,
+        task=_optional(row, "task", where) or None,
+        prompt_id=_optional(row, "id", where) or str(number),
+        messages=tuple(said),
+    )
+
+
+def _message(message: Any, where: str) -> tuple[str, str]:
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if isinstance(content, list):  # parts
+        texts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
+        ]
+        spoken = [text for text in texts if isinstance(text, str)]
+        if len(spoken) < len(texts):
+            raise _refusal(where, "has messages with parts that are no text", "parts of type text")
+        content = "".join(spoken)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise _refusal(where, f"has the message {str(message)[:40]!r}", _CHAT)
+    return role, content
 
 
 def require_text(text: str, where: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moetool import assets
-from moetool.errors import MismatchError, MoetoolError, UsageError, unknown_name
+from moetool.errors import MismatchError, MoetoolError, UsageError, first_line, unknown_name
 from moetool.prompts import dataset_recipe
 from moetool.prompts.dataset_recipe import DatasetRecipe
 from moetool.prompts.dataset_rows import RowOptions, rows
@@ -36,7 +36,8 @@ class Prompt:
         task: what kind of text it is; the data set's name where the source does not say.
         prompt_id: the source's own id, or the number of its line, row or document, counted from 1; of a public data
             set, behind its split and task, the row's id or a checksum of the text.
-        text: what the model reads; never blank.
+        text: what the model reads; never blank. Of a chat, the contents of its messages.
+        messages: (role, content) of a chat, which the model's chat template makes the tokens from.
         answer: the reference answer, where there is one.
         output: how many tokens its data set wants decoded: `answer`, as many as the answer has, a number, or None.
         input_tokens: its data set wants it cut after so many tokens; None leaves it whole.
@@ -46,9 +47,32 @@ class Prompt:
     task: str
     prompt_id: str
     text: str
+    messages: tuple[tuple[str, str], ...] = ()
     answer: str | None = None
     output: Literal["answer"] | int | None = None
     input_tokens: int | None = None
+
+    def token_ids(self, tokenizer: Any) -> list[int]:
+        """The tokens of the prompt. A chat whose tokenizer has no chat template is read as plain text.
+
+        Raises:
+            MismatchError: the chat template refuses the messages.
+        """
+        if not self.messages or not tokenizer.chat_template:
+            ids: list[int] = tokenizer(self.text)["input_ids"]
+            return ids
+        from jinja2 import TemplateError
+
+        messages = [{"role": role, "content": content} for role, content in self.messages]
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise MismatchError(
+                f"the model's chat template refuses prompt {self.prompt_id} of {self.dataset}: {first_line(error)}"
+            ) from error
+        # the template has written the special tokens already
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,6 +333,7 @@ def _of_file(file: Path) -> _Source:
                 task=row.task or file.stem,
                 prompt_id=row.prompt_id,
                 text=row.text,
+                messages=row.messages,
                 answer=row.answer,
             )
             yield prompt, row.text

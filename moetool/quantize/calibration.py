@@ -67,7 +67,7 @@ def from_prompts(prompts: Sequence[Prompt], tokenizer: Any, *, length: int, max_
 
 def _known_by(prompt: Prompt, tokenizer: Any) -> set[str]:
     """As a whole, and as a capture cuts it."""
-    ids = tokenizer(prompt.text)["input_ids"]
+    ids = prompt.token_ids(tokenizer)
     return {digest_of_tokens(ids), digest_of_tokens(ids[: prompt.input_tokens])}
 
 
@@ -82,11 +82,11 @@ def _blocks(
     for prompt in prompts:
         if len(ids) >= wanted:
             break
-        ids += tokenizer(prompt.text)["input_ids"] + ([] if end is None else [end])
+        ids += prompt.token_ids(tokenizer) + ([] if end is None else [end])
         used.append(prompt)
     whole = min(len(ids), wanted) // length * length
     return torch.tensor(ids[:whole], dtype=torch.int64).view(-1, length), used
 
 
 def _count(prompts: Sequence[Prompt], tokenizer: Any) -> list[int]:
-    return [len(tokenizer(prompt.text)["input_ids"]) for prompt in prompts]
+    return [len(prompt.token_ids(tokenizer)) for prompt in prompts]

@@ -3,14 +3,14 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
-from moetool.models.routing import Routes, watch
-from moetool.quantize.layerwise import Layerwise
+from moetool.models.router_hooks import Routes, watch
+from moetool.quantize.layer_forward import Layerwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class Judgement:
 
 @torch.no_grad()
 def judge(
-    model: Path,
-    replica: Path,
+    model: Checkpoint,
+    replica: Checkpoint,
     ids_NS: torch.Tensor,
     dtype: torch.dtype,
     on_layer: Callable[[int], None] | None = None,
@@ -65,9 +65,9 @@ def judge(
 
 
 @torch.no_grad()
-def logits_of(path: Path, ids_1S: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def logits_of(checkpoint: Checkpoint, ids_1S: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The logits [S, V] that a checkpoint gives, run layer by layer."""
-    loaded = load_lazy(path, dtype)
+    loaded = load_lazy(checkpoint, dtype)
     try:
         layerwise = Layerwise(loaded)
         (state,) = layerwise.begin(ids_1S)

@@ -1,6 +1,6 @@
 """Makes a replica of a model in few bits, layer by layer, loads it again and says how near it comes.
 
-While it works, finished layers lie in `OUT.resume` beside the result (`moetool.quantize.making`).
+While it works, finished layers lie in `OUT.resume` beside the result (`moetool.quantize.replica_layers`).
 """
 
 import json
@@ -19,14 +19,13 @@ import transformers
 from moetool import __version__, durable
 from moetool.errors import MismatchError, MoetoolError, UsageError
 from moetool.machine import memory_bytes
-from moetool.models.checkpoint import Source, sources
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.conversion import TensorSource
 from moetool.models.loading import load_unpacked, parse_dtype
-from moetool.models.shards import Shards
-from moetool.models.spec import empty_model, moe_layers, read_config, read_packing, revision, weight_files
 from moetool.quantize.calibration import Calibration
 from moetool.quantize.folding import require_family, rounded_names
 from moetool.quantize.judging import judge, logits_of
-from moetool.quantize.making import Maker, ReplicaOptions
+from moetool.quantize.replica_layers import Maker, ReplicaOptions
 
 CARD = "card.json"
 GROUPS = (16, 32, 64, 128)
@@ -34,7 +33,7 @@ _AGREE = 1e-3  # how far a logit of plain transformers may be from ours, as a sh
 
 
 def make_replica(
-    path: Path,
+    checkpoint: Checkpoint,
     out: Path,
     calibration: Calibration,
     options: ReplicaOptions,
@@ -49,7 +48,7 @@ def make_replica(
     the layer that it was at when the same call is made again.
 
     Args:
-        path: the model's folder.
+        checkpoint: of the model.
         facts: what else the card says.
         on_progress: called with the steps that are done, and how many there are: two for each layer, and the reload.
 
@@ -64,11 +63,11 @@ def make_replica(
         MoetoolError: a weight or an activation is not finite.
     """
     durable.require_absent(out, overwrite, CARD)
-    require_replicable(path, options)
+    require_replicable(checkpoint, options)
     began = time.perf_counter()
     dtype = parse_dtype(options.dtype)
     with durable.staged_directory(out, overwrite, CARD) as staged:
-        maker = Maker(path, out.with_name(out.name + ".resume"), calibration, options)
+        maker = Maker(checkpoint, out.with_name(out.name + ".resume"), calibration, options)
         steps = 2 * maker.num_layers + 1
         report = (lambda done: on_progress(done, steps)) if on_progress is not None else (lambda done: None)
         try:
@@ -76,15 +75,15 @@ def make_replica(
             maker.finish(staged)
         finally:
             maker.close()
-        judged = judge(path, staged, calibration.judged_NS, dtype, lambda done: report(maker.num_layers + done))
+        made = Checkpoint(staged)
+        judged = judge(checkpoint, made, calibration.judged_NS, dtype, lambda done: report(maker.num_layers + done))
         if not math.isfinite(judged.kl):
             raise MoetoolError(
-                f"{path} or its replica gives logits that are NaN or infinite on the text that it is judged by, "
-                "expected none; try --set dtype=float32, or other --data"
+                f"{checkpoint.path} or its replica gives logits that are NaN or infinite on the text that it is judged "
+                "by, expected none; try --set dtype=float32, or other --data"
             )
-        reloaded = _check(staged, calibration.judged_NS[:1], judged.logits if dtype == torch.float32 else None)
+        reloaded = _check(made, calibration.judged_NS[:1], judged.logits if dtype == torch.float32 else None)
         report(steps)
-        files = sorted(weight_files(staged))
         card = {
             "kind": "predictor",
             "schema_version": 1,
@@ -99,10 +98,10 @@ def make_replica(
             "layers": notes,
             "reloaded_by": reloaded,
             "weights": {
-                "bytes": sum(file.stat().st_size for file in files),
-                "of_bytes": sum(file.stat().st_size for file in weight_files(path)),
-                "revision": revision(staged),
-                "sha256": {file.name: durable.sha256_file(file) for file in files},
+                "bytes": made.index.num_bytes,
+                "of_bytes": checkpoint.index.num_bytes,
+                "revision": made.revision,
+                "sha256": {file.name: durable.sha256_file(file) for file in made.index.files},
             },
             "trace": {"sha256": "", "tokens": calibration.ids_NS.numel() + calibration.judged_NS.numel()},
             "fit": {},
@@ -119,14 +118,14 @@ def make_replica(
             **(facts or {}),
         }
         text = json.dumps(card, indent=1) + "\n"
-        (staged / "README.md").write_text(_readme(card, path), encoding="utf-8")
+        (staged / "README.md").write_text(_readme(card, checkpoint.path), encoding="utf-8")
         durable.write_text(staged / CARD, text)
     shutil.rmtree(maker.folder, ignore_errors=True)
     written: dict[str, Any] = json.loads(text)
     return written
 
 
-def require_replicable(path: Path, options: ReplicaOptions) -> None:
+def require_replicable(checkpoint: Checkpoint, options: ReplicaOptions) -> None:
     """Refuse what cannot be made, by config and headers alone: no weight is read.
 
     Raises:
@@ -134,23 +133,18 @@ def require_replicable(path: Path, options: ReplicaOptions) -> None:
             weights, a group that does not divide the weights' widths, or routed experts with zero points.
         MismatchError: a weight file is missing or damaged, or lacks a tensor.
     """
-    config = read_config(path)
-    require_family(config)
-    if read_packing(path):
-        raise UsageError(f"{path} is packed already; give the model that it was made from")
+    path = checkpoint.path
+    require_family(checkpoint.config)
+    if checkpoint.quantization:
+        raise UsageError(f"{path} is quantized already; give the model that it was made from")
     if not options.symmetric:
         raise UsageError(
             "--asymmetric: transformers unpacks stacked experts without zero points, so that it could not load the "
             "replica; leave it out, or --set dense_symmetric=false for those of attention, dense layers and shared "
             "experts alone"
         )
-    model = empty_model(config, torch.float32)
-    moe = {layer.layer_id: layer for layer in moe_layers(model)}
-    shards = Shards(path)
-    try:
-        made_of = sources(model, shards.tensors)
-    finally:
-        shards.close()
+    model, made_of = checkpoint.skeleton, checkpoint.sources
+    moe = {layer.layer_id: layer for layer in checkpoint.layers}
     names = {id(module): name for name, module in model.named_modules()}
     prefix = f"{names[id(model.get_decoder().layers)]}."
     widths: set[int] = set()
@@ -167,7 +161,7 @@ def require_replicable(path: Path, options: ReplicaOptions) -> None:
         )
 
 
-def _require_layout(path: Path, name: str, made_of: Mapping[str, Source]) -> None:
+def _require_layout(path: Path, name: str, made_of: Mapping[str, TensorSource]) -> None:
     """Raises: UsageError for a weight that has to be computed, or experts that are stored as one."""
     if (source := made_of.get(name)) is None:
         raise MismatchError(f"{path} lacks {name}, or names it otherwise; download the model again")
@@ -180,7 +174,7 @@ def _require_layout(path: Path, name: str, made_of: Mapping[str, Source]) -> Non
         )
 
 
-def _check(staged: Path, ids_1S: torch.Tensor, logits_SV: torch.Tensor | None) -> str:
+def _check(made: Checkpoint, ids_1S: torch.Tensor, logits_SV: torch.Tensor | None) -> str:
     """Load the result as anybody would, where it fits into memory unpacked; says who has loaded it.
 
     Both compute in float32: rounded more coarsely, a router's near tie falls either way.
@@ -191,20 +185,19 @@ def _check(staged: Path, ids_1S: torch.Tensor, logits_SV: torch.Tensor | None) -
     Raises:
         MismatchError: transformers misses a tensor, or computes something else than moetool.
     """
-    config = read_config(staged)
-    size = 4 * sum(parameter.numel() for parameter in empty_model(config, torch.float32).parameters())
+    size = 4 * sum(parameter.numel() for parameter in made.skeleton.parameters())
     if 2 * size > memory_bytes()[1]:
         return "moetool"  # `judge` has read every tensor by its name and shape
     if logits_SV is None:
-        logits_SV = logits_of(staged, ids_1S, torch.float32)
-    model = load_unpacked(staged, torch.float32)
+        logits_SV = logits_of(made, ids_1S, torch.float32)
+    model = load_unpacked(made.path, torch.float32)
     with torch.no_grad():
         found_SV = model(input_ids=ids_1S, use_cache=False).logits[0]
     error = (found_SV - logits_SV).abs().max().item()
     if error > _AGREE * logits_SV.abs().max().item():
         raise MismatchError(
-            f"transformers computes logits from {staged} that differ by {error:.3g} from moetool's, expected at most "
-            f"{_AGREE * logits_SV.abs().max().item():.3g}; the saved replica is wrong"
+            f"transformers computes logits from {made.path} that differ by {error:.3g} from moetool's, expected at "
+            f"most {_AGREE * logits_SV.abs().max().item():.3g}; the saved replica is wrong"
         )
     return "transformers"
 

@@ -16,7 +16,8 @@ def require_finite_weights(shards: Shards, path: Path) -> None:
         MoetoolError: one is NaN or infinite.
         MismatchError: one has a data type that moetool does not read.
     """
-    for name, tensor in sorted(shards.tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
+    tensors = {name: weight.tensors["weight"] for name, weight in shards.weights.items()}
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].file, item[1].offset)):
         if tensor.dtype not in DTYPES:
             continue  # integers
         weight = shards.load(name)

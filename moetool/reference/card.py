@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from moetool.models.spec import moe_layers
 from moetool.reference.data import Domain, held_out_rows
-from moetool.reference.recipe import Recipe
+from moetool.reference.training_recipe import Recipe
 
 _ROWS = 16  # that are forwarded together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class DomainMeasures:
     """A model on the held-out text.
 
     Attributes:
@@ -53,7 +53,7 @@ def measure(
     domains: Sequence[Domain],
     recipe: Recipe,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-) -> Measured:
+) -> DomainMeasures:
     """Score a model on every domain's held-out text, in float32.
 
     The halves of a domain are its even and its odd rows.
@@ -91,7 +91,7 @@ def measure(
         model.train(training)
     between_L, within_L = divergences(use_DHLE)
     share_LE = _shares(use_DHLE.sum(1)).mean(0)
-    return Measured(
+    return DomainMeasures(
         cross_entropy=cross_entropy,
         tokens={name: rows_RL[:, 1:].numel() for name, rows_RL in rows.items()},
         between_L=between_L,

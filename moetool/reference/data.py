@@ -160,7 +160,7 @@ def _encode(documents: list[str], tokenizer: Any, end: int) -> np.ndarray:
     return np.concatenate(pieces)
 
 
-class Batches:
+class TextBatches:
     """What each step sees: rows of `length` tokens and the one after them, drawn from the domains.
 
     A domain's rows go through all of its windows in a random order before any comes twice.

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from moetool.errors import UsageError, first_line
-from moetool.models.spec import read_config
+from moetool.models.checkpoint import Checkpoint
 from moetool.reference.data import separator_id
-from moetool.reference.recipe import ModelOptions
+from moetool.reference.training_recipe import ModelOptions
 
 FAMILY = "qwen3_moe"
 
@@ -233,7 +233,7 @@ def open_checkpoint(path: Path) -> Any:
     from transformers import Qwen3MoeForCausalLM
     from transformers.utils import logging
 
-    if (found := read_config(path).model_type) != FAMILY:
+    if (found := Checkpoint(path).config.model_type) != FAMILY:
         raise UsageError(f"{path} is a {found} model, expected {FAMILY}, the family that reference train makes")
     logging.disable_progress_bar()
     return ready(Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32))

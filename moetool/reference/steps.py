@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from moetool.errors import MoetoolError
 from moetool.learning.fitting import interruptible, quiet
-from moetool.reference.data import Batches
+from moetool.reference.data import TextBatches
 from moetool.reference.model import losses
-from moetool.reference.recipe import Recipe, learning_rate
-from moetool.reference.state import Progress, State
+from moetool.reference.training_recipe import Recipe, learning_rate
+from moetool.reference.training_state import Progress, State
 
 
 def run_steps(
     model: torch.nn.Module,
-    batches: Batches,
+    batches: TextBatches,
     recipe: Recipe,
     progress: Progress,
     state: State,
@@ -59,7 +59,7 @@ def run_steps(
 class _Rows(IterableDataset):
     """The rows of each step that is left."""
 
-    def __init__(self, batches: Batches, start: int, end: int) -> None:
+    def __init__(self, batches: TextBatches, start: int, end: int) -> None:
         self.batches, self.start, self.end = batches, start, end
 
     def __iter__(self) -> Iterator[Tensor]:

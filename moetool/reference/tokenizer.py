@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moetool.errors import UsageError
-from moetool.models.loading import load_tokenizer
+from moetool.models.checkpoint import read_tokenizer
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
@@ -20,7 +20,8 @@ def tokenizer_of(folder: Path) -> tuple[Any, dict[str, bytes]]:
     Raises:
         UsageError: it has none.
     """
-    return load_tokenizer(folder), {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    return read_tokenizer(folder), files
 
 
 def learn_tokenizer(documents: Iterable[str], vocabulary: int, like: Path) -> tuple[Any, dict[str, bytes]]:

@@ -12,14 +12,15 @@ from safetensors import SafetensorError
 
 from moetool import durable
 from moetool.errors import MismatchError, MoetoolError, UsageError
+from moetool.json_files import read_json
 from moetool.models.loading import use_threads
-from moetool.models.spec import REFERENCE, locate
-from moetool.reference.card import Measured, measure, readme
-from moetool.reference.data import Batches, Domain, read_domains, text_files, training_documents
+from moetool.models.location import REFERENCE, locate
+from moetool.reference.card import DomainMeasures, measure, readme
+from moetool.reference.data import Domain, TextBatches, read_domains, text_files, training_documents
 from moetool.reference.model import build, new_config, open_checkpoint
-from moetool.reference.recipe import Recipe
-from moetool.reference.state import Progress, State, require_room
 from moetool.reference.tokenizer import learn_tokenizer, tokenizer_of
+from moetool.reference.training_recipe import Recipe
+from moetool.reference.training_state import Progress, State, require_room
 
 MARKER = "training.json"
 STATE = ".training"
@@ -75,7 +76,7 @@ def train(
     domains = read_domains(
         data, tokenizer, recipe.data.held_out, lambda done, total: on_progress("reading bytes of text", done, total)
     )
-    batches = Batches(
+    batches = TextBatches(
         domains,
         length=recipe.fit.sequence_length,
         batch_size=recipe.fit.batch_size,
@@ -143,7 +144,7 @@ def _begin(recipe: Recipe, data: Path, source: Path, *, from_checkpoint: bool) -
     if not from_checkpoint:
         return build(config, recipe.seed), tokenizer, files
     model = open_checkpoint(source)
-    _require_same_architecture(source, model.config, config)
+    require_same_architecture(source, model.config, config)
     return model, tokenizer, files
 
 
@@ -155,7 +156,7 @@ def _write(folder: Path, name: str, model: Any, tokenizer_files: Mapping[str, by
     (folder / "README.md").write_text(readme(name, model, facts), encoding="utf-8")
 
 
-def _require_same_architecture(source: Path, found: Any, expected: Any) -> None:
+def require_same_architecture(source: Path, found: Any, expected: Any) -> None:
     """Raises: MismatchError where a checkpoint is not what the recipe describes."""
     for name in _ARCHITECTURE:
         if getattr(found, name) != getattr(expected, name):
@@ -189,8 +190,8 @@ def _weights_sha256(folder: Path) -> str:
 def _history(start: str, source: Path) -> dict[str, Any]:
     """What is known of the checkpoint that a run began from."""
     try:
-        earlier = json.loads((source / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        earlier = read_json(source / MARKER, advice="")
+    except (OSError, MismatchError):
         earlier = {}
     if not isinstance(earlier, dict):
         earlier = {}
@@ -206,9 +207,9 @@ def _history(start: str, source: Path) -> dict[str, Any]:
 def _facts(
     recipe: Recipe,
     domains: Sequence[Domain],
-    batches: Batches,
+    batches: TextBatches,
     progress: Progress,
-    measured: Measured,
+    measured: DomainMeasures,
     threads: int,
 ) -> dict[str, Any]:
     """What training.json holds."""

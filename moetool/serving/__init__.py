@@ -1,1 +1,1 @@
-"""The runtime: an expert pool smaller than the model, continuous batching over it, and an OpenAI-compatible server."""
+"""HTTP: the OpenAI-compatible server over a `moetool.runtime` engine, and a client that chats with it."""

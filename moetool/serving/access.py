@@ -1,7 +1,8 @@
-"""Who may ask, under which number, and what is written down of it: the outermost layer of the server."""
+"""Who may ask, under which number, and what is written down of it: the outer layers of the server."""
 
 import hmac
 import json
+import logging
 import re
 import secrets
 import time
@@ -13,16 +14,17 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moetool.serving.refusal import error_object
+from moetool.serving.http_errors import error_object
 
+_LOG = logging.getLogger(__name__)
 REQUEST_ID = "x-request-id"
-_OPEN = {"/health"}
-"""Paths that need no key: whoever watches the server has none."""
+_OPEN = {"/", "/health"}
+"""Paths that need no key: a monitor has none, and a browser sends none."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass(slots=True)
-class Record:
+class AccessRecord:
     """One request, as a line of the access log has it. Of prompts and answers only the lengths.
 
     Attributes:
@@ -53,33 +55,30 @@ class Record:
         return json.dumps({"time": round(time.time(), 3), **known}, ensure_ascii=True)
 
 
-def record_of(scope: Scope) -> Record:
+def record_of(scope: Scope) -> AccessRecord:
     """The record of the request that a route answers."""
-    record: Record = scope["moetool.record"]
+    record: AccessRecord = scope["moetool.record"]
     return record
 
 
 class Access:
-    """Middleware: numbers a request, asks for the key, and reports the record of each request when it is over.
+    """Middleware: numbers a request, and reports its record when it is over.
 
     Args:
-        api_key: what clients have to send as `Authorization: Bearer KEY`; None asks nobody.
         report: takes a record whose response has ended.
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None, report: Callable[[Record], object]) -> None:
+    def __init__(self, app: ASGIApp, *, report: Callable[[AccessRecord], object]) -> None:
         self._app = app
-        self._key = None if api_key is None else api_key.encode()
         self._report = report
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        given = headers.get(REQUEST_ID, "")
+        given = Headers(scope=scope).get(REQUEST_ID, "")
         client = scope.get("client")
-        record = Record(
+        record = AccessRecord(
             request_id=given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}",
             client=client[0] if client else "",
             method=scope["method"],
@@ -95,24 +94,35 @@ class Access:
             await send(message)
 
         try:
-            if scope["path"] in _OPEN or self._allows(headers.get("authorization", "")):
-                await self._app(scope, receive, numbered)
-            else:
-                await _refused(scope, receive, numbered)
+            await self._app(scope, receive, numbered)
         finally:
             record.seconds = round(time.perf_counter() - began, 6)
             self._report(record)
+            _LOG.info(
+                '%s "%s %s" %d %.3f s, prompt tokens %s, generated %s, %s',
+                *(record.client, record.method, record.path, record.status, record.seconds),
+                *(record.prompt_tokens, record.generated_tokens, record.request_id),
+            )
+
+
+class RequireKey:
+    """Middleware: refuses requests that do not carry the key as `Authorization: Bearer KEY`."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
+        self._app = app
+        self._key = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get("authorization", "") if scope["type"] == "http" else ""
+        if scope["type"] != "http" or scope["path"] in _OPEN or self._allows(given):
+            await self._app(scope, receive, send)
+            return
+        body: dict[str, Any] = error_object(
+            "this server asks for a key; send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key"
+        )
+        await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
     def _allows(self, authorization: str) -> bool:
-        if self._key is None:
-            return True
         scheme, _, key = authorization.partition(" ")
         # Takes the same time wherever the first wrong letter is.
         return hmac.compare_digest(key.strip().encode(), self._key) and scheme.lower() == "bearer"
-
-
-async def _refused(scope: Scope, receive: Receive, send: Send) -> None:
-    body: dict[str, Any] = error_object(
-        "this server asks for a key; send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key"
-    )
-    await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)

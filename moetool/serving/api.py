@@ -4,28 +4,35 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
 from moetool.errors import MoetoolError
-from moetool.request import EngineLike, SamplingParams, TokenLogprob
-from moetool.serving import absent, openapi, refusal
-from moetool.serving.access import Access, Record, record_of
+from moetool.request import EngineLike, Grammar, SamplingParams, TokenLogprob
+from moetool.serving import http_errors as refusal
+from moetool.serving import openapi, token_routes
+from moetool.serving import unsupported_routes as absent
+from moetool.serving.access import Access, AccessRecord, RequireKey, record_of
 from moetool.serving.connections import Connections
-from moetool.serving.generation import Deadline, Exchange, Frontend, Job, Piece
+from moetool.serving.detokenize import Vocabulary
+from moetool.serving.generation import Deadline, Exchange, Frontend, Job, TextPiece
+from moetool.serving.grammars import Grammars
+from moetool.serving.http_errors import BodyLimit, Refusal
+from moetool.serving.index_page import HEADERS as PAGE_HEADERS
+from moetool.serving.index_page import index_page
 from moetool.serving.metrics import Metrics
-from moetool.serving.prompts import Prompt, chat_prompt, completion_prompts, echo
-from moetool.serving.refusal import BodyLimit, Refusal
-from moetool.serving.reply import ChatReply, CompletionReply, Reply
-from moetool.serving.schema import ChatRequest, CompletionRequest, GenerationRequest
+from moetool.serving.origins import OriginRules, Origins
+from moetool.serving.prompt_tokens import PromptTokens, chat_prompt, completion_prompts, echo
+from moetool.serving.replies import ChatReply, CompletionReply, Reply
+from moetool.serving.request_schema import ChatRequest, CompletionRequest, GenerationRequest
 from moetool.serving.server_options import ServerOptions
-from moetool.serving.text import Vocabulary
+from moetool.serving.tool_use import tool_use
 
 _Result = TypeVar("_Result")
 
@@ -40,7 +47,7 @@ def create_app(
     aliases: Collection[str] = (),
     options: ServerOptions | None = None,
     api_key: str | None = None,
-    report: Callable[[Record], object] = lambda record: None,
+    report: Callable[[AccessRecord], object] = lambda record: None,
     connections: Connections | None = None,
 ) -> FastAPI:
     """The server's application.
@@ -56,13 +63,17 @@ def create_app(
     options = options or ServerOptions()
     connections = connections or Connections(options)
     frontend = Frontend(engine, Vocabulary(engine.tokenizer), Metrics(engine), options)
+    grammars = Grammars(engine)
     began = time.monotonic()
     # The documentation pages load scripts from the network, so there are none; and a redirection would be to wherever
     # the request's Host header says.
     app = FastAPI(title="moetool", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.frontend = frontend
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, timeout_s=options.body_timeout_s)
-    app.add_middleware(Access, api_key=api_key, report=report)  # the last one added is the outermost
+    if api_key is not None:
+        app.add_middleware(RequireKey, api_key=api_key)
+    app.add_middleware(Origins, rules=OriginRules.of(options, keyless=api_key is None))
+    app.add_middleware(Access, report=report)  # the last one added is the outermost
     refusal.install(app)
     openapi.install(app, api_key=api_key is not None)
 
@@ -79,6 +90,11 @@ def create_app(
                 code="model_not_found",
             )
 
+    def require_tokens(body: GenerationRequest) -> None:
+        if wrong := [token for token in body.logit_bias if int(token) >= engine.vocab_size]:
+            why = f"token {wrong[0]} is not in the vocabulary of {engine.vocab_size} tokens"
+            raise Refusal(f"logit_bias: {why}", param="logit_bias")
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [card]}
@@ -91,19 +107,22 @@ def create_app(
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         require_model(body.model)
-        return await _answer(request, body, _start_completion(frontend, body, _terms(frontend, request)))
+        require_tokens(body)
+        return await _answer(request, body, _start_completion(frontend, grammars, body, _terms(frontend, request)))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         require_model(body.model)
-        return await _answer(request, body, _start_chat(frontend, body, _terms(frontend, request)))
+        require_tokens(body)
+        return await _answer(request, body, _start_chat(frontend, grammars, body, _terms(frontend, request)))
 
     @app.get("/health")
     async def health() -> JSONResponse:
         # Asks for no key, so it does not tell in which folder the model lies.
+        problems = {"problems": list(engine.problems)} if engine.problems else {}
         if frontend.status == "ready":
-            return JSONResponse({"status": "ok", "model": short_name})
-        body = {"status": frontend.status, "model": short_name}
+            return JSONResponse({"status": "ok", "model": short_name, **problems})
+        body = {"status": frontend.status, "model": short_name, **problems}
         return JSONResponse(body, 503, {"Retry-After": "2"})
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -116,12 +135,17 @@ def create_app(
             "status": frontend.status,
             "uptime_seconds": round(time.monotonic() - began, 3),
             "requests_running": len(frontend.running),
-            "choices_in_engine": frontend.num_in_engine,
+            "choices_in_engine": frontend.in_engine,
             "choices_waiting": frontend.num_waiting,
             **connections.counts(),
         }
         return {"model": engine.model_name, "server": server, "engine": engine.stats()}
 
+    @app.get("/", response_class=HTMLResponse)
+    async def index() -> HTMLResponse:
+        return HTMLResponse(index_page(short_name, asks_for_key=api_key is not None), headers=PAGE_HEADERS)
+
+    token_routes.install(app, engine, require_model)
     absent.install(app)
     return app
 
@@ -129,7 +153,7 @@ def create_app(
 class _Terms(NamedTuple):
     """On which an exchange is opened: who asks, and how long it may take."""
 
-    record: Record
+    record: AccessRecord
     deadline: Deadline
 
 
@@ -152,15 +176,18 @@ async def _answer(
     """The response to a request whose generation `start` starts."""
     try:
         exchange, reply = await _attended(request.receive, start)
+        headers = {"X-Dropped-Messages": str(reply.num_dropped)} if reply.num_dropped else {}
         if body.stream:
-            return _EventStream(exchange, _events(exchange, reply, include_usage=body.include_usage))
+            return _EventStream(exchange, _events(exchange, reply, include_usage=body.include_usage), headers)
         with contextlib.closing(exchange):
-            return JSONResponse(await _attended(request.receive, _collect(exchange, reply)))
+            return JSONResponse(await _attended(request.receive, _collect(exchange, reply)), headers=headers)
     except ClientGone:
         return Response(status_code=499)  # "client closed request", which nobody sees
 
 
-async def _start_completion(frontend: Frontend, body: CompletionRequest, terms: _Terms) -> tuple[Exchange, Reply]:
+async def _start_completion(
+    frontend: Frontend, grammars: Grammars, body: CompletionRequest, terms: _Terms
+) -> tuple[Exchange, Reply]:
     frontend.require_ready()
     engine, vocabulary = frontend.engine, frontend.vocabulary
     # Long prompts take seconds to tokenise, and a forward takes longer: neither may hold up the event loop.
@@ -173,29 +200,46 @@ async def _start_completion(frontend: Frontend, body: CompletionRequest, terms: 
     )
     terms.record.prompt_tokens = reply.num_prompt_tokens
     if body.echo:
-        echoes: list[Piece] = []
+        echoes: list[TextPiece] = []
         for prompt in prompts:
             scores: list[TokenLogprob | None] | None = None
             if body.logprobs is not None:
                 scores = await frontend.score(prompt.tokens, body.logprobs, terms.deadline)
             echoes += [echo(vocabulary, prompt, scores)] * body.n
         reply.echoes = echoes
-    jobs = _jobs(body, prompts, body.logprobs)
+    grammar: Grammar | None = None
+    if body.response_format is not None and (schema := body.response_format.schema_text) is not None:
+        grammar = await asyncio.to_thread(grammars.json, schema, "response_format")
+    jobs = _jobs(body, prompts, body.logprobs, grammar)
     jobs = [replace(job, offset=len(reply.prelude(index).text)) for index, job in enumerate(jobs)]
     return frontend.open(jobs, body.stop, *terms), reply
 
 
-async def _start_chat(frontend: Frontend, body: ChatRequest, terms: _Terms) -> tuple[Exchange, Reply]:
+async def _start_chat(
+    frontend: Frontend, grammars: Grammars, body: ChatRequest, terms: _Terms
+) -> tuple[Exchange, Reply]:
     frontend.require_ready()
-    prompt = await asyncio.to_thread(chat_prompt, frontend.engine, body)
-    reply = ChatReply(body.model, frontend.vocabulary, logprobs=body.logprobs, num_prompt_tokens=len(prompt.tokens))
+    prompt = await asyncio.to_thread(chat_prompt, frontend.engine, body, frontend.options)
+    use = await asyncio.to_thread(tool_use, frontend.engine, body, grammars, frontend.options.tool_format)
+    reply = ChatReply(
+        body.model,
+        frontend.vocabulary,
+        logprobs=body.logprobs,
+        num_prompt_tokens=len(prompt.tokens),
+        parse=use.parse,
+        several=body.parallel_tool_calls,
+    )
+    reply.num_dropped = prompt.num_dropped
     terms.record.prompt_tokens = reply.num_prompt_tokens
-    jobs = _jobs(body, [prompt], (body.top_logprobs or 0) if body.logprobs else None)
-    return frontend.open(jobs, body.stop, *terms), reply
+    jobs = _jobs(body, [prompt], (body.top_logprobs or 0) if body.logprobs else None, use.grammar)
+    return frontend.open([replace(job, shown=use.shown) for job in jobs], body.stop, *terms), reply
 
 
-def _jobs(body: GenerationRequest, prompts: Sequence[Prompt], logprobs: int | None) -> list[Job]:
+def _jobs(
+    body: GenerationRequest, prompts: Sequence[PromptTokens], logprobs: int | None, grammar: Grammar | None
+) -> list[Job]:
     """One job a choice: the n choices of the first prompt, then of the second."""
+    bias = tuple((int(token), value) for token, value in body.logit_bias.items())
     return [
         Job(
             prompt=prompt.tokens,
@@ -207,6 +251,13 @@ def _jobs(body: GenerationRequest, prompts: Sequence[Prompt], logprobs: int | No
                 seed=None if body.seed is None else (body.seed + index) % 2**63,
                 logprobs=logprobs,
                 ignore_eos=body.ignore_eos,
+                top_k=max(0, body.top_k),
+                min_p=body.min_p,
+                presence_penalty=body.presence_penalty,
+                frequency_penalty=body.frequency_penalty,
+                repetition_penalty=body.repetition_penalty,
+                logit_bias=bias,
+                grammar=grammar,
             ),
         )
         for prompt in prompts
@@ -215,7 +266,7 @@ def _jobs(body: GenerationRequest, prompts: Sequence[Prompt], logprobs: int | No
 
 
 async def _collect(exchange: Exchange, reply: Reply) -> dict[str, Any]:
-    pieces: list[list[Piece]] = [[] for _ in exchange.choices]
+    pieces: list[list[TextPiece]] = [[] for _ in exchange.choices]
     async for index, piece in exchange.pieces():
         pieces[index].append(piece)
     return reply.whole(pieces, exchange.num_tokens)
@@ -232,8 +283,8 @@ async def _events(exchange: Exchange, reply: Reply, *, include_usage: bool) -> A
                 opened.add(index)
                 for choice in reply.opening(index):
                     yield _dump(reply.chunk([choice]) | no_usage)
-            if piece:
-                yield _dump(reply.chunk([reply.delta(index, piece)]) | no_usage)
+            for choice in reply.deltas(index, piece):
+                yield _dump(reply.chunk([choice]) | no_usage)
         if include_usage:
             yield _dump(reply.chunk([]) | {"usage": reply.usage(exchange.num_tokens)})
         yield "[DONE]"
@@ -258,8 +309,8 @@ class _EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, exchange: Exchange, payloads: AsyncIterator[str]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, exchange: Exchange, payloads: AsyncIterator[str], headers: Mapping[str, str]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["Content-Length"]
         self._exchange = exchange
         self._payloads = payloads

@@ -6,6 +6,7 @@ uvicorn answers a request's head as soon as it is there, and waits for it for ev
 import asyncio
 import contextlib
 import json
+import re
 import resource
 import sys
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from moetool.serving.refusal import error_object
+from moetool.serving.http_errors import error_object
 from moetool.serving.server_options import ServerOptions
 
 MAX_HEAD_BYTES = 16 * 2**10
@@ -24,7 +25,7 @@ ACCEPTED_AT_ONCE = 128
 
 _OTHER_FILES = 256
 """Room for what else the process has open: shards, logs, and connections that are being taken leave of."""
-_NEW_S = 1.0
+NEW_S = 1.0
 """Until then a connection without a request is taken for one whose request is on its way."""
 _LINGER_S = 1.0
 """How long a dismissed client is read on: closing at once would throw away the answer that it has not read."""
@@ -57,8 +58,8 @@ class Connections:
     def __init__(self, options: ServerOptions, most: int | None = None) -> None:
         self.options = options
         self.most = options.max_connections if most is None else most
-        self._open: set[Connection] = set()
-        self._waiting: dict[Connection, float] = {}  # without a request, and since when; the longest first
+        self._open: set[HttpConnection] = set()
+        self._waiting: dict[HttpConnection, float] = {}  # without a request, and since when; the longest first
         self._lingering = 0
         self._refused = self._displaced = 0
 
@@ -70,11 +71,11 @@ class Connections:
             "connections_displaced": self._displaced,
         }
 
-    def admit(self, connection: "Connection") -> bool:
+    def admit(self, connection: "HttpConnection") -> bool:
         """Take a new connection in, in place of one that waits where there are too many; gives whether it was."""
         if len(self._open) >= self.most:
             oldest = next(iter(self._waiting), None)
-            if oldest is None or time.monotonic() - self._waiting[oldest] < _NEW_S:
+            if oldest is None or time.monotonic() - self._waiting[oldest] < NEW_S:
                 self._refused += 1
                 return False
             self._displaced += 1
@@ -84,17 +85,17 @@ class Connections:
         self.waits(connection)
         return True
 
-    def waits(self, connection: "Connection") -> None:
+    def waits(self, connection: "HttpConnection") -> None:
         """It has no request from now on."""
         if connection in self._open:
             self._waiting.pop(connection, None)
             self._waiting[connection] = time.monotonic()
 
-    def works(self, connection: "Connection") -> None:
+    def works(self, connection: "HttpConnection") -> None:
         """It has a request."""
         self._waiting.pop(connection, None)
 
-    def leave(self, connection: "Connection") -> None:
+    def leave(self, connection: "HttpConnection") -> None:
         """It counts no more."""
         self._open.discard(connection)
         self._waiting.pop(connection, None)
@@ -113,15 +114,27 @@ class Connections:
         asyncio.get_running_loop().call_later(_LINGER_S, over)
 
 
-class Connection(H11Protocol):
+class _Http1(h11.Connection):
+    """h11's side of a connection, without the versions of HTTP that h11 takes for its own."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request) and event.http_version not in (b"1.0", b"1.1"):
+            version = event.http_version.decode("ascii")
+            raise h11.RemoteProtocolError(f"this server speaks HTTP/1.1, not HTTP/{version}", error_status_hint=505)
+        return event
+
+
+class HttpConnection(H11Protocol):
     """One connection: uvicorn's, with an end to all waiting, and with every answer in OpenAI's form."""
 
     def __init__(self, connections: Connections, **rest: Any) -> None:
         super().__init__(**rest)
-        self._shared = connections
+        self.conn = _Http1(h11.SERVER, MAX_HEAD_BYTES)
+        self.shared = connections
         self._dismissed = False
         self._head_timer: asyncio.TimerHandle | None = None
-        self._send_timer: asyncio.TimerHandle | None = None
+        self.send_timer: asyncio.TimerHandle | None = None
 
     @property
     def _busy(self) -> bool:
@@ -130,14 +143,14 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if not self._shared.admit(self):
-            message = f"this server has {self._shared.most} connections, which is as many as it may; try again soon"
+        if not self.shared.admit(self):
+            message = f"this server has {self.shared.most} connections, which is as many as it may; try again soon"
             self._dismiss(503, message, "Retry-After: 1")
             return
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._shared.leave(self)
+        self.shared.leave(self)
         self._clear_timers()
         super().connection_lost(exc)
 
@@ -152,7 +165,7 @@ class Connection(H11Protocol):
         self._see_whether_busy()
         if not self._busy and self._head_timer is None:
             # Bytes, and no request yet; or the rest of a body that was not wanted.
-            self._head_timer = self.loop.call_later(self._shared.options.head_timeout_s, self._head_is_late)
+            self._head_timer = self.loop.call_later(self.shared.options.head_timeout_s, self._head_is_late)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -161,7 +174,7 @@ class Connection(H11Protocol):
             self._watch_reader()
         self._see_whether_busy()
         if not self._busy:
-            self._shared.waits(self)
+            self.shared.waits(self)
 
     def send_400_response(self, msg: str) -> None:
         """What h11 cannot read is answered as far as it can be: called where its exception is handled."""
@@ -172,10 +185,13 @@ class Connection(H11Protocol):
         if self._busy:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if getattr(error, "error_status_hint", 400) == 431:
-            self._dismiss(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
-        else:
-            self._dismiss(400, f"this is no HTTP/1.1 request: {str(error)[:200]}")
+        match getattr(error, "error_status_hint", 400):
+            case 431:
+                self._dismiss(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
+            case 505:
+                self._dismiss(505, str(error))
+            case _:
+                self._dismiss(400, f"this is no HTTP/1.1 request: {_readable(error)}")
 
     def timeout_keep_alive_handler(self) -> None:
         self.part()
@@ -190,9 +206,9 @@ class Connection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._send_timer is not None:  # it reads
-            self._send_timer.cancel()
-            self._send_timer = None
+        if self.send_timer is not None:  # it reads
+            self.send_timer.cancel()
+            self.send_timer = None
 
     def part(self) -> None:
         """Close a connection that has no request."""
@@ -203,7 +219,7 @@ class Connection(H11Protocol):
 
     def _see_whether_busy(self) -> None:
         if self._busy:
-            self._shared.works(self)
+            self.shared.works(self)
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
@@ -211,29 +227,29 @@ class Connection(H11Protocol):
     def _head_is_late(self) -> None:
         self._head_timer = None
         if self.conn.our_state is h11.IDLE:
-            self._dismiss(408, f"the request's head did not come within {self._shared.options.head_timeout_s:g} s")
+            self._dismiss(408, f"the request's head did not come within {self.shared.options.head_timeout_s:g} s")
         else:
             self.part()
 
     def _watch_reader(self) -> None:
-        if self._send_timer is not None:
+        if self.send_timer is not None:
             return
         before, cycle = self.transport.get_write_buffer_size(), self.cycle
 
         def look() -> None:
-            self._send_timer = None
+            self.send_timer = None
             left = self.transport.get_write_buffer_size()
             if left >= before and self.cycle is cycle:  # another answer may have added to it
                 self.transport.abort()
             elif left:
                 self._watch_reader()
 
-        self._send_timer = self.loop.call_later(self._shared.options.send_timeout_s, look)
+        self.send_timer = self.loop.call_later(self.shared.options.send_timeout_s, look)
 
     def _dismiss(self, status: int, message: str, *headers: str) -> None:
         """Answer what will not become a request, and close."""
         self._dismissed = True
-        self._shared.leave(self)
+        self.shared.leave(self)
         self._clear_timers()
         body = json.dumps(error_object(message, status)).encode()
         lines = [
@@ -244,13 +260,19 @@ class Connection(H11Protocol):
             *headers,
         ]
         self.transport.write("\r\n".join([*lines, "\r\n"]).encode() + body)
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no half-closed connections
+            self.transport.write_eof()
         self.flow.resume_reading()
-        self._shared.linger(self.transport)
+        self.shared.linger(self.transport)
 
     def _clear_timers(self) -> None:
         self._unset_keepalive_if_required()
-        for timer in (self._head_timer, self._send_timer):
+        for timer in (self._head_timer, self.send_timer):
             if timer is not None:
                 timer.cancel()
-        self._head_timer = self._send_timer = None
+        self._head_timer = self.send_timer = None
+
+
+def _readable(error: BaseException | None) -> str:
+    """h11's reason as people write bytes."""
+    return re.sub(r"bytearray\(b(['\"].*?['\"])\)", r"\1", str(error))[:200]

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from moetool.errors import MoetoolError
 from moetool.request import EngineLike, Finish, Output, SamplingParams, TokenLogprob, Unavailable
-from moetool.serving.access import Record
+from moetool.serving.access import AccessRecord
+from moetool.serving.detokenize import StopStrings, Vocabulary
 from moetool.serving.fair_queue import FairQueue
+from moetool.serving.http_errors import Overloaded, Refusal
 from moetool.serving.metrics import Metrics
-from moetool.serving.refusal import Overloaded, Refusal
 from moetool.serving.server_options import ServerOptions
-from moetool.serving.text import StopStrings, Vocabulary
 
 
 class ScoredToken(NamedTuple):
@@ -29,7 +29,7 @@ class ScoredToken(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """The next part of a choice: text that is certain, the scored tokens that began in it, and perhaps the end."""
 
     text: str = ""
@@ -42,11 +42,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One choice to generate; `offset` is where its text begins (after an echoed prompt)."""
+    """One choice to generate.
+
+    Attributes:
+        offset: where its text begins (after an echoed prompt).
+        shown: special tokens that its text has to have.
+    """
 
     prompt: list[int]
     params: SamplingParams
     offset: int = 0
+    shown: frozenset[int] = frozenset()
 
 
 class Choice:
@@ -60,14 +66,14 @@ class Choice:
     def __init__(self, job: Job, vocabulary: Vocabulary, stops: Sequence[str]) -> None:
         self.num_tokens = 0
         self.finished = False
-        self._detokenizer = vocabulary.detokenizer()
+        self._detokenizer = vocabulary.detokenizer(vocabulary.special - job.shown)
         self._stops = StopStrings(stops)
         self._wants_logprobs = job.params.logprobs is not None
         self._scored: list[ScoredToken] = []  # those whose text is held back
         self._num_read = job.offset
         self._num_given = job.offset
 
-    def advance(self, output: Output) -> Piece:
+    def advance(self, output: Output) -> TextPiece:
         """Take one message.
 
         Raises:
@@ -94,7 +100,7 @@ class Choice:
         self._num_given += len(text)
         finish: Finish | None = "stop" if self._stops.matched else output.finish
         self.finished = finish is not None
-        return Piece(text, self._take_scored(), finish)
+        return TextPiece(text, self._take_scored(), finish)
 
     def _take_scored(self) -> list[ScoredToken]:
         """The scored tokens whose text has begun to be given out; at a natural end all of them."""
@@ -126,7 +132,7 @@ class Exchange:
     """
 
     def __init__(
-        self, frontend: "Frontend", jobs: Sequence[Job], stops: Sequence[str], record: Record, deadline: Deadline
+        self, frontend: "Frontend", jobs: Sequence[Job], stops: Sequence[str], record: AccessRecord, deadline: Deadline
     ) -> None:
         self.jobs = list(jobs)
         self.choices = [Choice(job, frontend.vocabulary, stops) for job in jobs]
@@ -155,7 +161,7 @@ class Exchange:
             return False
         return True
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncIterator[tuple[int, TextPiece]]:
         """(index of the choice, its next piece), as they come, until every choice is finished.
 
         Raises:
@@ -220,6 +226,7 @@ class Frontend:
     Attributes:
         draining: no new exchanges; those running go on.
         running: exchanges whose answer is not complete.
+        in_engine: choices that the engine has.
         scoring: held while a prompt is scored. The engine scores one at a time, and those that wait for it must
             not take the threads that tokenise.
     """
@@ -232,7 +239,7 @@ class Frontend:
     running: set[Exchange] = field(default_factory=set)
     scoring: asyncio.Lock = field(default_factory=asyncio.Lock)
     _queue: FairQueue[tuple[Exchange, int]] = field(default_factory=FairQueue)
-    _in_engine: int = 0
+    in_engine: int = 0
     _not_begun: int = 0  # of those in the engine
     _num_scoring: int = 0
     _seconds: float = 1.0  # that a choice took lately
@@ -251,11 +258,6 @@ class Frontend:
         """Choices and prompts to score that wait for a place in the engine."""
         return len(self._queue) + self._num_scoring
 
-    @property
-    def num_in_engine(self) -> int:
-        """Choices that the engine has."""
-        return self._in_engine
-
     def require_ready(self) -> None:
         """Raises: Unavailable unless requests are taken."""
         match self.status:
@@ -269,9 +271,10 @@ class Frontend:
                 seconds = self._forward_seconds()
                 raise Unavailable(f"a forward has been running for {seconds:.0f} s; try again later", retry_after_s=30)
             case _:
-                raise Unavailable("the engine has failed; the server's log says why", retry_after_s=30)
+                reasons = "; ".join(self.engine.problems) or "the server's log says why"
+                raise Unavailable(f"the engine has failed: {reasons}", retry_after_s=30)
 
-    def open(self, jobs: Sequence[Job], stops: Sequence[str], record: Record, deadline: Deadline) -> Exchange:
+    def open(self, jobs: Sequence[Job], stops: Sequence[str], record: AccessRecord, deadline: Deadline) -> Exchange:
         """Queue jobs for the engine, all or none; the caller closes the exchange.
 
         Raises:
@@ -319,7 +322,7 @@ class Frontend:
 
     def release(self, seconds: float) -> None:
         """A choice has left the engine, this long after it was asked for."""
-        self._in_engine -= 1
+        self.in_engine -= 1
         self._seconds += 0.1 * (seconds - self._seconds)
         self._pump()
 
@@ -335,10 +338,10 @@ class Frontend:
 
     def _pump(self) -> None:
         most = self.engine.max_requests
-        while len(self._queue) and self._in_engine < 2 * most and self._not_begun < self.engine.max_unbegun:
+        while len(self._queue) and self.in_engine < 2 * most and self._not_begun < self.engine.max_unbegun:
             exchange, index = self._queue.pop()
             if exchange.submit(index):
-                self._in_engine += 1
+                self.in_engine += 1
                 self._not_begun += 1
 
     def _scored(self, work: "asyncio.Future[list[TokenLogprob | None]]") -> None:
@@ -351,7 +354,7 @@ class Frontend:
         most = self.options.max_queue + 2 * self.engine.max_requests
         if num > most:
             raise Refusal(f"{num} choices in one request; this server holds at most {most} at once")
-        free = 2 * self.engine.max_requests - self._in_engine
+        free = 2 * self.engine.max_requests - self.in_engine
         waiting = self.num_waiting
         if waiting + num > self.options.max_queue + max(0, free):
             seconds = waiting * self._seconds / (2 * self.engine.max_requests)

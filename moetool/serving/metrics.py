@@ -41,6 +41,8 @@ _COUNTERS = {
     "forwards": _Entry("moetool_forwards", "Forward passes of the model."),
     "forward_seconds": _Entry("moetool_forward_seconds", "Seconds that forward passes took, waiting included."),
     "failures": _Entry("moetool_failures", "Forward passes that failed."),
+    "gate_log_rows_written": _Entry("moetool_gate_log_rows_written", "Rows of the gate log in closed segments."),
+    "gate_log_rows_lost": _Entry("moetool_gate_log_rows_lost", "Rows of the gate log that will never be written."),
 }
 _GAUGES = {
     "queue_waiting": _Entry("moetool_requests", _REQUESTS, ("state", "waiting")),
@@ -52,6 +54,8 @@ _GAUGES = {
         "moetool_forward_running_seconds", "Seconds since the forward pass under way began; 0 between two."
     ),
     "host_pool_bytes": _Entry("moetool_host_pool_bytes", "Bytes of the pool of host memory."),
+    "gate_log_rows_waiting": _Entry("moetool_gate_log_rows_waiting", "Rows of the gate log in memory."),
+    "gate_log_failing": _Entry("moetool_gate_log_failing", "1 while the gate log cannot be written."),
 }
 
 

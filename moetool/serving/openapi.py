@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from moetool.serving.absent import ABSENT
+from moetool.serving.unsupported_routes import ABSENT
 
 _ERROR = {
     "type": "object",
@@ -65,7 +65,7 @@ def install(app: FastAPI, *, api_key: bool) -> None:
             schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, methods in schema["paths"].items():
             for operation in methods.values():
-                _describe(operation, path, asks=api_key and path != "/health")
+                _describe(operation, path, asks=api_key and path not in ("/", "/health"))
         return schema
 
     app.openapi = described  # type: ignore[method-assign]
@@ -85,6 +85,7 @@ def _describe(operation: dict[str, Any], path: str, *, asks: bool) -> None:
     if "requestBody" in operation:
         for status, why in _REFUSALS.items():
             answers[status] = _answer(why)
+    if "requestBody" in operation and path.startswith("/v1/"):
         parameters.append(_REQUEST_TIMEOUT)
         answers["200"]["content"]["text/event-stream"] = {
             "schema": {"type": "string", "description": "With stream: one chunk an event, and [DONE] at the end"}

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import ipaddress
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -14,14 +15,14 @@ from typing import Any, TextIO
 
 import uvicorn
 
+from moetool import tables
 from moetool.errors import MoetoolError, UsageError
 from moetool.request import EngineLike
-from moetool.serving.access import Record
+from moetool.serving.access import AccessRecord
 from moetool.serving.api import create_app
-from moetool.serving.connections import ACCEPTED_AT_ONCE, MAX_HEAD_BYTES, Connection, Connections, room_for
+from moetool.serving.connections import ACCEPTED_AT_ONCE, Connections, HttpConnection, room_for
 from moetool.serving.generation import Frontend
 from moetool.serving.server_options import ServerOptions
-from moetool.tables import numbered
 
 _BACKLOG = 2048
 """Connections that wait in the system to be taken."""
@@ -71,13 +72,40 @@ def _look_up(host: str, port: int) -> Any:
     return min(found, key=lambda info: info[0] != socket.AF_INET)
 
 
-def url_of(sock: socket.socket) -> str:
+def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
+    """What HTTPS needs; None where the server speaks plain HTTP.
+
+    Raises:
+        UsageError: the certificate or the key cannot be used.
+    """
+    if not options.ssl_certfile:
+        return None
+
+    def refuse() -> str:
+        raise UsageError(f"the TLS key {options.ssl_keyfile or options.ssl_certfile} is encrypted; decrypt it first")
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile or None, refuse)
+    except OSError as error:  # ssl's own errors are among them
+        reason = getattr(error, "reason", None) or error.strerror or str(error)
+        files = " and ".join(filter(None, (options.ssl_certfile, options.ssl_keyfile)))
+        raise UsageError(
+            f"cannot use {files} for TLS ({reason}); give --ssl-certfile and --ssl-keyfile in PEM"
+        ) from None
+    return context
+
+
+def url_of(sock: socket.socket, *, tls: bool = False) -> str:
     """Where clients on this machine reach a bound socket."""
     host, port = sock.getsockname()[:2]
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.is_unspecified:
         host = "::1" if address.version == 6 else "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def open_to_all(address: str, api_key: str | None) -> str:
@@ -87,7 +115,7 @@ def open_to_all(address: str, api_key: str | None) -> str:
     return f"warning: {address} is reachable from other machines, and this server asks nobody for a password"
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Serves an engine until it is interrupted.
 
     The first interruption drains: new requests get 503, those running finish, up to a timeout. The second ends
@@ -108,6 +136,7 @@ class Server(uvicorn.Server):
         api_key: str | None = None,
     ) -> None:
         options = options or ServerOptions()
+        tls = tls_context(options)
         self._log = _AccessLog(options.access_log)
         most = room_for(options.max_connections)
         if most < options.max_connections:
@@ -127,8 +156,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 # One tested combination, whatever else is installed.
-                http=partial(Connection, connections),  # type: ignore[arg-type]
-                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+                http=partial(HttpConnection, connections),  # type: ignore[arg-type]
                 timeout_keep_alive=options.idle_timeout_s,  # type: ignore[arg-type]
                 backlog=ACCEPTED_AT_ONCE,
                 ws="none",
@@ -138,11 +166,12 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=_GOODBYE_S,
+                ssl_context_factory=None if tls is None else lambda config, default: tls,
             )
         )
-        self._frontend: Frontend = app.state.frontend
+        self.frontend: Frontend = app.state.frontend
         self._sock = sock
-        self._url = url_of(sock)
+        self._url = url_of(sock, tls=tls is not None)
         self._on_ready = on_ready
         self._drain_timeout_s = options.drain_timeout_s
         self._num_interrupts = 0
@@ -156,7 +185,7 @@ class Server(uvicorn.Server):
         try:
             self.run(sockets=[self._sock])
         finally:
-            for exchange in list(self._frontend.running):
+            for exchange in list(self.frontend.running):
                 exchange.close()
             self._sock.close()
             self._log.close()
@@ -183,12 +212,13 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _drain(self) -> None:
-        frontend = self._frontend
+        frontend = self.frontend
         if self._deadline is None:
             frontend.draining = True
             self._deadline = time.monotonic() + self._drain_timeout_s
             if frontend.running:
-                _narrate(f"finishing {numbered(len(frontend.running), 'running request')}; Ctrl-C again stops at once")
+                running = tables.numbered(len(frontend.running), "running request")
+                _narrate(f"finishing {running}; Ctrl-C again stops at once")
         if self._num_interrupts > 1:
             frontend.abort("the server was stopped")
         elif time.monotonic() > self._deadline:
@@ -219,7 +249,7 @@ def run(
     """
     if warning := open_to_all(sock.getsockname()[0], api_key):
         _narrate(warning)
-    Server(engine, sock, on_ready=on_ready, options=options, aliases=aliases, api_key=api_key).serve_forever()
+    HttpServer(engine, sock, on_ready=on_ready, options=options, aliases=aliases, api_key=api_key).serve_forever()
 
 
 class _AccessLog:
@@ -235,7 +265,7 @@ class _AccessLog:
             except OSError as error:
                 raise MoetoolError(f"cannot write the access log {path}: {error.strerror}") from None
 
-    def write(self, record: Record) -> None:
+    def write(self, record: AccessRecord) -> None:
         if self._file is None:
             return
         try:
@@ -252,4 +282,4 @@ class _AccessLog:
 
 
 def _narrate(line: str) -> None:
-    print(f"moetool: {line}", file=sys.stderr, flush=True)
+    tables.narrate(f"moetool: {line}")

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from moetool.errors import UsageError
+from moetool.errors import UsageError, unknown_name
+from moetool.serving.tool_calls import FORMATS
+from moetool.serving.web_names import host_name, origin_name
 
 _ABOVE_ZERO = (
     "request_timeout_s",
@@ -36,6 +38,16 @@ class ServerOptions:
         drain_timeout_s: how long running requests may take to finish when the server is told to stop.
         access_log: file for one line of JSON a request (empty: none; `-`: stderr). Of prompts and answers it has only
             the lengths.
+        allowed_hosts: names that a request's Host may have besides `localhost` and IP addresses (`*`: any). With an
+            API key the Host is checked only where this has names.
+        cors_origins: web pages that may use the server, such as `https://chat.example` (`*`: any). Without an API key
+            the requests of other pages are refused.
+        default_max_tokens: of a chat answer whose request names no limit, as far as the context has room.
+        drop_oldest_turns: a chat that outgrows the context loses its oldest turns instead of being refused; the answer
+            says how many messages, in `usage` and in the header `X-Dropped-Messages`.
+        tool_format: how the model writes tool calls (empty: by its chat template).
+        ssl_certfile: certificates in PEM, for HTTPS.
+        ssl_keyfile: the private key of the first, where it is in a file of its own.
     """
 
     max_queue: int = 256
@@ -49,10 +61,23 @@ class ServerOptions:
     send_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
     access_log: str = ""
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    default_max_tokens: int = 4096
+    drop_oldest_turns: bool = False
+    tool_format: str = ""
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
 
     def __post_init__(self) -> None:
         if self.max_queue < 0:
             raise UsageError(f"max_queue is {self.max_queue}, expected at least 0")
+        if self.default_max_tokens < 1:
+            raise UsageError(f"default_max_tokens is {self.default_max_tokens}, expected at least 1")
+        if self.tool_format and self.tool_format not in FORMATS:
+            raise unknown_name("tool_format", self.tool_format, FORMATS)
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise UsageError("a TLS key without a certificate; give that too, with --ssl-certfile FILE")
         if self.max_connections < 1:
             raise UsageError(f"max_connections is {self.max_connections}, expected at least 1")
         for name in _ABOVE_ZERO:
@@ -60,3 +85,13 @@ class ServerOptions:
                 raise UsageError(f"{name} is {getattr(self, name)}, expected more than 0")
         if not self.drain_timeout_s >= 0:
             raise UsageError(f"drain_timeout_s is {self.drain_timeout_s}, expected at least 0")
+        for name in self.allowed_hosts:
+            if host_name(name) is None:
+                raise UsageError(
+                    f"allowed host {name!r} is no name of a host; write it like lab.example, without a port"
+                )
+        for origin in self.cors_origins:
+            if origin_name(origin) is None:
+                raise UsageError(
+                    f"CORS origin {origin!r} is no origin; write scheme, host and port, like https://a.example"
+                )

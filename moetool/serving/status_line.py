@@ -1,12 +1,12 @@
 """One line at the bottom of the terminal that says what the server is doing."""
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from threading import Event, Thread
 
 from moetool.request import EngineLike
+from moetool.tables import shows_progress
 
 _EVERY_S = 0.5
 
@@ -43,7 +43,7 @@ class Rates:
 @contextlib.contextmanager
 def status_line(engine: EngineLike) -> Iterator[None]:
     """Keep the line on stderr up to date while the block runs; nothing where stderr is no terminal."""
-    if not sys.stderr.isatty():
+    if not shows_progress():
         yield
         return
     from rich.console import Console

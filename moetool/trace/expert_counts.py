@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moetool import __version__, durable
+from moetool.bounded_read import require_regular
 from moetool.errors import MismatchError, UsageError, first_line
+from moetool.json_files import read_json
 from moetool.types import ModelSpec
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 KIND, SCHEMA_VERSION = "counts", 1
 MANIFEST, FILE = "manifest.json", "counts.parquet"
+_MAX_BYTES = 2**33
+"""Of counts in memory: a million passes of a thousand experts. Zeros pack so well that a small file can hold more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +94,26 @@ class ExpertCounts:
         file = path / FILE
         try:
             self.spec = ModelSpec.from_json(self.manifest["spec"])
+            require_regular(file)
             if durable.sha256_file(file) != self.manifest["files"][FILE]["sha256"]:
                 raise ValueError("its sha256 is not the manifest's")
-            column = pq.read_table(file)["tokens"].combine_chunks()
             shape = self.spec.num_layers, self.spec.num_experts
-            if column.type.list_size != shape[0] * shape[1]:
-                raise ValueError(f"{column.type.list_size} counts a pass, expected {shape[0]} layers x {shape[1]}")
-            self.counts_WLE: np.ndarray = column.flatten().to_numpy(zero_copy_only=False).reshape(-1, *shape)
-        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            expected = pa.list_(pa.int64(), shape[0] * shape[1])
+            with pq.ParquetFile(file) as parquet:
+                found = parquet.schema_arrow.field("tokens").type
+                if found != expected:
+                    raise ValueError(f"its counts are {found}, expected {expected}: {shape[0]} layers x {shape[1]}")
+                if (num_bytes := parquet.metadata.num_rows * shape[0] * shape[1] * 8) > _MAX_BYTES:
+                    raise ValueError(f"its counts take {num_bytes:,} bytes, expected at most {_MAX_BYTES:,}")
+                column = parquet.read(columns=["tokens"])["tokens"].combine_chunks()
+            flat = column.flatten()
+            if column.null_count or flat.null_count:
+                raise ValueError("some counts are missing")
+            self.counts_WLE: np.ndarray = flat.to_numpy(zero_copy_only=False).reshape(-1, *shape)
+            Counted(spec=self.spec, counts_WLE=self.counts_WLE)  # which refuses counts that cannot be
+            if not isinstance(self.manifest["provenance"], dict):
+                raise ValueError("its provenance is no object")
+        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError, AttributeError, MismatchError) as error:
             raise MismatchError(f"{file} is damaged ({first_line(error)}); import it again") from None
 
     @property
@@ -175,7 +191,6 @@ def _manifest(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise UsageError(f"no counts at {path}; make them with: moetool trace import FILE --format NAME --out {path}")
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return read_json(path / MANIFEST, advice="import or capture again")
+    except OSError as error:
         raise MismatchError(f"{path}/{MANIFEST} is damaged ({first_line(error)}); import or capture again") from None
-    return manifest if isinstance(manifest, dict) else {}

@@ -1,6 +1,7 @@
 """The trace: what a model's routers did, token by token, as a folder of Parquet files.
 
-    manifest.json           schema version, ModelSpec, how batches were composed, provenance, sha256 of each file
+    manifest.json           schema version, ModelSpec, how batches were composed, provenance, sha256 of each file, and
+                            whether the trace is closed: the log of a server that runs is not
     requests.parquet        one row a request
     tokens/*.parquet        one row a forwarded token, in the order of the forwards
     iterations/*.parquet    one row an iteration of a request: the mean output of the embedding layer; in the log of a
@@ -16,9 +17,11 @@ trace was made from the records of an engine that keeps only the experts. How ve
 is said in `moetool.trace.version`: traces of an older minor version are read, those of a newer version refused.
 """
 
+import hashlib
 import itertools
-import json
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +29,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moetool import durable
-from moetool.errors import MismatchError, UsageError, first_line
+from moetool import config, durable
+from moetool import validation as check
+from moetool.errors import MismatchError, MoetoolError, UsageError, first_line
+from moetool.json_files import decode_json, read_bounded
+from moetool.trace.arrays import by_layer, long_table, require_layers
 from moetool.trace.events import to_events
+from moetool.trace.row_checks import RowChecks, check_whole
 from moetool.trace.rows import (
     ALWAYS,
     COLUMNS,
     KEEP,
     REQUESTS,
+    SIGNALS,
     TokenBatch,
     embedding_schema,
+    require_values,
     to_token_batch,
     token_schema,
 )
@@ -44,13 +53,63 @@ from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 MANIFEST = "manifest.json"
 BATCH_TOKENS = 8192
+COMPOSITIONS = ("sequential", "batch", "log", "mixed")
+_REQUESTS = "requests.parquet"
+_ROWS_A_BYTE = 64
+"""More rows than that in a byte of Parquet are made to fill the memory, not to say anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Manifest:
+    """What of a manifest is not the model, as types."""
+
+    files: dict[str, _File]
+    columns: list[str]
+    tokens: int
+    requests: int
+    ahead: int
+    resident: float
+    composition: dict[str, Any]
+    provenance: dict[str, Any]
+    closed: bool
+    running: list[int]
+
+    @property
+    def requests_file(self) -> str:
+        """Where its requests are: the last such file of a log that is not closed."""
+        if self.closed:
+            return _REQUESTS
+        return max((name for name in self.files if name.startswith("requests-")), default=_REQUESTS)
+
+    def validate(self) -> None:
+        """Raises: MismatchError, naming the field."""
+        for name, file in self.files.items():
+            known = re.fullmatch(r"(requests|requests-\d+|(tokens|iterations)/[\w-]+)\.parquet", name)
+            check.require(bool(known), "files", name, f"{_REQUESTS}, tokens/… or iterations/…")
+            check.require_whole(f"files.{name}.bytes", file.bytes, 0)
+        check.require(self.requests_file in self.files, "files", "others", _REQUESTS)
+        unknown = sorted(set(self.columns) - {*COLUMNS, "embeddings"})
+        check.require(not unknown, "columns", ", ".join(unknown), "columns of traces")
+        missing = sorted(set(ALWAYS) - set(self.columns))
+        check.require(not missing, "columns", f"no {', '.join(missing)}", "it in every trace")
+        check.require_whole("tokens", self.tokens, 0)
+        check.require_whole("requests", self.requests, 0)
+        check.require_whole("ahead", self.ahead, 0, check.MAX_LAYERS)
+        check.require_number("resident", self.resident, 0, 1)
+        check.require_one_of("composition.kind", str(self.composition.get("kind")), COMPOSITIONS)
 
 
 class Trace:
     """A trace on disk, read as a stream.
 
     Args:
-        path: the folder.
+        path: the folder, also as text.
 
     Attributes:
         manifest: manifest.json, as this version writes it.
@@ -60,38 +119,57 @@ class Trace:
         resident: share of a layer's experts that the column `resident` takes to be resident; 0 without it.
         num_tokens: rows of tokens/.
         requests: requests.parquet, in the order of the requests.
+        closed: whether nothing more will be added. The log of a server is not closed while that runs, and stays so
+            when it is killed: it is read as far as it had come when it was opened here.
+        running: requests that had not ended after the last row.
+        sha256: identifies the content: of the manifest, which holds that of every file.
 
     Raises:
         UsageError: there is no such folder.
         MismatchError: it is not a whole trace, or not of a schema version that can be read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: str | Path) -> None:
+        self.path = path = Path(path)
         if not path.is_dir():
             raise UsageError(f"no trace at {path}; make one with: moetool capture MODEL --data NAME --out {path}")
+        while True:
+            found = self._read_manifest()
+            try:
+                self._open(found)
+                return
+            except MismatchError:
+                if self._read_manifest() == found:  # else the log has grown meanwhile
+                    raise
+
+    def _read_manifest(self) -> bytes:
         try:
-            self.manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+            return read_bounded(self.path / MANIFEST, advice="capture again")
         except FileNotFoundError:
             raise MismatchError(
-                f"{path} is not a whole trace: it has no manifest.json (a capture that was stopped leaves none); "
+                f"{self.path} is not a whole trace: it has no manifest.json (a capture that was stopped leaves none); "
                 f"capture again"
             ) from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise MismatchError(f"{path}/manifest.json is damaged ({error}); capture again") from None
-        if not isinstance(self.manifest, dict):
-            raise MismatchError(f"{path}/manifest.json is damaged (not an object); capture again")
+        except IsADirectoryError as error:
+            raise MismatchError(f"{self.path}/manifest.json is damaged ({first_line(error)}); capture again") from None
+
+    def _open(self, manifest: bytes) -> None:
+        path = self.path
+        self.sha256 = hashlib.sha256(manifest).hexdigest()
+        self.manifest: dict[str, Any] = decode_json(path / MANIFEST, manifest, advice="capture again")
         self.manifest = upgrade(self.manifest, path)
         try:
-            facts = self.manifest["files"].items()
-            self._files = {str(name): (int(fact["bytes"]), str(fact["sha256"])) for name, fact in facts}
+            facts = config.parse(_Manifest, {name: self.manifest[name] for name in _Manifest.__slots__}, "manifest")
+            facts.validate()
             self.spec = ModelSpec.from_json(self.manifest["spec"])
-            self.columns = frozenset(self.manifest["columns"])
-            self.num_tokens = int(self.manifest["tokens"])
-            self.ahead = int(self.manifest["ahead"])
-            self.resident = float(self.manifest["resident"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise MismatchError(f"{path}/manifest.json is damaged ({error!r}); capture again") from None
+        except KeyError as error:
+            raise MismatchError(f"{path}/manifest.json is damaged (it has no {error}); capture again") from None
+        except MoetoolError as error:
+            raise MismatchError(f"{path}/manifest.json is damaged ({first_line(error)}); capture again") from None
+        self._files = {name: (fact.bytes, fact.sha256) for name, fact in facts.files.items()}
+        self.columns = frozenset(facts.columns)
+        self.num_tokens, self.ahead, self.resident = facts.tokens, facts.ahead, facts.resident
+        self.closed, self.running = facts.closed, frozenset(facts.running)
         for name, (expected, _) in self._files.items():
             file = path / name
             size = file.stat().st_size if file.is_file() else None
@@ -101,12 +179,25 @@ class Trace:
                     f"{expected:,} bytes; copy the trace again or capture again"
                 )
         self._intact: set[str] = set()
-        self.requests = self._read("requests.parquet", REQUESTS)
+        self._requests_file = facts.requests_file
+        self.requests = self._read(self._requests_file, REQUESTS)
+        self._validate_requests(facts.requests)
 
-    @property
-    def sha256(self) -> str:
-        """Identifies the content: sha256 of the manifest, which holds that of every file."""
-        return durable.sha256_file(self.path / "manifest.json")
+    def _validate_requests(self, expected: int) -> None:
+        """Raises: MismatchError where requests.parquet contradicts itself or the manifest."""
+        file = self.path / self._requests_file
+        found = {name: self.requests[name].to_numpy() for name in ("request", "prompt_tokens", "new_tokens", "tokens")}
+        for name, values_R in found.items():
+            if len(values_R) and int(values_R.min()) < 0:
+                raise MismatchError(f"{file}: a {name} is {values_R.min()}, expected 0 or more; capture again")
+        if (np.diff(found["request"]) <= 0).any():
+            raise MismatchError(f"{file}: the requests are not in their order, or one is there twice; capture again")
+        tokens = int(found["tokens"].sum(dtype=np.int64))
+        if (len(self.requests), tokens) != (expected, self.num_tokens):
+            raise MismatchError(
+                f"{file} has {len(self.requests):,} requests of {tokens:,} tokens, but the manifest says {expected:,} "
+                f"and {self.num_tokens:,}; capture again"
+            )
 
     def require(self, columns: Iterable[str], user: str) -> None:
         """Raises: MismatchError if a column that `user` needs was not recorded."""
@@ -140,6 +231,7 @@ class Trace:
             "spec": self.spec.to_json(),
             "columns": sorted(self.columns),
             "composition": " ".join(str(value) for value in composition.values()),
+            "closed": self.closed,
             "tokens": self.num_tokens,
             "bytes": sum(size for size, _ in self._files.values()),
             **{name: sum(total[i] for total in totals.values()) for i, name in enumerate(counted)},
@@ -155,9 +247,24 @@ class Trace:
         for name in self._files:
             self._verify(name)
 
+    def check(self) -> None:
+        """Read every row and column and check them more closely than other readers do.
+
+        Raises:
+            MismatchError: a file is damaged, or rows make no sense.
+        """
+        self.verify()
+        for rows in self.batches(self.columns & {"weights", *SIGNALS}):
+            check_whole(self.spec, rows, self.path)
+        if "embeddings" in self.columns:
+            for _ in self.embeddings():
+                pass
+
     def _verify(self, name: str) -> Path:
         """The path of a file whose bytes are the manifest's; they are compared the first time that it is read."""
         file = self.path / name
+        if not self.closed and not file.exists():
+            raise MismatchError(f"{file} is gone: the log was closed while it was read; run the command again")
         if name not in self._intact and durable.sha256_file(file) != self._files[name][1]:
             raise MismatchError(f"{file} is damaged: its sha256 is not the manifest's; capture again")
         self._intact.add(name)
@@ -170,28 +277,52 @@ class Trace:
             columns: any of `weights` and `SIGNALS`, besides those that always come.
 
         Raises:
-            MismatchError: a column was not recorded, or a file is damaged.
+            MismatchError: a column was not recorded, a file is damaged, or rows make no sense (`RowChecks`).
         """
         wanted = set(columns)
         self.require(wanted, "this reader")
         names = [c for c in COLUMNS if c in ALWAYS or c in wanted]
-        for part in self._names("tokens"):
+        checks = RowChecks(
+            self.path, self.spec, self.requests["request"].to_numpy(), self.requests["tokens"].to_numpy()
+        )
+        for part in self._names("tokens/"):
             file = self._verify(part)
             try:
                 with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
                     _require_schema(file, token_schema(self.spec, names, self.ahead), parquet.schema_arrow)
                     for record in parquet.iter_batches(BATCH_TOKENS, columns=names):
-                        yield to_token_batch(record)
+                        rows = to_token_batch(record)
+                        checks.check(rows)
+                        yield rows
             except (pa.ArrowException, OSError) as error:
                 raise MismatchError(f"{file} is damaged ({first_line(error)}); capture again") from error
+        checks.finish()
+
+    def by_layer(self, column: str = "experts") -> np.ndarray:
+        """All tokens of `experts` or `weights` as [T, L, K], or of `logits` as [T, L, E].
+
+        Raises:
+            MismatchError: it was not recorded, or the layers differ in width.
+        """
+        require_layers(self.spec, column)
+        return by_layer(self.spec, column, self.batches(() if column == "experts" else [column]))
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row for each expert that a token uses in a layer (`moetool.trace.arrays.long_table`)."""
+        weights = self.columns & {"weights"}
+        return long_table(self.spec, self.requests, self.batches(weights)).to_pandas()
 
     def embeddings(self) -> Iterator[tuple[int, int, np.ndarray]]:
         """(request, iteration, embedding_D float16) of every iteration."""
         self.require(["embeddings"], "this reader")
-        for part in self._names("iterations"):
+        for part in self._names("iterations/"):
             table = self._read(part, embedding_schema(self.spec))
             values = table["embedding"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-            rows = values.reshape(-1, self.spec.hidden_size)
+            rows = values.reshape(len(table), self.spec.hidden_size)
+            if not np.isfinite(rows).all():
+                raise MismatchError(
+                    f"{self.path / part}: the column embeddings holds numbers that are not finite; capture again"
+                )
             yield from zip(table["request"].to_pylist(), table["iteration"].to_pylist(), rows, strict=True)
 
     def forwards(
@@ -281,17 +412,24 @@ class Trace:
             for start, end in itertools.pairwise(starts):
                 yield whole.select(slice(start, end))
 
-    def _names(self, folder: str) -> list[str]:
+    def _names(self, prefix: str) -> list[str]:
         """The files of a folder that the manifest knows; whatever else lies there is not of this trace."""
-        return [name for name in sorted(self._files) if name.startswith(f"{folder}/")]
+        return [name for name in sorted(self._files) if name.startswith(prefix)]
 
     def _read(self, name: str, schema: pa.Schema) -> pa.Table:
         file = self._verify(name)
         try:
-            table = pq.read_table(file, page_checksum_verification=True)
-        except (pa.ArrowException, OSError) as error:
+            with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+                _require_schema(file, schema, parquet.schema_arrow)
+                if parquet.metadata.num_rows > _ROWS_A_BYTE * self._files[name][0]:
+                    raise pa.ArrowInvalid(f"{parquet.metadata.num_rows:,} rows in {self._files[name][0]:,} bytes")
+                table = parquet.read(columns=schema.names)
+            for field in schema:
+                column = table[field.name].combine_chunks()
+                flat = column.flatten() if pa.types.is_fixed_size_list(field.type) else column
+                require_values(field.name, column, flat)
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise MismatchError(f"{file} is damaged ({first_line(error)}); capture again") from error
-        _require_schema(file, schema, table.schema)
         return table
 
 

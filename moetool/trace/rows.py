@@ -121,16 +121,22 @@ def token_schema(spec: ModelSpec, columns: Iterable[str], ahead: int) -> pa.Sche
 
 
 def to_token_batch(record: pa.RecordBatch) -> TokenBatch:
-    """Rows of tokens/ from Arrow, which they share memory with."""
+    """Rows of tokens/ from Arrow, which they share memory with. Raises: pa.ArrowInvalid where a value is missing."""
     columns: dict[str, Any] = {}
     for name in record.schema.names:
         values = record[name]
-        if pa.types.is_fixed_size_list(values.type):
-            flat = values.flatten().to_numpy(zero_copy_only=False)
-            columns[COLUMNS[name]] = flat.reshape(-1, values.type.list_size)
-        else:
-            columns[COLUMNS[name]] = values.to_numpy(zero_copy_only=False)
+        flat = values.flatten() if pa.types.is_fixed_size_list(values.type) else values
+        require_values(name, values, flat)
+        columns[COLUMNS[name]] = flat.to_numpy(zero_copy_only=False)
+        if flat is not values:
+            columns[COLUMNS[name]] = columns[COLUMNS[name]].reshape(-1, values.type.list_size)
     return TokenBatch(**columns)
+
+
+def require_values(name: str, *arrays: Any) -> None:
+    """Raises: pa.ArrowInvalid where a column, or what its lists hold, has nulls."""
+    if any(array.null_count for array in arrays):
+        raise pa.ArrowInvalid(f"column {name} lacks values")
 
 
 def to_record_batch(rows: TokenBatch, schema: pa.Schema) -> pa.RecordBatch:

@@ -12,6 +12,8 @@ A version is `major.minor`. A manifest of before minor versions has the major nu
     1.1  `ahead` is always in the manifest; `weights` may be missing from `columns` (routes of engines that record only
          the experts)
     1.2  the column `resident`, and in the manifest always the share of the experts that it is for
+    1.3  the manifest says whether the trace is closed, and which requests had not ended after its last row; of a log
+         that is not closed the requests are in `requests-N.parquet`
 """
 
 import re
@@ -21,7 +23,7 @@ from typing import Any
 
 from moetool.errors import MismatchError
 
-MAJOR, MINOR = 1, 2
+MAJOR, MINOR = 1, 3
 SCHEMA_VERSION = f"{MAJOR}.{MINOR}"
 
 
@@ -57,4 +59,8 @@ def _to_1_2(manifest: dict[str, Any]) -> dict[str, Any]:
     return {"resident": 0.0, **manifest}
 
 
-_STEPS: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (_to_1_1, _to_1_2)
+def _to_1_3(manifest: dict[str, Any]) -> dict[str, Any]:
+    return {"closed": True, "running": [], **manifest}
+
+
+_STEPS: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (_to_1_1, _to_1_2, _to_1_3)

@@ -3,7 +3,7 @@
 import json
 import queue
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from moetool import __version__, durable
 from moetool.errors import MoetoolError, UsageError, first_line
+from moetool.trace.dataset_card import CARD, card
 from moetool.trace.rows import (
     ALWAYS,
     COLUMNS,
@@ -48,6 +49,56 @@ def token_columns(keep: Collection[str], *, weights: bool = True) -> list[str]:
         *(["weights"] if weights else []),
         *(column for column in SIGNALS if column in keep),
     ]
+
+
+def parquet_options(schema: pa.Schema) -> dict[str, Any]:
+    """How a file of a trace is written, for `pyarrow.parquet`."""
+    # Dictionaries and statistics of floating-point lists take two thirds of the time and save nothing.
+    plain = [field.name for field in schema if not pa.types.is_fixed_size_list(field.type)]
+    return {
+        "compression": "zstd",
+        "write_page_checksum": True,
+        "use_dictionary": [*plain, *(f"{name}.list.element" for name in schema.names if name == "experts")],
+        "write_statistics": plain,
+    }
+
+
+def to_table(pending: Sequence[Mapping[str, np.ndarray]], schema: pa.Schema) -> pa.Table:
+    """One table of rows that came in several pieces."""
+    values = {name: np.concatenate([columns[name] for columns in pending]) for name in schema.names}
+    return pa.Table.from_arrays([to_array(values[field.name], field.type) for field in schema], schema=schema)
+
+
+def file_facts(file: Path) -> dict[str, Any]:
+    """The entry of a file in the manifest."""
+    return {"bytes": file.stat().st_size, "sha256": durable.sha256_file(file)}
+
+
+def write_manifest(
+    folder: Path, spec: ModelSpec, contents: Mapping[str, Any], *, closed: bool = True, running: Sequence[int] = ()
+) -> None:
+    """Replace the manifest of a trace, as a whole or not at all; beside that of a closed one goes its dataset card.
+
+    Args:
+        contents: columns, ahead, resident, composition, requests, tokens, provenance and files.
+        closed: whether nothing more will be added.
+        running: requests that had not ended after the last row.
+
+    Raises:
+        OSError: it could not be written; the old one is still there.
+    """
+    manifest = {
+        "kind": "trace",
+        "schema_version": SCHEMA_VERSION,
+        "moetool_version": __version__,
+        "closed": closed,
+        "running": list(running),
+        "spec": spec.to_json(),
+        **contents,
+    }
+    if closed:
+        durable.write_text(folder / CARD, card(spec, contents, SCHEMA_VERSION))
+    durable.write_text(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
 
 
 class TraceWriter:
@@ -145,31 +196,26 @@ class TraceWriter:
             pq.write_table(
                 pa.table([pa.array(c, f.type) for c, f in zip(columns, REQUESTS, strict=True)], schema=REQUESTS),
                 self._folder / "requests.parquet",
-                compression="zstd",
-                write_page_checksum=True,
+                **parquet_options(REQUESTS),
             )
             files = {
-                str(file.relative_to(self._folder)): {
-                    "bytes": file.stat().st_size,
-                    "sha256": durable.sha256_file(file),
-                }
+                str(file.relative_to(self._folder)): file_facts(file)
                 for file in sorted(self._folder.rglob("*.parquet"))
             }
-            manifest = {
-                "kind": "trace",
-                "schema_version": SCHEMA_VERSION,
-                "moetool_version": __version__,
-                "spec": self._spec.to_json(),
-                "columns": [*self.columns, *(["embeddings"] if "embeddings" in self.keep else [])],
-                "ahead": self.ahead,
-                "resident": self.resident,
-                "composition": composition,
-                "requests": len(self._requests),
-                "tokens": self._tokens,
-                "provenance": provenance,
-                "files": files,
-            }
-            durable.write_text(self._folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+            write_manifest(
+                self._folder,
+                self._spec,
+                {
+                    "columns": [*self.columns, *(["embeddings"] if "embeddings" in self.keep else [])],
+                    "ahead": self.ahead,
+                    "resident": self.resident,
+                    "composition": composition,
+                    "requests": len(self._requests),
+                    "tokens": self._tokens,
+                    "provenance": provenance,
+                    "files": files,
+                },
+            )
         except (pa.ArrowException, OSError) as error:
             raise MoetoolError(f"cannot write the trace to {self._folder}: {first_line(error)}") from error
 
@@ -215,9 +261,6 @@ class _Parts:
     def __init__(self, folder: Path, schema: pa.Schema) -> None:
         self.schema = schema
         self._folder = folder
-        # Dictionaries and statistics of floating-point lists take two thirds of the time and save nothing.
-        self._plain = [field.name for field in schema if not pa.types.is_fixed_size_list(field.type)]
-        self._dictionary = [*self._plain, *(f"{name}.list.element" for name in schema.names if name == "experts")]
         self._writer: pq.ParquetWriter | None = None
         self._pending: list[dict[str, np.ndarray]] = []
         self._pending_rows = self._part = self._part_rows = 0
@@ -236,15 +279,8 @@ class _Parts:
             return
         if self._writer is None:
             path = self._folder / f"part-{self._part:05d}.parquet"
-            self._writer = pq.ParquetWriter(
-                path,
-                self.schema,
-                compression="zstd",
-                write_page_checksum=True,
-                use_dictionary=self._dictionary,
-                write_statistics=self._plain,
-            )
-        self._writer.write_table(self._table())
+            self._writer = pq.ParquetWriter(path, self.schema, **parquet_options(self.schema))
+        self._writer.write_table(to_table(self._pending, self.schema))
         self._part_rows += self._pending_rows
         self._pending, self._pending_rows = [], 0
         if self._part_rows >= PART_TOKENS:
@@ -256,8 +292,3 @@ class _Parts:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-
-    def _table(self) -> pa.Table:
-        values = {name: np.concatenate([columns[name] for columns in self._pending]) for name in self.schema.names}
-        arrays = [to_array(values[field.name], field.type) for field in self.schema]
-        return pa.Table.from_arrays(arrays, schema=self.schema)

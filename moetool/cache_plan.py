@@ -1,0 +1,186 @@
+"""Plans: what was decided about a model, for whom, from what and why. A plan is one JSON file."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moetool import artefact, config, durable, plugins
+from moetool import validation as check
+from moetool.errors import MismatchError, UsageError, first_line
+from moetool.types import ModelSpec
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchLimits:
+    """What prefetching may cost, counted and never timed, whatever the policy asks for.
+
+    Attributes:
+        forward_bytes: bytes that the prefetches of one forward may load in all; None: any number.
+        min_recall: prefetching stops where fewer than this share of the last `window` prefetched experts were used
+            before they were given up; 0 never stops it.
+        window: prefetched experts that the share is taken over.
+        pause_forwards: forwards that it then stops for, before it is tried again.
+    """
+
+    forward_bytes: int | None = None
+    min_recall: float = 0.0
+    window: int = 256
+    pause_forwards: int = 64
+
+    def __post_init__(self) -> None:
+        if self.forward_bytes is not None and self.forward_bytes < 0:
+            raise UsageError(f"forward_bytes is {self.forward_bytes:,}, expected 0 or more")
+        if not 0 <= self.min_recall <= 1:
+            raise UsageError(f"min_recall is {self.min_recall}, expected 0 to 1")
+        if self.window < 1 or self.pause_forwards < 1:
+            raise UsageError(f"window is {self.window} and pause_forwards {self.pause_forwards}, expected 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictorReference:
+    """A predictor that a plan depends on: its name, its content and where it lay."""
+
+    name: str
+    sha256: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePlan:
+    """How the experts of a model are cached on one device.
+
+    Attributes:
+        spec: the model it is for.
+        policy: name of the cache policy.
+        options: values of the policy's `Options`.
+        slots: expert slots of the pool.
+        pinned: (layer, expert) of experts that never leave the device.
+        prefetch_distance: how many layers ahead the policy prefetches (0: nothing).
+        limits: of prefetching; None: none.
+        device_memory_bytes: what the whole model may use.
+        dense_bytes: what its weights outside the routed experts take of that.
+        kv_bytes: what is kept of it for keys and values.
+        kv_tokens: the tokens that those are for (0: not said).
+        dtype: data type of everything but the experts.
+        slot_bytes: what an expert takes in a slot (0: what it takes as stored).
+        predictor_bytes: what the predictor takes of it, where the policy has one.
+        budget_bytes: what is left for experts, as bytes of experts as stored.
+        predictor: what the policy predicts with, if it does.
+        trace_sha256: the trace that the choice was made from.
+        profile_sha256: the profile (`CostProfile.sha256`) that the choice was timed by, if it was.
+        requests_used: the requests of it that the choice was made on.
+        requests_held_out: the other requests, on which `evidence` was gathered.
+        evidence: rows of a replay (`moetool.tuning.replay.ReplayRow.to_json`) of every candidate and of the bound.
+        frontier: memory against latency: for several budgets, this one among them, the best policy, chosen on
+            `requests_used`, with its seconds and bytes per decode token there and on `requests_held_out`
+            (`moetool.tuning.frontier.Point.to_json`). None of them is tuned.
+        target_tpot_s: the time per output token that the memory was chosen for, if it was.
+        reason: why this policy, in one sentence.
+    """
+
+    spec: ModelSpec
+    policy: str
+    options: dict[str, Any]
+    slots: int
+    pinned: tuple[tuple[int, int], ...] = ()
+    prefetch_distance: int
+    limits: PrefetchLimits | None = None
+    device_memory_bytes: int
+    dense_bytes: int
+    kv_bytes: int
+    kv_tokens: int
+    dtype: str
+    slot_bytes: int = 0
+    predictor_bytes: int
+    budget_bytes: int
+    predictor: PredictorReference | None
+    trace_sha256: str
+    profile_sha256: str | None = None
+    requests_used: tuple[int, ...]
+    requests_held_out: tuple[int, ...]
+    evidence: tuple[dict[str, Any], ...]
+    frontier: tuple[dict[str, Any], ...] = ()
+    target_tpot_s: float | None = None
+    reason: str
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises: MismatchError if the plan is of another model than `spec`."""
+        spec.require_same(self.spec, "the model", "the plan")
+
+    def validate(self) -> None:
+        """Refuse a plan that cannot be.
+
+        Raises:
+            MismatchError: its model cannot be; slots, pinned experts and memory contradict one another or the model;
+                its policy or an option of it is unknown; or a number is negative or not finite.
+        """
+        self.spec.validate()
+        spec, slots = self.spec, self.slots
+        try:
+            options = config.parse(plugins.load("policy", self.policy).Options, self.options, f"policy {self.policy}")
+        except UsageError as error:
+            raise MismatchError(first_line(error)) from None
+        check.require_plain("options", self.options)
+        check.require_whole("options.distance", getattr(options, "distance", 0), 0)
+        check.require_whole("slots", slots, 1, spec.total_experts)
+        check.require_whole("prefetch_distance", self.prefetch_distance, 0, check.MAX_LAYERS)
+        check.require_whole("pinned: experts", len(self.pinned), 0, slots - 1)
+        for i, (layer, expert) in enumerate(self.pinned):
+            check.require_whole(f"pinned.{i}: MoE layer", layer, 0, spec.num_layers - 1)
+            check.require_whole(f"pinned.{i}: expert of MoE layer {layer}", expert, 0, spec.num_experts_L[layer] - 1)
+        check.require_distinct("pinned", self.pinned)
+        for name in ("device_memory_bytes", "dense_bytes", "kv_bytes", "kv_tokens", "predictor_bytes", "budget_bytes"):
+            check.require_whole(name, getattr(self, name), 0)
+        least = slots * min(spec.expert_bytes_L)
+        check.require(
+            least <= self.budget_bytes, "budget_bytes", f"{self.budget_bytes:,}", f"{least:,} or more for {slots} slots"
+        )
+        parts = self.dense_bytes + self.kv_bytes + self.budget_bytes
+        check.require(
+            parts <= self.device_memory_bytes,
+            "device_memory_bytes",
+            f"{self.device_memory_bytes:,}",
+            f"at least the {parts:,} of its parts",
+        )
+        check.require_distinct("requests_used, requests_held_out", (*self.requests_used, *self.requests_held_out))
+        check.require_plain("evidence", self.evidence)
+        check.require_plain("frontier", self.frontier)
+        if self.target_tpot_s is not None:
+            check.require_positive("target_tpot_s", self.target_tpot_s)
+
+    def save(self, path: Path) -> None:
+        """Write the plan as a whole or not at all; the predictor's path is written relative to the plan's folder."""
+        values = self.to_json()
+        if self.predictor is not None:
+            values["predictor"]["path"] = os.path.relpath(self.predictor.path, path.parent.resolve())
+        durable.write_text(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as a JSON object."""
+        return {**artefact.head("cache_plan", SCHEMA_VERSION), **asdict(self), "spec": self.spec.to_json()}
+
+    @classmethod
+    def load(cls, path: Path) -> "CachePlan":
+        """Read a plan; the predictor's path becomes absolute.
+
+        Raises:
+            UsageError: there is no such file.
+            MismatchError: it is not a cache plan of this schema version, it is damaged, or makes no sense (`validate`).
+        """
+        plan = artefact.load(
+            cls,
+            path,
+            what="plan",
+            kind="cache_plan",
+            version=SCHEMA_VERSION,
+            command="moetool plan cache",
+            example="--trace DIR --device-memory 64MB",
+        )
+        if plan.predictor is not None:
+            located = str((path.parent.resolve() / plan.predictor.path).resolve())
+            return replace(plan, predictor=replace(plan.predictor, path=located))
+        return plan

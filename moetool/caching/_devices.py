@@ -1,0 +1,276 @@
+"""Devices of one machine that share a model: its experts go round them, and each has a pool and a policy of its own.
+
+The expert with key k is device k mod n's for good: consecutive experts of a layer lie on different devices, so that an
+event's work is spread. One device is `moetool.caching._residency.Residency` and nothing more.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from moetool.cache_plan import PrefetchLimits
+from moetool.caching._policy import MIN_SLOTS, Policy, SharedPredictor, build_policy
+from moetool.caching._residency import Counts, Residency, Step, StepKind
+from moetool.errors import CapacityError
+from moetool.types import ForwardInfo, GateEvent, ModelSpec
+
+Sink = Callable[[int, int, Step], None]
+
+
+class Fleet:
+    """The residencies of several devices behind the face of one.
+
+    Slots are numbered through: those of the first device come first (`places`). A program holds every device's own
+    program in its order; between them, all demand loads come first as far as each device can start them, and then the
+    devices compute in turn, so that none waits with its loads for what another computes.
+
+    Source: FineMoE (Yu et al., EuroSys 2026), section 5: experts are assigned to the GPUs round robin, and each GPU
+        loads and offloads its own. Readings and deviations:
+        - The print says what goes round and not in which order: here by key, so through the layers without a break.
+        - Every device has a policy with a pool of its own and hears of the whole route. One that weighs the misses of
+          a coming layer together (hybrimoe) counts those of other devices among them, and where experts are computed
+          on the host each device reckons with a host of its own.
+
+    Args:
+        residencies: of device 0, 1, ..., each with its share; none has a sink.
+        sink: as for `Residency`.
+    """
+
+    def __init__(self, residencies: Sequence[Residency], sink: Sink | None = None) -> None:
+        self.residencies = tuple(residencies)
+        self.sink = sink
+        starts = [0]
+        for residency in self.residencies:
+            starts.append(starts[-1] + residency.places)
+        *self._starts, self.places = starts
+
+    @property
+    def policy(self) -> Policy:
+        """The first device's; the others are of the same kind and options."""
+        return self.residencies[0].policy
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all devices."""
+        return sum(residency.num_slots for residency in self.residencies)
+
+    @property
+    def slot_of(self) -> dict[int, int]:
+        """Who is where."""
+        parts = zip(self._starts, self.residencies, strict=True)
+        return {key: start + slot for start, residency in parts for key, slot in residency.slot_of.items()}
+
+    @property
+    def prefill(self) -> Counts:
+        """Of all devices, over the forwards with prompt tokens."""
+        return sum((residency.prefill for residency in self.residencies), Counts())
+
+    @property
+    def decode(self) -> Counts:
+        """Of all devices, over the forwards without."""
+        return sum((residency.decode for residency in self.residencies), Counts())
+
+    @property
+    def counts(self) -> Counts:
+        """Prefill and decode together."""
+        return self.prefill + self.decode
+
+    def begin_forward(self, info: ForwardInfo) -> list[Step]:
+        """As `Residency.begin_forward`; the devices' prefetches in turn."""
+        return self._emit(info.forward_id, -1, [residency.begin_forward(info) for residency in self.residencies])
+
+    def route(self, event: GateEvent) -> Sequence[Sequence[int]] | None:
+        """As `Residency.route`: the first device's policy, by what is resident on any."""
+        if self.policy.lossless:
+            return None
+        count = len(self.residencies)
+        return self.policy.route(event, lambda key: key in self.residencies[key % count].slot_of)
+
+    def event(self, event: GateEvent) -> list[Step]:
+        """As `Residency.event`."""
+        programs = [residency.event(event) for residency in self.residencies]
+        return self._emit(event.forward.forward_id, event.layer, programs)
+
+    def end_forward(self, info: ForwardInfo) -> None:
+        """The forward is complete."""
+        for residency in self.residencies:
+            residency.end_forward(info)
+
+    def end_request(self, request: int) -> None:
+        """A request is over."""
+        for residency in self.residencies:
+            residency.end_request(request)
+
+    def _emit(self, forward: int, layer: int, programs: list[list[Step]]) -> list[Step]:
+        for start, program in zip(self._starts, programs, strict=True):
+            program[:] = [step if step.slot < 0 else step._replace(slot=start + step.slot) for step in program]
+        steps = _in_turn(programs)
+        if self.sink is not None:
+            for step in steps:
+                self.sink(forward, layer, step)
+        return steps
+
+
+Pool = Residency | Fleet
+"""What decides about the slots of a machine: of one device, or of several."""
+
+
+class Learners:
+    """What the policies of several devices have learned, under one name for each array, as a `Policy` has it."""
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        self._policies = list(policies)
+        self.spec: ModelSpec = policies[0].spec
+
+    def state(self) -> dict[str, np.ndarray]:
+        """As `Policy.state`; names begin with the device's."""
+        return {
+            f"device{device}.{name}": array
+            for device, policy in enumerate(self._policies)
+            for name, array in policy.state().items()
+        }
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """As `Policy.restore`. Raises: ValueError where it is of another number of devices."""
+        parts: list[dict[str, np.ndarray]] = [{} for _ in self._policies]
+        for name, array in state.items():
+            device, dot, rest = name.removeprefix("device").partition(".")
+            if not dot or not device.isdigit() or int(device) >= len(parts):
+                raise ValueError(f"{name} is of no device among {len(parts)}")
+            parts[int(device)][rest] = array
+        if not all(parts):
+            raise ValueError(f"it holds nothing of device {parts.index({})} of {len(parts)}")
+        for policy, part in zip(self._policies, parts, strict=True):
+            policy.restore(part)
+
+
+def own_part(spec: ModelSpec, device: int, devices: int) -> ModelSpec:
+    """The spec with only the experts of each layer that are one device's: for sizes, never for keys."""
+    own_L = [
+        sum(spec.expert_key(layer, expert) % devices == device for expert in range(num))
+        for layer, num in enumerate(spec.num_experts_L)
+    ]
+    top_k_L = map(min, spec.top_k_L, own_L)
+    return replace(spec, num_experts_L=tuple(own_L), top_k_L=tuple(top_k_L))
+
+
+def split_slots(spec: ModelSpec, num_slots: int, devices: int) -> list[int]:
+    """So many slots as evenly as can be, with none more on a device than it has experts.
+
+    Raises:
+        CapacityError: a device's part is below the smallest legal pool.
+    """
+    left = [own_part(spec, device, devices).total_experts for device in range(devices)]
+    shares = [0] * devices
+    for _ in range(min(num_slots, spec.total_experts)):
+        device = min((d for d in range(devices) if left[d]), key=shares.__getitem__)
+        shares[device] += 1
+        left[device] -= 1
+    return _legal(shares, spec)
+
+
+def split_bytes(spec: ModelSpec, budget_bytes: int, devices: int) -> list[int]:
+    """How many slots of the largest expert an equal part of a budget holds on each device. Raises: CapacityError."""
+    most = budget_bytes // devices // spec.slot_bytes
+    return _legal([min(most, own_part(spec, d, devices).total_experts) for d in range(devices)], spec)
+
+
+def without_pinned(shares: Sequence[int], pinned: Collection[int]) -> list[int]:
+    """What is left of each device's slots for its policy when its pinned experts have one each.
+
+    Raises:
+        CapacityError: a device is left with less than the smallest legal pool.
+    """
+    left = [fit - sum(key % len(shares) == device for key in pinned) for device, fit in enumerate(shares)]
+    for fit, rest in zip(shares, left, strict=True):
+        if rest < MIN_SLOTS:
+            raise CapacityError(
+                f"{fit - rest} pinned experts leave {rest} of {fit} slots, and {MIN_SLOTS} have to be left; plan again "
+                f"with fewer, or give more memory"
+            )
+    return left
+
+
+def build_policies(
+    name: str,
+    spec: ModelSpec,
+    options: Mapping[str, Any],
+    shares: Sequence[int],
+    *,
+    predictor: Any = None,
+    future: Sequence[Sequence[int]] | None = None,
+) -> list[Policy]:
+    """A policy for each device with its share of the slots; arguments and errors otherwise as for `build_policy`.
+
+    They ask one predictor, which hears of each event once.
+    """
+    if len(shares) == 1:
+        return [build_policy(name, spec, options, shares[0], predictor=predictor, future=future)]
+    asked = None if predictor is None else SharedPredictor(predictor)
+    return [
+        build_policy(name, spec, options, fit, predictor=asked, future=future, own=own_part(spec, device, len(shares)))
+        for device, fit in enumerate(shares)
+    ]
+
+
+def open_pool(
+    policies: Sequence[Policy],
+    sink: Sink | None = None,
+    *,
+    capacity_bytes: Sequence[int] | None = None,
+    pinned: Collection[int] = (),
+    limits: PrefetchLimits | None = None,
+) -> Pool:
+    """The pool that these policies decide about, one for each device.
+
+    Args:
+        capacity_bytes: of each device's pool in bytes.
+        pinned: keys, each for its own device.
+        limits: of prefetching, for all devices together: the bytes of a forward are shared out evenly, and recall is
+            each device's own.
+
+    Raises: as for `Residency`.
+    """
+    count = len(policies)
+    if limits is not None and limits.forward_bytes is not None:
+        limits = replace(limits, forward_bytes=limits.forward_bytes // count)
+    residencies = [
+        Residency(
+            policy,
+            sink if count == 1 else None,
+            capacity_bytes=None if capacity_bytes is None else capacity_bytes[device],
+            pinned=[key for key in pinned if key % count == device],
+            limits=limits,
+            share=(device, count),
+        )
+        for device, policy in enumerate(policies)
+    ]
+    return residencies[0] if count == 1 else Fleet(residencies, sink)
+
+
+def _legal(shares: list[int], spec: ModelSpec) -> list[int]:
+    if min(shares) < MIN_SLOTS:
+        raise CapacityError(
+            f"{sum(shares)} expert slots of {spec.name} on {len(shares)} devices leave {min(shares)} to one of them, "
+            f"and the smallest legal pool has {MIN_SLOTS}; give more memory or set fewer devices"
+        )
+    return shares
+
+
+def _in_turn(programs: Sequence[Sequence[Step]]) -> list[Step]:
+    """One program of several that touch nothing in common, each in its own order."""
+    steps = [step for program in programs for step in program if step.kind is StepKind.HOST]
+    queues = [deque(step for step in program if step.kind is not StepKind.HOST) for program in programs]
+    for queue in queues:
+        while queue and queue[0].kind is StepKind.LOAD:
+            steps.append(queue.popleft())
+    while any(queues):
+        for queue in queues:
+            if queue:
+                steps.append(queue.popleft())
+            while queue and queue[0].kind is not StepKind.COMPUTE:
+                steps.append(queue.popleft())
+    return steps

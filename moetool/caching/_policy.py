@@ -1,0 +1,269 @@
+"""What a cache policy is, and how one is made from its name.
+
+A policy says what to prefetch, in which order to load misses and whom to evict; `moetool.caching._residency` turns its
+answers into programs. It gets Python integers: an expert is one key, `ModelSpec.expert_key(layer, expert)`.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from moetool import config, plugins
+from moetool.errors import CapacityError, UsageError
+from moetool.types import ForwardInfo, GateEvent, ModelSpec
+
+MIN_SLOTS = 2
+"""The smallest legal pool: one expert being computed and one in flight."""
+
+
+class Policy:
+    """What a cache policy answers; the defaults load on demand and prefetch nothing.
+
+    A policy file defines a frozen dataclass `Options` and a subclass `Policy` of this class. It keeps whatever
+    order it needs over the residents by `admit` and `removed`, does no I/O and reads no clock.
+
+    Class attributes:
+        needs: trace columns without which it cannot decide: `experts`; `weights`, `logits`, `hidden` and `ahead` fill
+            the fields of that name of an event (`logits` its scores), `embeddings` that of a forward.
+        needs_predictor: whether it cannot work without a trained predictor.
+        needs_future: whether it must know the coming events (replay only); `foresee` then gets them first.
+        in_order: load and compute one expert after the other, residents first, with no overlap.
+        lossless: whether the model's text stays as it is without the policy; only others may `route`.
+        computes_on_host: whether it has misses computed where they lie in host memory (`on_host`); its options may say.
+        prefetch_distance: how many layers ahead it prefetches (0: nothing); where its `Options` have a `distance`,
+            that is meant.
+
+    Attributes:
+        own: sizes of what it may keep: the spec itself, but where devices share a model, with only the experts of each
+            layer that are this device's. It says how many, and never which: keys are made by `spec`.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"experts"})
+    needs_predictor: ClassVar[bool] = False
+    needs_future: ClassVar[bool] = False
+    in_order: ClassVar[bool] = False
+    lossless: ClassVar[bool] = True
+    computes_on_host: bool = False
+    prefetch_distance: ClassVar[int] = 0
+
+    def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
+        self.spec = spec
+        self.options = options
+        self.num_slots = num_slots
+        self.predictor = predictor
+        self.own = spec
+
+    @property
+    def distance(self) -> int:
+        """How many layers ahead it prefetches, as its options have it."""
+        return int(getattr(self.options, "distance", self.prefetch_distance))
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Trace columns that it and its predictor look at."""
+        return self.needs if self.predictor is None else self.needs | self.predictor.needs
+
+    @classmethod
+    def min_slots(cls, spec: ModelSpec, options: Any) -> int:
+        """The fewest slots that the policy can work with; `build_policy` refuses fewer."""
+        return MIN_SLOTS
+
+    @classmethod
+    def slots_used(cls, spec: ModelSpec, options: Any, num_slots: int) -> int:
+        """How many of the `num_slots` that fit the policy makes use of (all of them by default)."""
+        return num_slots
+
+    @classmethod
+    def uses(cls, predictor: Any = None) -> bool:
+        """Whether it makes use of this predictor; of None, whether there is any that it makes use of."""
+        return cls.needs_predictor
+
+    def foresee(self, events: Sequence[Sequence[int]]) -> None:
+        """The keys that each coming event needs, in order; only called where `needs_future` is true."""
+
+    def begin_request(self, request: int) -> None:
+        """A request appears for the first time."""
+
+    def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
+        """A forward begins; answers what to prefetch before its first MoE layer, most wanted first."""
+        return ()
+
+    def route(self, event: GateEvent, resident: Callable[[int], bool]) -> Sequence[Sequence[int]] | None:
+        """Other experts than the router chose, before anything is made of its choice; None leaves it.
+
+        Only asked where `lossless` is false. An expert takes the place, in `experts_TK`, of the one that it stands
+        for; its weight follows from its own score by the family's rule.
+
+        Args:
+            resident: whether the expert with this key is in a slot.
+        """
+        return None
+
+    def on_host(self, event: GateEvent, misses: list[int]) -> Collection[int]:
+        """Which of the misses to compute on the host, out of its memory and without a slot.
+
+        Only asked where `computes_on_host` is true; `gate` gets the misses that are left.
+        """
+        return ()
+
+    def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
+        """The router has chosen; answers the misses (ascending keys) in the order in which to load them.
+
+        A system that moves more than the event needs (a whole layer) answers that too. Once every miss has its slot,
+        the rest is loaded on demand as well, as far as slots go, and the event's next expert is computed only when
+        all of it is there. It is counted as loaded ahead.
+        """
+        return misses
+
+    def after_first_expert(self, event: GateEvent) -> Sequence[int]:
+        """The event's first expert is computed; answers what to prefetch, most wanted first.
+
+        A prefetch is placed only when every miss of the event has its slot.
+        """
+        return ()
+
+    def after_last_expert(self, event: GateEvent) -> Sequence[int]:
+        """The event is complete; answers the residents to give up at once, so that their slots are free."""
+        return ()
+
+    def admit(self, key: int, prefetched: bool) -> None:
+        """A slot was given to `key`."""
+
+    def removed(self, key: int) -> None:
+        """`key` lost its slot."""
+
+    def evict(self, locked: Collection[int]) -> int:
+        """The resident to give up for a demand load; never one of `locked`. It is given up: `removed` follows."""
+        raise NotImplementedError
+
+    def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
+        """The resident to give up for prefetching `key`, or None if `key` is worth none of them."""
+        return self.evict(locked)
+
+    def end_forward(self, info: ForwardInfo) -> None:
+        """The forward is complete."""
+
+    def end_request(self, request: int) -> None:
+        """A request is over, finished or cancelled."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What it has learned while running, for `restore`; not who is resident."""
+        return {}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Begin with what an earlier run of the same model and policy learned; only called before the first forward.
+
+        Raises:
+            ValueError: the arrays are not those of `state`.
+        """
+
+
+class SharedPredictor:
+    """Lets several runs that are driven side by side ask one predictor: each question is computed once."""
+
+    def __init__(self, predictor: Any) -> None:
+        self.spec: ModelSpec = predictor.spec
+        self.needs: frozenset[str] = predictor.needs
+        self.lookahead: int = predictor.lookahead
+        self.maps: Any = getattr(predictor, "maps", None)  # of a predictor that searches expert maps
+        self._predictor = predictor
+        self.weights = getattr(predictor, "weights", None)
+        self._observed: GateEvent | None = None
+        self._scores: dict[int, np.ndarray] = {}
+
+    def observe(self, event: GateEvent) -> None:
+        if event is not self._observed:
+            self._observed = event
+            self._scores.clear()
+            self._predictor.observe(event)
+
+    def scores(self, layer: int) -> np.ndarray:
+        if layer not in self._scores:
+            self._scores[layer] = self._predictor.scores(layer)
+        return self._scores[layer]
+
+
+def slots_within(spec: ModelSpec, budget_bytes: int) -> int:
+    """How many expert slots a budget holds; never more than the model has experts.
+
+    Raises:
+        CapacityError: not even the smallest legal pool fits.
+    """
+    num_slots = min(budget_bytes // spec.slot_bytes, spec.total_experts)
+    if num_slots < MIN_SLOTS:
+        raise CapacityError(
+            f"a budget of {budget_bytes:,} bytes holds {num_slots} expert slots of {spec.slot_bytes:,} bytes, and the "
+            f"smallest legal pool has {MIN_SLOTS}; give it at least {MIN_SLOTS * spec.slot_bytes:,} bytes"
+        )
+    return num_slots
+
+
+def policy_class(name: str) -> type[Policy]:
+    """The `Policy` of the plugin `name`. Raises: UsageError for an unknown name."""
+    found: type[Policy] = plugins.load("policy", name).Policy
+    return found
+
+
+def parse_options(name: str, options: Mapping[str, Any]) -> Any:
+    """The `Options` of the policy `name` with these values. Raises: UsageError for an unknown policy or option."""
+    return config.parse(plugins.load("policy", name).Options, options, f"policy {name}")
+
+
+def require_slots(
+    name: str, spec: ModelSpec, options: Mapping[str, Any], num_slots: int, *, own: ModelSpec | None = None
+) -> None:
+    """Raises: CapacityError if a policy with these options needs more slots than fit (`own`: as for `build_policy`)."""
+    fewest = policy_class(name).min_slots(spec if own is None else own, parse_options(name, options))
+    if num_slots < fewest:
+        each = "" if own is None else " on each device"
+        raise CapacityError(
+            f"policy {name} needs at least {fewest} expert slots of {spec.name} ({fewest * spec.slot_bytes:,} "
+            f"bytes){each}, and {num_slots} fit; give it more memory or choose another policy"
+        )
+
+
+def build_policy(
+    name: str,
+    spec: ModelSpec,
+    options: Mapping[str, Any],
+    num_slots: int,
+    *,
+    predictor: Any = None,
+    future: Sequence[Sequence[int]] | None = None,
+    own: ModelSpec | None = None,
+) -> Policy:
+    """Make the policy `name` for a model, the same way for replay, planning and serving.
+
+    Args:
+        options: values for the policy's `Options`; the rest keep their defaults.
+        num_slots: how many slots fit; the policy may make use of fewer.
+        predictor: a `moetool.learning.predictor.Predictor` of the same model, for policies that predict.
+        future: the keys of every coming event, where they are known (in a replay).
+        own: what becomes of `Policy.own`, where the policy has one device of several.
+
+    Raises:
+        UsageError: an unknown policy or option, no predictor where one is needed, a policy that routes where routers
+            have no scores, or one that must know the future where nobody does.
+        MismatchError: the predictor is of another model.
+        CapacityError: the policy needs more slots than fit.
+    """
+    kind = policy_class(name)
+    chosen = parse_options(name, options)
+    sizes = spec if own is None else own
+    require_slots(name, spec, options, num_slots, own=own)
+    if not kind.lossless and not all(spec.has_logits_L):
+        raise UsageError(
+            f"policy {name} needs the scores of every router, and of {spec.name} some are not known; choose another"
+        )
+    if predictor is not None:
+        spec.require_same(predictor.spec, "the model", "the predictor")
+    elif kind.needs_predictor:
+        raise UsageError(f"policy {name} needs a predictor and got none; train one and pass it with --predictor DIR")
+    policy = kind(spec, chosen, kind.slots_used(sizes, chosen, num_slots), predictor)
+    policy.own = sizes
+    if kind.needs_future:
+        if future is None:
+            raise UsageError(f"policy {name} has to know the future: it works in replay only; choose another to serve")
+        policy.foresee(future)
+    return policy

@@ -1,0 +1,372 @@
+"""Which expert is in which slot: the one place where that is decided, for `serve` and `replay` alike.
+
+`Residency` turns each gate event into a *program*: an ordered list of steps over slots (compute this expert,
+load that one into the slot it frees, prefetch a third). The order is the schedule: an executor that starts
+loads without waiting and waits only before computing overlaps all that may overlap. Nothing here knows a clock
+or a byte's arrival, so a replayed trace and a live model take the same decisions.
+
+Pinned experts have slots of their own for good, and the policy never hears of them.
+
+Where devices share a model (`moetool.caching._devices`), each has a `Residency` of its own, which deals with its
+experts only.
+
+A slot holds any expert of the model. A pool in bytes, for replay only, holds as many experts as their own sizes
+allow: a slot is then no more than the number of a place.
+
+A `moetool.caching._policy.Policy` says what to prefetch, in which order to load misses and whom to evict.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from moetool.cache_plan import PrefetchLimits
+from moetool.caching._policy import MIN_SLOTS, Policy
+from moetool.errors import CapacityError
+from moetool.types import ForwardInfo, GateEvent
+
+
+class StepKind(IntEnum):
+    """What a step of the program does."""
+
+    COMPUTE = 0
+    LOAD = 1
+    PREFETCH = 2
+    HOST = 3
+
+
+class Step(NamedTuple):
+    """One step: `key` is computed in, loaded or prefetched into `slot`, in place of `evicted` (-1: a free slot).
+
+    `HOST` computes `key` where it lies in host memory, without a slot (-1): nothing is loaded. Such steps come first,
+    so that an executor can have them done beside the others.
+
+    In a pool in bytes several may have to go for a larger one; `evicted` is then the last of them.
+    """
+
+    kind: StepKind
+    key: int
+    slot: int
+    evicted: int = -1
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened, counted in experts of events (an expert that ten tokens of an event use counts once).
+
+    Attributes:
+        kept: needed, and resident with no prefetch since the last use.
+        prefetched: needed, and resident because it was loaded ahead (whether the bytes were there in time is the
+            store's to say).
+        missed: needed and not resident; loaded on demand.
+        hosted: needed and not resident; computed on the host.
+        prefetch_loads: loads of experts that the event at hand did not need: of prefetches, and of systems that
+            move whole layers.
+        wasted: experts among those that were evicted unused.
+    """
+
+    kept: int = 0
+    prefetched: int = 0
+    missed: int = 0
+    prefetch_loads: int = 0
+    wasted: int = 0
+    hosted: int = 0
+
+    @property
+    def needed(self) -> int:
+        """Experts that events needed."""
+        return self.kept + self.prefetched + self.missed + self.hosted
+
+    @property
+    def loads(self) -> int:
+        """Experts read, on demand or ahead."""
+        return self.missed + self.prefetch_loads
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of needed experts that were resident when the event began (0 for no events)."""
+        return (self.kept + self.prefetched) / self.needed if self.needed else 0.0
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts and what follows from them."""
+        return {**asdict(self), "loads": self.loads, "hit_rate": self.hit_rate}
+
+
+class Residency:
+    """The slots, who is in them, and the program of each event.
+
+    Args:
+        policy: decides; its `num_slots` is the size of the pool without the pinned experts.
+        pinned: keys of experts that get a slot each when the first forward begins, and keep it.
+        limits: of prefetching.
+        sink: is given every step with its forward and layer (-1 before the first), for logs and comparisons.
+        capacity_bytes: makes it a pool in bytes; at least `num_slots` of the largest expert.
+        share: (g, n): the device g of n. It computes and loads the experts whose key is g modulo n and no others. The
+            policy hears of the whole event, since what it foretells may rest on all of the route, and may ask for what
+            it likes: what is another device's is passed over. Its hits and misses are this device's.
+
+    Attributes:
+        places: numbers of slots are below this.
+
+    Raises:
+        CapacityError: the pool is smaller than the smallest legal one.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        sink: Callable[[int, int, Step], None] | None = None,
+        *,
+        capacity_bytes: int | None = None,
+        pinned: Collection[int] = (),
+        limits: PrefetchLimits | None = None,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        if policy.num_slots < MIN_SLOTS:
+            raise CapacityError(
+                f"a pool of {policy.num_slots} expert slots is too small: the smallest legal one has {MIN_SLOTS} "
+                f"({MIN_SLOTS * policy.spec.slot_bytes:,} bytes for this model); raise --device-memory"
+            )
+        self.policy = policy
+        self.num_slots = policy.num_slots + len(pinned)
+        self._device, self._devices = share
+        assert len(self._own(pinned)) == len(pinned), "pinned is what another device has"
+        self.slot_of: dict[int, int] = {}
+        self._pinned = {key: policy.num_slots + i for i, key in enumerate(sorted(pinned))}
+        self.limits = limits or PrefetchLimits()
+        self._left_bytes: int | None = None  # that this forward may still prefetch
+        self._fates: deque[bool] = deque(maxlen=self.limits.window)  # of the last prefetched: whether used
+        self._pause = 0  # forwards
+        self._begun = False
+        self.prefill = Counts()
+        self.decode = Counts()
+        # One arithmetic for both kinds of pool: an expert takes its layer's size, which is 1 where it takes a slot.
+        spec = policy.spec
+        self._stride = spec.num_experts
+        if capacity_bytes is None:
+            self._capacity, self._size_L = policy.num_slots, (1,) * spec.num_layers
+            places = policy.num_slots
+        else:
+            assert not pinned, "a pool in bytes has no slots to pin to"
+            assert capacity_bytes >= policy.num_slots * spec.slot_bytes
+            self._capacity, self._size_L = capacity_bytes, spec.expert_bytes_L
+            places = spec.total_experts
+        self._room = self._capacity
+        self.places = places + len(pinned)
+        self._free = list(range(places - 1, -1, -1))
+        self._unused: set[int] = set()  # prefetched and not used since
+        self._counts = self.decode
+        self.sink = sink
+        self._requests: dict[int, None] = {}
+
+    @property
+    def counts(self) -> Counts:
+        """Prefill and decode together."""
+        return self.prefill + self.decode
+
+    def begin_forward(self, info: ForwardInfo) -> list[Step]:
+        """Announce a forward and its requests; gives the prefetches to start before its first MoE layer."""
+        self._counts = self.prefill if info.prefill else self.decode
+        for request in dict.fromkeys(info.request_T):
+            if request not in self._requests:
+                self._requests[request] = None
+                self.policy.begin_request(request)
+        steps: list[Step] = []
+        if self._pinned and not self._begun:
+            self._begun = True
+            self.slot_of |= self._pinned
+            self._counts.prefetch_loads += len(self._pinned)
+            steps += [Step(StepKind.PREFETCH, key, slot) for key, slot in self._pinned.items()]
+        self._renew_limits()
+        self._load_ahead(StepKind.PREFETCH, deque(self._own(self.policy.begin_forward(info))), set(), set(), steps)
+        return self._emit(info.forward_id, -1, steps)
+
+    def route(self, event: GateEvent) -> Sequence[Sequence[int]] | None:
+        """Experts that the policy puts in place of the router's choice (`Policy.route`); None leaves it."""
+        return None if self.policy.lossless else self.policy.route(event, self.slot_of.__contains__)
+
+    def event(self, event: GateEvent) -> list[Step]:
+        """The program of one gate event.
+
+        Every needed expert is computed exactly once, while it is in its slot; nothing that the event still
+        needs is evicted before it is computed; an event larger than the pool goes through it in waves.
+
+        Raises:
+            ValueError: the policy left out a miss or gave up an expert that is still needed. That is a bug in the
+                policy, and it stops here, before a wrong weight can be used.
+        """
+        base = event.layer * self._stride
+        size = self._size_L[event.layer]
+        slot_of, policy, counts = self.slot_of, self.policy, self._counts
+        hits: list[int] = []
+        misses: list[int] = []
+        for key in self._own([base + expert for expert in event.needed]):
+            (hits if key in slot_of else misses).append(key)
+        for key in hits:
+            if key in self._unused:
+                self._unused.discard(key)
+                self._fates.append(True)
+                counts.prefetched += 1
+            else:
+                counts.kept += 1
+
+        steps: list[Step] = []
+        if policy.computes_on_host and misses:
+            hosted = set(policy.on_host(event, list(misses)))
+            if not hosted <= set(misses):
+                raise ValueError(f"{type(policy).__module__} answered {sorted(hosted)} for the misses {misses}")
+            steps += [Step(StepKind.HOST, key, -1) for key in sorted(hosted)]
+            misses = [key for key in misses if key not in hosted]
+            counts.hosted += len(hosted)
+        counts.missed += len(misses)
+        to_compute = deque(hits)
+        if self._pinned:
+            hits = [key for key in hits if key not in self._pinned]
+        to_load = deque(self._own(policy.gate(event, hits, list(misses))))
+        beside: deque[int] = deque()
+        if len(to_load) != len(misses):
+            missing = set(misses)
+            beside = deque(key for key in to_load if key not in missing)
+            to_load = deque(key for key in to_load if key in missing)
+        if sorted(to_load) != misses:
+            raise ValueError(f"{type(policy).__module__} answered {sorted(to_load)} for the misses {misses}")
+        locked = set(hits)
+        prefetches: deque[int] | None = None
+        wanted: set[int] = set()
+        while to_load or to_compute:
+            while to_load and not (policy.in_order and to_compute):
+                if (len(locked) + 1) * size > self._capacity:
+                    break  # the pool is full of experts that wait to be computed
+                key = to_load.popleft()
+                evicted = -1
+                while self._room < size:
+                    evicted = policy.evict(locked)
+                    self._give_up(evicted, locked)
+                slot = self._place(key, size, prefetched=False)
+                steps.append(Step(StepKind.LOAD, key, slot, evicted))
+                locked.add(key)
+                to_compute.append(key)
+            if beside and not to_load:
+                self._load_ahead(StepKind.LOAD, beside, locked, wanted, steps)
+            key = to_compute.popleft()
+            steps.append(Step(StepKind.COMPUTE, key, slot_of[key]))
+            locked.discard(key)
+            if prefetches is None:
+                prefetches = deque(self._own(policy.after_first_expert(event)))
+            if not to_load and not (beside and to_compute):
+                self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
+        if prefetches is None:  # every expert is on the host or another device's
+            prefetches = deque(self._own(policy.after_first_expert(event)))
+            self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
+        for key in policy.after_last_expert(event):
+            self._give_up(key, ())
+        return self._emit(event.forward.forward_id, event.layer, steps)
+
+    def bring(self, key: int) -> Step | None:
+        """Give an expert a free slot outside of any event; gives the load to start.
+
+        None where it has one, or none is free: it is then loaded when an event needs it. Neither the counts nor the
+        sink hear of it, and a replay knows nothing of it.
+        """
+        size = self._size_L[key // self._stride]
+        if key in self.slot_of or self._room < size or not self._own([key]):
+            return None
+        return Step(StepKind.LOAD, key, self._place(key, size, prefetched=False))
+
+    def forget(self, key: int) -> None:
+        """Give up an expert outside of any event, if it has a slot. It must not be pinned."""
+        assert key not in self._pinned, "a pinned expert keeps its slot"
+        if key in self.slot_of:
+            self._give_up(key, ())
+
+    def end_forward(self, info: ForwardInfo) -> None:
+        """The forward is complete."""
+        self.policy.end_forward(info)
+
+    def end_request(self, request: int) -> None:
+        """A request is over. Unknown ones are ignored: a request can end before its first forward."""
+        if request in self._requests:
+            del self._requests[request]
+            self.policy.end_request(request)
+
+    def _own(self, keys: Collection[int]) -> Collection[int]:
+        """Those of the keys that are this device's."""
+        return keys if self._devices == 1 else [key for key in keys if key % self._devices == self._device]
+
+    def _load_ahead(
+        self, kind: StepKind, keys: deque[int], locked: set[int], wanted: set[int], steps: list[Step]
+    ) -> None:
+        """Place as many of `keys` as slots can be had for; `locked` experts and those `wanted` before stay."""
+        while keys:
+            key = keys[0]
+            if key in self.slot_of:
+                keys.popleft()
+                if key not in self._pinned:
+                    wanted.add(key)
+                continue
+            if kind is StepKind.PREFETCH and not self._may_prefetch(key):
+                keys.popleft()
+                continue
+            size = self._size_L[key // self._stride]
+            kept = locked | wanted
+            evicted: int | None = -1
+            while self._room < size and evicted is not None:
+                if len(kept) >= len(self.slot_of) - len(self._pinned):
+                    return  # until another expert of the event is computed
+                # Where one has gone for it already, in a pool in bytes, it is worth the rest too.
+                evicted = self.policy.evict_for_prefetch(key, kept) if evicted == -1 else self.policy.evict(kept)
+                if evicted is not None:
+                    self._give_up(evicted, kept)
+            keys.popleft()
+            if evicted is None:
+                continue
+            if kind is StepKind.PREFETCH and self._left_bytes is not None:
+                self._left_bytes -= self.policy.spec.expert_bytes_L[key // self._stride]
+            wanted.add(key)
+            slot = self._place(key, size, prefetched=True)
+            steps.append(Step(kind, key, slot, evicted))
+            self._unused.add(key)
+            self._counts.prefetch_loads += 1
+
+    def _renew_limits(self) -> None:
+        """A forward begins: renew its bytes, and stop or try again by what became of the last prefetches."""
+        limits = self.limits
+        self._left_bytes = limits.forward_bytes
+        if self._pause:
+            self._pause -= 1
+        elif len(self._fates) == limits.window and sum(self._fates) < limits.min_recall * limits.window:
+            self._pause = limits.pause_forwards
+            self._fates.clear()
+
+    def _may_prefetch(self, key: int) -> bool:
+        size = self.policy.spec.expert_bytes_L[key // self._stride]
+        return not self._pause and (self._left_bytes is None or size <= self._left_bytes)
+
+    def _place(self, key: int, size: int, prefetched: bool) -> int:
+        self._room -= size
+        slot = self._free.pop()  # that of the last one given up, if any was
+        self.slot_of[key] = slot
+        self.policy.admit(key, prefetched)
+        return slot
+
+    def _give_up(self, key: int, locked: Collection[int]) -> None:
+        if key in locked:
+            raise ValueError(f"{type(self.policy).__module__} gave up expert {key}, which is still needed")
+        self._free.append(self.slot_of.pop(key))
+        self._room += self._size_L[key // self._stride]
+        if key in self._unused:
+            self._unused.discard(key)
+            self._fates.append(False)
+            self._counts.wasted += 1
+        self.policy.removed(key)
+
+    def _emit(self, forward: int, layer: int, steps: list[Step]) -> list[Step]:
+        if self.sink is not None:
+            for step in steps:
+                self.sink(forward, layer, step)
+        return steps

@@ -1,0 +1,30 @@
+"""What `moetool serve --cluster` was asked for, before its mode is known."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterCommand:
+    """What the user has said of a cluster.
+
+    Attributes:
+        values: of `--set`, by name.
+        refused: options that mean nothing here, and whether they were given.
+        predictor: of expert parallelism that places for the queue, and
+        profile: what its decisions reckon with.
+    """
+
+    model: str
+    plan: Path | None
+    cluster: str
+    mode: str
+    host: str
+    port: int
+    api_key: str | None = field(repr=False)
+    values: Mapping[str, Any]
+    refused: Mapping[str, bool]
+    predictor: Path | None = None
+    profile: Path | None = None

@@ -1,0 +1,278 @@
+"""The tour behind `moetool demo`: every stage on the embedded model, its output checked against the plain model."""
+
+import json
+import os
+import shutil
+import threading
+import time
+import tomllib
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moetool import assets, tables
+from moetool.errors import UsageError
+
+QUESTIONS = (
+    "Question: What is 25 + 17? Answer:",
+    "User: I would like to book a table for two in the evening.\nAssistant:",
+    "def mean(values):\n    ",
+    "The first president of the United States was",
+    "Janet has 3 apples and buys 5 more. How many apples does she have now?",
+    "Which planet is closest to the sun?\nA. Venus\nB. Mercury\nC. Mars\nAnswer:",
+)
+NEW_TOKENS = 24
+SHARES = (0.125, 0.25, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoAnswer:
+    """What a server did with the questions under one policy and budget."""
+
+    policy: str
+    slots: int
+    pool_bytes: int
+    hit_rate: float
+    bytes_per_token: float
+    tokens_per_s: float
+    identical: int
+    questions: int
+
+
+def run(out: Path) -> None:
+    """Capture, train, evaluate, plan, replay, serve and compare; files go to `out`.
+
+    Effects: replaces earlier results of the demo in `out`; serves on a free port of the loopback address.
+    """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file, expected a folder or nothing; choose another --out")
+    tables.narrate(f"moetool demo: a small Mixture-of-Experts model, from its gate logits to a server. Files: {out}/")
+    began = time.perf_counter()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    out.mkdir(parents=True, exist_ok=True)
+    recipe = _recipes("capture", "train", "plan", "serve")
+
+    _say("1/5", "capture: the plain model reads prompts of seven tasks, its gate logits go to Parquet")
+    _capture(out / "trace", recipe["capture"])
+    _say("2/5", "train: ExpertMLP learns from them which experts the next layer will use")
+    _train(out, recipe["train"])
+    _say("3/5", "plan: which cache policy suits 20 MB, judged on prompts that it was not chosen on")
+    plan = _plan(out, recipe["plan"])
+    _say("4/5", "replay: hit rates at other budgets, without the model")
+    _replay(out)
+    _say("5/5", "serve: the same questions over HTTP under each policy, and to the plain model")
+    served = _serve(out, plan, recipe["serve"])
+    tables.print_table(
+        f"policy x budget, {len(QUESTIONS)} questions of {NEW_TOKENS} tokens, one at a time",
+        ["policy", "experts in memory", "pool", "hit rate", "MB moved / token", "tokens / s", "text as plain model"],
+        [
+            [
+                row.policy,
+                f"{row.slots} of {plan.spec.total_experts}",
+                tables.count(row.pool_bytes, "B"),
+                f"{row.hit_rate:.3f}",
+                f"{row.bytes_per_token / 1e6:,.2f}",
+                f"{row.tokens_per_s:,.0f}",
+                "identical" if row.identical == row.questions else f"{row.identical} of {row.questions}",
+            ]
+            for row in served
+        ],
+    )
+    print(f"Done in {time.perf_counter() - began:,.0f} s. The files are in {out}/:")
+    print("  trace/       gate logits and experts of every token (moetool trace info)")
+    print("  predictor/   ExpertMLP, its card and its weights    (moetool evaluate)")
+    print("  plan.json    the cache plan, its reason and evidence")
+    print("Try next:")
+    print(f"  moetool serve reference --plan {out}/plan.json")
+    print("  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\")
+    print('       -d \'{"model": "reference", "prompt": "12 + 7 =", "max_tokens": 8}\'')
+    print(f"  moetool replay --trace {out}/trace --policy lru,belady --budget 10%,30%,60%")
+
+
+def _capture(out: Path, recipe: dict[str, Any]) -> None:
+    from moetool.capture.resume import stage_path
+    from moetool.capture.run import CaptureOptions, RunSetup, capture
+    from moetool.prompts import gather as prompts
+
+    shutil.rmtree(stage_path(out), ignore_errors=True)  # of a demo that was stopped
+    texts = list(prompts.load(recipe["data"], max_prompts=recipe["max_prompts"]))
+    with tables.progress("capturing", len(texts)) as on_progress:
+        made = capture(
+            "reference",
+            texts,
+            out,
+            CaptureOptions(
+                max_new_tokens=recipe["max_new_tokens"],
+                batch_size=recipe["batch_size"],
+                keep=tuple(recipe["keep"].split(",")),
+            ),
+            RunSetup(overwrite=True, on_progress=on_progress),
+        )
+    print(
+        f"     {made.requests} prompts, {made.tokens:,} tokens, {tables.count(made.bytes, 'B')} in {made.seconds:.0f} s"
+    )
+
+
+def _train(out: Path, recipe: dict[str, Any]) -> None:
+    from moetool.config import parse, parse_settings
+    from moetool.evaluation.evaluate import evaluate
+    from moetool.evaluation.match_tables import print_evaluations
+    from moetool.learning.fit_options import FitOptions
+    from moetool.learning.training import train
+
+    options = parse_settings(recipe["settings"])
+    fit = parse(FitOptions, options.pop("fit"), "recipe")
+    card = train(
+        "expert_mlp",
+        out / "trace",
+        out / "predictor",
+        options=options,
+        fit=fit,
+        seed=recipe["seed"],
+        overwrite=True,
+    )
+    print(
+        f"     {tables.count(card['parameters'])} parameters, {tables.count(card['tokens']['train'])} tokens, "
+        f"{card['seconds']:.0f} s"
+    )
+    print_evaluations(evaluate([out / "predictor"], out / "trace"))
+
+
+def _plan(out: Path, recipe: dict[str, Any]) -> Any:
+    from moetool.config import parse, parse_bytes, parse_settings
+    from moetool.models.checkpoint import Checkpoint
+    from moetool.runtime.assembly import ServeOptions, fixed_bytes
+    from moetool.trace.reader import Trace
+    from moetool.tuning.cache_planning import DeviceBudget, PlanPredictor, plan_cache
+
+    options = parse(ServeOptions, parse_settings(recipe["settings"]), "recipe")
+    dense, kv = fixed_bytes(Checkpoint.open("reference"), options)
+    trace = Trace(out / "trace")
+    memory = DeviceBudget(parse_bytes(recipe["device_memory"]), dense, kv, options.kv_tokens, options.dtype)
+    plan = plan_cache(trace, memory, predictor=PlanPredictor.load(out / "predictor", trace))
+    plan.save(out / "plan.json")
+    print(f"     {plan.policy} with {plan.slots} slots: {plan.reason}")
+    return plan
+
+
+def _replay(out: Path) -> None:
+    from moetool.learning.predictor import load_predictor
+    from moetool.trace.reader import Trace
+    from moetool.tuning.replay import ReplaySetup, replay
+
+    trace = Trace(out / "trace")
+    whole = trace.spec.total_experts * trace.spec.slot_bytes
+    budgets = [int(share * whole) for share in SHARES]
+    policies = ["on_demand", "duoserve", "lru", "lfu", "belady"]
+    rows = replay(trace, policies, budgets, ReplaySetup(predictor=load_predictor(out / "predictor")))
+    tables.print_table(
+        "hit rate in decode, one request after the other (belady knows the future: the bound)",
+        ["policy", *(f"{share:.1%} of experts" for share in SHARES)],
+        [[policy, *(f"{row.decode.hit_rate:.3f}" for row in rows if row.policy == policy)] for policy in policies],
+    )
+
+
+def _serve(out: Path, plan: Any, recipe: dict[str, Any]) -> list[DemoAnswer]:
+    plain = _plain_answers()
+    whole = plan.spec.total_experts * plan.spec.slot_bytes
+    points = [("on_demand", SHARES[0]), ("duoserve", SHARES[0]), *(("lru", share) for share in SHARES)]
+    return [_serve_one(out, policy, int(share * whole), plain, recipe) for policy, share in points]
+
+
+def _serve_one(out: Path, policy: str, pool_bytes: int, plain: list[str], recipe: dict[str, Any]) -> DemoAnswer:
+    from moetool.config import parse, parse_settings
+    from moetool.models.checkpoint import Checkpoint
+    from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
+
+    options = parse(ServeOptions, parse_settings(recipe["settings"]), "recipe")
+    predictor = out / "predictor" if policy == "duoserve" else None
+    checkpoint = Checkpoint.open("reference")
+    memory = sum(fixed_bytes(checkpoint, options)) + pool_bytes
+    if predictor is not None:
+        memory += (predictor / "predictor.safetensors").stat().st_size
+    engine = build_engine(checkpoint, options=options, policy=policy, predictor=predictor, device_memory_bytes=memory)
+    with _server(engine) as url:
+        _ask(url, QUESTIONS[0])  # the first request after a start pays for pages and kernels
+        before, began = engine.metrics(), time.perf_counter()
+        answers = [_ask(url, question) for question in QUESTIONS]
+        seconds, after = time.perf_counter() - began, engine.metrics()
+    change = {name: after[name] - before[name] for name in after}
+    hits = change["hits_kept"] + change["hits_prefetched"] + change["hits_late"]
+    return DemoAnswer(
+        policy=policy,
+        slots=int(after["slots"]),
+        pool_bytes=int(after["slots_bytes"]),
+        hit_rate=hits / (hits + change["misses"]),
+        bytes_per_token=change["bytes_read"] / change["tokens_generated"],
+        tokens_per_s=change["tokens_generated"] / seconds,
+        identical=sum(a == b for a, b in zip(answers, plain, strict=True)),
+        questions=len(QUESTIONS),
+    )
+
+
+@contextmanager
+def _server(engine: Any) -> Iterator[str]:
+    """An HTTP server around an engine, on a free port of the loopback address."""
+    from moetool.serving import server
+
+    ready = threading.Event()
+    urls: list[str] = []
+
+    def on_ready(url: str) -> None:
+        urls.append(url)
+        ready.set()
+
+    http = server.HttpServer(engine, server.bind("127.0.0.1", 0), on_ready=on_ready)
+    engine.start()
+    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread.start()
+    ready.wait(60)
+    try:
+        yield urls[0]
+    finally:
+        http.interrupt()
+        thread.join()
+        engine.close()
+
+
+def _ask(url: str, question: str) -> str:
+    """One question through the OpenAI protocol."""
+    body = {"model": "reference", "prompt": question, "max_tokens": NEW_TOKENS, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return str(json.load(response)["choices"][0]["text"])
+
+
+def _plain_answers() -> list[str]:
+    """What transformers' own `generate` answers, the whole model in memory."""
+    import torch
+
+    from moetool.models.checkpoint import Checkpoint
+    from moetool.models.loading import load_full
+
+    checkpoint = Checkpoint.open("reference")
+    tokenizer, model = checkpoint.tokenizer, load_full(checkpoint, torch.float32).model
+    answers = []
+    for question in QUESTIONS:
+        ids = tokenizer(question, return_tensors="pt")
+        with torch.inference_mode():
+            tokens = model.generate(**ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0]
+        answers.append(tokenizer.decode(tokens[ids["input_ids"].shape[1] :], skip_special_tokens=True))
+    return answers
+
+
+def _recipes(*names: str) -> dict[str, dict[str, Any]]:
+    return {
+        name: tomllib.loads(assets.path("recipes", "reference", f"{name}.toml").read_text(encoding="utf-8"))
+        for name in names
+    }
+
+
+def _say(step: str, line: str) -> None:
+    print(f"\n[{step}] {line}", flush=True)

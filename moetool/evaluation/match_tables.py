@@ -1,0 +1,276 @@
+"""The tables of `moetool evaluate`, each a heading, columns and cells, for the terminal and for the page alike."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moetool.tables import count, print_table
+
+_MOST_LAYERS = 12
+_GLANCED = (1, 3, 6)  # distances of the overview
+MEANINGS = {
+    "match": "share of the k experts of a token in a layer that are among the predicted k",
+    "exact": "share of the tokens and layers with all k right (DuoServe-MoE's Table 3: Top-k)",
+    "at least one": "share with one right or more (the same table: at least one)",
+    "in k+1 … 2k": "share of the k that are among so many predicted",
+    "calib. error": "mean difference between an expert's probability, as predicted, and how often such were chosen",
+    "distance": "layers ahead of the last one that has run",
+    "of experts": "bytes of the predictor as a share of those of all routed experts of the model",
+    "ms / step": "to observe and predict all layers of one token; its share is of a decode step with every expert in "
+    "memory, by the profile; what a trace holds beside the routes, such as what later gates say, is there already",
+    "ms / request": "to foretell the prompt of a pending request before it runs, or else to follow it while it does",
+    "of trace": "tokens trained on, as a share of those of the trace that they are of",
+    "last quarter": "match in the deepest quarter of the layers",
+    "load error": "share of the workload matrix of a prompt (tokens for each expert of each layer) that is foretold of "
+    "other experts than it falls on; of a whole request, its number of new tokens is taken as known",
+    "busiest": "how often the expert with the largest load in a layer was foretold",
+}
+"""What the measures mean, for the page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatchTable:
+    """One table.
+
+    Attributes:
+        title: what it shows.
+        columns: headings; the first is of the predictor.
+        rows: cells, as many as headings.
+        shares: the columns whose cells are shares of 1, of which more is better.
+        notes: lines that belong below it.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[list[str]]
+    shares: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+
+def print_evaluations(rows: Sequence[Any]) -> None:
+    """Predictors side by side (`moetool.evaluation.evaluate`): at a glance, then by task, the unseen one last."""
+    for table in (overview(rows), *(table for group in by_task(rows) for table in tables_of(group))):
+        print(f"\n{table.title}")
+        print_table("", table.columns, table.rows)
+        for note in table.notes:
+            print(f"  {note}")
+
+
+def overview(rows: Sequence[Any]) -> MatchTable:
+    """One table of everything: shares in whole per cent, of several distances beside each other."""
+    groups = {group[0].unseen_task: group for group in by_task(rows)}
+    found = {(g, row.predictor, row.path, row.baseline is None): row for g, group in groups.items() for row in group}
+    lines = list(dict.fromkeys(key[1:] for key in found))
+    there = [(unseen, phase) for unseen, group in groups.items() for phase in phases(group)]
+    said = {"prefill": "prompts", "decode": "new tokens"}
+    profiled = any(row.decode_step_ms is not None for row in rows)
+    widest = max((len(row.scores[0].recall) for row in rows), default=0)
+    table = []
+    for line in lines:
+        mine = {unseen: found.get((unseen, *line)) for unseen in groups}
+        row = next(row for row in mine.values() if row is not None)
+        first, fitted = row.scores[0], row.training_s
+        shares = [first.exact, first.at_least_one, first.recall[-1] if first.recall else None]
+        table.append(
+            [
+                row.predictor,
+                *(" ".join(_whole(_at(mine[unseen], phase, d)) for d in _GLANCED) for unseen, phase in there),
+                *map(_whole, shares),
+                f"{100 * first.calibration_error:.1f}",
+                *(_percent(row.expert_bytes_share), _ms(row.step_ms)),
+                *([_percent(row.step_ms / row.decode_step_ms)] if profiled else []),
+                *(_ms(row.prompt_ms), "-" if fitted is None else f"{fitted:,.0f}"),
+            ]
+        )
+    scopes = "; ".join(scope(group) for group in groups.values())
+    distances = ", ".join(map(str, _GLANCED[:-1]))
+    return MatchTable(
+        title=f"at a glance, shares in %: match {distances} and {_GLANCED[-1]} layers ahead, else next door; {scopes}",
+        columns=(
+            "predictor",
+            *(f"unseen\n{said[phase]}" if unseen else said[phase] for unseen, phase in there),
+            *("exact", "one", f"in {rows[0].top_k + widest}", "calib.", "of experts", "ms/step"),
+            *(("of step",) if profiled else ()),
+            *("ms/request", "train s"),
+        ),
+        rows=table,
+    )
+
+
+def _at(row: Any, phase: str, distance: int) -> float | None:
+    score = None if row is None else row.overall(phase).get(distance)
+    return None if score is None else score.match
+
+
+def _whole(value: float | None) -> str:
+    """A share in per cent, in two places."""
+    return " -" if value is None else f"{100 * value:2.0f}"
+
+
+def by_task(rows: Sequence[Any]) -> list[list[Any]]:
+    """The rows of the trace, then those of the unseen task, if there are any."""
+    return [group for unseen in (False, True) if (group := [row for row in rows if row.unseen_task == unseen])]
+
+
+def tables_of(rows: Sequence[Any]) -> list[MatchTable]:
+    """All tables of one trace."""
+    made = [_right(rows), *(_by_distance(rows, phase) for phase in phases(rows)), _recall(rows), _by_layer(rows)]
+    told = [row.foretold for row in rows if row.foretold is not None]
+    made += [_foretold(rows, phase) for phase in ("prefill", "decode") if any(f.overall(phase) for f in told)]
+    return [*made, _costs(rows)]
+
+
+def phases(rows: Sequence[Any]) -> list[str]:
+    """Those of prefill and decode that were scored."""
+    return [phase for phase in ("prefill", "decode") if any(row.overall(phase) for row in rows)]
+
+
+def scope(rows: Sequence[Any]) -> str:
+    """What the rows were scored on, in words."""
+    first = rows[0]
+    requests = f"{first.num_requests} request{'s' if first.num_requests > 1 else ''}"
+    where = {
+        "test": f"{requests} held out",
+        "end": f"the last tokens of {requests}",
+        "all": f"{requests} that none has seen",
+    }[first.requests]
+    others = f" ({first.num_skipped} left out)" if first.num_skipped and first.requests == "all" else ""
+    return f"{where}{others}{' of an unseen task' if first.unseen_task else ''}, {first.num_tokens:,} tokens"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _of(score: Any, name: str) -> str:
+    return _share(getattr(score, name)) if score else "-"
+
+
+def _percent(value: float | None) -> str:
+    if value is None:
+        return "-"
+    percent = 100 * value
+    if 0 < percent < 0.001:
+        return "< 0.001 %"
+    return f"{percent:,.0f} %" if percent >= 100 else f"{percent:.3g} %"
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _right(rows: Sequence[Any]) -> MatchTable:
+    shares = ("match", "exact", "at least one", "in 2k", "in prefill", "in decode")
+    return MatchTable(
+        title=f"next layer's experts on {scope(rows)}",
+        columns=("predictor", *shares[:4], "calib. error", *shares[4:]),
+        rows=[
+            [
+                row.predictor,
+                *(_of(row.scores[0], name) for name in ("match", "exact", "at_least_one")),
+                _share(row.scores[0].recall[-1]) if row.scores[0].recall else "-",
+                _of(row.scores[0], "calibration_error"),
+                *(_of(row.overall(phase).get(1), "match") for phase in ("prefill", "decode")),
+            ]
+            for row in rows
+        ],
+        shares=frozenset(shares),
+        notes=(*(f"{row.predictor} was counted on {row.baseline}" for row in rows if row.baseline is not None),),
+    )
+
+
+def _by_distance(rows: Sequence[Any], phase: str) -> MatchTable:
+    distances = sorted({distance for row in rows for distance in row.overall()})
+    return MatchTable(
+        title=f"match in {phase} by distance: layers ahead of the last one that has run",
+        columns=("predictor", *map(str, distances)),
+        rows=[[row.predictor, *(_of(row.overall(phase).get(d), "match") for d in distances)] for row in rows],
+        shares=frozenset(map(str, distances)),
+    )
+
+
+def _recall(rows: Sequence[Any]) -> MatchTable:
+    recall = [(row.scores[0].match, *row.scores[0].recall) for row in rows]
+    top_k = rows[0].top_k
+    amounts = [str(top_k + more) for more in range(max(map(len, recall)))]
+    return MatchTable(
+        title=f"share of the next layer's {top_k} experts that are among the likeliest so many",
+        columns=("predictor", *amounts),
+        rows=[[row.predictor, *map(_share, values)] for row, values in zip(rows, recall, strict=True)],
+        shares=frozenset(amounts),
+    )
+
+
+def _by_layer(rows: Sequence[Any]) -> MatchTable:
+    """Neighbouring layers are taken together where there are many."""
+    layers = [s.layer for s in rows[0].scores if s.phase == "all" and s.layer is not None and s.distance == 1]
+    size = math.ceil(len(layers) / _MOST_LAYERS)
+    groups = [layers[start : start + size] for start in range(0, len(layers), size)]
+    names = [f"{group[0]}" if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups]
+
+    def cells(row: Any) -> list[str]:
+        match = {s.layer: s.match for s in row.scores if s.phase == "all" and s.distance == 1}
+        return [_share(sum(match[layer] for layer in group) / len(group)) for group in groups]
+
+    return MatchTable(
+        title="match by MoE layer, from the one before it",
+        columns=("predictor", *names),
+        rows=[[row.predictor, *cells(row)] for row in rows],
+        shares=frozenset(names),
+    )
+
+
+def _foretold(rows: Sequence[Any], phase: str) -> MatchTable:
+    told = [(row, row.foretold) for row in rows if row.foretold is not None]
+    first = told[0][1]
+    prompts = phase == "prefill"
+    title = "what was foretold of the prompts of" if prompts else "what the prompt foretold of the new tokens of"
+    shares = ("match", "exact", "at least one", "last quarter", *(("busiest",) if prompts else ()))
+    return MatchTable(
+        title=f"{title} {first.num_requests} pending requests, all layers, "
+        f"{first.prompt_tokens if prompts else first.new_tokens:,} tokens",
+        columns=("predictor", *shares, "calib. error", "load error" if prompts else "load error, whole request"),
+        rows=[
+            [
+                row.predictor,
+                *(_of(f.overall(phase), name) for name in ("match", "exact", "at_least_one")),
+                _share(f.deepest(phase)),
+                *([_share(f.busiest)] if prompts else []),
+                _of(f.overall(phase), "calibration_error"),
+                _share(f.load_error if prompts else f.request_load_error),
+            ]
+            for row, f in told
+        ],
+        shares=frozenset(shares),
+    )
+
+
+def _costs(rows: Sequence[Any]) -> MatchTable:
+    profiled = any(row.decode_step_ms is not None for row in rows)
+    of_a_step = ("of a step",) if profiled else ()
+    table = []
+    for row in rows:
+        step = [_percent(row.step_ms / row.decode_step_ms)] if profiled else []
+        request = [_percent(row.prompt_ms / row.decode_step_ms)] if profiled else []
+        trained = ["counted" if row.baseline or row.epochs is None else f"{row.epochs}"]
+        trained.append("-" if row.training_s is None else f"{row.training_s:,.{0 if row.training_s >= 10 else 1}f}")
+        trained.append("-" if row.training_tokens is None else count(row.training_tokens))
+        table.append(
+            [
+                *(row.predictor, count(row.parameters), count(row.size_bytes, "B"), _percent(row.expert_bytes_share)),
+                *(_ms(row.step_ms), *step, _ms(row.prompt_ms), *request),
+                *(*trained, _percent(row.training_share)),
+            ]
+        )
+    steps = sorted({row.decode_step_ms for row in rows if row.decode_step_ms is not None})
+    note = f"a decode step takes {_ms(steps[0])} ms with every expert in memory, by the profile" if steps else ""
+    return MatchTable(
+        title=f"what it takes; pending requests have {rows[0].prompt_tokens:,.0f} tokens",
+        columns=(
+            *("predictor", "parameters", "size", "of experts", "ms / step", *of_a_step),
+            *("ms / request", *of_a_step, "epochs", "seconds", "on tokens", "of trace"),
+        ),
+        rows=table,
+        notes=(note,) if note else (),
+    )

@@ -1,0 +1,134 @@
+"""Judges what a predictor says of requests while they wait: of their prompts, of their workload, of their new tokens.
+
+A pending request is known by its prompt alone. What is said of the tokens of the prompt and of those that the request
+goes on to make is judged apart, as the phases `prefill` and `decode`, over all layers, the first too.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moetool.evaluation.tally import MatchScore, MatchTally
+from moetool.learning.predictor import Predictor
+from moetool.trace.reader import Trace
+from moetool.types import ForwardInfo, GateEvent, Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foretold:
+    """How right a predictor was about requests before they ran.
+
+    A workload matrix says how many tokens use each expert of each layer.
+
+    Attributes:
+        num_requests: pending requests.
+        prompt_tokens, new_tokens: what they are made of.
+        scores: at distance 0: all layers and phases first, then by phase and layer.
+        load_error: share of a prompt's workload that is foretold of other experts than it falls on (0: none, 1: all),
+            a mean over requests and layers.
+        request_load_error: the same for whole requests, whose number of new tokens is known; None where there are none.
+        busiest: how often the expert with the largest load in a layer is the one that has it, over requests and layers.
+    """
+
+    num_requests: int
+    prompt_tokens: int
+    new_tokens: int
+    scores: tuple[MatchScore, ...]
+    load_error: float
+    request_load_error: float | None
+    busiest: float
+
+    def overall(self, phase: str) -> MatchScore | None:
+        """The score of a phase over all layers."""
+        return next((s for s in self.scores if s.phase == phase and s.layer is None), None)
+
+    def deepest(self, phase: str) -> float | None:
+        """The match in the last quarter of the layers, in which a prompt tells the least."""
+        match_L = [s.match for s in self.scores if s.phase == phase and s.layer is not None]
+        last = match_L[-max(1, len(match_L) // 4) :]
+        return sum(last) / len(last) if last else None
+
+
+def judge(predictor: Predictor, trace: Trace, requests: frozenset[int]) -> Foretold:
+    """Foretell requests of a trace, each from its prompt alone, and compare with what they used.
+
+    Raises:
+        MismatchError: the trace is damaged, or withholds token ids that are looked at.
+        MoetoolError: a score is not finite.
+    """
+    judged = _Judged(predictor)
+    held: list[tuple[ForwardInfo, list[GateEvent]]] = []
+    for info, events in trace.forwards(sequential=True, requests=requests):
+        if held and held[0][0].request_T[0] != info.request_T[0]:
+            judged.add(held)
+            held = []
+        held.append((info, events))
+    if held:
+        judged.add(held)
+    return judged.result()
+
+
+class _Judged:
+    """Sums over the requests that were judged."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self.predictor = predictor
+        self.tally = MatchTally(predictor, [0])
+        self.tokens = [0, 0]
+        self.prompt_errors: list[float] = []
+        self.request_errors: list[float] = []
+        self.busiest: list[float] = []
+
+    @torch.inference_mode()
+    def add(self, forwards: list[tuple[ForwardInfo, list[GateEvent]]]) -> None:
+        """Foretell one request, of which these are all the forwards."""
+        phase_T = torch.tensor([phase for info, _ in forwards for phase in info.phase_T])
+        ids_T = torch.tensor([token for info, _ in forwards for token in info.token_id_T or ()])
+        prompt_T = phase_T == Phase.PREFILL
+        if not bool(prompt_T.any()):
+            return  # nothing was pending: the trace begins within the request
+        experts_TLK = torch.cat(
+            [torch.tensor([event.experts_TK for event in events]).transpose(0, 1) for _, events in forwards]
+        )
+        num_layers, num_experts = self.predictor.num_layers, self.predictor.num_experts
+        prompt = ids_T[prompt_T].tolist()
+        scores_SLE, score_LE = self.predictor.foretell(prompt)
+        for phase, foretold_TLE in (
+            (Phase.PREFILL, scores_SLE),
+            (Phase.DECODE, score_LE.expand(len(ids_T) - len(prompt), -1, -1)),
+        ):
+            of_T = phase_T == phase
+            self.tokens[phase] += int(of_T.sum())
+            for layer in range(num_layers if bool(of_T.any()) else 0):
+                self.tally.count(0, layer, foretold_TLE[:, layer], experts_TLK[of_T, layer], phase_T[of_T])
+        cell_TLK = experts_TLK + num_experts * torch.arange(num_layers)[:, None]
+
+        def load_LE(of_T: torch.Tensor) -> np.ndarray:
+            counts = torch.bincount(cell_TLK[of_T].flatten(), minlength=num_layers * num_experts)
+            return counts.view(num_layers, num_experts).numpy().astype(np.float64)
+
+        said_LE, true_LE = self.predictor.workload(prompt), load_LE(prompt_T)
+        self.prompt_errors.append(_misplaced(said_LE, true_LE))
+        busiest_L = true_LE[np.arange(num_layers), said_LE.argmax(axis=1)]
+        self.busiest.append(float((busiest_L == true_LE.max(axis=1)).mean()))
+        if more := len(ids_T) - len(prompt):
+            everything_T = torch.ones_like(prompt_T)
+            said_LE = self.predictor.workload(prompt, more)
+            self.request_errors.append(_misplaced(said_LE, load_LE(everything_T)))
+
+    def result(self) -> Foretold:
+        return Foretold(
+            num_requests=len(self.prompt_errors),
+            prompt_tokens=self.tokens[Phase.PREFILL],
+            new_tokens=self.tokens[Phase.DECODE],
+            scores=self.tally.scores(),
+            load_error=float(np.mean(self.prompt_errors)) if self.prompt_errors else 0.0,
+            request_load_error=float(np.mean(self.request_errors)) if self.request_errors else None,
+            busiest=float(np.mean(self.busiest)) if self.busiest else 0.0,
+        )
+
+
+def _misplaced(said_LE: np.ndarray, true_LE: np.ndarray) -> float:
+    """Half the sum of the differences of two workloads of one size, as a share of that size, a mean over layers."""
+    return float((np.abs(said_LE - true_LE).sum(axis=1) / (2 * true_LE.sum(axis=1))).mean())

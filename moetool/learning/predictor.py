@@ -1,0 +1,371 @@
+"""What a predictor of coming experts is, and how it is saved and loaded.
+
+Counting, searching and learned predictors share the class `Predictor`. A predictor file in predictors/ defines a
+frozen dataclass `Options` and a subclass `Predictor`. Whatever was learned or counted is a parameter or a buffer, so
+the state dict is the whole predictor.
+
+What it looks at it names in `needs`, as trace columns. Training hands it whole tokens
+(`moetool.learning.tokens.Tokens`) with
+these: `count` gets all of them, `loss` a batch. While a model runs, or a trace is replayed, `observe` takes the event
+of each layer, with the same fields filled, and `scores(layer)` answers for any layer within `lookahead`. The default
+`observe` collects the forward's events into the `Tokens` of its first layers and `scores` hands them to
+`layer_scores`, so most predictors define `count`, `layer_scores` and perhaps `loss`. One that carries something from
+one forward of a request to the next says `remembers` and defines `observe` and `scores` itself.
+
+On disk a predictor is a folder:
+
+    card.json               what it is and what it was made from, with the sha256 of the weights
+    predictor.safetensors   the state dict
+    README.md               the card, for people
+"""
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor, nn
+
+from moetool import __version__, durable, plugins
+from moetool.errors import MismatchError, UsageError, first_line, unknown_name
+from moetool.learning.predictor_card import CARD, SCHEMA_VERSION, build_within, count_elements, read_card
+from moetool.learning.tokens import FIELDS, Tokens
+from moetool.types import GateEvent, ModelSpec
+
+WEIGHTS = "predictor.safetensors"
+_NO_SIZE = (MismatchError, MemoryError, RuntimeError, ArithmeticError, ValueError)
+"""What building from a card's options raises where they ask for more than there can be."""
+
+
+class Predictor(nn.Module):
+    """Scores the experts of coming layers from what is known of the current forward.
+
+    State that belongs to one forward, or to the requests that are running, is set by `observe`; nothing else changes
+    between calls, so a prediction never sees a later token or layer.
+
+    Class attributes:
+        needs: trace columns that training and predicting take: `experts`, and any of `moetool.learning.tokens.FIELDS`;
+            options may make it others for an instance.
+        looks_at: by trace column, the option that makes it look at it; on in training where the trace holds the column,
+            unless the option is given.
+        learned: whether it has parameters that gradient descent fits; counting predictors only use `count`.
+        remembers: whether it carries state from one forward of a request to the next. `loss` then gets whole
+            requests, unless `prepare` gave their tokens numbers, and it predicts by `observe` and `scores` only.
+        incremental: whether it works out its answers as layers arrive, and is judged by `observe` and `scores`, since
+            `layer_scores` would begin anew for each layer.
+        made_of: `trace`, or `model`: then its module has a `make` that writes card and weights, and `open` reads them.
+        foretells: whether it says from a prompt alone what the request will use, before it runs, by `foretell`.
+        scores_are: `shares`, which say how the choices of a token divide among the experts, or `logits` of an expert
+            being chosen; see `probabilities`.
+
+    Attributes:
+        lookahead: how many layers ahead of the last observed one it can score.
+        num_layers, num_experts, top_k: L, E and K, the same in every MoE layer.
+        name, card, sha256: what it was loaded as: its plugin name, its card, and the sha256 of the card's file, which
+            holds that of the weights. Empty for a predictor that was not loaded.
+
+    Raises:
+        UsageError: the model has fewer than two MoE layers, or layers of different widths.
+    """
+
+    needs: frozenset[str] = frozenset({"experts"})
+    looks_at: ClassVar[Mapping[str, str]] = {}
+    learned: ClassVar[bool] = False
+    remembers: ClassVar[bool] = False
+    incremental: ClassVar[bool] = False
+    made_of: ClassVar[str] = "trace"
+    foretells: ClassVar[bool] = False
+    scores_are: ClassVar[str] = "shares"
+    lookahead: int = 1
+
+    def __init__(self, spec: ModelSpec, options: Any) -> None:
+        super().__init__()
+        if spec.num_layers < 2:
+            raise UsageError(f"{spec.name} has {spec.num_layers} MoE layer; predicting the next one takes at least two")
+        shapes = sorted(set(zip(spec.num_experts_L, spec.top_k_L, strict=True)))
+        if len(shapes) > 1:
+            found = ", ".join(f"{k} of {e}" for e, k in shapes)
+            raise UsageError(
+                f"the MoE layers of {spec.name} choose {found} experts; predictors expect the same in every layer, "
+                f"so use a policy without one (moetool serve --policy lru)"
+            )
+        self.spec = spec
+        self.options = options
+        self.num_layers = spec.num_layers
+        self.num_experts, self.top_k = shapes[0]
+        self.name = ""
+        self.card: dict[str, Any] = {}
+        self.sha256 = ""
+        self._path: dict[str, np.ndarray] = {}  # fields of Tokens, with room for every layer
+        self._num_observed = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its parameters and buffers."""
+        return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
+
+    def reach(self, ahead: int) -> int:
+        """How many layers ahead it sees where the gates are known `ahead` layers ahead."""
+        return min(self.lookahead, ahead) if "ahead" in self.needs else self.lookahead
+
+    def validate(self) -> None:
+        """Raises: ValueError where what was loaded cannot be, such as weights that are no finite numbers."""
+        for name, tensor in self.state_dict().items():
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise ValueError(f"{name} has values that are no finite numbers")
+
+    @abstractmethod
+    def count(self, tokens: Tokens) -> None:
+        """Gather the statistics of the training tokens, before any gradient step.
+
+        Args:
+            tokens: all training tokens with all layers and their requests, stored small (see `Tokens`).
+
+        Effects: replaces what an earlier call gathered.
+        """
+
+    def open(self, folder: Path) -> None:
+        """Bring weights of a form of its own into memory; only where it is made of a model."""
+        raise TypeError(f"{type(self).__module__} has its weights in its state")
+
+    def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
+        """Score the experts of MoE layer `layer`.
+
+        Args:
+            tokens: what is known of each token in the MoE layers 0..P-1, with P <= layer.
+            layer: 1..L-1 with layer - P < lookahead.
+
+        Returns:
+            float32 [T, E]; higher is likelier; comparable within a row.
+        """
+        raise TypeError(f"{type(self).__module__} predicts by what it has observed")
+
+    def prepare(self, tokens: Tokens) -> Tokens:
+        """What `loss` is to be given of these tokens, called once for those of a part; by default they themselves.
+
+        Args:
+            tokens: as they were read from a trace, in the order of the forwards.
+        """
+        return tokens
+
+    def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
+        """Mean training loss; learned only.
+
+        Args:
+            tokens: a batch of N tokens with all layers.
+            layer_N: a layer 1..L-1 drawn for each token, int64, for those that predict one layer a token.
+        """
+        raise TypeError(f"{type(self).__module__} has nothing that is fitted by gradient descent")
+
+    def probabilities(self, scores_TE: Tensor) -> Tensor:
+        """How likely each expert is among a token's K, as far as the scores say."""
+        if self.scores_are == "logits":
+            return scores_TE.sigmoid()
+        share_TE = scores_TE.clamp(min=0)
+        return (self.top_k * share_TE / share_TE.sum(dim=-1, keepdim=True).clamp(min=1e-9)).clamp(max=1)
+
+    def foretell(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Scores of a pending request, from its prompt alone.
+
+        Returns:
+            scores_SLE of the tokens of the prompt, and score_LE of each token that the request goes on to make.
+
+        Raises:
+            MismatchError: a token id is withheld and looked at.
+        """
+        raise TypeError(f"{type(self).__module__} says nothing of a request before it runs")
+
+    @torch.inference_mode()
+    def workload(self, token_id_S: Sequence[int], new_tokens: int = 0) -> np.ndarray:
+        """How many tokens of a pending request will use each expert of each layer.
+
+        Args:
+            token_id_S: its prompt.
+            new_tokens: how many it is expected to make; each adds the mean of a token of the prompt.
+
+        Returns:
+            load_LE float64; each layer sums to top-k times all tokens.
+
+        Raises:
+            UsageError: the prompt is empty.
+            MismatchError: a token id is withheld and looked at.
+        """
+        if not len(token_id_S):
+            raise UsageError("the prompt of a pending request has no tokens, expected at least one")
+        share_SLE = self.probabilities(self.foretell(token_id_S)[0].double())
+        load_LE = (self.top_k * share_SLE / share_SLE.sum(dim=2, keepdim=True).clamp(min=1e-9)).sum(dim=0)
+        made: np.ndarray = (load_LE * (1 + new_tokens / len(token_id_S))).numpy()
+        return made
+
+    def observe(self, event: GateEvent) -> None:
+        """Take in the event of the next layer of the current forward; layer 0 begins a new forward."""
+        given = {
+            "experts_TPK": np.asarray(event.experts_TK, dtype=np.int64),
+            "weights_TPK": event.weights_TK,
+            "scores_TPE": event.scores_TE,
+            "hidden_TPD": event.hidden_TD,
+            "ahead_TPAE": None if event.ahead_ATE is None else event.ahead_ATE.transpose(1, 0, 2),
+            "resident_TPE": event.resident_TE,
+        }
+        wanted = {"experts_TPK", *(FIELDS[name] for name in self.needs & FIELDS.keys())} & given.keys()
+        if event.layer == 0:
+            self._path.clear()
+            for name in wanted:
+                first = given[name]
+                assert first is not None, f"{name} was asked for and not given"
+                self._path[name] = np.zeros((len(first), self.num_layers, *first.shape[1:]), first.dtype)
+            if "embeddings" in self.needs:
+                assert event.forward.embedding_TD is not None, "embeddings were asked for and not given"
+                self._path["embedding_TD"] = event.forward.embedding_TD
+            if "token_id" in self.needs:
+                assert event.forward.token_id_T is not None, "token ids were asked for and not given"
+                self._path["token_id_T"] = np.array(event.forward.token_id_T, np.int64)
+        else:
+            assert event.layer == self._num_observed, "events of a forward come layer by layer"
+        for name in wanted:
+            column = given[name]
+            assert column is not None, f"{name} was asked for and not given"
+            place = self._path[name][:, event.layer]
+            if name == "ahead_TPAE":
+                place = place[:, : column.shape[1]]  # near the last layer there are fewer
+            place[:] = column
+        self._num_observed = event.layer + 1
+
+    @torch.inference_mode()
+    def scores(self, layer: int) -> np.ndarray:
+        """Score MoE layer `layer` for every token of the forward that was observed.
+
+        Returns:
+            float32 [T, E].
+        """
+        assert layer > 0 and layer - self._num_observed < self.lookahead, "too few layers were observed"
+        known = Tokens(**{name: torch.from_numpy(column) for name, column in self._path.items()})
+        return self.layer_scores(known.before(min(layer, self._num_observed)), layer).numpy()
+
+
+def build(name: str, spec: ModelSpec, options: Mapping[str, Any] | None = None) -> Predictor:
+    """A predictor that nothing was counted or learned for yet.
+
+    Args:
+        name: a file of predictors/, or a dotted module.
+        options: values for the fields of its `Options`; the rest keep their defaults.
+
+    Raises:
+        UsageError: no such predictor or option, or a value that the option does not take.
+    """
+    module = plugins.load("predictor", name)
+    options = dict(options or {})
+    known = [field.name for field in fields(module.Options)]
+    for option in options:
+        if option not in known:
+            raise unknown_name(f"option of {name}", option, known)
+    try:
+        values = TypeAdapter(module.Options).validate_python(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"{name}: {where} is {first['input']!r}: {first['msg']}") from None
+    predictor: Predictor = module.Predictor(spec, values)
+    predictor.name = name
+    return predictor
+
+
+def save(predictor: Predictor, folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the weights and the card of a predictor.
+
+    Args:
+        folder: an empty folder; a `durable.staged_directory`, so that a killed run leaves no predictor.
+        facts: what the card says besides the predictor itself: trace, requests, fit.
+
+    Effects: the card is written last; without it `load_predictor` refuses the folder.
+
+    Returns:
+        The card, as it will be read again.
+    """
+    weights = folder / WEIGHTS
+    state = {key: tensor.detach().cpu().contiguous() for key, tensor in predictor.state_dict().items()}
+    safetensors.torch.save_file(state, weights)
+    card = {
+        "kind": "predictor",
+        "schema_version": SCHEMA_VERSION,
+        "moetool_version": __version__,
+        "predictor": predictor.name,
+        "options": asdict(predictor.options),
+        "spec": predictor.spec.to_json(),
+        "parameters": sum(parameter.numel() for parameter in predictor.parameters()),
+        "weights": {"bytes": weights.stat().st_size, "sha256": durable.sha256_file(weights)},
+        **facts,
+    }
+    text = json.dumps(card, indent=1) + "\n"
+    durable.write_text(folder / CARD, text)
+    written: dict[str, Any] = json.loads(text)
+    return written
+
+
+def load_predictor(path: Path, options: Mapping[str, Mapping[str, Any]] | None = None) -> Predictor:
+    """Load a predictor that `moetool train` wrote, ready to predict on the CPU.
+
+    Args:
+        options: by a predictor's name, in place of those that it was made with; only such as leave its weights as they
+            are.
+
+    Returns:
+        The predictor in eval mode, with its `name`, `card` and `sha256`.
+
+    Raises:
+        UsageError: there is no such folder.
+        MismatchError: it is no predictor of this schema version, it is damaged, or this installation lacks
+            its plugin.
+    """
+    again = f"train again: moetool train PREDICTOR --trace DIR --out {path} --overwrite"
+    card = read_card(path, again)
+    weights = path / WEIGHTS
+    own_form = isinstance(card["weights"]["sha256"], dict)  # several files, which `open` knows
+    try:
+        elements = 0 if own_form else count_elements(weights)
+    except FileNotFoundError:
+        raise MismatchError(f"{weights} is missing; {again}") from None
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise MismatchError(f"{weights} is damaged ({first_line(error)}); {again}") from None
+    if not own_form and (sha256 := durable.sha256_file(weights)) != card["weights"]["sha256"]:
+        raise MismatchError(
+            f"{weights} is damaged: its sha256 is {sha256[:12]}, expected {card['weights']['sha256'][:12]}; {again}"
+        )
+    spec = ModelSpec.from_json(card["spec"])
+
+    def made(given: Mapping[str, Any]) -> Predictor:
+        try:
+            return build_within(lambda: build(card["predictor"], spec, given), elements)
+        except _NO_SIZE as error:
+            raise MismatchError(f"{path / CARD} is damaged ({first_line(error)}); {again}") from None
+
+    try:
+        predictor = made(card["options"])
+    except UsageError as error:
+        raise MismatchError(f"{path} asks for what is not installed here ({error}); {again}") from None
+    if own := (options or {}).get(predictor.name):
+        if not isinstance(own, Mapping):
+            raise UsageError(
+                f"{predictor.name} is {own!r}, expected options by name, as in {predictor.name}.name=value"
+            )
+        predictor = made({**card["options"], **own})
+    try:
+        if own_form:
+            predictor.card = card
+            predictor.open(path)
+        else:
+            predictor.load_state_dict(safetensors.torch.load_file(weights))
+        predictor.validate()
+    except (RuntimeError, ValueError, OSError, safetensors.SafetensorError) as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise MismatchError(f"{weights} does not fit this version of {predictor.name} ({reason}); {again}") from None
+    predictor.card = card
+    predictor.sha256 = durable.sha256_file(path / CARD)
+    return predictor.eval().requires_grad_(False)

@@ -1,1 +1,0 @@
-"""From traces and what machines have to checked plans."""

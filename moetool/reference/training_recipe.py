@@ -1,0 +1,200 @@
+"""What a reference model is made with: a TOML recipe and its checks."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from moetool.bounded_read import read_toml
+from moetool.config import parse
+from moetool.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """How text becomes batches.
+
+    Attributes:
+        held_out: share of each domain's documents that training never sees, chosen by their hash.
+        held_out_tokens: at most so many of a domain's held-out tokens are scored, evenly spaced over them.
+        tokenizer: of new weights: that of the embedded reference model, or a new one, learned from the training
+            documents.
+        vocabulary: tokens of a new one.
+        mixing: a domain's share of the batches is its tokens to this power: 1 takes all text alike, 0 all domains.
+    """
+
+    held_out: float = 0.05
+    held_out_tokens: int = 32768
+    tokenizer: Literal["reference", "new"] = "reference"
+    vocabulary: int = 4096
+    mixing: float = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """The architecture, of Qwen3's mixture-of-experts family; every layer is an MoE layer.
+
+    Attributes:
+        balance: weight of the balancing loss.
+    """
+
+    hidden_size: int = 192
+    num_layers: int = 8
+    num_experts: int = 32
+    top_k: int = 4
+    expert_width: int = 64
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    max_positions: int = 1024
+    balance: float = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientOptions:
+    """How gradient descent goes.
+
+    Attributes:
+        max_steps: batches in all.
+        batch_size: sequences in a batch.
+        sequence_length: tokens of a sequence.
+        learning_rate: the highest, after the warm-up.
+        schedule: after the warm-up, cosine falls to nothing; wsd stays, and falls in a straight line over `decay`.
+        warm_up: share of the steps over which the rate rises.
+        decay: share of the steps at the end over which wsd falls; all that the warm-up leaves makes a straight line.
+        weight_decay: of AdamW, on matrices only.
+        clip: the longest gradient.
+        precision: of the products; weights and sums are float32.
+        threads: of the arithmetic; 0 chooses. Another number gives other last digits.
+        save_every: steps between the states that a killed run can go on from.
+    """
+
+    max_steps: int = 2000
+    batch_size: int = 16
+    sequence_length: int = 256
+    learning_rate: float = 3e-3
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    warm_up: float = 0.05
+    decay: float = 0.2
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    threads: int = 0
+    save_every: int = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Everything but the text and the checkpoint that a run starts from.
+
+    Attributes:
+        seed: of the first weights and of what each batch holds.
+        sources: by domain, where its text is from and under which licence; the card repeats it.
+    """
+
+    seed: int = 0
+    data: TextOptions = field(default_factory=TextOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    fit: GradientOptions = field(default_factory=GradientOptions)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def read_recipe(path: Path, settings: Mapping[str, Any]) -> Recipe:
+    """A recipe, with some of its values replaced.
+
+    Args:
+        settings: nested as the recipe is: {"fit": {"max_steps": 10}}.
+
+    Raises:
+        UsageError: the file cannot be read, or a key or value is none that a recipe can have.
+    """
+    try:
+        values = read_toml(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the recipe {path}: {error}") from None
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and isinstance(values.get(name), dict):
+            values[name] = {**values[name], **value}
+        else:
+            values[name] = value
+    sections = {"data": TextOptions, "model": ModelOptions, "fit": GradientOptions}
+    for name, kind in sections.items():  # section by section, so that a wrong key is answered with the nearest
+        if name in values:
+            parse(kind, values[name], name)
+    recipe = parse(Recipe, values, "recipe")
+    _check(recipe)
+    return recipe
+
+
+def _check(recipe: Recipe) -> None:
+    """Raises: UsageError where a value makes no sense."""
+    data, model, fit = recipe.data, recipe.model, recipe.fit
+    wholes = {
+        "data.held_out_tokens": (data.held_out_tokens, 2),
+        **{f"model.{name}": (value, 1) for name, value in asdict(model).items() if name not in ("balance", "head_dim")},
+        "model.head_dim": (model.head_dim, 2),
+        "fit.max_steps": (fit.max_steps, 1),
+        "fit.batch_size": (fit.batch_size, 1),
+        "fit.sequence_length": (fit.sequence_length, 2),
+        "fit.save_every": (fit.save_every, 1),
+        "fit.threads": (fit.threads, 0),
+    }
+    for name, (value, least) in wholes.items():
+        if value < least:
+            raise UsageError(f"{name} is {value}, expected at least {least}")
+    for name, share in {
+        "data.held_out": data.held_out,
+        "data.mixing": data.mixing,
+        "fit.warm_up": fit.warm_up,
+        "fit.decay": fit.decay,
+    }.items():
+        if not 0 <= share <= 1:
+            raise UsageError(f"{name} is {share}, expected a share from 0 to 1")
+    for name, amount in {"fit.learning_rate": fit.learning_rate, "fit.clip": fit.clip}.items():
+        if not 0 < amount < float("inf"):
+            raise UsageError(f"{name} is {amount}, expected more than 0")
+    for name, amount in {"fit.weight_decay": fit.weight_decay, "model.balance": model.balance}.items():
+        if not 0 <= amount < float("inf"):
+            raise UsageError(f"{name} is {amount}, expected at least 0")
+    if model.top_k > model.num_experts:
+        raise UsageError(f"model.top_k is {model.top_k}, expected at most the {model.num_experts} of model.num_experts")
+    if model.num_heads % model.num_kv_heads or model.head_dim % 2:
+        raise UsageError(
+            f"model.num_heads is {model.num_heads}, expected a multiple of model.num_kv_heads, {model.num_kv_heads}, "
+            f"and model.head_dim, {model.head_dim}, to be even"
+        )
+    if fit.sequence_length > model.max_positions:
+        raise UsageError(
+            f"fit.sequence_length is {fit.sequence_length}, expected at most model.max_positions, {model.max_positions}"
+        )
+
+
+def same_so_far(one: GradientOptions, other: GradientOptions, steps: int) -> bool:
+    """Whether two runs that differ in nothing else are the same over their first steps.
+
+    With the schedule wsd a run can thus be made longer or shorter until its rate begins to fall.
+    """
+    schedule = {"max_steps", "learning_rate", "schedule", "warm_up", "decay", "save_every"}
+    rest = [{n: v for n, v in asdict(fit).items() if n not in schedule} for fit in (one, other)]
+    return (
+        rest[0] == rest[1]
+        and steps <= min(one.max_steps, other.max_steps)
+        and all(learning_rate(one, step) == learning_rate(other, step) for step in range(steps))
+    )
+
+
+def learning_rate(fit: GradientOptions, step: int) -> float:
+    """The learning rate of a step, counted from 0; after the last it would be nothing."""
+    warm_up = round(fit.warm_up * fit.max_steps)
+    if step < warm_up:
+        return fit.learning_rate * (step + 1) / warm_up
+    left = (fit.max_steps - step) / (fit.max_steps - warm_up)
+    if fit.schedule == "wsd":
+        decay = round(fit.decay * fit.max_steps)
+        return fit.learning_rate * min(1.0, (fit.max_steps - step) / max(1, min(decay, fit.max_steps - warm_up)))
+    return fit.learning_rate * 0.5 * (1 - math.cos(math.pi * left))

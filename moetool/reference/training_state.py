@@ -1,0 +1,154 @@
+"""What an unfinished run keeps on disk, so that a killed one goes on as if nothing had happened.
+
+No random state is among it: what a batch holds follows from the seed and the step, and the model has no dropout.
+"""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool import durable
+from moetool.bounded_read import require_regular
+from moetool.config import parse
+from moetool.errors import CapacityError, MismatchError, UsageError, first_line
+from moetool.json_files import read_json
+from moetool.reference.training_recipe import GradientOptions, same_so_far
+
+MARKER = "state.json"
+
+_WEIGHTS = "state.safetensors"
+_DAMAGE = (ValueError, LookupError, TypeError, RuntimeError, FileNotFoundError, UsageError)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        step: steps that are done.
+        losses: cross-entropy of each one's batch.
+        seconds: what they took, over all processes that shared the run.
+        start: how the checkpoint that the run began from did on the held-out text; None without one.
+    """
+
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    start: dict[str, Any] | None = None
+
+
+class State:
+    """The state of one run, in a folder of its own.
+
+    Attributes:
+        identity: what the run was given: its recipe and more; only one that was given the same goes on from it, or
+            one that only goes on otherwise.
+        moments: AdamW's, by kind and parameter, as they were read.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+        self.folder, self.identity = folder, json.loads(json.dumps(identity))
+        self.moments: dict[str, dict[str, torch.Tensor]] = {}
+
+    def load(self, model: torch.nn.Module) -> Progress:
+        """Bring a model, and the moments for its optimizer, to where the run was.
+
+        Raises:
+            MismatchError: the state is of another run, or damaged.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            saved = read_json(self.folder / MARKER, advice="begin anew with --overwrite")
+            require_regular(self.folder / _WEIGHTS)
+            progress = Progress(**saved["progress"])
+            if differences := self._differences(saved["identity"], progress.step):
+                raise MismatchError(
+                    f"{self.folder} is of a run with {differences[0]}; give it the same again, or begin anew with "
+                    "--overwrite"
+                )
+            tensors = load_file(self.folder / _WEIGHTS)
+            for name, parameter in model.named_parameters():
+                parameter.data.copy_(tensors[f"weight/{name}"])
+            self.moments = {
+                kind: {name: tensors[f"{kind}/{name}"] for name, _ in model.named_parameters()} for kind in _MOMENTS
+            }
+        except (*_DAMAGE, SafetensorError) as error:
+            raise MismatchError(
+                f"{self.folder} is damaged ({first_line(error)}); begin anew with --overwrite"
+            ) from error
+        return progress
+
+    def _differences(self, saved: dict[str, Any], steps: int) -> list[str]:
+        """How a saved run is another one than this, in words; what it may still choose differently is none."""
+        one, other = ({**given, "recipe": dict(given["recipe"])} for given in (saved, self.identity))
+        fits = [parse(GradientOptions, given["recipe"].pop("fit"), "fit") for given in (one, other)]
+        for given in (one, other):
+            given["recipe"].pop("sources")  # only the card repeats them
+        found = _differences(one, other)
+        if not same_so_far(fits[0], fits[1], steps):
+            found += _differences({"fit": asdict(fits[0])}, {"fit": asdict(fits[1])})
+        return found
+
+    def fill(self, optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str], step: int) -> None:
+        """Give AdamW the moments that were loaded."""
+        if not self.moments:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter] = {
+                    "step": torch.tensor(float(step), device=parameter.device),
+                    **{kind: self.moments[kind][names[parameter]].to(parameter.device) for kind in _MOMENTS},
+                }
+        self.moments = {}
+
+    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        """Replace what is saved, whole or not at all.
+
+        Raises:
+            OSError: the disk refuses; what was saved before stays.
+        """
+        from safetensors.torch import save_file
+
+        tensors = {}
+        for name, parameter in model.named_parameters():
+            tensors[f"weight/{name}"] = parameter.detach()
+            tensors.update({f"{kind}/{name}": optimizer.state[parameter][kind] for kind in _MOMENTS})
+        with durable.staged_directory(self.folder, overwrite=True, marker=MARKER) as staged:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, staged / _WEIGHTS)
+            content = {"identity": self.identity, "progress": asdict(progress)}
+            (staged / MARKER).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+    def remove(self) -> None:
+        """The run is over; nobody needs this any more."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def require_room(folder: Path, model: torch.nn.Module) -> None:
+    """Make sure that the disk takes two states, the last and the next, and the result.
+
+    Raises:
+        CapacityError: it does not.
+    """
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    need = parameters * (2 * 3 * 4 + 2)
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise CapacityError(
+            f"{folder} has {free / 1e6:,.0f} MB free, expected {need / 1e6:,.0f} MB for two states of the run and its "
+            "result; free space or choose another --out"
+        )
+
+
+def _differences(saved: Any, given: Any, path: str = "") -> list[str]:
+    """What differs between two nested dictionaries, in words."""
+    if isinstance(saved, dict) and isinstance(given, dict):
+        names = dict.fromkeys([*saved, *given])
+        return [d for n in names for d in _differences(saved.get(n), given.get(n), f"{path}.{n}" if path else n)]
+    return [] if saved == given else [f"{path} {saved!r}, and this one has {given!r}"]

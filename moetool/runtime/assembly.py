@@ -1,0 +1,294 @@
+"""Putting an engine together: a model, a memory budget and a policy."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool import durable
+from moetool.cache_plan import CachePlan, PrefetchLimits
+from moetool.caching._devices import Learners, Pool, build_policies, open_pool, split_slots, without_pinned
+from moetool.caching._policy import MIN_SLOTS, build_policy, policy_class
+from moetool.caching._residency import Residency
+from moetool.errors import CapacityError, MismatchError, UsageError
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.families import require_substitutable
+from moetool.models.loading import CPU, LoadedModel, load_lazy, parse_devices, parse_dtype, use_threads
+from moetool.runtime.batching import Batcher
+from moetool.runtime.copies import stride_of
+from moetool.runtime.decoding import kv_cache_bytes
+from moetool.runtime.device_stores import Stores, open_stores
+from moetool.runtime.engine import Engine
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.expert_store import ExpertStore, open_store
+from moetool.runtime.gate_log import ServeLog
+from moetool.runtime.policy_state import restore_state, save_state
+from moetool.runtime.sequential import Sequential, open_batcher
+from moetool.trace.rows import KEEP
+from moetool.trace.segments import SegmentLimits
+
+_LOG = logging.getLogger(__name__)
+_FEW_REQUESTS = 8
+_MANY_REQUESTS = 64
+_LEAST = {
+    "devices": 1,
+    "host_memory_bytes": 0,
+    "kv_tokens": 16,
+    "prefill_chunk": 1,
+    "max_requests": 0,
+    "io_threads": 1,
+    "threads": 0,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What `moetool serve --set` sets.
+
+    Attributes:
+        device: `cpu` or `cuda`: where the model computes and the expert slots are.
+        devices: that share the experts (`moetool.caching._devices`): their slots and the host memory are shared out
+            evenly. The first has the dense weights and the KV cache besides. `--device-memory` is for all together. On
+            the CPU each is a pool of its own.
+        host_memory_bytes: for experts in host memory, between the disk and the device (0: none but what moving them
+            takes; see `moetool.runtime.expert_store.ExpertStore`). It comes on top of the device's memory.
+        dtype: data type of everything but the experts, which stay as the checkpoint has them.
+        kv_tokens: tokens that the KV cache holds, over all requests; the longest context of one.
+        prefill_chunk: prompt tokens of one forward at most. A longer prompt takes several forwards, and each of them
+            may need every expert.
+        max_requests: requests that are forwarded together; the rest queue. 0 chooses 8 where not every expert has a
+            slot, because each request more needs more experts at once; where all have one, up to 64, those beyond 8
+            as far as the KV cache holds all of them at their full length.
+        io_threads: threads that read experts, for each device.
+        threads: threads of the model's own arithmetic (0 chooses).
+        products: whether slots hold quantized experts in the form that is the fastest to compute with on a CPU
+            (`moetool.models.expert_files.ExpertFiles`): those of `pack-quantized` in four bits are multiplied as they
+            are packed, in bfloat16, where their weights are not rounded to bfloat16 first
+            (`moetool.models.packed_product`), and other formats are unpacked. Without it slots hold experts as stored,
+            which are unpacked for each product.
+        policy: options of the cache policy.
+        prefetch: limits of its prefetching; the plan's, or none, if not said.
+        state: file that what the policy learns is kept in from one run to the next (empty: none).
+        log_segment_s: seconds after which what `--log` records is closed into a segment, which others can read and a
+            kill leaves.
+    """
+
+    device: str = "cpu"
+    devices: int = 1
+    host_memory_bytes: int = 0
+    dtype: str = "float32"
+    kv_tokens: int = 4096
+    prefill_chunk: int = 512
+    max_requests: int = 0
+    io_threads: int = 2
+    threads: int = 0
+    products: bool = True
+    policy: dict[str, Any] = field(default_factory=dict)
+    prefetch: PrefetchLimits | None = None
+    state: str = ""
+    log_segment_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} is {getattr(self, name)}, expected at least {least}")
+        if not 0 < self.log_segment_s < float("inf"):
+            raise UsageError(f"log_segment_s is {self.log_segment_s}, expected seconds above 0")
+
+
+def fixed_bytes(checkpoint: Checkpoint, options: ServeOptions) -> tuple[int, int]:
+    """What a model takes besides its experts: bytes of its dense weights and of its KV cache."""
+    dtype = parse_dtype(options.dtype)
+    return checkpoint.dense_bytes(dtype), kv_cache_bytes(checkpoint.config, dtype, options.kv_tokens)
+
+
+def slot_bytes(checkpoint: Checkpoint, options: ServeOptions) -> int:
+    """Bytes that an expert takes in a slot."""
+    fastest = parse_dtype(options.dtype) if options.products and options.device == "cpu" else None
+    return checkpoint.slot_bytes(fastest)
+
+
+def build_engine(
+    checkpoint: Checkpoint,
+    *,
+    options: ServeOptions,
+    plan: CachePlan | None = None,
+    policy: str | None = None,
+    predictor: Path | None = None,
+    device_memory_bytes: int | None = None,
+    log: Path | None = None,
+    open_runtime: Callable[[LoadedModel, Pool, ExpertStore | Stores], ExpertRuntime] = ExpertRuntime,
+) -> Engine:
+    """Load a model without its experts and put an engine around it.
+
+    Args:
+        plan: decides policy, predictor and slots where the other arguments do not.
+        policy: `lru` where neither this nor a plan says.
+        device_memory_bytes: for dense weights, KV cache, predictor and expert slots together; without it (and
+            without a plan, whose own it is otherwise) every expert gets a slot.
+        log: where to write the server's own trace.
+        open_runtime: what computes the experts: on this machine, unless another is given.
+
+    Effects: allocates all of that. The engine is not started. It reads the checkpoint's files until it is closed.
+        Where something fails, nothing stays open.
+
+    Raises:
+        UsageError: unknown model, policy or option, or a policy without the predictor that it needs.
+        MismatchError: the plan, the predictor and the model do not belong together, or weights are damaged.
+        CapacityError: it does not fit.
+    """
+    dtype, device = parse_dtype(options.dtype), parse_devices(options.device, options.devices)[0]
+    name = policy or (plan.policy if plan else "lru")
+    kind = policy_class(name)
+    if kind.needs_future:
+        raise UsageError(f"policy {name} has to know the future: it works in replay only; choose another to serve")
+    from_plan = plan is not None and plan.policy == name
+    # Another runtime may send what its slots hold to other machines.
+    with contextlib.ExitStack() as undo:
+        loaded = load_lazy(checkpoint, dtype, device, products=options.products and open_runtime is ExpertRuntime)
+        undo.callback(loaded.close)
+        use_threads(checkpoint.config, options.threads)
+        assert loaded.files is not None
+        if not kind.lossless:
+            require_substitutable(loaded.spec.name, name)
+        if plan is not None:
+            plan.check(loaded.spec)
+        predicts = _predictor(predictor, plan if from_plan else None) if kind.uses() else None
+        if predicts is not None and not kind.uses(predicts):
+            predicts = None
+        slots = loaded.spec.total_experts
+        if device_memory_bytes is None and plan is not None:
+            device_memory_bytes = plan.device_memory_bytes
+            slots = plan.slots if from_plan else slots
+        if device_memory_bytes is not None:
+            dense, kv = fixed_bytes(checkpoint, options)
+            extra = predicts.num_bytes if predicts else 0
+            slots = min(slots, _slots(loaded, device_memory_bytes, dense, kv, extra))
+        policy_options: Mapping[str, Any] = {**(plan.options if plan and from_plan else {}), **options.policy}
+        pinned = [loaded.spec.expert_key(*expert) for expert in plan.pinned] if plan and from_plan else []
+        shares = [slots] if options.devices == 1 else split_slots(loaded.spec, slots, options.devices)
+        limits = options.prefetch or (plan.limits if plan and from_plan else None) or PrefetchLimits()
+        shares = without_pinned(shares, pinned)
+        policies = build_policies(name, loaded.spec, policy_options, shares, predictor=predicts)
+        built = policies[0]
+        learned = built if len(policies) == 1 else Learners(policies)
+        state = Path(options.state) if options.state else None
+        if state is not None:
+            durable.require_writable(state)
+        facts = {
+            "policy": name,
+            "options": asdict(built.options),
+            "slots": slots,
+            "devices": options.devices,
+            "pinned": pinned,
+            "prefetch": asdict(limits),
+            "state": durable.sha256_file(state) if state is not None and restore_state(state, name, learned) else None,
+        }
+        _LOG.info("policy %s of %s: %s", name, checkpoint.name, facts)
+        batcher = _batcher(loaded, options, resident=slots >= loaded.spec.total_experts)
+        residency = open_pool(policies, pinned=pinned, limits=limits)
+        store = open_stores(loaded, residency, options.io_threads, options.host_memory_bytes or None)
+        undo.callback(store.close)
+        runtime = open_runtime(loaded, residency, store)
+        undo.callback(runtime.close)
+        engine = Engine(
+            loaded,
+            checkpoint.tokenizer,
+            runtime,
+            batcher,
+            model_name=checkpoint.name,
+            log=None
+            if log is None
+            else ServeLog(
+                log,
+                {"topk"} | (built.columns & set(KEEP)),
+                built.distance,
+                facts,
+                SegmentLimits(seconds=options.log_segment_s),
+            ),
+            save=None if state is None else partial(save_state, state, name, learned),
+        )
+        undo.pop_all()
+    return engine
+
+
+def _batcher(loaded: LoadedModel, options: ServeOptions, *, resident: bool) -> Batcher | Sequential:
+    most = options.max_requests or (_MANY_REQUESTS if resident else _FEW_REQUESTS)
+    return open_batcher(
+        loaded.model,
+        max_requests=most,
+        kv_tokens=options.kv_tokens,
+        max_batch_tokens=max(options.prefill_chunk, most),
+        unreserved=None if options.max_requests else _FEW_REQUESTS,
+    )
+
+
+def open_pooled(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device = CPU,
+    *,
+    device_memory_bytes: int,
+    host_memory_bytes: int | None = None,
+    kv_bytes: int = 0,
+) -> LoadedModel:
+    """A model whose experts live in a pool of what the memory leaves beside its dense weights and `kv_bytes`.
+
+    For `moetool.capture.run`: the pool is LRU, and every forward must be announced (`LoadedModel.begin_forward`).
+
+    Args:
+        host_memory_bytes: for the tier below it, as in `ServeOptions`.
+
+    Effects: allocates the pool; `LoadedModel.close` ends its threads.
+
+    Raises:
+        CapacityError: not even the smallest legal pool fits.
+    """
+    loaded = load_lazy(checkpoint, dtype, device, products=True)
+    try:
+        slots = _slots(loaded, device_memory_bytes, checkpoint.dense_bytes(dtype), kv_bytes, 0)
+        residency = Residency(build_policy("lru", loaded.spec, {}, slots))
+        store = open_store(loaded, residency, host_memory_bytes=host_memory_bytes)
+        return replace(loaded, pool=ExpertRuntime(loaded, residency, store))
+    except BaseException:
+        loaded.close()
+        raise
+
+
+def _predictor(path: Path | None, plan: CachePlan | None) -> Any:
+    from moetool.learning.predictor import load_predictor
+
+    if path is not None:
+        return load_predictor(path)
+    if plan is None or plan.predictor is None:
+        return None  # build_policy says that one is needed
+    predictor = load_predictor(Path(plan.predictor.path))
+    if predictor.sha256 != plan.predictor.sha256:
+        raise MismatchError(
+            f"the predictor at {plan.predictor.path} is {predictor.sha256[:12]}, but the plan was made with "
+            f"{plan.predictor.sha256[:12]}; make the plan again, or give the right one with --predictor"
+        )
+    return predictor
+
+
+def expert_slots(loaded: LoadedModel, budget_bytes: int) -> int:
+    """How many experts a budget for experts alone holds in the server's pool. Raises: CapacityError."""
+    return _slots(loaded, budget_bytes, 0, 0, 0)
+
+
+def _slots(loaded: LoadedModel, memory_bytes: int, dense: int, kv: int, predictor: int) -> int:
+    assert loaded.files is not None
+    spec, slot_bytes = loaded.spec, stride_of(loaded.files.slot_bytes)
+    slots = (memory_bytes - dense - kv - predictor) // slot_bytes
+    if slots < MIN_SLOTS:
+        raise CapacityError(
+            f"--device-memory {memory_bytes:,} does not hold {spec.name}: {dense:,} bytes of dense weights, {kv:,} of "
+            f"KV cache, {predictor:,} of predictor and at least {MIN_SLOTS} expert slots of {slot_bytes:,} make "
+            f"{dense + kv + predictor + MIN_SLOTS * slot_bytes:,}; give it that much or set fewer kv_tokens"
+        )
+    return min(slots, spec.total_experts)

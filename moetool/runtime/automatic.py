@@ -1,0 +1,154 @@
+"""Choose how a model is served from what the checkpoint, the machine and its free memory are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moetool.caching._policy import MIN_SLOTS
+from moetool.config import parse
+from moetool.errors import CapacityError, UsageError
+from moetool.machine import memory_bytes, resident_bytes
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import DTYPES, parse_device, parse_dtype
+from moetool.runtime.assembly import ServeOptions
+from moetool.runtime.copies import stride_of
+from moetool.runtime.decoding import PAGE_TOKENS, kv_cache_bytes
+from moetool.runtime.sizing import MOST_CHUNK, Footprint, divide
+from moetool.tables import count
+
+_RESERVE_BYTES = 400_000_000
+"""Of a process beyond what is counted: libraries that load later, the tokenizer, HTTP, allocators. An estimate."""
+_GPU_HEADROOM = 0.08  # of a GPU's free memory, for the CUDA context, workspaces and fragmentation
+_HOST_SHARE = 0.8  # of the free host memory beside a GPU that experts may take
+_IO_THREADS = 4  # readers that keep an NVMe drive busy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSetup:
+    """How a model is to be served.
+
+    Attributes:
+        options: every option, set or chosen.
+        device_memory_bytes: for weights, KV cache and expert slots.
+        choices: (setting, value, why) for people.
+    """
+
+    options: ServeOptions
+    device_memory_bytes: int
+    choices: tuple[tuple[str, str, str], ...]
+
+
+def choose(
+    checkpoint: Checkpoint,
+    values: Mapping[str, Any],
+    *,
+    device_memory_bytes: int | None = None,
+    process_memory_bytes: int | None = None,
+    predictor_bytes: int = 0,
+) -> ServeSetup:
+    """Choose what the user has not set.
+
+    Args:
+        values: of `ServeOptions`, as set by the user or a plan.
+        device_memory_bytes: bounds weights, KV cache and expert slots.
+        process_memory_bytes: target for the resident memory of this process, on a CPU; by default what the control
+            groups and free memory allow. `_RESERVE_BYTES` is an estimate, so the process may exceed it.
+
+    Raises:
+        UsageError: a value is none that the option takes.
+        CapacityError: the model does not fit, with the parts and the least that it needs.
+    """
+    why: dict[str, str] = dict.fromkeys(values, "as set")
+    chosen = dict(values)
+    if "device" not in values:
+        chosen["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+        why["device"] = "the first GPU" if chosen["device"] == "cuda" else "no GPU that torch can use"
+    device = parse_device(chosen["device"])
+    if "dtype" not in values:
+        chosen["dtype"], why["dtype"] = _dtype(checkpoint, device)
+    if "io_threads" not in values:
+        chosen["io_threads"], why["io_threads"] = _IO_THREADS if device.type == "cuda" else 2, "readers of experts"
+    parse(ServeOptions, chosen, "--set")  # refuse bad values before they are used
+    dtype = parse_dtype(chosen["dtype"])
+    if device.type == "cuda":
+        limit, source = int(torch.cuda.mem_get_info(device)[0] * (1 - _GPU_HEADROOM)), "free on the GPU"
+        if process_memory_bytes is not None:
+            raise UsageError("--process-memory bounds a process on a CPU; beside a GPU use --host-memory")
+    else:
+        limit, source = _process_limit(process_memory_bytes)
+    model = footprint(checkpoint, dtype, predictor_bytes)
+    fixed = {"kv_tokens": chosen.get("kv_tokens"), "chunk_tokens": chosen.get("prefill_chunk")}
+    split = divide(model, limit, **fixed)
+    if device_memory_bytes is not None:
+        fixed["chunk_tokens"] = split.chunk_tokens
+        activations = split.chunk_tokens * model.token_bytes
+        if device_memory_bytes + activations < limit:
+            split, source = divide(model, device_memory_bytes + activations, **fixed), "--device-memory"
+    chosen |= {"kv_tokens": split.kv_tokens, "prefill_chunk": split.chunk_tokens}
+    if device.type == "cuda" and "host_memory_bytes" not in values:
+        everything = checkpoint.spec.total_experts * model.slot_bytes
+        room = int(memory_bytes()[1] * _HOST_SHARE)
+        chosen["host_memory_bytes"] = min(everything, room) if split.slots < model.num_experts else 0
+        why["host_memory_bytes"] = "every expert" if chosen["host_memory_bytes"] == everything else "free host memory"
+    memory = model.dense_bytes + split.kv_tokens * model.kv_token_bytes + split.slots * model.slot_bytes
+    choices = [
+        ("device", chosen["device"], why["device"]),
+        ("dtype", chosen["dtype"], why["dtype"]),
+        ("memory", count(limit, "B") if device_memory_bytes is None else count(memory, "B"), source),
+        ("weights", count(model.dense_bytes, "B"), "outside the routed experts"),
+        ("expert slots", f"{split.slots} of {model.num_experts}", split.why["slots"]),
+        ("KV cache", f"{split.kv_tokens:,} tokens", split.why["kv_tokens"]),
+        ("prefill chunk", f"{split.chunk_tokens:,} tokens", split.why["chunk_tokens"]),
+    ]
+    if chosen.get("host_memory_bytes"):
+        choices.append(("host memory", count(chosen["host_memory_bytes"], "B"), why["host_memory_bytes"]))
+    return ServeSetup(options=parse(ServeOptions, chosen, "--set"), device_memory_bytes=memory, choices=tuple(choices))
+
+
+def footprint(checkpoint: Checkpoint, dtype: torch.dtype, predictor_bytes: int = 0) -> Footprint:
+    """What the parts of a checkpoint take in memory as `dtype`."""
+    spec, config = checkpoint.spec, checkpoint.config
+    empty, many = (kv_cache_bytes(config, dtype, pages * PAGE_TOKENS) for pages in (0, 64))
+    return Footprint(
+        dense_bytes=checkpoint.dense_bytes(dtype) + predictor_bytes + empty,
+        slot_bytes=stride_of(spec.slot_bytes),
+        num_experts=spec.total_experts,
+        min_slots=MIN_SLOTS,
+        kv_token_bytes=max(1, (many - empty) // (64 * PAGE_TOKENS)),
+        token_bytes=_token_bytes(checkpoint, dtype),
+        max_context=checkpoint.max_context or MOST_CHUNK,
+    )
+
+
+def _token_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Activations of one token at their peak, inside an MoE layer: rows of its experts, gathered, made and summed."""
+    spec = checkpoint.spec
+    rows = max(spec.top_k_L) + spec.num_shared_experts
+    residual = 8 * spec.hidden_size * dtype.itemsize
+    return residual + rows * spec.hidden_size * (3 * dtype.itemsize + 8) + 16 * spec.num_experts
+
+
+def _dtype(checkpoint: Checkpoint, device: torch.device) -> tuple[str, str]:
+    declared = checkpoint.declared_dtype
+    if declared == torch.float16 and device.type == "cpu":
+        return "float32", "processors compute float16 slowly"
+    name = next((name for name, known in DTYPES.items() if known == declared), "bfloat16")
+    return name, "the checkpoint's"
+
+
+def _process_limit(process_memory_bytes: int | None) -> tuple[int, str]:
+    """Memory for weights, activations, KV cache and slots in this process, and what sets it."""
+    taken = resident_bytes()
+    allowed = memory_bytes()[1] + taken
+    limit, source = allowed, "free memory"
+    if process_memory_bytes is not None:
+        limit, source = process_memory_bytes, "--process-memory"
+    left = limit - taken - _RESERVE_BYTES
+    if left <= 0:
+        raise CapacityError(
+            f"{source} allows {limit:,} bytes, and the process takes {taken + _RESERVE_BYTES:,} before it holds a "
+            "model; allow more"
+        )
+    return left, source

@@ -1,0 +1,314 @@
+"""The one place that touches transformers' continuous batching, which is private and moves between versions.
+
+Its manager brings scheduling and a paged KV cache. We drive its loop from our own thread, one forward a `step`,
+instead of letting it run its own: so the batch of every forward is known before it starts, capture composes
+batches deterministically, and a forward that fails takes only its own requests with it.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moetool.errors import UsageError
+from moetool.request import Output, SamplingParams
+from moetool.runtime.decoding import (
+    PAGE_TOKENS,
+    Batch,
+    check_request,
+    context_of,
+    eos_ids,
+    finish_of,
+    is_latent,
+    kv_shape,
+    score_prompt,
+)
+from moetool.runtime.paged_attention import SequenceEnds, no_mask, paged_attention
+from moetool.runtime.sampling import Sampler
+from moetool.types import ForwardInfo, Phase
+
+_LOG = logging.getLogger(__name__)
+_ATTENTION = "moetool_paged"
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt: list[int]
+    params: SamplingParams
+    done: int = 0  # new tokens that were reported
+    admitted: bool = False  # handed to the manager
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the KV cache that it takes at its full length."""
+        return -(-(len(self.prompt) + self.params.max_tokens) // PAGE_TOKENS)
+
+
+class Batcher:
+    """Continuous batching over a model, one forward at a time.
+
+    All methods belong to one thread. Requests are numbered by the caller.
+
+    Args:
+        model: a transformers model in memory.
+        max_requests: requests that are forwarded together; the rest queue.
+        kv_tokens: tokens that the KV cache has to hold, over all requests together.
+        max_batch_tokens: tokens of one forward; longer prompts arrive in chunks.
+        unreserved: so many requests are let in however long they may get: where the KV cache turns out too small, one
+            of them begins again. More than these only as far as it holds all at their full length.
+
+    Attributes:
+        kv_tokens: tokens that the KV cache holds.
+        kv_bytes: its bytes.
+
+    Effects: switches the model to moetool's paged attention, hooks its forward; `close` undoes both.
+
+    Raises:
+        UsageError: transformers refuses continuous batching for this family.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_requests: int,
+        kv_tokens: int,
+        max_batch_tokens: int = 512,
+        unreserved: int | None = None,
+    ) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface, ContinuousBatchingConfig, GenerationConfig
+
+        AttentionInterface.register(_ATTENTION, paged_attention)
+        AttentionMaskInterface.register(_ATTENTION, no_mask)
+        self.model = model
+        self.on_forward: Callable[[Batch], None] | None = None
+        self.max_requests = max_requests
+        self._unreserved = max_requests if unreserved is None else unreserved
+        self._eos = eos_ids(model)
+        self._requests: dict[int, _Request] = {}
+        self._leaving: set[int] = set()  # cancelled, which the manager has yet to hear
+        self._forward_id = 0
+        self._batch: Batch | None = None
+        self._generation = GenerationConfig(do_sample=False, eos_token_id=sorted(self._eos) or [-1])
+        self._config = ContinuousBatchingConfig(
+            page_size=PAGE_TOKENS,
+            num_blocks=-(-kv_tokens // PAGE_TOKENS),
+            max_batch_tokens=max_batch_tokens,
+            max_requests_per_batch=max_requests,
+            max_blocks_per_request=0,
+            allow_block_sharing=False,  # a shared prefix would not be forwarded, so its routing would go unseen
+            use_cuda_graph=False,
+            use_async_batching=False,
+            auto_switch_to_flash=False,  # looking for kernels may ask the hub
+            disable_nccl_graph_mixing=False,  # no CUDA graphs, so nothing to disable and to warn of
+        )
+        self._attention = model.config._attn_implementation
+        text = model.config.get_text_config()
+        self._latent = (text.num_key_value_heads, text.head_dim) if is_latent(text) else None
+        if self._latent is not None:  # the cache reads its shape off the config, where latent attention has another
+            text.num_key_value_heads, text.head_dim = kv_shape(text)
+        self._sampler = Sampler(self._eos)
+        self._manager: Any = None
+        self.processor: Any = None
+        self._build()
+        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def close(self) -> None:
+        """Give the model back its attention and forget all requests."""
+        self._hook.remove()
+        self.processor = self._manager = None
+        self._restore()
+
+    @property
+    def running(self) -> int:
+        """Requests that have a place in the batch."""
+        return len(self.processor.scheduler.active_requests) if self.processor is not None else 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for one."""
+        return len(self._requests) - self.running
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to forward."""
+        return not self._requests
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together that one request may have."""
+        return context_of(self.model, self.kv_tokens)
+
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Refuse what cannot run; nothing may fail later inside the batch (`check_request`)."""
+        check_request(self.model, self.max_context, prompt, params)
+
+    def add(self, request: int, prompt: list[int], params: SamplingParams, drawn: int = 0) -> None:
+        """Queue a request that `check` has passed and that asks for at least one token.
+
+        It may have the number of one that was cancelled.
+
+        Args:
+            drawn: as of `Sampler.add`.
+        """
+        self._requests[request] = _Request(prompt, params)
+        self._sampler.add(str(request), params, prompt, drawn)
+
+    def cancel(self, request: int) -> None:
+        """Drop a request before the next forward; unknown ones are ignored."""
+        if (found := self._requests.pop(request, None)) is not None:
+            self._sampler.remove(str(request))
+            if found.admitted:
+                self._manager.cancel_request(str(request))
+                self._leaving.add(request)
+
+    def step(self) -> list[Output]:
+        """Run one forward and report its new tokens, ended requests and failures.
+
+        A forward that raises fails the requests that were in it, and only those.
+        """
+        outputs: list[Output] = []
+        prepared = False
+        try:
+            self._admit()
+            prepared = self.processor.prepare_next_batch()
+            self._leaving.clear()
+            if not prepared:
+                return outputs
+            with torch.inference_mode():
+                self.processor._generation_step(self.model)
+            self.processor.update_batch()
+        except Exception as error:
+            outputs += self._recover(error, prepared)
+        else:
+            self._forward_id += 1
+        queue = self._manager.output_router.output_queue
+        while not queue.empty():
+            result = queue.get()
+            request = int(result.request_id)
+            if request in self._requests:
+                outputs.append(self._report(request, result))
+        return outputs
+
+    def score(self, request: int, prompt: list[int]) -> torch.Tensor:
+        """Forward a prompt by itself, outside the batch; gives its logits [T, V] float32."""
+        logits = score_prompt(self.model, request, prompt, self._forward_id, self.on_forward)
+        self._forward_id += 1
+        return logits
+
+    def _admit(self) -> None:
+        """Hand requests to the manager, in the order in which they came."""
+        inside = [request for request in self._requests.values() if request.admitted]
+        if len(inside) == len(self._requests):
+            return
+        free_pages = self.kv_tokens // PAGE_TOKENS - sum(request.num_pages for request in inside)
+        num_inside = len(inside)
+        for number, request in self._requests.items():
+            if request.admitted or number in self._leaving:  # the manager would take one that comes again for the old
+                continue
+            if num_inside >= self._unreserved and (num_inside >= self.max_requests or request.num_pages > free_pages):
+                return
+            self._manager.add_request(
+                request.prompt,
+                request_id=str(number),
+                max_new_tokens=request.params.max_tokens,
+                streaming=True,
+                eos_token_id=-1 if request.params.ignore_eos else sorted(self._eos) or -1,
+            )
+            request.admitted = True
+            num_inside += 1
+            free_pages -= request.num_pages
+
+    def _build(self) -> None:
+        from transformers.generation.continuous_batching.cb_logits_processors import (
+            ContinuousBatchingLogitsProcessorList,
+        )
+
+        try:
+            self.model.set_attn_implementation("sdpa")  # the manager only takes what it knows; ours comes right after
+            self._manager = self.model.init_continuous_batching(self._generation, self._config)
+            self._manager.logit_processor = ContinuousBatchingLogitsProcessorList([])
+            self._manager.logit_processor.logits_processor = [self._sampler.processor()]
+            self._manager.logit_processor.tensors_required = 1
+            self._manager.logit_processor.do_processing = True
+            self.model.set_attn_implementation(_ATTENTION)
+            self.processor = self._manager._create_batch_processor()
+        except (ValueError, NotImplementedError, AttributeError, KeyError) as error:
+            self._restore()
+            raise UsageError(f"transformers cannot batch {type(self.model).__name__} continuously: {error}") from error
+        self._manager.batch_processor = self.processor
+        self._leaving.clear()
+        self.kv_tokens = int(self.processor.cache.num_blocks) * PAGE_TOKENS
+        self.kv_bytes = int(self.processor.cache.cache_tensor.numel())
+
+    def _restore(self) -> None:
+        """Undo what was changed on the model."""
+        self.model.set_attn_implementation(self._attention)
+        if self._latent is not None:
+            text = self.model.config.get_text_config()
+            text.num_key_value_heads, text.head_dim = self._latent
+
+    def _recover(self, error: Exception, prepared: bool) -> list[Output]:
+        """After a failed forward: fail its requests; where even that fails, fail all and begin afresh."""
+        failed = [r.state.request_id for r in self.processor.inputs_and_outputs.requests_in_batch] if prepared else None
+        try:
+            if failed is None:
+                raise error
+            self.processor.handle_batch_error(error)
+        except Exception:
+            failed = [str(request) for request in self._requests]
+            _LOG.warning("continuous batching begins afresh, %d requests fail: %s", len(failed), error)
+            self._build()
+        outputs = []
+        for name in failed:
+            if self._requests.pop(int(name), None) is not None:
+                self._sampler.remove(name)
+                outputs.append(Output(int(name), None, finish="error", error=str(error)))
+        return outputs
+
+    def _report(self, request: int, result: Any) -> Output:
+        state = self._requests[request]
+        if why := self._sampler.broken(str(request)):
+            self.cancel(request)
+            return Output(request, None, finish="error", error=why)
+        token = int(result.generated_tokens[-1])
+        state.done += 1
+        logprob = self._sampler.take(str(request), token)
+        finish = finish_of(token, state.done, state.params, self._eos)
+        if finish is not None:
+            del self._requests[request]
+            self._sampler.remove(str(request))
+        return Output(request, token, logprob, finish)
+
+    def _before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if self.processor is None or "cache" not in kwargs:
+            return args, kwargs  # a plain forward, not one of ours
+        request_T: list[int] = []
+        phase_T: list[int] = []
+        iteration_T: list[int] = []
+        for future in self.processor.inputs_and_outputs.requests_in_batch:
+            request = int(future.state.request_id)
+            iteration = self._requests[request].done
+            request_T += [request] * future.query_length
+            # No token yet since the request was (re)started: a request whose KV was dropped for want of room is
+            # forwarded again from its beginning, as a prompt.
+            prefill = future.state.generated_len() == 0
+            phase_T += [Phase.PREFILL if prefill else Phase.DECODE] * future.query_length
+            iteration_T += [iteration] * future.query_length
+        token_id_T = tuple(kwargs["input_ids"][0].tolist())
+        batch = Batch(
+            info=ForwardInfo(
+                forward_id=self._forward_id,
+                request_T=tuple(request_T),
+                phase_T=tuple(phase_T),
+                position_T=tuple(kwargs["position_ids"][0].tolist()),
+                token_id_T=token_id_T,
+            ),
+            token_id_T=token_id_T,
+            iteration_T=tuple(iteration_T),
+        )
+        if self.on_forward is not None:
+            self.on_forward(batch)
+        return args, {**kwargs, "sequence_ends": SequenceEnds.of(kwargs)}

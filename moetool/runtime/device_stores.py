@@ -1,0 +1,118 @@
+"""The expert pools of several devices as one pool, with the slot numbers of `moetool.caching._devices.Fleet`."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields
+
+import torch
+
+from moetool.caching._devices import Fleet, Pool
+from moetool.models.loading import LoadedModel, parse_devices
+from moetool.models.stored_expert import Weight
+from moetool.runtime.copies import Copies
+from moetool.runtime.expert_source import StoreStats
+from moetool.runtime.expert_store import ExpertStore, open_store
+
+
+class Stores:
+    """A store for each device; slots count through them, and an expert's key says whose host memory it is in.
+
+    Attributes:
+        devices: where each store's slots are.
+        files: what all of them read.
+        copies: of the first device, where the model computes all but the others' experts.
+
+    Effects: `close` closes them all.
+    """
+
+    def __init__(self, stores: Sequence[ExpertStore]) -> None:
+        self._stores = tuple(stores)
+        self._starts = [0]
+        for store in self._stores:
+            self._starts.append(self._starts[-1] + store.num_slots)
+        self.devices: tuple[torch.device, ...] = tuple(store.copies.device for store in self._stores)
+        self.files = self._stores[0].files
+        self.copies: Copies = self._stores[0].copies
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all devices."""
+        return self._starts[-1]
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(store.pool_bytes for store in self._stores)
+
+    @property
+    def host_pool_bytes(self) -> int:
+        """Bytes of all host tiers."""
+        return sum(store.host_pool_bytes for store in self._stores)
+
+    @property
+    def stats(self) -> StoreStats:
+        """The counters of all devices, added; two devices that wait at once count twice."""
+        every = [store.stats for store in self._stores]
+        return StoreStats(**{f.name: sum(getattr(stats, f.name) for stats in every) for f in fields(StoreStats)})
+
+    def device_of(self, slot: int) -> int:
+        """The number of the device that a slot is on."""
+        return bisect_right(self._starts, slot) - 1
+
+    def load(self, key: int, slot: int, prefetch: bool) -> None:
+        """As `ExpertStore.load`."""
+        store, own_slot = self._at(slot)
+        store.load(key, own_slot, prefetch)
+
+    def ready(self, key: int, slot: int) -> tuple[Weight, ...]:
+        """As `ExpertStore.ready`."""
+        store, own_slot = self._at(slot)
+        return store.ready(key, own_slot)
+
+    def computed(self, slot: int) -> None:
+        """As `ExpertStore.computed`."""
+        store, own_slot = self._at(slot)
+        store.computed(own_slot)
+
+    def host(self, key: int) -> AbstractContextManager[tuple[Weight, ...]]:
+        """As `ExpertStore.host`, in the tier of the expert's own device."""
+        return self._stores[key % len(self._stores)].host(key)
+
+    def close(self) -> None:
+        """End the threads of all."""
+        for store in self._stores:
+            store.close()
+
+    def _at(self, slot: int) -> tuple[ExpertStore, int]:
+        device = self.device_of(slot)
+        return self._stores[device], slot - self._starts[device]
+
+
+def open_stores(
+    loaded: LoadedModel, pool: Pool, num_threads: int = 2, host_memory_bytes: int | None = None
+) -> ExpertStore | Stores:
+    """The store of a model from `load_lazy`: on the model's device, or one on each device of a fleet.
+
+    Args:
+        num_threads: I/O threads of each device.
+        host_memory_bytes: shared out evenly.
+
+    Raises:
+        UsageError: there are fewer GPUs.
+        CapacityError: as for `ExpertStore`.
+    """
+    if not isinstance(pool, Fleet):
+        return open_store(loaded, pool, num_threads, host_memory_bytes)
+    count = len(pool.residencies)
+    devices = parse_devices(loaded.device.type, count)
+    host = None if host_memory_bytes is None else host_memory_bytes // count
+    stores: list[ExpertStore] = []
+    try:
+        for device, residency in zip(devices, pool.residencies, strict=True):
+            stores.append(open_store(loaded, residency, num_threads, host, device=device))
+    except BaseException:
+        for store in stores:
+            store.close()
+        raise
+    return Stores(stores)

@@ -1,0 +1,466 @@
+"""The engine: one thread that forwards the batch, takes requests and cancellations between forwards.
+
+submit -> queue -> forward (experts from the pool) -> tokens to each request's sink
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import psutil
+
+from moetool.caching._residency import Counts
+from moetool.errors import MoetoolError
+from moetool.models.loading import LoadedModel
+from moetool.models.shards import WeightsChanged
+from moetool.request import Output, SamplingParams, Sink, State, TokenLogprob, Unavailable
+from moetool.runtime.batching import Batcher
+from moetool.runtime.decoding import Batch
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.gate_log import ServeLog
+from moetool.runtime.sampling import NOT_NUMBERS
+from moetool.runtime.sequential import Sequential
+from moetool.trace.segments import SegmentStatus
+from moetool.types import ForwardInfo
+
+_LOG = logging.getLogger(__name__)
+SAVE_SECONDS = 300.0
+_FEW = 8
+"""Requests that it takes without having begun them, however few run together."""
+
+
+class Engine:
+    """Serves a model by a cache policy.
+
+    `submit`, `cancel`, `prompt_logprobs` and `metrics` may be called from any thread.
+
+    Args:
+        loaded: a model from `load_lazy`.
+        runtime: computes the model's experts; its residency decides about the expert slots.
+        batcher: forwards the same model's requests.
+        model_name: what clients call the model.
+        log: records the gate stream and the decisions.
+        save: called when the engine closes, and every few minutes: keeps what the policy has learned.
+        lent: whether somebody else closes the model, which may then serve further engines.
+
+    Effects: owns the model and the runtime. `start` starts the thread, `close` ends it, frees the runtime's threads and
+        closes the model's files.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        tokenizer: Any,
+        runtime: ExpertRuntime,
+        batcher: Batcher | Sequential,
+        *,
+        model_name: str,
+        log: ServeLog | None = None,
+        save: Callable[[], None] | None = None,
+        lent: bool = False,
+    ) -> None:
+        self._loaded = loaded
+        self._lent = lent
+        self._files = None if loaded.files is None else loaded.files.shards
+        self._reason = ""
+        self.model_name = model_name
+        self.tokenizer = tokenizer
+        self.spec = loaded.spec
+        self.max_context = batcher.max_context
+        self.max_requests = batcher.max_requests
+        self.max_unbegun = max(min(_FEW, self.max_requests), self.max_requests // 2)
+        self.vocab_size = int(loaded.model.config.get_text_config().vocab_size)
+        self.state: State = "starting"
+        self.runtime = runtime
+        self.store = runtime.store
+        self.residency = runtime.residency
+        if log is not None:
+            self.residency.sink = log.on_step
+        self._save = save
+        self._saved = time.monotonic()
+        self.batcher = batcher
+        batcher.on_forward = self._on_forward
+        self._log = log
+        if log is not None:
+            log.attach(loaded)
+        self._sinks: dict[int, Sink] = {}
+        self._scores: set[Future[list[TokenLogprob | None]]] = set()
+        self._next_request = 0
+        self._in_forward: tuple[int, ...] = ()
+        self._at_begin: tuple[ForwardInfo, Counts, float] | None = None
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._forwards = self._failures = self._prompt_tokens = self._new_tokens = 0
+        self._forward_seconds = 0.0
+        self._forward_began: float | None = None
+        self._dense_bytes = sum(tensor.nbytes for tensor in loaded.model.parameters() if not tensor.is_meta)
+
+    # -- from any thread ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread; the engine is ready when this returns."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.state = "ready"
+        _LOG.info(
+            "engine of %s ready: %d of %d experts fit; bytes: dense %d, KV cache %d, expert slots %d, host tier %d",
+            *(self.model_name, self.store.num_slots, self.spec.total_experts, self._dense_bytes),
+            *(self.batcher.kv_bytes, self.store.pool_bytes, self.store.host_pool_bytes),
+        )
+        self._thread.start()
+
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Refuse what can never be served.
+
+        Raises:
+            UsageError: the prompt is empty or has ids outside the vocabulary.
+            CapacityError: prompt and answer do not fit into the context.
+        """
+        self.batcher.check(prompt, params)
+
+    def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> int:
+        """Queue a request; its tokens go to `sink`, on the engine's thread.
+
+        Returns:
+            The number of the request, for `cancel`.
+
+        Raises:
+            UsageError, CapacityError: as `check`.
+            Unavailable: the engine is starting, draining or has failed.
+        """
+        self._require_ready()
+        self.batcher.check(prompt, params)
+        with self._wake:
+            self._require_ready()
+            request = self._take_number()
+            self._sinks[request] = sink
+            if params.max_tokens == 0:
+                self._commands.append(lambda: self._deliver(Output(request, None, finish="length")))
+            else:
+                self._commands.append(lambda: self._add(request, prompt, params))
+            self._wake.notify()
+        return request
+
+    def cancel(self, request: int) -> None:
+        """Stop a request; its sink gets a last message `cancelled` unless it has ended already."""
+        with self._wake:
+            self._commands.append(lambda: self._cancel(request))
+            self._wake.notify()
+
+    def prompt_logprobs(self, prompt: list[int], top: int) -> list[TokenLogprob | None]:
+        """Log-probabilities of the tokens of a prompt, None for the first; blocks until its forward has run.
+
+        Raises: as `submit`.
+        """
+        self._require_ready()
+        self.batcher.check(prompt, SamplingParams(max_tokens=0))
+        answer: Future[list[TokenLogprob | None]] = Future()
+        with self._wake:
+            self._require_ready()
+            self._scores.add(answer)
+            answer.add_done_callback(self._scores.discard)
+            request = self._take_number()
+            self._commands.append(lambda: self._score(request, prompt, top, answer))
+            self._wake.notify()
+        return answer.result()
+
+    def close(self) -> None:
+        """Cancel what is left, end the thread, keep what was learned and the log.
+
+        Raises:
+            MoetoolError: one of them could not be written.
+        """
+        with self._wake:
+            if self.state != "failed":
+                self.state = "draining"
+            for request in list(self._sinks):
+                self._commands.append(partial(self._cancel, request))
+            self._commands.append(self._stop)
+            self._wake.notify()
+        if self._thread is not None and self._thread.is_alive():
+            self._thread.join()
+        self.runtime.close()
+        self.batcher.close()
+        _LOG.info(
+            "engine of %s closed after %d forwards in %.3f s: %d tokens generated, %d failures, %s",
+            *(self.model_name, self._forwards, self._forward_seconds, self._new_tokens, self._failures),
+            self.store.stats,
+        )
+        if not self._lent:
+            self._loaded.close()
+        lost: list[str] = []
+        for keep in (self._save, None if self._log is None else self._log.close):
+            try:
+                if keep is not None:
+                    keep()
+            except MoetoolError as error:
+                lost.append(str(error))
+        if lost:
+            raise MoetoolError("; ".join(lost))
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges by name, for /metrics and for reports."""
+        counts, stats = self.residency.counts, self.store.stats
+        return {
+            "hits_kept": counts.kept,
+            "hits_prefetched": max(0, counts.prefetched - stats.late),
+            "hits_late": stats.late,
+            "misses": counts.missed,
+            "hosted": counts.hosted,
+            "prefetch_wasted": counts.wasted,
+            "expert_reads": stats.reads,
+            "bytes_read": stats.bytes_read,
+            "prefetch_bytes_read": stats.prefetch_bytes,
+            "host_hits": stats.host_hits,
+            "host_bytes": stats.host_bytes,
+            "reads_retried": stats.retried,
+            "stall_seconds": stats.stall_seconds,
+            "host_stall_seconds": stats.host_stall_seconds,
+            "forward_seconds": self._forward_seconds,
+            "forward_running_seconds": 0.0 if (began := self._forward_began) is None else time.perf_counter() - began,
+            "queue_running": self.batcher.running,
+            "queue_waiting": max(0, len(self._sinks) - self.batcher.running),
+            "tokens_prompt": self._prompt_tokens,
+            "tokens_generated": self._new_tokens,
+            "forwards": self._forwards,
+            "failures": self._failures,
+            "slots": self.store.num_slots,
+            "slots_bytes": self.store.pool_bytes,
+            "host_pool_bytes": self.store.host_pool_bytes,
+            "kv_bytes": self.batcher.kv_bytes,
+            **({} if self._log is None else _gate_log_metrics(self._log.status())),
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """Hit rate by layer, bytes by tier and of an expert, stall, prefetch recall, and memory by what holds it.
+
+        `prefetch_recall` is the share of experts that were needed and not kept that a prefetch had brought in time or
+        late. Rates are null before anything was needed.
+        """
+        counts, read = self.residency.counts, self.store.stats
+        fetched = counts.prefetched + counts.missed + counts.hosted
+        uses, misses = self.runtime.uses_L, self.runtime.misses_L
+        return {
+            "hit_rate": _share(counts.kept + counts.prefetched, counts.needed),
+            "hit_rate_by_layer": [_share(use - miss, use) for use, miss in zip(uses, misses, strict=True)],
+            "prefetch_recall": _share(counts.prefetched, fetched),
+            "prefetches_wasted": counts.wasted,
+            "bytes_by_tier": {"disk": read.bytes_read, "host": read.host_bytes},
+            "stall_seconds": read.stall_seconds,
+            "forward_seconds": self._forward_seconds,
+            "forwards": self._forwards,
+            "failures": self._failures,
+            "tokens": {"prompt": self._prompt_tokens, "generated": self._new_tokens},
+            "expert_bytes": {"stored": self.spec.slot_bytes, "slot": self.store.files.slot_bytes},
+            "memory_bytes": {
+                "dense": self._dense_bytes,
+                "kv_cache": self.batcher.kv_bytes,
+                "expert_slots": self.store.pool_bytes,
+                "host_experts": self.store.host_pool_bytes,
+                "process": psutil.Process().memory_info().rss,
+            },
+            "gate_log": None if self._log is None else {"path": str(self._log.path), **asdict(self._log.status())},
+        }
+
+    # -- on the engine's thread --------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Carry out what was asked for and run one forward, if there is anything to forward."""
+        while self._commands:
+            self._commands.popleft()()
+        if self.batcher.idle:
+            return
+        self._forward_began = began = time.perf_counter()
+        outputs = self.batcher.step()
+        self._forward_began = None
+        self._forward_seconds += time.perf_counter() - began
+        failed = any(output.finish == "error" for output in outputs)
+        self._failures += failed
+        self._after_forward(failed, ended={output.request for output in outputs if output.finish is not None})
+        for output in outputs:
+            self._new_tokens += output.token is not None
+            self._deliver(output)
+        self._require_unchanged()
+        if self._save is not None and time.monotonic() - self._saved > SAVE_SECONDS:
+            self._saved = time.monotonic()
+            try:
+                self._save()
+            except MoetoolError as error:  # a full disk must not end the server; `close` tells of it
+                _LOG.warning("what the policy has learned was not saved: %s", error)
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """Why it has failed, or what is wrong while requests are served all the same; names no path."""
+        if self.state == "failed":
+            return (self._reason or "the server's log says why it failed",)
+        if self._log is None or not (error := self._log.status().error):
+            return ()
+        return (f"the gate log cannot be written: {error}",)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued or running."""
+        return not self.num_pending and self.batcher.idle
+
+    @property
+    def num_pending(self) -> int:
+        """Requests, cancellations and scores that the engine's thread has yet to take."""
+        return len(self._commands)
+
+    def _run(self) -> None:
+        reason = "the engine was closed"
+        try:
+            while True:
+                with self._wake:
+                    while self.idle and self.state in ("ready", "draining"):
+                        self._wake.wait()
+                self.step()
+        except _Stop:
+            pass
+        except WeightsChanged as error:
+            reason = f"{error}; start the server again, and replace weights by renaming new files over them"
+            self._reason = reason
+            _LOG.error("no more is served: %s", reason)
+        except BaseException as error:
+            reason = f"the engine failed: {error}"
+            _LOG.error("%s", reason)
+            raise
+        finally:
+            self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        """Tell everybody who still waits that there will be no answer."""
+        with self._wake:
+            if self.state != "draining":
+                self.state = "failed"
+            self._commands.clear()
+            waiting, scores = list(self._sinks), list(self._scores)
+        for request in waiting:
+            with contextlib.suppress(Exception):  # one broken sink must not leave the others waiting
+                self._deliver(Output(request, None, finish="error", error=reason))
+        for answer in scores:
+            answer.set_exception(MoetoolError(reason))
+
+    def _require_ready(self) -> None:
+        if self.state != "ready":
+            if self.state == "failed":
+                raise Unavailable(f"the engine has failed: {self.problems[0]}")
+            raise Unavailable(f"the server is {self.state}; try again later")
+
+    def _take_number(self) -> int:
+        number = self._next_request
+        self._next_request += 1
+        return number
+
+    def _on_forward(self, batch: Batch) -> None:
+        self._in_forward = tuple(dict.fromkeys(batch.info.request_T))
+        if _LOG.isEnabledFor(logging.DEBUG):
+            self._at_begin = (batch.info, self.residency.counts, self.store.stats.stall_seconds)
+        if self._log is not None:
+            self._log.begin_forward(batch)
+        self.runtime.begin_forward(batch.info)
+
+    def _add(self, request: int, prompt: list[int], params: SamplingParams) -> None:
+        if request in self._sinks:  # not cancelled before it began
+            self._prompt_tokens += len(prompt)
+            if self._log is not None:
+                self._log.add_request(request, len(prompt))
+            self.batcher.add(request, prompt, params)
+            _LOG.debug("request %d: %d prompt tokens, at most %d new", request, len(prompt), params.max_tokens)
+
+    def _cancel(self, request: int) -> None:
+        if request in self._sinks:
+            self.batcher.cancel(request)
+            self._end_request(request)
+            self._deliver(Output(request, None, finish="cancelled"))
+
+    def _score(self, request: int, prompt: list[int], top: int, answer: "Future[Any]") -> None:
+        if self._log is not None:
+            self._log.add_request(request, len(prompt))
+        try:
+            logits_TV = self.batcher.score(request, prompt)
+        except Exception as error:
+            self._failures += 1
+            answer.set_exception(MoetoolError(str(error)))
+        else:
+            logprobs: list[TokenLogprob | None] = [None]
+            for row_V, token in zip(logits_TV.log_softmax(-1), prompt[1:], strict=False):
+                if row_V.isnan().any():
+                    answer.set_exception(MoetoolError(NOT_NUMBERS))
+                    break
+                values, ids = row_V.topk(top)
+                pairs = list(zip(ids.tolist(), values.tolist(), strict=True))
+                logprobs.append(TokenLogprob(float(row_V[token]), pairs))
+            if not answer.done():
+                answer.set_result(logprobs)
+        self._after_forward(failed=answer.exception() is not None, ended={request})
+        self._require_unchanged()
+
+    def _after_forward(self, failed: bool, ended: set[int]) -> None:
+        """Close the books on the forward that has run, or has failed."""
+        self.runtime.end_forward()
+        if self._at_begin is not None:
+            self._log_forward(*self._at_begin, failed)
+            self._at_begin = None
+        if self._in_forward:
+            self._forwards += 1
+            if self._log is not None:
+                self._log.end_forward(failed)
+        for request in self._in_forward:
+            if request in ended:
+                self._end_request(request)
+        self._in_forward = ()
+
+    def _end_request(self, request: int) -> None:
+        self.residency.end_request(request)
+        if self._log is not None:
+            self._log.end_request(request)
+
+    def _require_unchanged(self) -> None:
+        """Raises: WeightsChanged, where a read has found so: what is in memory and what is on disk no longer match."""
+        if self._files is not None and self._files.changed:
+            raise WeightsChanged(self._files.changed)
+
+    def _log_forward(self, info: ForwardInfo, before: Counts, stalled_s: float, failed: bool) -> None:
+        now = self.residency.counts
+        _LOG.debug(
+            "forward %d%s: %d requests, %d tokens, %s; experts: %d kept, %d prefetched, %d missed, %d on the host; "
+            "stall %.6f s",
+            *(info.forward_id, " FAILED" if failed else "", len(self._in_forward), len(info.request_T)),
+            *("prefill" if info.prefill else "decode", now.kept - before.kept, now.prefetched - before.prefetched),
+            *(now.missed - before.missed, now.hosted - before.hosted, self.store.stats.stall_seconds - stalled_s),
+        )
+
+    def _deliver(self, output: Output) -> None:
+        sink = self._sinks.get(output.request)
+        if output.finish is not None:
+            self._sinks.pop(output.request, None)
+        if sink is not None:
+            sink(output)
+
+    def _stop(self) -> None:
+        raise _Stop
+
+
+def _gate_log_metrics(status: SegmentStatus) -> dict[str, float]:
+    return {
+        "gate_log_rows_written": status.written,
+        "gate_log_rows_lost": status.lost,
+        "gate_log_rows_waiting": status.waiting,
+        "gate_log_failing": float(bool(status.error)),
+    }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+class _Stop(Exception):
+    """Ends the engine's thread from inside its commands."""

@@ -1,0 +1,369 @@
+"""Running the experts of a model from a pool that may be smaller than one event."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from moetool.caching._devices import Pool
+from moetool.caching._residency import Step, StepKind
+from moetool.models.expert_form import Call
+from moetool.models.families import find
+from moetool.models.loading import LoadedModel
+from moetool.models.router_hooks import sorted_routes, to_float16, watch
+from moetool.models.spec import MoeLayer
+from moetool.runtime.device_stores import Stores
+from moetool.runtime.expert_grouping import by_expert
+from moetool.runtime.expert_store import ExpertStore
+from moetool.runtime.host_compute import HostCompute
+from moetool.runtime.signals import Signals, request_means
+from moetool.types import ForwardInfo, GateEvent
+
+_IMPLEMENTATION = "moetool"
+_FEW_ROWS = 1024
+"""Choices that are computed together at most: what lies between their two products is held for all of them."""
+_MISSES = frozenset({StepKind.LOAD, StepKind.HOST})
+
+
+class ExpertRuntime:
+    """Computes every MoE layer of a model by the programs of a `Residency`, out of an `ExpertStore`.
+
+    The products of the experts are made in whatever order their weights arrive; each expert's tokens always form
+    one product, and the weighted sum over a token's experts is always taken in the order of its top-k. So for one
+    composition of the batch the result is the same to the bit under every policy, budget and order of loads.
+    Families that sum in another order of their own get the same sum to within rounding.
+
+    On a GPU that holds too, with nothing switched on for it: all computing goes through one stream, and none of the
+    operations here adds in an order of its own there (rows are gathered and written, never accumulated).
+    `torch.use_deterministic_algorithms` would add nothing but errors in families whose own layers have no such form.
+    The exception are experts that a policy has computed on the host beside a GPU: a processor rounds otherwise, so
+    the result is then the same to within rounding.
+
+    Where several devices share the experts, each computes its own: their inputs are sent to it and their outputs come
+    back to the model's device, where the sum is taken.
+
+    Args:
+        loaded: a model whose experts are on the meta device (`load_lazy`).
+        residency: that of one device, or a `Fleet`.
+        store: made for it (`moetool.runtime.device_stores.open_stores`).
+
+    Attributes:
+        uses_L: how often each layer needed an expert.
+        misses_L: how often it was not resident then.
+
+    Effects: becomes the model's experts implementation, and the forward of experts that have no such interface;
+        owns the store.
+    """
+
+    def __init__(self, loaded: LoadedModel, residency: Pool, store: ExpertStore | Stores) -> None:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        self.residency = residency
+        self.store = store
+        self._host = HostCompute(store)
+        self.uses_L = [0] * loaded.spec.num_layers
+        self.misses_L = [0] * loaded.spec.num_layers
+        self._info: ForwardInfo | None = None
+        self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._needs = residency.policy.columns
+        self._rule = find(loaded.model.config.get_text_config().model_type).rule(
+            loaded.model.config.get_text_config(), loaded.layers[0].router
+        )
+        self._signals = Signals(
+            loaded.model,
+            loaded.layers,
+            loaded.spec,
+            self._needs,
+            ahead=residency.policy.distance,
+            on_embedded=self._on_embedded,
+        )
+        ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _experts_forward)
+        loaded.model.set_experts_implementation(_IMPLEMENTATION)
+        for layer in loaded.layers:
+            self._bind(layer)
+
+    def begin_forward(self, info: ForwardInfo) -> None:
+        """Announce the forward that is about to run, and start its first prefetches.
+
+        Where the policy looks at embeddings they start when the embedding layer has run.
+        """
+        self._info = info
+        if "embeddings" not in self._needs:
+            self._start(self.residency.begin_forward(info))
+
+    def end_forward(self) -> None:
+        """The forward is over, complete or not."""
+        if self._info is not None:
+            self.residency.end_forward(self._info)
+            self._info = None
+
+    def close(self) -> None:
+        """End the store's threads and leave the model's routers alone."""
+        self._signals.close()
+        self._host.close()
+        self.store.close()
+
+    def forward(
+        self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """The output [T, D] of one MoE layer's routed experts.
+
+        Raises:
+            MoetoolError: an expert could not be read.
+        """
+        num_tokens, top_k = index_TK.shape
+        event = self._event(layer, index_TK, weights_TK)
+        if (routed := self.residency.route(event)) is not None:
+            event, index_TK, weights_TK = self._reroute(event, routed, index_TK, weights_TK)
+        products = self._products(layer, event, index_TK, lambda experts, places: hidden_TD[places // top_k])
+        weighted = products * weights_TK.reshape(-1, 1)  # in the wider type of the two
+        return weighted.view(num_tokens, top_k, -1).sum(dim=1).to(hidden_TD.dtype)
+
+    def _event(self, layer: MoeLayer, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> GateEvent:
+        """What the policy is told of the layer's choice."""
+        if self._info is None:
+            raise RuntimeError("the model was called outside a forward that moetool announced")
+        event = GateEvent(
+            forward=self._info,
+            layer=layer.index,
+            experts_TK=tuple(map(tuple, index_TK.tolist())),  # here the host waits for the device, once a layer
+            weights_TK=to_float16(weights_TK).astype(np.float32) if "weights" in self._needs else None,
+        )
+        return self._signals.fill(event)
+
+    def _reroute(
+        self, event: GateEvent, routed: Sequence[Sequence[int]], index_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> tuple[GateEvent, torch.Tensor, torch.Tensor]:
+        """Put the policy's experts in place of the router's; the weights of a changed token follow from its scores."""
+        assert event.scores_TE is not None, "a policy that routes needs the logits"
+        chosen_TK = torch.tensor(routed, device=index_TK.device, dtype=index_TK.dtype)
+        changed_T = (chosen_TK != index_TK).any(dim=1)
+        scores_TE = torch.from_numpy(event.scores_TE).to(weights_TK.device)
+        made_TK = self._rule.weigh(scores_TE, chosen_TK).to(weights_TK.dtype)
+        weights_TK = torch.where(changed_T[:, None], made_TK, weights_TK)
+        return replace(event, experts_TK=tuple(map(tuple, routed))), chosen_TK, weights_TK
+
+    def _products(
+        self,
+        layer: MoeLayer,
+        event: GateEvent,
+        index_TK: torch.Tensor,
+        gather: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """The output [T * K, D] of each token's experts, not yet weighted.
+
+        Args:
+            gather: what the experts get, by expert and place in [T * K].
+        """
+        choices = by_expert(index_TK)
+        x_of = choices.split(gather(choices.experts, choices.places))
+        products: torch.Tensor | None = None
+
+        def put(expert: int, output: torch.Tensor) -> None:
+            nonlocal products
+            if products is None:
+                products = output.new_empty(index_TK.numel(), output.shape[1])
+            products[choices.span_of[expert]] = output
+
+        self._compute(layer, event, choices.split(choices.places), lambda expert, rows: x_of[expert], put)
+        assert products is not None
+        return choices.restore(products)
+
+    def _compute(
+        self,
+        layer: MoeLayer,
+        event: GateEvent,
+        rows_of: Mapping[int, torch.Tensor],
+        inputs: Callable[[int, torch.Tensor], torch.Tensor],
+        put: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Compute every expert that the event needs, and `put` its output.
+
+        Args:
+            rows_of: by expert the places in [T * K] that chose it.
+            inputs: gives what an expert gets for its places.
+        """
+        expert_of, num_experts = self.residency.policy.spec.expert_of, layer.form.num_experts
+        steps = self.residency.event(event)
+        self.uses_L[layer.index] += len(event.needed)
+        self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in rows_of for step in steps)
+        if all(step.kind is StepKind.COMPUTE for step in steps) and not isinstance(self.store, Stores):
+            self._compute_resident(layer, steps, rows_of, inputs, put)
+            return
+        sent: dict[int, torch.Tensor] | None = None  # inputs on other devices, by expert
+        on_host = [expert_of(step.key)[1] for step in steps if step.kind is StepKind.HOST]
+        begun: list[tuple[int, Callable[[], torch.Tensor]]] = []  # elsewhere, to be put in their place at the end
+        beside: list[tuple[int, int]] = []  # loaded on demand though nothing here needs it: a whole layer's rest
+        for step, following in zip(steps, [*steps[1:], None], strict=True):
+            if step.kind is StepKind.HOST:
+                continue
+            expert = expert_of(step.key)[1]
+            if step.kind is not StepKind.COMPUTE:
+                at_once = following is not None and (following.kind, following.key) == (StepKind.COMPUTE, step.key)
+                if at_once and not on_host:
+                    continue  # `ready` is next and loads it on this thread, sooner than another could
+                self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
+                if step.kind is StepKind.LOAD and expert not in rows_of:
+                    beside.append((step.key, step.slot))
+                continue
+            begun += self._begin_on_host(layer, on_host, rows_of, inputs)  # now that loads are under way
+            if sent is None:
+                sent = self._send(layer, steps, rows_of, inputs)
+            while beside:
+                self.store.ready(*beside.pop())
+            if expert in sent:
+                x = replace(layer.form, finish=None).compute(sent.pop(expert), self.store.ready(step.key, step.slot))
+                self.store.computed(step.slot)
+                begun.append((expert, partial(bring, layer, x, rows_of[expert].device)))
+                continue
+            x = inputs(expert, rows_of[expert])
+            if expert < num_experts:
+                x = layer.form.compute(x, self.store.ready(step.key, step.slot))
+                self.store.computed(step.slot)
+            put(expert, x)
+        begun += self._begin_on_host(layer, on_host, rows_of, inputs)
+        for expert, finished in begun:
+            put(expert, finished())
+
+    def _compute_resident(
+        self,
+        layer: MoeLayer,
+        steps: Sequence[Step],
+        rows_of: Mapping[int, torch.Tensor],
+        inputs: Callable[[int, torch.Tensor], torch.Tensor],
+        put: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Compute an event whose experts are all in their slots, as many together as have few rows in all.
+
+        For few rows an expert takes longer to ask for than to compute (`ExpertForm.compute_each`).
+        """
+        expert_of, form = self.residency.policy.spec.expert_of, layer.form
+        together: list[tuple[int, Step, torch.Tensor]] = []
+
+        def compute() -> None:
+            weights = [self.store.ready(step.key, step.slot) for _, step, _ in together]
+            outputs = form.compute_each([x for _, _, x in together], weights)
+            for (expert, step, _), output in zip(together, outputs, strict=True):
+                self.store.computed(step.slot)
+                put(expert, output)
+
+        num_rows = 0
+        for step in steps:
+            expert = expert_of(step.key)[1]
+            x = inputs(expert, rows_of[expert])
+            if expert >= form.num_experts:
+                put(expert, x)
+                continue
+            if together and num_rows + len(x) > _FEW_ROWS:
+                compute()
+                together, num_rows = [], 0
+            together.append((expert, step, x))
+            num_rows += len(x)
+        if together:
+            compute()
+
+    def _send(
+        self,
+        layer: MoeLayer,
+        steps: Sequence[Step],
+        rows_of: Mapping[int, torch.Tensor],
+        inputs: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> dict[int, torch.Tensor]:
+        """The inputs of the experts that other devices compute, by expert, on those devices.
+
+        All at once, before anything is computed there: a copy between two devices waits for both, so that a later one
+        would have the model's device wait for what the other was asked to compute.
+        """
+        sent: dict[int, torch.Tensor] = {}
+        if isinstance(self.store, Stores):
+            for step in steps:
+                if step.kind is StepKind.COMPUTE and (device := self.store.device_of(step.slot)):
+                    expert = self.residency.policy.spec.expert_of(step.key)[1]
+                    if expert < layer.form.num_experts:
+                        sent[expert] = inputs(expert, rows_of[expert]).to(self.store.devices[device])
+        return sent
+
+    def _begin_on_host(
+        self,
+        layer: MoeLayer,
+        experts: list[int],
+        rows_of: Mapping[int, torch.Tensor],
+        inputs: Callable[[int, torch.Tensor], torch.Tensor],
+    ) -> Iterator[tuple[int, Callable[[], torch.Tensor]]]:
+        """Begin to compute `experts` in host memory and empty the list; gives what waits for each one's output."""
+        while experts:
+            expert = experts.pop()
+            x = inputs(expert, rows_of[expert])
+            if expert < layer.form.num_experts:
+                key = self.residency.policy.spec.expert_key(layer.index, expert)
+                yield expert, self._host.start(layer.form, key, x)
+            else:
+                yield expert, lambda x=x: x  # type: ignore[misc]
+
+    def _bind(self, layer: MoeLayer) -> None:
+        if layer.form.call is Call.INTERFACE:
+            # transformers dispatches by a name on the config; the instance says whose pool serves it.
+            layer.experts.moetool_binding = (self, layer)
+            return
+        forwards: dict[Call, Callable[..., torch.Tensor]] = {
+            Call.EXPERTS: self._experts,
+            Call.SCALED: self._scaled,
+            Call.BLOCK: self._block,
+        }
+        layer.experts.forward = partial(forwards[layer.form.call], layer)
+        if layer.form.call is Call.SCALED:  # its experts are not told who chose them
+            watch(layer, lambda *routes: self._chosen.update({layer.index: routes}))
+
+    def _experts(
+        self, layer: MoeLayer, hidden: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """Experts that are called as the interface calls them, but for the shape of the hidden states."""
+        flat_TD = hidden.reshape(-1, hidden.shape[-1])
+        return self.forward(layer, flat_TD, index_TK, weights_TK).view(hidden.shape)
+
+    def _scaled(self, layer: MoeLayer, scaled: torch.Tensor) -> torch.Tensor:
+        """Experts that get one copy [E * T, D] of the hidden states each, by its weight, and whose outputs are summed
+        by the caller (llama4). Copies that nobody chose are 0, and so are their outputs.
+        """
+        copies_ETD = scaled.view(layer.num_experts, -1, scaled.shape[-1])
+        top_k = layer.top_k
+        index_TK, weights_TK = self._chosen.pop(layer.index)
+        event = self._event(layer, index_TK, weights_TK)
+        products = self._products(layer, event, index_TK, lambda experts, places: copies_ETD[experts, places // top_k])
+        output_ETD = torch.zeros_like(copies_ETD)
+        places = torch.arange(index_TK.numel(), device=index_TK.device)
+        output_ETD[index_TK.reshape(-1), places // top_k] = products
+        return output_ETD.view(scaled.shape)
+
+    def _block(self, layer: MoeLayer, hidden: torch.Tensor) -> torch.Tensor:
+        """A block that routes by itself and adds a bias to the sum (jetmoe)."""
+        flat_TD = hidden.reshape(-1, hidden.shape[-1])
+        index_TK, weights_TK = sorted_routes(layer.router(flat_TD), layer.top_k)
+        return self.forward(layer, flat_TD, index_TK, weights_TK).view(hidden.shape) + layer.experts.bias
+
+    def _on_embedded(self, embedding_TD: torch.Tensor) -> None:
+        if self._info is not None:
+            self._info = replace(self._info, embedding_TD=request_means(self._info, embedding_TD))
+            self._start(self.residency.begin_forward(self._info))
+
+    def _start(self, steps: list[Any]) -> None:
+        for step in steps:
+            self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
+
+
+def bring(layer: MoeLayer, output: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An expert's output from where it was computed, and what the family does with it, by weights that are here."""
+    output = output.to(device)
+    return output if layer.form.finish is None else layer.form.finish(output)
+
+
+def _experts_forward(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The experts implementation that transformers calls."""
+    runtime, layer = module.moetool_binding
+    output: torch.Tensor = runtime.forward(layer, hidden_states, top_k_index, top_k_weights)
+    return output

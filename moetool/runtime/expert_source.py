@@ -1,0 +1,192 @@
+"""Where the bytes of an expert come from: host memory if they are there, else disk."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from moetool.errors import CapacityError, MoetoolError
+from moetool.models.expert_files import ExpertFiles
+from moetool.models.stored_expert import Weight
+from moetool.runtime.copies import Copies, cut, stride_of
+from moetool.runtime.host_tier import Buffer, HostTier
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """What the store did since it began.
+
+    Attributes:
+        reads: experts read from disk.
+        bytes_read: their bytes.
+        prefetch_bytes: bytes among them that a prefetch asked for.
+        host_hits: experts that lay in host memory when they were to be loaded or computed there.
+        host_bytes: their bytes.
+        late: prefetched experts that were waited for.
+        retried: reads that were tried again after an error.
+        stall_seconds: time the model's thread waited for bytes.
+        host_stall_seconds: the part of it for experts that lay in host memory; the rest is the disk's.
+    """
+
+    reads: int = 0
+    bytes_read: int = 0
+    prefetch_bytes: int = 0
+    host_hits: int = 0
+    host_bytes: int = 0
+    late: int = 0
+    retried: int = 0
+    stall_seconds: float = 0.0
+    host_stall_seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The counters by name."""
+        return asdict(self)
+
+
+class ExpertSource:
+    """The tiers below the slots. Every method may be called from any thread.
+
+    Args:
+        num_threads: threads that call `fill` besides the model's.
+        host_memory_bytes, hosts: as for `moetool.runtime.expert_store.ExpertStore`.
+
+    Attributes:
+        pool_bytes: bytes of the host tier.
+        lock: held while `stats` is changed.
+
+    Effects: allocates the host tier.
+
+    Raises:
+        CapacityError: `host_memory_bytes` is less than the tier must have, or there is no such memory.
+    """
+
+    def __init__(
+        self, files: ExpertFiles, copies: Copies, num_threads: int, host_memory_bytes: int | None, hosts: bool
+    ) -> None:
+        self.stats = StoreStats()
+        self.lock = threading.Lock()
+        self._files = files
+        self._copies = copies
+        stride = stride_of(files.stored_bytes)
+        least = num_threads + 1 if copies.staged or hosts else 0  # one for the model's thread
+        least += copies.staged and hosts  # and one for the thread that computes on the host
+        count = least if host_memory_bytes is None else min(host_memory_bytes // stride, files.spec.total_experts)
+        if count < least:
+            raise CapacityError(
+                f"--host-memory {host_memory_bytes:,} holds {count} experts of {stride:,} bytes, expected at least "
+                f"{least}, so that {num_threads} threads can read; give it {least * stride:,}, or leave it out"
+            )
+        self.pool_bytes = count * stride
+        self._host = None
+        if count:
+            self._host = HostTier(cut(copies.host_memory(self.pool_bytes), count, files.stored_bytes))
+        if hosts and files.converts:
+            (self._converted,) = cut(copies.device_memory(stride_of(files.slot_bytes)), 1, files.slot_bytes)
+        # Two copies out of one buffer must leave it the mark of the later one; a copy that is done needs no mark.
+        self._copying = threading.Lock() if copies.staged else contextlib.nullcontext()
+
+    def fill(self, key: int, slot: torch.Tensor, prefetch: bool, freed: Any) -> tuple[str, Any]:
+        """Bring an expert into a slot, or on its way into it once `freed` is passed.
+
+        Returns:
+            The tier that it came from, `host` or `disk`, and the mark of the end of its copy.
+
+        Raises: whatever reading or copying raises.
+        """
+        buffer, tier = self._open(key, prefetch)
+        if buffer is None or self._host is None:
+            assert not self._copies.staged
+            self._count(self._files.read_into(key, slot), prefetch)
+            return tier, None
+        try:
+            if self._files.converts:
+                self._files.fill(key, buffer.memory, slot)
+                return tier, None
+            with self._copying:
+                buffer.copied = copied = self._copies.copy(buffer.memory, slot, after=freed)
+        finally:
+            self._host.release(buffer)
+        return tier, copied
+
+    def in_host(self, key: int) -> bool:
+        """Whether an expert lies in host memory; by the next moment it may not."""
+        return self._host is not None and self._host.holds(key)
+
+    def given_up(self, key: int) -> None:
+        """The device no longer has an expert."""
+        if self._host is not None:
+            self._host.touch(key)
+
+    @contextlib.contextmanager
+    def host(self, key: int) -> Iterator[tuple[tuple[Weight, ...], str]]:
+        """The weights of an expert in host memory, and the tier that they came from; for one thread at a time.
+
+        Raises:
+            MoetoolError: the expert could not be read twice.
+        """
+        try:
+            buffer, tier = self._open(key, prefetch=False)
+        except Exception as failed:
+            self.count_retry(key, failed)
+            try:
+                buffer, tier = self._open(key, prefetch=False)
+            except Exception as error:
+                raise self.unreadable(key, error) from error
+        assert buffer is not None and self._host is not None  # there is a buffer for every thread
+        try:
+            memory = buffer.memory
+            if self._files.converts:  # as a slot has it, for the same result to the bit
+                self._files.fill(key, memory, self._converted)
+                memory = self._converted
+            yield self._files.views(memory, self._files.layout_of(key)), tier
+        finally:
+            self._host.release(buffer)
+
+    def count_retry(self, key: int, error: BaseException) -> None:
+        """A read has failed and is tried once more."""
+        with self.lock:
+            self.stats.retried += 1
+        _LOG.warning("%s; trying once more", self.unreadable(key, error))
+
+    def unreadable(self, key: int, error: BaseException) -> MoetoolError:
+        """The error for an expert that could not be read."""
+        layer, expert = self._files.spec.expert_of(key)
+        return MoetoolError(f"cannot read expert {expert} of layer {self._files.spec.layer_ids_L[layer]}: {error}")
+
+    def _open(self, key: int, prefetch: bool) -> tuple[Buffer | None, str]:
+        """The buffer of the host tier with the expert in it, which the caller releases, and where it came from.
+
+        None where there is no such tier, or all of it is in use.
+
+        Raises: whatever reading raises; then the tier does not hold the expert.
+        """
+        buffer = None if self._host is None else self._host.open(key)
+        if buffer is None or self._host is None:
+            return None, "disk"
+        if buffer.filled:
+            with self.lock:
+                self.stats.host_hits += 1
+                self.stats.host_bytes += buffer.num_bytes
+            return buffer, "host"
+        try:
+            self._copies.finish(buffer.copied)
+            buffer.num_bytes = self._files.read_stored(key, buffer.memory)
+        except BaseException:
+            self._host.drop(buffer)
+            raise
+        self._host.publish(buffer)
+        self._count(buffer.num_bytes, prefetch)
+        return buffer, "disk"
+
+    def _count(self, num_bytes: int, prefetch: bool) -> None:
+        with self.lock:
+            self.stats.reads += 1
+            self.stats.bytes_read += num_bytes
+            if prefetch:
+                self.stats.prefetch_bytes += num_bytes

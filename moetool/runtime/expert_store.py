@@ -1,0 +1,300 @@
+"""The expert pool: slots of device memory, filled from host memory or disk by I/O threads that only read and copy.
+
+`Residency` decides; the store executes. A load is started and not waited for; `ready` waits for it just before
+the expert is computed. What arrives when changes the seconds lost and nothing else.
+"""
+
+import contextlib
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from moetool.caching._residency import Residency
+from moetool.models.expert_files import ExpertFiles
+from moetool.models.loading import LoadedModel
+from moetool.models.stored_expert import Weight
+from moetool.runtime.copies import Copies, CpuCopies, cut, open_copies, stride_of
+from moetool.runtime.expert_source import ExpertSource, StoreStats
+
+
+class _Job:
+    """One load of an expert into a slot."""
+
+    __slots__ = ("after", "claimed", "copied", "done", "error", "freed", "key", "prefetch", "slot", "tier")
+
+    def __init__(self, key: int, slot: int, prefetch: bool, freed: Any) -> None:
+        self.key = key
+        self.slot = slot
+        self.prefetch = prefetch
+        self.freed = freed  # mark after which the slot's former expert is computed
+        self.after: _Job | None = None  # the slot's earlier load, while it may still be writing
+        self.claimed = False
+        self.done = False  # the slot is filled, or its copy is on the way
+        self.copied: Any = None  # mark of that copy's end
+        self.tier = "disk"  # where the expert came from
+        self.error: BaseException | None = None
+
+
+class ExpertStore:
+    """A fixed pool of expert slots over host memory and the expert files.
+
+    `load`, `ready`, `computed`, `put`, `bytes_of` and `close` belong to the model's thread, or to whoever holds the
+    lock that keeps it away meanwhile (`moetool.cluster.edge.placed_experts`).
+
+    Args:
+        num_slots: slots of the pool.
+        num_threads: I/O threads.
+        host_memory_bytes: for the host tier (`HostTier`). A device that can be filled by copies only needs a buffer
+            for each thread that reads, and so does computing on the host: where this is None, the tier has those and
+            no more, none on a CPU that computes out of slots alone.
+        hosts: whether `host` will be called.
+        copies: the device; the CPU by default.
+
+    Attributes:
+        pool_bytes: bytes of the slots.
+        host_pool_bytes: bytes of the host tier, at most `host_memory_bytes` where that is given.
+
+    Effects: allocates both at once; starts the threads; `close` ends them.
+
+    Raises:
+        CapacityError: `host_memory_bytes` is less than the tier must have, or there is no such memory.
+    """
+
+    def __init__(
+        self,
+        files: ExpertFiles,
+        num_slots: int,
+        num_threads: int = 2,
+        *,
+        host_memory_bytes: int | None = None,
+        hosts: bool = False,
+        copies: Copies | None = None,
+    ) -> None:
+        self.files = files
+        self.num_slots = num_slots
+        self.copies = CpuCopies() if copies is None else copies
+        self._source = ExpertSource(files, self.copies, num_threads, host_memory_bytes, hosts)
+        self.host_pool_bytes = self._source.pool_bytes
+        self.pool_bytes = num_slots * stride_of(files.slot_bytes)
+        self.slots = cut(self.copies.device_memory(self.pool_bytes), num_slots, files.slot_bytes)
+        self._views = [[files.views(slot, layout) for slot in self.slots] for layout in range(files.num_layouts)]
+        self._jobs: list[_Job | None] = [None] * num_slots
+        self._freed: list[Any] = [None] * num_slots
+        self._queue: list[tuple[bool, int, _Job]] = []
+        self._order = itertools.count()
+        self._lock = self._source.lock
+        self._queued = threading.Condition(self._lock)
+        self._finished = threading.Condition(self._lock)
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"expert-io-{i}", daemon=True) for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def stats(self) -> StoreStats:
+        """The counters so far. On a GPU the stalls include the time that its own queue waited for copies."""
+        stats, host, disk = self._source.stats, self.copies.stalled("host"), self.copies.stalled("disk")
+        return replace(
+            stats,
+            stall_seconds=stats.stall_seconds + host + disk,
+            host_stall_seconds=stats.host_stall_seconds + host,
+        )
+
+    def load(self, key: int, slot: int, prefetch: bool) -> None:
+        """Start to bring expert `key` into `slot`, ahead of every prefetch unless it is one.
+
+        The slot's former expert must have been computed (`computed`), or not be needed.
+        """
+        job = self._replace(key, slot, prefetch)
+        if not prefetch and self.copies.staged and job.after is None and self._source.in_host(key):
+            job.claimed = True  # asking for a copy takes no longer than asking a thread to ask for it
+            self._run(job)
+            return
+        with self._lock:
+            heapq.heappush(self._queue, (prefetch, next(self._order), job))
+            self._queued.notify()
+
+    def ready(self, key: int, slot: int) -> tuple[Weight, ...]:
+        """The weights of expert `key`, which `slot` was to be loaded with (`ExpertFiles.views`).
+
+        Waits until its bytes have been read; where they are still being copied, what the device is asked to compute
+        next waits. A read that failed is tried once more. A slot that does not hold what the program says (nobody
+        asked for the load, or an earlier forward was broken off) is loaded on the spot: a wrong weight is never
+        handed out.
+
+        Raises:
+            MoetoolError: the expert could not be read twice.
+        """
+        job = self._jobs[slot]
+        if job is not None and job.key == key and job.done and job.copied is None and job.error is None:
+            return self._views[self.files.layout_of(key)][slot]
+        if job is None or job.key != key:
+            job = self._replace(key, slot, prefetch=False)
+        if job.prefetch and not (job.done and self.copies.passed(job.copied)):
+            self._source.stats.late += 1
+        if not job.done:
+            self._wait_for(job)
+        job.prefetch = False
+        if job.error is not None:
+            self._source.count_retry(key, job.error)
+            job = self._replace(key, slot, prefetch=False)
+            self._wait_for(job)
+            if job.error is not None:
+                self._jobs[slot] = None
+                raise self._source.unreadable(key, job.error) from job.error
+        if self.copies.passed(job.copied):
+            job.copied = None
+        else:
+            self.copies.wait(job.copied, job.tier)
+        return self._views[self.files.layout_of(key)][slot]
+
+    def computed(self, slot: int) -> None:
+        """All that was to be computed with the expert in `slot` has been asked for: it may be replaced after that."""
+        self._freed[slot] = self.copies.mark()
+
+    def put(self, key: int, slot: int, data: torch.Tensor) -> None:
+        """Fill `slot` with the bytes of expert `key` that somebody else has read (uint8 [slot_bytes], on the CPU).
+
+        What was asked to be computed with the slot's former expert comes first: both are queued on one stream.
+        """
+        before = self._jobs[slot]
+        job = self._replace(key, slot, prefetch=False)
+        job.claimed = True
+        if job.after is not None:
+            self._await(job.after)
+            job.after = None
+        if before is not None:
+            self.copies.finish(before.copied)
+        self.slots[slot].copy_(data)
+        self._freed[slot] = self.copies.mark()  # a later load comes after this too
+        job.done = True
+
+    def bytes_of(self, key: int, slot: int) -> torch.Tensor:
+        """A copy, on the CPU, of what `slot` holds, which is expert `key`. Raises: as `ready`."""
+        self.ready(key, slot)
+        return self.slots[slot].to("cpu", copy=True)
+
+    @contextlib.contextmanager
+    def host(self, key: int) -> Iterator[tuple[Weight, ...]]:
+        """The weights of an expert in host memory, for as long as the context lasts; read if they are not there.
+
+        For one thread at a time, which need not be the model's. Only where `hosts` was announced.
+
+        Raises:
+            MoetoolError: the expert could not be read twice.
+        """
+        began = time.perf_counter()
+        with self._source.host(key) as (weights, tier):
+            if not self.copies.staged:  # otherwise the thread that waits is not the model's
+                self._charge(tier, time.perf_counter() - began)
+            yield weights
+
+    def close(self) -> None:
+        """Drop what is queued, end the threads, and finish what is being copied."""
+        with self._lock:
+            self._closed = True
+            self._queue.clear()
+            self._queued.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self.copies.close()
+
+    def _replace(self, key: int, slot: int, prefetch: bool) -> _Job:
+        """A new job for the slot in place of its last one, which is never begun if it has not been yet."""
+        job = _Job(key, slot, prefetch, self._freed[slot])
+        with self._lock:
+            before = self._jobs[slot]
+            if before is not None:
+                self._source.given_up(before.key)
+                if not before.claimed:
+                    before.claimed = True  # nobody needs it now
+                    before = before.after
+            if before is not None and not before.done:
+                job.after = before
+            self._jobs[slot] = job
+        return job
+
+    def _wait_for(self, job: _Job) -> None:
+        """Do the job here if no thread has begun it, else wait for the one that has."""
+        began = time.perf_counter()
+        with self._lock:
+            mine = not job.claimed
+            job.claimed = True
+        if mine:
+            self._run(job)
+        else:
+            self._await(job)
+        self._charge(job.tier, time.perf_counter() - began)
+
+    def _await(self, job: _Job) -> None:
+        with self._finished:
+            while not job.done:
+                self._finished.wait()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                while not self._queue and not self._closed:
+                    self._queued.wait()
+                if self._closed:
+                    return
+                prefetch, _, job = heapq.heappop(self._queue)
+                if job.claimed:
+                    continue
+                job.claimed = True
+            self._run(job)
+            if prefetch:
+                # Copies have one queue: prefetches that lay in host memory would fill it ahead of demand loads.
+                self.copies.finish(job.copied)
+
+    def _run(self, job: _Job) -> None:
+        if job.after is not None:
+            self._await(job.after)
+            job.after = None
+        try:
+            job.tier, job.copied = self._source.fill(job.key, self.slots[job.slot], job.prefetch, job.freed)
+        except BaseException as error:
+            job.error = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            with self._lock:
+                job.done = True
+                self._finished.notify_all()
+
+    def _charge(self, tier: str, seconds: float) -> None:
+        """Count seconds that the model's thread has waited."""
+        self._source.stats.stall_seconds += seconds
+        if tier == "host":
+            self._source.stats.host_stall_seconds += seconds
+
+
+def open_store(
+    loaded: LoadedModel,
+    residency: Residency,
+    num_threads: int = 2,
+    host_memory_bytes: int | None = None,
+    *,
+    device: torch.device | None = None,
+) -> ExpertStore:
+    """The store of a model from `load_lazy`, on that model's device unless another is given.
+
+    Arguments and errors are otherwise those of `ExpertStore`.
+    """
+    assert loaded.files is not None
+    return ExpertStore(
+        loaded.files,
+        residency.num_slots,
+        num_threads,
+        host_memory_bytes=host_memory_bytes,
+        hosts=residency.policy.computes_on_host,
+        copies=open_copies(device or loaded.device),
+    )

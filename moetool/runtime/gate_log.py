@@ -1,0 +1,169 @@
+"""The server's own trace: every forward's gate stream as it happened, and the decisions about it.
+
+`moetool replay` reads it like any other trace, in the recorded order, and takes the same decisions, unless a forward
+failed: that one leaves no rows, though decisions were taken in it. The manifest counts such forwards. Under a policy
+that routes, the experts are those that the router chose, and a replay puts the same ones in their place.
+
+The trace can be read at any time, and what a killed server leaves is read in the same way: it ends with the newest
+segment (`moetool.trace.segments`), and its manifest holds the digest of the decisions up to there.
+"""
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moetool import durable
+from moetool.caching._decision_digest import DecisionDigest
+from moetool.caching._residency import Step
+from moetool.errors import MoetoolError
+from moetool.models.loading import LoadedModel
+from moetool.runtime.decoding import Batch
+from moetool.runtime.recording import GateRecorder
+from moetool.runtime.signals import request_means
+from moetool.trace.reader import MANIFEST, Trace
+from moetool.trace.segments import SegmentLimits, SegmentStatus, SegmentWriter
+
+_LOG = logging.getLogger(__name__)
+
+
+class ServeLog:
+    """Writes a trace of kind `log` into `out` while the engine runs.
+
+    A disk that fails does not end the server: see `SegmentWriter`.
+
+    Args:
+        keep: columns besides the experts, as in `moetool capture --keep`.
+        ahead: for how many layers the column `ahead` looks ahead, where it is kept.
+        facts: what else a replay has to be given to decide the same: policy, options, slots, devices, what was learned
+            before.
+        limits: of a segment.
+
+    Effects: `attach` hooks the model and makes `out`. What a killed server left there is renamed to `out.1`, or the
+    next number that is free.
+
+    Raises:
+        UsageError: `out` exists, and a killed server did not leave it.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        keep: Collection[str] = ("topk",),
+        ahead: int = 1,
+        facts: Mapping[str, Any] | None = None,
+        limits: SegmentLimits | None = None,
+    ) -> None:
+        if not _left_open(out):
+            durable.require_absent(out)
+        self._out, self._keep, self._ahead, self._limits = out, keep, ahead, limits
+        self._facts = dict(facts or {})
+        self._stack = contextlib.ExitStack()
+        self._writer: SegmentWriter | None = None
+        self._recorder: GateRecorder | None = None
+        self._batch: Batch | None = None
+        self._digest = DecisionDigest()
+        self._failed_forwards = 0
+
+    @property
+    def path(self) -> Path:
+        """The folder of the trace."""
+        return self._out
+
+    def attach(self, loaded: LoadedModel) -> None:
+        """Begin to record the model.
+
+        Raises:
+            UsageError: another process writes there.
+            MoetoolError: nothing can be written there.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(durable.alone(self._out))
+            if _left_open(self._out):
+                kept = durable.set_aside(self._out)
+                _LOG.warning("a server that was killed left the gate log %s; it is now %s", self._out, kept)
+            durable.require_absent(self._out)
+            try:
+                self._out.mkdir()
+                self._writer = SegmentWriter(
+                    self._out,
+                    loaded.spec,
+                    self._keep,
+                    self._ahead,
+                    provenance={"model": str(loaded.checkpoint.path), **self._facts, **self._decided()},
+                    limits=self._limits,
+                )
+            except (OSError, MoetoolError) as error:
+                shutil.rmtree(self._out, ignore_errors=True)
+                if isinstance(error, MoetoolError):
+                    raise
+                raise MoetoolError(f"cannot write the gate log {self._out}: {error.strerror or error}") from error
+            self._recorder = GateRecorder(loaded.model, loaded.layers, self._keep, self._ahead)
+            self._stack = stack.pop_all()
+
+    def add_request(self, request: int, prompt_tokens: int) -> None:
+        """Take in a request."""
+        assert self._writer is not None
+        self._writer.add_request(request, prompt_tokens)
+
+    def begin_forward(self, batch: Batch) -> None:
+        """A forward begins."""
+        self._batch = batch
+
+    def on_step(self, forward: int, layer: int, step: Step) -> None:
+        """A decision was taken."""
+        self._digest(forward, layer, step)
+
+    def end_forward(self, failed: bool) -> None:
+        """Write the forward that has run; one that failed leaves no rows."""
+        assert self._recorder is not None and self._writer is not None
+        if failed or self._batch is None:
+            self._recorder.discard()
+            self._failed_forwards += 1
+        else:
+            rows, embedding_TD = self._recorder.take(self._batch)
+            embeddings = None
+            if embedding_TD is not None:
+                means_TD = request_means(self._batch.info, torch.from_numpy(embedding_TD))
+                requests = list(dict.fromkeys(self._batch.info.request_T))
+                places = [self._batch.info.request_T.index(request) for request in requests]
+                iterations = [self._batch.iteration_T[place] for place in places]
+                embeddings = np.array(requests), np.array(iterations), means_TD[places]
+            self._writer.append(rows, embeddings, self._decided())
+        self._batch = None
+
+    def end_request(self, request: int) -> None:
+        """The policy has been told that a request has ended."""
+        assert self._writer is not None
+        self._writer.end_request(request)
+
+    def status(self) -> SegmentStatus:
+        """What became of the rows so far."""
+        assert self._writer is not None
+        return self._writer.status()
+
+    def close(self) -> None:
+        """Write what is left and close the trace.
+
+        Raises:
+            MoetoolError: something could not be written, now or earlier; the trace ends before that.
+        """
+        if self._writer is None or self._recorder is None:
+            return
+        self._recorder.close()
+        writer, self._writer = self._writer, None
+        with self._stack:
+            writer.close(self._decided())
+
+    def _decided(self) -> dict[str, Any]:
+        return {"decisions": self._digest.hexdigest(), "failed_forwards": self._failed_forwards}
+
+
+def _left_open(out: Path) -> bool:
+    """Whether a log lies there that was never closed, because its server runs still or was killed."""
+    return (out / MANIFEST).is_file() and not Trace(out).closed

@@ -1,0 +1,56 @@
+"""Computing experts where they lie in host memory, in place of bringing them to the device."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+
+from moetool.models.expert_form import ExpertForm
+from moetool.runtime.device_stores import Stores
+from moetool.runtime.expert_store import ExpertStore
+
+
+class HostCompute:
+    """Computes experts out of the host tier of a store.
+
+    On a CPU that is the computation that a slot's expert gets, on the calling thread and to the same bit. Beside a
+    GPU a thread does it while the GPU computes others; what the family does with an expert's output (`finish`, which
+    may have weights of its own there) is left to the GPU.
+
+    Args:
+        store: one that was made with `hosts`, or several.
+
+    Effects: `close` ends the thread.
+    """
+
+    def __init__(self, store: ExpertStore | Stores) -> None:
+        self._store = store
+        self._thread = ThreadPoolExecutor(1, "expert-host") if store.copies.staged else None
+
+    def start(self, form: ExpertForm, key: int, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to compute an expert of its tokens `x`; gives what waits for its output.
+
+        Raises:
+            MoetoolError: the expert could not be read. What is given raises it too.
+        """
+        if self._thread is None:
+            output = self._compute(form, key, x)
+            return lambda: output
+        # Waits for the device once: x must be here before the thread can begin.
+        future = self._thread.submit(self._compute, replace(form, finish=None), key, x.cpu())
+
+        def finished() -> torch.Tensor:
+            output = future.result().to(x.device)
+            return output if form.finish is None else form.finish(output)
+
+        return finished
+
+    def close(self) -> None:
+        """Finish what was begun."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _compute(self, form: ExpertForm, key: int, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(), self._store.host(key) as weights:
+            return form.compute(x, weights)

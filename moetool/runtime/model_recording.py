@@ -1,0 +1,246 @@
+"""Recording the routing of a transformers model that anyone's code runs."""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moetool import __version__, durable
+from moetool.errors import MismatchError, UsageError
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.spec import MoeLayer, moe_layers, spec_of
+from moetool.runtime.decoding import Batch
+from moetool.runtime.recording import GateRecorder
+from moetool.trace.reader import MANIFEST
+from moetool.trace.rows import TokenBatch
+from moetool.trace.writer import TraceWriter
+from moetool.types import ForwardInfo, ModelSpec, Phase
+
+KEEP = ("topk", "logits", "embeddings", "hidden", "ahead")
+_HELD_TOKENS = 1024
+
+
+class ModelRecorder:
+    """What a `record` block has recorded so far.
+
+    Attributes:
+        requests: sequences that were begun.
+        tokens: tokens that were forwarded, padding left out.
+    """
+
+    def __init__(self, recorder: GateRecorder, writer: TraceWriter, task: str, *, drop_tokens: bool = False) -> None:
+        self.requests = self.tokens = 0
+        self._recorder, self._writer = recorder, writer
+        self._task, self._drop_tokens = task, drop_tokens
+        self._tasks: list[str] = []  # of every request
+        self._forwards = 0
+        self._mine: list[int] = []  # the requests of the running batch, by its rows
+        self._iteration: list[int] = []
+        self._prompt_tokens: list[int] = []  # of every request
+        self._length: list[int] = []
+        self._pending: tuple[Batch, np.ndarray] | None = None
+        self._kept: list[np.ndarray] = []
+        self._held = 0
+
+    def label(self, task: str) -> None:
+        """Name the task of the sequences that begin from here on."""
+        self._task = task
+
+    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The hook that runs before a forward of the model."""
+        self._recorder.discard()  # of a forward that failed
+        ids, mask_BS, seen = _inputs(args, kwargs)
+        num_rows, width = mask_BS.shape
+        if seen == 0:
+            self._begin(num_rows)
+        elif num_rows != len(self._mine):
+            raise MismatchError(
+                f"a forward continues {len(self._mine)} sequences with {num_rows} rows (beam search, or a cache of "
+                f"another batch), expected as many; record without beams"
+            )
+        real_BS = mask_BS.numpy()
+        lengths = real_BS.sum(axis=1)
+        first = seen == 0
+        for row, request in enumerate(self._mine):
+            if not first and (width == 1 or self._iteration[row]):
+                self._iteration[row] += 1
+            if self._iteration[row] == 0:
+                self._prompt_tokens[request] += int(lengths[row])
+        iteration_B = np.array(self._iteration)
+        start_B = np.array([self._length[request] for request in self._mine])
+        position_BS = start_B[:, None] + np.cumsum(real_BS, axis=1) - 1
+        for row, request in enumerate(self._mine):
+            self._length[request] += int(lengths[row])
+        phase_B = np.where(iteration_B == 0, Phase.PREFILL, Phase.DECODE)
+        wide = np.ones((1, width), np.int64)
+        batch = Batch(
+            info=ForwardInfo(
+                forward_id=self._forwards,
+                request_T=tuple((np.array(self._mine)[:, None] * wide).ravel().tolist()),
+                phase_T=tuple((phase_B[:, None] * wide).ravel().tolist()),
+                position_T=tuple(position_BS.ravel().tolist()),
+            ),
+            token_id_T=(-1,) * real_BS.size if self._drop_tokens else tuple(ids.reshape(-1).tolist()),
+            iteration_T=tuple((iteration_B[:, None] * wide).ravel().tolist()),
+        )
+        self._pending = batch, real_BS.reshape(-1).astype(bool)
+
+    def after(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
+        """The hook that runs after a forward of the model."""
+        if self._pending is None:
+            return
+        batch, real_T = self._pending
+        self._pending = None
+        self._recorder.hold(batch)
+        self._kept.append(real_T)
+        self._held += len(real_T)
+        self._forwards += 1
+        self.tokens += int(real_T.sum())
+        if self._held >= _HELD_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand what is held to the writer."""
+        if not self._kept:
+            return
+        rows, embeddings_TD = self._recorder.rows()
+        keep_T = np.concatenate(self._kept)
+        self._kept, self._held = [], 0
+        if embeddings_TD is not None:
+            self._write_embeddings(rows.select(keep_T), embeddings_TD[keep_T])
+        self._writer.append(rows.select(keep_T))
+
+    def finish(self, dataset: str, provenance: dict[str, Any]) -> None:
+        """Write what is held, and the requests."""
+        self.flush()
+        for request in range(self.requests):
+            rows = self._length[request]
+            self._writer.add_request(
+                request,
+                dataset=dataset,
+                task=self._tasks[request],
+                prompt_id=str(request),
+                prompt_tokens=self._prompt_tokens[request],
+                new_tokens=rows - self._prompt_tokens[request],
+            )
+        self._writer.finish(composition={"kind": "log"}, provenance=provenance)
+
+    def _begin(self, num_rows: int) -> None:
+        self._mine = list(range(self.requests, self.requests + num_rows))
+        self._iteration = [0] * num_rows
+        self._prompt_tokens += [0] * num_rows
+        self._length += [0] * num_rows
+        self._tasks += [self._task] * num_rows
+        self.requests += num_rows
+
+    def _write_embeddings(self, rows: TokenBatch, embeddings_TD: np.ndarray) -> None:
+        """The mean over each request's tokens of each forward."""
+        pairs = np.stack([rows.forward_T, rows.request_T])
+        keys, first, place_T = np.unique(pairs, axis=1, return_index=True, return_inverse=True)
+        means_ND = np.zeros((keys.shape[1], embeddings_TD.shape[1]), np.float32)
+        np.add.at(means_ND, place_T.ravel(), embeddings_TD)
+        means_ND /= np.bincount(place_T.ravel())[:, None]
+        self._writer.add_embeddings(keys[1], rows.iteration_T[first], means_ND)
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[np.ndarray, torch.Tensor, int]:
+    """Token ids [B, S] (-1 where only embeddings are given), which of them are no padding, and tokens in the cache."""
+    ids, embeds = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
+    given = embeds if ids is None else ids
+    if given is None:
+        raise MismatchError("a forward has neither input_ids nor inputs_embeds, expected one of a language model")
+    shape = given.shape[:2]
+    cache = kwargs.get("past_key_values")
+    seen = int(cache.get_seq_length()) if cache is not None else 0
+    mask = kwargs.get("attention_mask")
+    real_BS = torch.ones(shape, dtype=torch.int64)
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        real_BS = mask[:, -shape[1] :].to("cpu", torch.int64).clamp(0, 1)
+    token_ids = np.full(shape, -1, np.int32) if ids is None else ids.cpu().numpy().astype(np.int32)
+    return token_ids, real_BS, seen
+
+
+def _spec(model: Any, layers: list[MoeLayer]) -> ModelSpec:
+    """The spec of the checkpoint that the model came from, where that is a folder; else of what is in memory."""
+    folder = Path(str(getattr(model.config, "_name_or_path", "")))
+    if (folder / "config.json").is_file():
+        with Checkpoint.open(str(folder), weights=any(folder.glob("*.safetensors"))) as checkpoint:
+            return checkpoint.spec
+    parameters = dict(model.named_parameters())
+    sizes = []
+    for layer in layers:
+        tensors = [parameters[f"{layer.path}.{name}"] for name in layer.form.parameters]
+        sizes.append(sum(t.numel() * t.element_size() for t in tensors) // layer.form.num_experts)
+    revision = hashlib.sha256(("in memory " + model.config.to_json_string(use_diff=False)).encode()).hexdigest()
+    return spec_of(model, layers, name=str(folder) or "model", revision=revision, expert_bytes_L=tuple(sizes))
+
+
+@contextlib.contextmanager
+def record(
+    model: Any,
+    out: str | Path,
+    *,
+    keep: Sequence[str] = ("topk",),
+    task: str = "recorded",
+    drop_tokens: bool = False,
+    overwrite: bool = False,
+) -> Iterator[ModelRecorder]:
+    """Record the routing of every forward that the block makes the model run, as a trace.
+
+    A forward without keys and values from before begins a request in each row; later ones continue them. Padding, as
+    the attention mask has it, is left out. Any code that calls the model is recorded, `generate` included.
+
+        with moetool.record(model, "trace"):
+            model.generate(**tokenizer(["Hello"], return_tensors="pt"))
+
+    Args:
+        model: a causal language model of transformers, of a family that moetool knows (`moetool models`).
+        out: folder of the trace; it appears there whole at the end of the block, or not at all.
+        keep: what to record besides the experts and their weights: of `KEEP`.
+        task: of the requests; `label` of what the block is given changes it.
+        drop_tokens: leave out token ids: they spell what people wrote.
+        overwrite: replace a trace that is there.
+
+    Yields:
+        What has been recorded so far.
+
+    Effects: adds hooks to the model, which the end of the block removes.
+
+    Raises:
+        UsageError: the model is no MoE that can be hooked, `keep` has something else, `out` exists, or nothing ran.
+        MismatchError: the rows of a batch change while it decodes (beam search).
+    """
+    if unknown := set(keep) - set(KEEP):
+        raise UsageError(f"cannot keep {', '.join(sorted(unknown))}: known are {', '.join(KEEP)}")
+    if not hasattr(model, "config"):
+        raise UsageError(f"{type(model).__name__} is no transformers model, expected a causal language model")
+    out = Path(out)
+    durable.require_absent(out, overwrite, MANIFEST)
+    layers = moe_layers(model)
+    spec = _spec(model, layers)
+    with durable.staged_directory(out, overwrite, MANIFEST) as folder:
+        recorder = GateRecorder(model, layers, keep)
+        writer = TraceWriter(folder, spec, keep)
+        running = ModelRecorder(recorder, writer, task, drop_tokens=drop_tokens)
+        handles = [
+            model.register_forward_pre_hook(running.before, with_kwargs=True),
+            model.register_forward_hook(running.after),
+        ]
+        try:
+            yield running
+            if not running.tokens:
+                raise UsageError("nothing was recorded: the block ran no forward of this model")
+            running.finish(
+                "recorded", {"model": spec.name, "versions": {"moetool": __version__}, "recorded": "in code"}
+            )
+        except BaseException:
+            writer.abort()
+            raise
+        finally:
+            recorder.close()
+            for handle in handles:
+                handle.remove()

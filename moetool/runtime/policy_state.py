@@ -1,0 +1,79 @@
+"""What a policy has learned while serving, kept from one run of a server to the next: one safetensors file."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from moetool.bounded_read import require_regular
+from moetool.errors import MismatchError, MoetoolError, first_line
+from moetool.types import ModelSpec
+
+_KIND = "moetool_policy_state"
+
+
+class Learned(Protocol):
+    """A `moetool.caching._policy.Policy`, or `moetool.caching._devices.Learners`."""
+
+    spec: ModelSpec
+
+    def state(self) -> dict[str, np.ndarray]: ...
+    def restore(self, state: Mapping[str, np.ndarray]) -> None: ...
+
+
+def save_state(path: Path, name: str, policy: Learned) -> None:
+    """Write what the policy `name` has learned, as a whole or not at all; nothing where it learns nothing.
+
+    Raises:
+        MoetoolError: the disk failed. The former file is still there.
+    """
+    arrays = policy.state()
+    if not arrays:
+        return
+    metadata = {"kind": _KIND, "policy": name, "revision": policy.spec.revision}
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        safetensors.numpy.save_file(arrays, partial, metadata)
+        with partial.open("rb+") as stream:
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise MoetoolError(f"cannot save what {name} has learned to {path}: {first_line(error)}") from error
+
+
+def restore_state(path: Path, name: str, policy: Learned) -> bool:
+    """Give the policy `name` what an earlier run has learned; gives whether there was anything.
+
+    Raises:
+        MismatchError: the file is another policy's or model's, or damaged.
+    """
+    if not path.exists():
+        return False
+    advice = "remove it to begin afresh"
+    try:
+        require_regular(path)
+        with safetensors.safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+        arrays = safetensors.numpy.load_file(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
+        raise MismatchError(f"{path} is damaged ({first_line(error)}); {advice}") from None
+    found = (metadata.get("kind"), metadata.get("policy"), metadata.get("revision"))
+    expected = (_KIND, name, policy.spec.revision)
+    if found != expected:
+        raise MismatchError(
+            f"{path} holds what {found[1] or 'something else'} learned of model {str(found[2])[:12]}, expected {name} "
+            f"and {expected[2][:12]}; {advice}"
+        )
+    try:
+        for array_name, array in arrays.items():
+            if array.dtype.kind == "f" and not (array < np.inf).all():  # -inf is no trust at all
+                raise ValueError(f"{array_name} has values that are no finite numbers")
+        policy.restore(arrays)
+    except (ValueError, KeyError) as error:
+        raise MismatchError(f"{path} does not fit these options of {name} ({first_line(error)}); {advice}") from None
+    return True

@@ -1,0 +1,260 @@
+"""Choosing tokens inside transformers' continuous batching: constraints, penalties, sampling and log-probabilities.
+
+The manager samples with one seed for everybody. So it is told to take the argmax, and this processor makes the
+argmax a sample by the Gumbel-max rule, with noise that depends on a request's seed and the token's place in its
+answer alone: the same text alone or in any batch.
+
+The order is vLLM's: grammar, logit bias, penalties, temperature, min_p, top_k, top_p.
+"""
+
+import secrets
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moetool.request import Matcher, SamplingParams, TokenLogprob
+
+NOT_NUMBERS = (
+    "the model's scores are not finite (NaN or infinity): a broken checkpoint, or a data type too narrow for it"
+)
+"""Why a request ends whose next token cannot be chosen."""
+NO_TOKEN_LEFT = "no token is left to choose: the grammar and logit_bias together exclude every one"
+"""The same, where the model's scores are sound."""
+
+_COLDEST = 1e-5
+"""At and below this temperature the likeliest token is all but certain, and dividing by it may overflow."""
+_PREFIXES = (256, 4096)
+"""So many likeliest tokens are tried as the nucleus before all are sorted (`tests/bench/test_sampling_cost.py`)."""
+
+
+class _Choice:
+    """The sampling state of one request.
+
+    Attributes:
+        broken: why its next token cannot be chosen; empty where it can.
+        prompt_ids: distinct tokens of its prompt, for the repetition penalty.
+        counts: how often its answer has each token.
+    """
+
+    __slots__ = ("broken", "counts", "drawn", "logprobs_V", "matcher", "params", "prompt_ids", "seed")
+
+    def __init__(self, params: SamplingParams, drawn: int, prompt: Sequence[int]) -> None:
+        self.params = params
+        self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        self.drawn = drawn
+        self.broken = ""
+        self.logprobs_V: Tensor | None = None
+        asked, answer = prompt[: len(prompt) - drawn], prompt[len(prompt) - drawn :]
+        self.prompt_ids = torch.tensor(sorted(set(asked)) if params.repetition_penalty != 1 else [], dtype=torch.long)
+        self.counts: Counter[int] = Counter()
+        self.matcher: Matcher | None = None if params.grammar is None else params.grammar.start()
+        self.take(answer)
+
+    def take(self, tokens: Iterable[int]) -> None:
+        """Take note of tokens of the answer."""
+        for token in tokens:
+            if self.params.penalizes:
+                self.counts[token] += 1
+            if self.matcher is not None:
+                self.matcher.accept(token)
+
+
+class Sampler:
+    """Sampling parameters by request, and the logits processor that applies them.
+
+    Args:
+        eos: tokens that end an answer; a grammar allows them where the answer is whole, and nowhere else.
+    """
+
+    def __init__(self, eos: Collection[int] = ()) -> None:
+        self._eos = list(eos)
+        self._choices: dict[str, _Choice] = {}
+
+    def add(self, request: str, params: SamplingParams, prompt: Sequence[int], drawn: int = 0) -> None:
+        """Take in a request.
+
+        Args:
+            drawn: tokens of its answer that were made elsewhere and are now the end of its prompt; those to come are
+                chosen as if they had been made here.
+        """
+        self._choices[request] = _Choice(params, drawn, prompt)
+
+    def remove(self, request: str) -> None:
+        """Forget a request."""
+        self._choices.pop(request, None)
+
+    def take(self, request: str, token: int) -> TokenLogprob | None:
+        """Take note of the token that was drawn; gives its log-probabilities where the request asked for them.
+
+        To be called for every token, before the next one of the request is drawn.
+        """
+        choice = self._choices[request]
+        choice.take((token,))
+        if choice.logprobs_V is None:
+            return None
+        top: list[tuple[int, float]] = []
+        if count := choice.params.logprobs:
+            values, ids = choice.logprobs_V.topk(count)
+            top = list(zip(ids.tolist(), values.tolist(), strict=True))
+        return TokenLogprob(float(choice.logprobs_V[token]), top)
+
+    def broken(self, request: str) -> str:
+        """Why its newest token means nothing; empty where it is sound."""
+        return self._choices[request].broken
+
+    def apply(self, requests: list[str], scores_BV: Tensor) -> Tensor:
+        """Make the argmax of each row the token that its request's parameters choose.
+
+        Args:
+            requests: the request of each row; rows beyond them are left alone.
+            scores_BV: logits, float32.
+        """
+        for row, request in enumerate(requests):
+            choice = self._choices.get(request)
+            if choice is None:
+                continue  # cancelled while its forward ran
+            scores_V = scores_BV[row]
+            if not scores_V.max().isfinite():  # the maximum of a row with a NaN is NaN
+                choice.broken = NOT_NUMBERS
+                scores_V.zero_()
+            if choice.params.logprobs is not None:
+                choice.logprobs_V = scores_V.log_softmax(-1)
+            _constrain(scores_V, choice, self._eos)
+            if choice.params.temperature > _COLDEST:
+                scores_BV[row] = gumbel_scores(scores_V, choice.params, choice.seed, choice.drawn)
+            choice.drawn += 1
+        return scores_BV
+
+    def processor(self) -> Any:
+        """A logits processor of transformers' continuous batching that calls `apply`."""
+        from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
+
+        sampler = self
+
+        class Processor(ContinuousBatchingLogitsProcessor):
+            def __init__(self) -> None:
+                self.supported_kwargs: dict[str, type] = {}
+                self.ignored_kwargs = ()
+                self.requests: list[str] = []
+
+            def fill_defaults(self, int32_tensor: Tensor) -> None:
+                int32_tensor.zero_()
+
+            def prepare_tensor_args(self, requests_with_new_token: Any) -> Tensor:
+                # The parameters stay with us; this call only tells whose logits the rows will be.
+                self.requests = [future.state.request_id for future in requests_with_new_token]
+                return torch.zeros(len(self.requests), dtype=torch.int32)
+
+            def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+                return sampler.apply(self.requests, scores)
+
+        return Processor()
+
+
+def _constrain(scores_V: Tensor, choice: _Choice, eos: list[int]) -> None:
+    """Apply the grammar, the logit bias and the penalties, in place."""
+    params = choice.params
+    if choice.matcher is not None:
+        allowed = torch.frombuffer(choice.matcher.allowed(), dtype=torch.uint8).to(scores_V.device)
+        allowed[eos] = int(choice.matcher.may_end)
+        scores_V.masked_fill_(allowed[: len(scores_V)] == 0, float("-inf"))
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        scores_V[list(ids)] += torch.tensor(biases, device=scores_V.device)
+    if params.penalizes:
+        answer = torch.tensor(list(choice.counts), dtype=torch.long)
+        if params.repetition_penalty != 1.0:
+            seen = torch.cat([choice.prompt_ids, answer]).unique().to(scores_V.device)
+            found, factor = scores_V[seen], params.repetition_penalty
+            scores_V[seen] = torch.where(found > 0, found / factor, found * factor)
+        if len(answer):
+            answer = answer.to(scores_V.device)
+            counts = torch.tensor(list(choice.counts.values()), dtype=scores_V.dtype, device=scores_V.device)
+            scores_V[answer] -= params.frequency_penalty * counts + params.presence_penalty
+    if not choice.broken and not scores_V.max().isfinite():
+        choice.broken = NO_TOKEN_LEFT
+        scores_V.zero_()
+
+
+def gumbel_scores(logits_V: Tensor, params: SamplingParams, seed: int, place: int) -> Tensor:
+    """Scores whose argmax is a sample of softmax(logits / temperature) among the tokens that the parameters leave.
+
+    Made on the CPU whatever the model's device: a GPU adds up a running sum in no fixed order, and has random numbers
+    of its own.
+    """
+    logits_V = logits_V.cpu()
+    scaled = (logits_V - logits_V.max()) / params.temperature  # at most 0, so that no temperature makes it overflow
+    generator = torch.Generator().manual_seed(_mix(seed, place))
+    uniform = torch.rand(scaled.shape, generator=generator, dtype=torch.float64).clamp_(min=1e-300)
+    kept = _kept(scaled, params)
+    if kept is None:
+        return scaled + _gumbel(uniform).to(scaled)
+    scores = torch.full_like(scaled, float("-inf"))
+    scores[kept] = scaled[kept] + _gumbel(uniform[kept]).to(scaled)
+    return scores
+
+
+def _gumbel(uniform: Tensor) -> Tensor:
+    return -(-uniform.log()).log()
+
+
+def _kept(scaled_V: Tensor, params: SamplingParams) -> Tensor | None:
+    """Ids of the tokens that min_p, top_k and top_p leave, always the likeliest; None where they leave all.
+
+    Each is applied to what the one before has left, and top_p to the probabilities among those.
+    """
+    limited = 0 < params.top_k < len(scaled_V)
+    if not limited and params.min_p <= 0.0 and params.top_p >= 1.0:
+        return None
+    if params.min_p > 0.0:
+        probabilities = scaled_V.softmax(-1)
+        scaled_V = scaled_V.masked_fill(probabilities < params.min_p * probabilities.max(), float("-inf"))
+    if limited:
+        top = likeliest(scaled_V, params.top_k)
+        scaled_V = torch.full_like(scaled_V, float("-inf")).scatter(-1, top, scaled_V[top])
+    if params.top_p < 1.0:
+        return nucleus(scaled_V.softmax(-1), params.top_p)
+    return scaled_V.isfinite().nonzero()[:, 0]
+
+
+def nucleus(probabilities_V: Tensor, top_p: float) -> Tensor:
+    """Ids of the shortest run of likeliest tokens that reaches `top_p`, in no order; of equal ones the lower ids.
+
+    The likeliest always belongs to it, also where float32 has no number as small as `top_p`. The same tokens as by
+    sorting all, to the bit: a running sum over the first of the sorted values is the beginning of the whole one.
+    """
+    for size in (*_PREFIXES, len(probabilities_V)):
+        size = min(size, len(probabilities_V))
+        if size == len(probabilities_V):
+            values = probabilities_V.sort(descending=True).values
+        else:
+            values = probabilities_V.topk(size).values
+        outside = (values.cumsum(-1) - values >= top_p).nonzero()
+        if len(outside) or size == len(probabilities_V):
+            break
+    inside = int(outside[0]) if len(outside) else len(values)
+    return _at_least(probabilities_V, values[: max(1, inside)])
+
+
+def likeliest(scores_V: Tensor, count: int) -> Tensor:
+    """Ids of the `count` highest scores, in no order; of equal ones the lower ids."""
+    return _at_least(scores_V, scores_V.topk(count).values)
+
+
+def _at_least(scores_V: Tensor, values_N: Tensor) -> Tensor:
+    """Ids of the N highest scores, whose values are known: all above the least of them, and the first that equal it."""
+    least = values_N[-1]
+    above = (scores_V > least).nonzero()[:, 0]
+    return torch.cat([above, (scores_V == least).nonzero()[: len(values_N) - len(above), 0]])
+
+
+def _mix(seed: int, place: int) -> int:
+    """One 63-bit number from two, so that neighbouring seeds and places share no noise (splitmix64)."""
+    mask = (1 << 64) - 1
+    z = (seed * 0x9E3779B97F4A7C15 + place * 0xD1B54A32D192ED03 + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) >> 1

@@ -1,0 +1,117 @@
+"""How a memory budget is divided between weights, activations, KV cache and expert slots, and why."""
+
+from dataclasses import dataclass
+
+from moetool.errors import CapacityError
+from moetool.runtime.decoding import PAGE_TOKENS
+
+GOOD_CONTEXT = 8192
+"""Tokens of KV cache up to which they compete with expert slots, as far as the model's context reaches."""
+LEAST_CONTEXT = 1024
+"""Tokens of KV cache below which a server is of little use."""
+MOST_KV_TOKENS = 65_536
+"""Tokens of KV cache beyond which more is not kept, unless one context is longer, even where memory is left."""
+MOST_CHUNK = 8192
+"""Prompt tokens of one forward; longer prompts arrive in several."""
+LEAST_CHUNK = 256
+_SHARE = 8  # one part in so many of what experts could use goes to the KV cache, then to activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What the parts of a model take on its device.
+
+    Attributes:
+        dense_bytes: weights outside the routed experts, predictor included.
+        slot_bytes: one expert slot.
+        num_experts: routed experts of all layers.
+        min_slots: slots of the smallest pool that works.
+        kv_token_bytes: KV cache of one token.
+        token_bytes: activations of one token of a forward, at their peak.
+        max_context: tokens that the model was made for.
+    """
+
+    dense_bytes: int
+    slot_bytes: int
+    num_experts: int
+    min_slots: int
+    kv_token_bytes: int
+    token_bytes: int
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySplit:
+    """A division of device memory.
+
+    Attributes:
+        slots: expert slots.
+        kv_tokens: tokens of the KV cache, whole pages.
+        chunk_tokens: prompt tokens of one forward at most.
+        unused_bytes: what is left over.
+        why: for each of the three, in a few words.
+    """
+
+    slots: int
+    kv_tokens: int
+    chunk_tokens: int
+    unused_bytes: int
+    why: dict[str, str]
+
+
+def divide(
+    model: Footprint, memory_bytes: int, *, kv_tokens: int | None = None, chunk_tokens: int | None = None
+) -> MemorySplit:
+    """Divide memory between activations, KV cache and expert slots.
+
+    A KV cache of `LEAST_CONTEXT` tokens and activations of `LEAST_CHUNK` come first. Beyond them each gets a fixed
+    share of what is left, up to `GOOD_CONTEXT` and `MOST_CHUNK`, as long as experts lack slots. Where every expert has
+    a slot, the KV cache grows into the rest.
+
+    Args:
+        memory_bytes: for weights, activations, KV cache and slots together.
+        kv_tokens, chunk_tokens: fixed by the user; None chooses.
+
+    Raises:
+        CapacityError: the memory does not hold the least of each; the message lists the parts.
+    """
+    why = {"kv_tokens": "as set", "chunk_tokens": "as set"}
+    context = min(model.max_context, GOOD_CONTEXT)
+    kv = _pages(min(context, LEAST_CONTEXT) if kv_tokens is None else kv_tokens)
+    chunk = min(LEAST_CHUNK, kv) if chunk_tokens is None else chunk_tokens
+    fixed = model.dense_bytes + kv * model.kv_token_bytes + chunk * model.token_bytes
+    left = memory_bytes - fixed - model.min_slots * model.slot_bytes
+    if left < 0:
+        raise CapacityError(
+            f"{memory_bytes:,} bytes are too little: weights outside the experts take {model.dense_bytes:,}, KV cache "
+            f"for {kv:,} tokens {kv * model.kv_token_bytes:,}, activations {chunk * model.token_bytes:,} and at least "
+            f"{model.min_slots} expert slots {model.min_slots * model.slot_bytes:,}: {memory_bytes - left:,} in all; "
+            "allow that much, or set fewer kv_tokens"
+        )
+    if kv_tokens is None:
+        more = _more(left // _SHARE, model.kv_token_bytes, context - kv) // PAGE_TOKENS * PAGE_TOKENS
+        kv, left = kv + more, left - more * model.kv_token_bytes
+        why["kv_tokens"] = "a whole context" if kv >= context else f"1/{_SHARE} of what experts could use"
+    if chunk_tokens is None:
+        most = min(MOST_CHUNK, kv)
+        more = _more(left // _SHARE, model.token_bytes, most - chunk)
+        chunk, left = chunk + more, left - more * model.token_bytes
+        why["chunk_tokens"] = "whole prompts" if chunk >= most else f"1/{_SHARE} of what experts could use"
+    slots = min(model.num_experts, model.min_slots + left // model.slot_bytes)
+    left -= (slots - model.min_slots) * model.slot_bytes
+    why["slots"] = "every expert" if slots == model.num_experts else f"{slots / model.num_experts:.0%} of the experts"
+    if kv_tokens is None and slots == model.num_experts:
+        most = min(max(MOST_KV_TOKENS, model.max_context), 4 * model.max_context)
+        more = _more(left, model.kv_token_bytes, most - kv) // PAGE_TOKENS * PAGE_TOKENS
+        kv, left = kv + more, left - more * model.kv_token_bytes
+        why["kv_tokens"] = "what every expert in its slot leaves"
+    return MemorySplit(slots=slots, kv_tokens=kv, chunk_tokens=chunk, unused_bytes=left, why=why)
+
+
+def _more(room_bytes: int, item_bytes: int, most: int) -> int:
+    """How many more items of a size, at most `most`, fit into some room."""
+    return max(0, min(most, room_bytes // item_bytes))
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE_TOKENS) * PAGE_TOKENS

@@ -1,0 +1,349 @@
+"""What a trace says about caching, prefetching and placing its model's experts, without the model.
+
+Everything is chosen on every other request of each task and scored on the rest; each line carries what it was scored
+on. Of counts alone (no routes), what asks for the order of uses is said to be unknown.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from moetool.caching._policy import MIN_SLOTS
+from moetool.errors import UsageError
+from moetool.tables import numbered
+from moetool.trace.expert_counts import ExpertCounts
+from moetool.trace.reader import Trace
+from moetool.tuning.advice_counts import (
+    PlacementGain,
+    Stability,
+    balance_gain,
+    covered,
+    halve,
+    locality_gain,
+    stability,
+)
+from moetool.tuning.affinity_lookahead import AffinityCounts, Lookahead, look_ahead
+from moetool.tuning.candidates import best, servable, too_large
+from moetool.tuning.replay import ReplayRow, ReplaySetup, replay, whole_bytes
+
+BANDWIDTHS: dict[str, float] = {
+    "pcie3": 12e9,  # x16, as measured with pinned memory
+    "pcie4": 25e9,
+    "pcie5": 50e9,
+    "nvme": 6e9,  # PCIe 4 x4, large reads
+    "sata": 0.5e9,
+}
+DEVICE_MEMORY_BYTES_S = 1e12
+POOL = "one for all layers"
+BOUND = "belady"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdviceOptions:
+    """What advice is asked for.
+
+    Attributes:
+        shares: memory sizes, as shares of all experts.
+        policies: cache policies to compare; `auto`: all that keep the model's text and need no predictor.
+        bandwidths: from where experts are loaded, by name, bytes/s.
+        compute_s: time that a token takes to compute; None: what reading its experts from device memory takes at
+            `DEVICE_MEMORY_BYTES_S`, the least there is.
+        tokens: most tokens of each half that policies are replayed on, in whole requests but for the last.
+        ahead_tokens: most tokens that prefetching is judged on.
+    """
+
+    shares: tuple[float, ...] = (0.0625, 0.125, 0.25, 0.5, 0.75)
+    policies: tuple[str, ...] = ("lru", "lfu")
+    bandwidths: Mapping[str, float] = field(
+        default_factory=lambda: {name: BANDWIDTHS[name] for name in ("pcie4", "nvme")}
+    )
+    compute_s: float | None = None
+    tokens: int = 400
+    ahead_tokens: int = 150
+
+    def __post_init__(self) -> None:
+        if not self.shares or not all(0 < share <= 1 for share in self.shares):
+            raise UsageError(f"shares are {self.shares}, expected some above 0, at most 1")
+        if not all(rate > 0 for rate in self.bandwidths.values()):
+            raise UsageError(f"bandwidths are {dict(self.bandwidths)}, expected bytes/s above 0")
+        if self.compute_s is not None and self.compute_s <= 0:
+            raise UsageError(f"compute_s is {self.compute_s}, expected above 0")
+        if min(self.tokens, self.ahead_tokens) < 1:
+            raise UsageError(f"tokens and ahead_tokens are {self.tokens} and {self.ahead_tokens}, expected 1 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchLine:
+    """Prefetching over one link: milliseconds per token on demand and with it, and what that gains."""
+
+    link: str
+    bytes_s: float
+    demand_ms: float
+    prefetch_ms: float
+
+    @property
+    def gain(self) -> float:
+        """By how much a token gets faster, as a factor."""
+        return self.demand_ms / self.prefetch_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLine:
+    """The best cache for one memory size. Values are on held-out requests unless they say otherwise.
+
+    Attributes:
+        share: of all experts; `budget_bytes` and `slots` the same in bytes and whole experts.
+        pool: its form.
+        policy: the best on the requests that were chosen on; None of counts.
+        hit_rate_chosen: there.
+        hit_rate: on held-out requests.
+        bound: Belady's there.
+        pinned: the hit rate of pinning the most used experts, by counts.
+        loads: experts loaded for each decoded token; None without decoded tokens.
+        bound_loads: Belady's.
+        rows: every policy's hit rate.
+        lookahead: what prefetching by affinity would have moved.
+        prefetch: for each link.
+    """
+
+    share: float
+    budget_bytes: int
+    slots: int
+    pinned: float
+    pool: str = POOL
+    policy: str | None = None
+    hit_rate_chosen: float | None = None
+    hit_rate: float | None = None
+    bound: float | None = None
+    loads: float | None = None
+    bound_loads: float | None = None
+    rows: Mapping[str, float] = field(default_factory=dict)
+    lookahead: Lookahead | None = None
+    prefetch: tuple[PrefetchLine, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What a trace says.
+
+    Attributes:
+        model: its name, and `shape` its MoE layers in words.
+        chosen_on, scored_on: in words.
+        replayed_on: the part of `scored_on` that policies were replayed on, in words; None of counts.
+        held_out: whether any counts could be held out, and `replay_held_out` whether any requests to replay.
+        lines: by memory size.
+        stability: of the hot experts.
+        placements: what planned placements gain.
+        unknown: a sentence for each thing that cannot be said, and why.
+    """
+
+    model: str
+    shape: str
+    chosen_on: str
+    scored_on: str
+    replayed_on: str | None
+    held_out: bool
+    replay_held_out: bool
+    lines: tuple[MemoryLine, ...]
+    stability: Stability
+    placements: tuple[PlacementGain, ...]
+    unknown: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object; what is not known is null."""
+        return _finite(asdict(self))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def advise(
+    workload: Trace | ExpertCounts,
+    options: AdviceOptions | None = None,
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Advice:
+    """Read a trace, or counts, and say what pays.
+
+    Args:
+        on_progress: is called with what is going on, how much is done, and of how much.
+
+    Raises:
+        UsageError: the trace has no tokens, or an unknown policy.
+        MismatchError: it is damaged, or lacks a column that a policy needs.
+    """
+    options = options or AdviceOptions()
+    spec = workload.spec
+    on_progress("counting", 0, 1)
+    counts, used, held_out = halve(workload)
+    if not counts.tokens_QHLE.any():
+        raise UsageError(f"nothing to advise on: {workload.path} has no tokens; capture more prompts")
+    unknown: list[str] = []
+    replayed_on = None
+    if not counts.halves:
+        lone = "pass" if isinstance(workload, ExpertCounts) else "request"
+        unknown.append(f"Nothing is held out: there is one {lone}, so every number is of what it was chosen on.")
+    elif not held_out:
+        unknown.append(
+            "There is one request: counts are of its earlier half and scored on its later one, and policies are "
+            "replayed on what they were chosen on."
+        )
+    budgets = [_budget(workload, share) for share in options.shares]
+    pinned = covered(spec, counts.chosen_LE, counts.scored_LE, options.shares)
+    lines = [
+        MemoryLine(share=share, budget_bytes=budget, slots=budget // spec.slot_bytes, pinned=hits)
+        for share, budget, hits in zip(options.shares, budgets, pinned, strict=True)
+    ]
+    if isinstance(workload, ExpertCounts):
+        unknown.append(
+            "Counts do not tell the order of uses: which policy is best, how far from Belady's bound, and whether "
+            "prefetching pays cannot be said. Record routes for that."
+        )
+    else:
+        scored = held_out or used
+        lines = _replayed(workload, lines, used, scored, options, unknown, on_progress)
+        replayed_on = _words(workload, sample(workload, scored, options.tokens))
+    on_progress("placing", 0, 1)
+    gains = [balance_gain(counts), locality_gain(counts)]
+    if gains[0] is None:
+        unknown.append("Balance over GPUs is not planned: the experts of a layer do not divide among 8 GPUs.")
+    if gains[1] is None:
+        unknown.append("There is one task, so it cannot be said whether another one wants other experts.")
+    return Advice(
+        model=spec.name,
+        shape=f"{spec.num_layers} MoE layers of {spec.num_experts} experts, top-{max(spec.top_k_L)}",
+        chosen_on=_words(workload, used),
+        scored_on=_words(workload, held_out or used),
+        replayed_on=replayed_on,
+        held_out=counts.halves,
+        replay_held_out=bool(held_out),
+        lines=tuple(lines),
+        stability=stability(counts),
+        placements=tuple(gain for gain in gains if gain is not None),
+        unknown=tuple(unknown),
+    )
+
+
+def _budget(workload: Trace | ExpertCounts, share: float) -> int:
+    spec = workload.spec
+    whole = spec.total_experts * spec.slot_bytes if isinstance(workload, ExpertCounts) else whole_bytes(workload)
+    return max(int(share * whole), MIN_SLOTS * spec.slot_bytes)
+
+
+def _words(workload: Trace | ExpertCounts, requests: frozenset[int]) -> str:
+    if isinstance(workload, ExpertCounts):
+        return f"{len(requests):,} of {len(workload.requests):,} passes"
+    table = workload.requests.to_pylist()
+    tokens = sum(row["tokens"] for row in table if row["request"] in requests)
+    return f"{numbered(len(requests), 'request')} with {numbered(tokens, 'token')}"
+
+
+def sample(trace: Trace, requests: frozenset[int], tokens: int) -> frozenset[int]:
+    """Some of the requests, the tasks taking turns, until they have so many tokens; one at least."""
+    turns: dict[str, int] = {}
+    ordered = []
+    for row in trace.requests.to_pylist():
+        if row["request"] in requests and row["tokens"]:
+            turn = turns[row["task"]] = turns.get(row["task"], -1) + 1
+            ordered.append((turn, row["task"], row["request"], row["tokens"]))
+    chosen: list[int] = []
+    spent = 0
+    for _, _, request, size in sorted(ordered):
+        if chosen and spent + size > tokens:
+            continue
+        chosen.append(request)
+        spent += size
+    return frozenset(chosen)
+
+
+def _replayed(
+    trace: Trace,
+    lines: Sequence[MemoryLine],
+    used: frozenset[int],
+    held_out: frozenset[int],
+    options: AdviceOptions,
+    unknown: list[str],
+    on_progress: Callable[[str, int, int], None],
+) -> list[MemoryLine]:
+    """The lines with what replays say."""
+    names = servable(trace, None) if "auto" in options.policies else list(options.policies)
+    names = [name for name in dict.fromkeys(names) if name != BOUND]
+    sequential = trace.manifest["composition"]["kind"] != "log"
+    chosen_on, scored_on, ahead_on = (
+        sample(trace, requests, tokens)
+        for requests, tokens in (
+            (used, options.tokens),
+            (held_out, options.tokens),
+            (held_out, options.ahead_tokens),
+        )
+    )
+    fitting = {}
+    for line in lines:
+        lost = too_large(names, trace.spec, line.budget_bytes, {})
+        if fits := tuple(name for name in names if name not in lost):
+            fitting[line.budget_bytes] = fits
+        else:
+            unknown.append(f"No policy fits into {100 * line.share:.4g} % of the experts: {', '.join(lost)}.")
+    rows: dict[tuple[int, str], ReplayRow] = {}
+    shown: dict[tuple[int, str], ReplayRow] = {}
+    for fits in dict.fromkeys(fitting.values()):  # the trace is read once for all budgets that hold the same policies
+        budgets = [budget for budget, held in fitting.items() if held == fits]
+        for found, policies, requests in ((rows, fits, chosen_on), (shown, (*fits, BOUND), scored_on)):
+            on_progress("replaying", len(rows) + len(shown), 2 * len(lines) * len(names) + len(lines))
+            setup = ReplaySetup(requests=requests, sequential=sequential)
+            for row in replay(trace, list(policies), budgets, setup):
+                found[row.budget_bytes, row.policy] = row
+    affinity = AffinityCounts(trace, used)
+    made = []
+    for done, line in enumerate(lines):
+        on_progress("looking ahead", done, len(lines))
+        if line.budget_bytes not in fitting:
+            made.append(line)
+            continue
+        choice = best([rows[line.budget_bytes, name] for name in fitting[line.budget_bytes]])
+        held = {policy: row for (budget, policy), row in shown.items() if budget == line.budget_bytes}
+        ahead = look_ahead(trace, affinity, line.budget_bytes, ahead_on, sequential=sequential)
+        made.append(_line(trace, line, choice, held, ahead, options))
+    if all(line.lookahead is None for line in made):
+        unknown.append("No forward has a single new token, so prefetching while decoding cannot be judged.")
+    return made
+
+
+def _line(
+    trace: Trace,
+    line: MemoryLine,
+    choice: ReplayRow,
+    found: Mapping[str, ReplayRow],
+    ahead: Lookahead | None,
+    options: AdviceOptions,
+) -> MemoryLine:
+    spec, shown, bound = trace.spec, found[choice.policy], found[BOUND]
+    active = sum(k * size for k, size in zip(spec.top_k_L, spec.expert_bytes_L, strict=True))
+    compute_s = options.compute_s or active / DEVICE_MEMORY_BYTES_S
+    links = []
+    for link, bytes_s in options.bandwidths.items() if ahead is not None else ():
+        assert ahead is not None
+        demand_s, prefetch_s = ahead.seconds(spec.slot_bytes, bytes_s, compute_s)
+        links.append(PrefetchLine(link=link, bytes_s=bytes_s, demand_ms=demand_s * 1e3, prefetch_ms=prefetch_s * 1e3))
+    decodes = shown.decode_tokens > 0
+    return MemoryLine(
+        share=line.share,
+        budget_bytes=line.budget_bytes,
+        slots=shown.slots,
+        pinned=line.pinned,
+        policy=choice.policy,
+        hit_rate_chosen=choice.counts.hit_rate,
+        hit_rate=shown.counts.hit_rate,
+        bound=bound.counts.hit_rate,
+        loads=shown.loads_per_decode_token if decodes else None,
+        bound_loads=bound.loads_per_decode_token if decodes else None,
+        rows={name: row.counts.hit_rate for name, row in found.items()},
+        lookahead=ahead,
+        prefetch=tuple(links),
+    )

@@ -1,0 +1,257 @@
+"""How far SMoE may go from the router's choice: what each alpha takes and loses on a held-out text, measured live."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from statistics import fmean, median
+
+import torch
+
+from moetool import tables
+from moetool.cache_plan import CachePlan
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency
+from moetool.caching.smoe import choose_alpha
+from moetool.errors import UsageError
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.families import require_substitutable
+from moetool.models.loading import load_lazy, parse_dtype, use_threads
+from moetool.runtime.assembly import ServeOptions, expert_slots, fixed_bytes, slot_bytes
+from moetool.runtime.copies import stride_of
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.expert_store import open_store
+from moetool.types import ForwardInfo, Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaOptions:
+    """How alpha is measured.
+
+    Attributes:
+        alphas: where; 0, which changes nothing, is measured too.
+        tokens: of each text; shorter texts are left out.
+        known: tokens of each that are the prompt; the rest are fed one at a time, as decoding does.
+        texts: at most so many, evenly drawn from those that are long enough.
+        rounds: times that every alpha is timed, in turn; the time is the median over them. What is lost is measured
+            in the first.
+    """
+
+    alphas: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.5, 0.8)
+    tokens: int = 64
+    known: int = 8
+    texts: int = 8
+    rounds: int = 3
+
+    def __post_init__(self) -> None:
+        if len(set(self.alphas)) < 2 or not all(0 <= alpha <= 1 for alpha in self.alphas):
+            raise UsageError(f"alphas are {list(self.alphas)}, expected two or more different ones from 0 to 1")
+        if not 0 < self.known < self.tokens - 1 or self.texts < 1 or self.rounds < 1:
+            raise UsageError("expected 0 < known < tokens - 1, and at least one text and one round")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlphaPoint:
+    """What one alpha takes and loses.
+
+    Attributes:
+        tpot_s: mean seconds per token that is fed alone.
+        nats: mean cross-entropy of the text's next tokens.
+        same: share of the tokens whose likeliest next token is that of the first alpha.
+        hit_rate: of decoding.
+        bytes_per_token: loaded, of decoding.
+    """
+
+    alpha: float
+    tpot_s: float
+    nats: float
+    same: float
+    hit_rate: float
+    bytes_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    seconds: float
+    nats: float
+    likeliest: tuple[int, ...]
+    hit_rate: float
+    bytes_per_token: float
+
+
+def plan_alpha(
+    model: str,
+    texts: Sequence[str],
+    device_memory_bytes: int,
+    target_tpot_s: float,
+    *,
+    serve: ServeOptions | None = None,
+    options: AlphaOptions | None = None,
+    on_pass: Callable[[int], object] = lambda number: None,
+) -> tuple[CachePlan, list[AlphaPoint]]:
+    """The smallest alpha that is fast enough, by a curve through measured ones, as a plan for the policy smoe.
+
+    Args:
+        model: as everywhere.
+        texts: that neither the model was trained on nor anything else was chosen by.
+        device_memory_bytes: what the whole model may use.
+        target_tpot_s: R, the longest that a token may take.
+        serve: the options that the plan will be served with; `policy` has smoe's, of which alpha is chosen here.
+        on_pass: called after every pass over the texts.
+
+    Source: SMoE, Eq. 5 and section V-C (`moetool.caching.smoe.choose_alpha`). The paper minimises the loss by taking
+        the smallest alpha; what was lost is measured here too, and is in the plan's evidence, so that one sees whether
+        that holds for this model.
+
+    Raises:
+        UsageError: no alpha is fast enough, the options are not those of one CPU, the texts are too short, or nothing
+        in this model can be substituted.
+        CapacityError: the memory does not hold the model.
+    """
+    serve, options = serve or ServeOptions(), options or AlphaOptions()
+    if serve.device != "cpu" or serve.devices != 1 or serve.host_memory_bytes:
+        raise UsageError("alpha is measured on the CPU alone, on one device, with no tier of host memory between")
+    checkpoint = Checkpoint.open(model)
+    tokenizer = checkpoint.tokenizer
+    ids = [tokenizer(text)["input_ids"][: options.tokens] for text in texts]
+    long = [row for row in ids if len(row) == options.tokens]
+    count = min(options.texts, len(long))
+    ids_ST = [long[place * len(long) // count] for place in range(count)]
+    alphas = sorted({0.0, *options.alphas})
+    if not ids_ST:
+        raise UsageError(f"none of {len(texts)} texts has {options.tokens} tokens; give longer ones, or --set tokens=N")
+    dense, kv = fixed_bytes(checkpoint, serve)
+    passes: dict[float, list[_Pass]] = {}
+    for number in range(options.rounds):
+        for place, alpha in enumerate(alphas):
+            made = _feed(checkpoint, ids_ST, alpha, device_memory_bytes - dense - kv, serve, options.known)
+            passes.setdefault(alpha, []).append(made)
+            on_pass(number * len(alphas) + place + 1)
+    points = [_point(alpha, made, passes[0.0][0].likeliest) for alpha, made in passes.items()]
+    alpha = choose_alpha([p.alpha for p in points], [p.tpot_s for p in points], target_tpot_s)
+    return _plan(checkpoint, ids_ST, alpha, points, device_memory_bytes, target_tpot_s, serve), points
+
+
+def print_points(plan: CachePlan, points: Sequence[AlphaPoint]) -> None:
+    """A table on stdout."""
+    tables.print_table(
+        f"smoe with {plan.slots} of {plan.spec.total_experts} experts, live",
+        ("alpha", "ms / token", "nats / token", "more than alpha 0", "same token", "hit rate", "MB / token"),
+        [
+            [
+                f"{point.alpha:g}",
+                f"{point.tpot_s * 1e3:.2f}",
+                f"{point.nats:.4f}",
+                f"{point.nats - points[0].nats:+.4f}",
+                f"{100 * point.same:.1f} %",
+                f"{point.hit_rate:.3f}",
+                f"{point.bytes_per_token / 1e6:.3f}",
+            ]
+            for point in points
+        ],
+    )
+
+
+def _feed(
+    checkpoint: Checkpoint,
+    ids_ST: Sequence[Sequence[int]],
+    alpha: float,
+    budget_bytes: int,
+    serve: ServeOptions,
+    known: int,
+) -> _Pass:
+    """Feed the texts one after the other to a pool that begins empty: the first tokens at once, the others alone."""
+    loaded = load_lazy(checkpoint, parse_dtype(serve.dtype), products=serve.products)
+    require_substitutable(loaded.spec.name, "smoe")
+    use_threads(checkpoint.config, serve.threads)
+    slots = expert_slots(loaded, budget_bytes)
+    residency = Residency(build_policy("smoe", loaded.spec, {**serve.policy, "alpha": alpha}, slots))
+    runtime = ExpertRuntime(loaded, residency, open_store(loaded, residency, serve.io_threads))
+    seconds, nats, likeliest, forwards = [], [], [], 0
+    try:
+        for request, row in enumerate(ids_ST):
+            ids_1T, cache = torch.tensor([row]), None
+            for begin, end in [(0, known), *((i, i + 1) for i in range(known, len(row) - 1))]:
+                info = ForwardInfo(
+                    forward_id=forwards,
+                    request_T=(request,) * (end - begin),
+                    phase_T=(Phase.DECODE if begin else Phase.PREFILL,) * (end - begin),
+                    position_T=tuple(range(begin, end)),
+                    token_id_T=tuple(row[begin:end]),
+                )
+                began = time.perf_counter()
+                with torch.inference_mode():
+                    runtime.begin_forward(info)
+                    made = loaded.model(ids_1T[:, begin:end], past_key_values=cache, use_cache=True)
+                    runtime.end_forward()
+                cache, forwards = made.past_key_values, forwards + 1
+                if begin:
+                    seconds.append(time.perf_counter() - began)
+                    scores_V = made.logits[0, -1].float().log_softmax(-1)
+                    nats.append(-float(scores_V[row[end]]))
+                    likeliest.append(int(scores_V.argmax()))
+            residency.end_request(request)
+        counts = residency.decode
+    finally:
+        runtime.close()
+        assert loaded.files is not None
+        loaded.files.shards.close()
+    moved = counts.loads * loaded.spec.slot_bytes / len(seconds)
+    return _Pass(fmean(seconds), fmean(nats), tuple(likeliest), counts.hit_rate, moved)
+
+
+def _point(alpha: float, passes: Sequence[_Pass], reference: Sequence[int]) -> AlphaPoint:
+    first = passes[0]
+    return AlphaPoint(
+        alpha=alpha,
+        tpot_s=median(made.seconds for made in passes),
+        nats=first.nats,
+        same=fmean(map(int.__eq__, first.likeliest, reference)),
+        hit_rate=first.hit_rate,
+        bytes_per_token=first.bytes_per_token,
+    )
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    ids_ST: Sequence[Sequence[int]],
+    alpha: float,
+    points: Sequence[AlphaPoint],
+    device_memory_bytes: int,
+    target_tpot_s: float,
+    serve: ServeOptions,
+) -> CachePlan:
+    spec = checkpoint.spec
+    dense, kv = fixed_bytes(checkpoint, serve)
+    budget = device_memory_bytes - dense - kv
+    slots = min(budget // stride_of(slot_bytes(checkpoint, serve)), spec.total_experts)
+    built = build_policy("smoe", spec, {**serve.policy, "alpha": alpha}, slots)
+    nearest = min(points, key=lambda point: abs(point.alpha - alpha))
+    text = "\n".join(" ".join(map(str, row)) for row in ids_ST)
+    return CachePlan(
+        spec=spec,
+        policy="smoe",
+        options=asdict(built.options),
+        slots=slots,
+        prefetch_distance=built.distance if built.options.prefetch else 0,
+        device_memory_bytes=device_memory_bytes,
+        dense_bytes=dense,
+        kv_bytes=kv,
+        kv_tokens=serve.kv_tokens,
+        dtype=serve.dtype,
+        predictor_bytes=0,
+        budget_bytes=budget,
+        predictor=None,
+        trace_sha256=sha256(text.encode()).hexdigest(),
+        profile_sha256=None,
+        requests_used=tuple(range(len(ids_ST))),
+        requests_held_out=(),
+        evidence=tuple(asdict(point) for point in points),
+        target_tpot_s=target_tpot_s,
+        reason=(
+            f"alpha {alpha:.3f} is the smallest that a curve through the measured times brings to "
+            f"{target_tpot_s * 1e3:.4g} ms a token (SMoE, Eq. 5); at {nearest.alpha:g}, the nearest that was measured, "
+            f"a token took {nearest.tpot_s * 1e3:.2f} ms and the text lost {nearest.nats - points[0].nats:+.4f} nats a "
+            f"token against alpha {points[0].alpha:g}"
+        ),
+    )

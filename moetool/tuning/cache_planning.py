@@ -1,0 +1,297 @@
+"""From a trace and what a machine has to a checked plan, with its evidence and its bound."""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from moetool.cache_plan import CachePlan, PredictorReference
+from moetool.caching._policy import MIN_SLOTS
+from moetool.costing.costs import CostProfile
+from moetool.costing.pricing import TimelineOptions
+from moetool.errors import CapacityError, UsageError
+from moetool.tables import numbered
+from moetool.trace.reader import Trace
+from moetool.trace.same_prompts import repeated
+from moetool.tuning.candidates import Candidates, touched_bytes, tpot_s
+from moetool.tuning.frontier import budgets_between, frontier, least_budget
+from moetool.tuning.policy_tuning import PolicySetup, as_it_comes, tune
+from moetool.tuning.replay import DEFAULT_MACHINE, ReplayRow, ReplaySetup
+from moetool.types import ModelSpec
+
+_BOUND = "belady"
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """The memory of a device, and what of it is not for experts.
+
+    Attributes:
+        device_memory_bytes: what the whole model may use on the device.
+        dense_bytes: what its weights outside the routed experts take of that.
+        kv_bytes: what is kept of it for the keys and values of `kv_tokens`.
+        dtype: data type of everything but the experts.
+        slot_bytes: bytes of an expert in a slot; 0 for those that it takes as stored.
+    """
+
+    device_memory_bytes: int
+    dense_bytes: int = 0
+    kv_bytes: int = 0
+    kv_tokens: int = 0
+    dtype: str = "float32"
+    slot_bytes: int = 0
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What is taken before the first expert."""
+        return self.dense_bytes + self.kv_bytes
+
+    def as_stored(self, num_bytes: int, spec: ModelSpec) -> int:
+        """Bytes of slots as bytes of the experts in them as stored, which is what replays count."""
+        return num_bytes * spec.slot_bytes // self.slot_bytes if self.slot_bytes else num_bytes
+
+    def with_experts(self, stored_bytes: int, spec: ModelSpec) -> int:
+        """Device memory for experts of so many bytes as stored, and for all else."""
+        slots_bytes = -(-stored_bytes * self.slot_bytes // spec.slot_bytes) if self.slot_bytes else stored_bytes
+        return self.fixed_bytes + slots_bytes
+
+    def expert_bytes(self, spec: ModelSpec) -> int:
+        """What is left for experts, as bytes of experts as stored. Raises: CapacityError below the smallest pool."""
+        smallest_bytes = MIN_SLOTS * (self.slot_bytes or spec.slot_bytes)
+        needed_bytes = self.fixed_bytes + smallest_bytes
+        if self.device_memory_bytes < needed_bytes:
+            raise CapacityError(
+                f"{self.device_memory_bytes:,} bytes of device memory cannot hold {spec.name}: it needs at least "
+                f"{needed_bytes:,} ({self.dense_bytes:,} for the weights outside the experts, {self.kv_bytes:,} for "
+                f"keys and values, {smallest_bytes:,} for the smallest pool of {MIN_SLOTS} experts); raise "
+                f"--device-memory"
+            )
+        return self.as_stored(self.device_memory_bytes - self.fixed_bytes, spec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPredictor:
+    """The predictor that a plan may use, if any.
+
+    Attributes:
+        predictor: a `moetool.learning.predictor.Predictor`.
+        predictor_bytes: what it takes of the device memory; only policies that use it pay.
+        reference: names it in the plan.
+        trained_on: requests of the trace that it has seen.
+    """
+
+    predictor: Any = None
+    predictor_bytes: int = 0
+    reference: PredictorReference | None = None
+    trained_on: Collection[int] = ()
+
+    @classmethod
+    def load(cls, folder: Path, trace: Trace) -> "PlanPredictor":
+        """The predictor in a folder. Raises: MismatchError where it is of another model than the trace."""
+        from moetool.learning.predictor import load_predictor
+
+        predictor = load_predictor(folder)
+        trace.spec.require_same(predictor.spec, "the trace", "the predictor")
+        return cls(
+            predictor=predictor,
+            predictor_bytes=predictor.num_bytes,
+            reference=PredictorReference(name=predictor.name, sha256=predictor.sha256, path=str(folder.resolve())),
+            trained_on=_trained_on(trace, predictor.card),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSearch:
+    """What a plan is chosen among, and by which measure.
+
+    Attributes:
+        policies: candidates; by default every lossless policy that can serve with what there is, in the slots that
+            fit.
+        options: values for the `Options` of policies, by the policy's name.
+        profile: costs of the machine to plan for.
+        timeline: which of the profile's devices, data types and tiers.
+        target_tpot_s: plan for the least memory, up to the device's, in which the best policy as it comes takes at
+            most this time per output token. It is met on the requests that the choice is made on; the plan's reason
+            says whether it is on the others.
+        frontier: for so many budgets, from the smallest pool to all experts, the plan shows the best policy too.
+        tuned: try prefetch distances, pinned experts and limits of prefetching (`moetool.tuning.policy_tuning`).
+        seed: of the split of the requests.
+    """
+
+    policies: Sequence[str] | None = None
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    profile: CostProfile | None = None
+    timeline: TimelineOptions = DEFAULT_MACHINE
+    target_tpot_s: float | None = None
+    frontier: int = 0
+    tuned: bool = False
+    seed: int = 0
+
+
+ALL_CANDIDATES = CacheSearch()
+NO_PREDICTOR = PlanPredictor()
+
+
+def plan_cache(
+    trace: Trace, memory: DeviceBudget, search: CacheSearch = ALL_CANDIDATES, predictor: PlanPredictor = NO_PREDICTOR
+) -> CachePlan:
+    """Choose the cache policy that moves the fewest bytes per decode token, and show it on other requests.
+
+    With a profile the choice is the policy with the shortest time per output token instead.
+
+    The requests that the predictor was not trained on are halved at random. Every candidate is replayed on the
+    first half, where the choice is made, and again on the second, which gives the plan's evidence.
+
+    Raises:
+        MismatchError: the profile is of another model, or lacks what the timeline needs.
+        CapacityError: what is left for experts is below the smallest legal pool, or below what one of
+            `search.policies` needs, or no pool that fits is fast enough.
+        UsageError: too few requests to choose on some and show on others, no candidate, or a time to reach without a
+            profile or without decoded tokens.
+    """
+    spec, profile, target_tpot_s = trace.spec, search.profile, search.target_tpot_s
+    budget = memory.expert_bytes(spec)
+
+    def device_bytes(stored_bytes: int) -> int:
+        return memory.with_experts(stored_bytes, spec)
+
+    used, held_out = _split(trace, frozenset(predictor.trained_on), search.seed)
+    setup = ReplaySetup(
+        options=search.options, predictor=predictor.predictor, profile=profile, timeline=search.timeline
+    )
+    candidates = Candidates(
+        trace,
+        used,
+        held_out,
+        setup,
+        names=search.policies,
+        predictor_bytes=memory.as_stored(predictor.predictor_bytes, spec),
+    )
+    left_out = candidates.require(budget)
+    budgets = budgets_between(spec, search.frontier)
+    if target_tpot_s is not None:
+        if profile is None:
+            raise UsageError("a time per output token to reach needs the costs of a machine; give a profile")
+        budget = least_budget(candidates, budget, target_tpot_s, budgets, device_bytes)
+        left_out = candidates.left_out(budget)
+    candidates.winners([*budgets, budget])  # reads the trace once for all of them
+    plain = as_it_comes(candidates, budget)
+    chosen = tune(candidates, budget, plain) if search.tuned else plain
+    (evidence,) = candidates.rows([budget], held_out, _BOUND)
+    untuned = next(row for row in evidence if row.policy == plain.row.policy)
+    points = frontier(candidates, budgets, budget, untuned, device_bytes) if search.frontier else []
+    if chosen is not plain:
+        shown = chosen.replay(candidates, held_out)
+        evidence = [shown if row.policy == shown.policy else row for row in evidence]
+    choice = chosen.row
+    predicts = candidates.pays(choice.policy)
+    _LOG.info("chosen: %s in %d bytes; left out: %s", choice.policy, budget, left_out)
+    return CachePlan(
+        spec=spec,
+        policy=choice.policy,
+        options=chosen.options,
+        slots=choice.slots,
+        pinned=tuple(divmod(key, spec.num_experts) for key in chosen.pinned),
+        prefetch_distance=chosen.distance,
+        limits=chosen.limits,
+        device_memory_bytes=memory.device_memory_bytes if target_tpot_s is None else device_bytes(budget),
+        dense_bytes=memory.dense_bytes,
+        kv_bytes=memory.kv_bytes,
+        kv_tokens=memory.kv_tokens,
+        dtype=memory.dtype,
+        slot_bytes=memory.slot_bytes or spec.slot_bytes,
+        predictor_bytes=predictor.predictor_bytes if predicts else 0,
+        budget_bytes=choice.budget_bytes,
+        predictor=predictor.reference if predicts else None,
+        trace_sha256=trace.sha256,
+        profile_sha256=None if profile is None else profile.sha256,
+        requests_used=tuple(sorted(used)),
+        requests_held_out=tuple(sorted(held_out)),
+        evidence=tuple(row.to_json() for row in evidence),
+        frontier=tuple(point.to_json() for point in points),
+        target_tpot_s=target_tpot_s,
+        reason=_reason(choice.policy, evidence, len(used), len(held_out), left_out)
+        + (f"; {_tuning(chosen, untuned)}" if chosen is not plain else "")
+        + (f"; {_target(target_tpot_s, choice, evidence)}" if target_tpot_s is not None else ""),
+    )
+
+
+def _trained_on(trace: Trace, card: Mapping[str, Any]) -> frozenset[int]:
+    """The requests of this trace whose prompts a predictor has seen, by its card: trained on or validated on."""
+    if card["trace"]["sha256"] == trace.sha256:
+        return frozenset([*card["requests"]["train"], *card["requests"]["validation"]])
+    return repeated(trace, card["seen_prompts"])
+
+
+def _split(trace: Trace, trained_on: frozenset[int], seed: int) -> tuple[frozenset[int], frozenset[int]]:
+    """The requests to choose on and those to show the choice on."""
+    table = trace.requests
+    tokens = zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True)
+    unseen = sorted(request for request, num_tokens in tokens if num_tokens and request not in trained_on)
+    if len(unseen) < 2:
+        raise UsageError(
+            f"{trace.path} has {numbered(len(unseen), 'request')} that the predictor was not trained on, and a plan "
+            f"needs two (one to choose on, one to show it on); capture more prompts"
+        )
+    Random(seed).shuffle(unseen)
+    half = len(unseen) // 2
+    return frozenset(unseen[:half]), frozenset(unseen[half:])
+
+
+def _reason(
+    chosen: str, evidence: Sequence[ReplayRow], num_used: int, num_held_out: int, left_out: Mapping[str, str]
+) -> str:
+    """One sentence with the numbers of the held-out requests."""
+    timed = all(row.timing is not None and row.timing.tpot_mean_s is not None for row in evidence)
+    show = _milliseconds if timed else _moved
+    values = {row.policy: show(row) for row in evidence}
+    hits = {row.policy: f"{100 * row.decode.hit_rate:.1f} %" for row in evidence}
+    others = ", ".join(f"{name} {values[name]}" for name in values if name not in (chosen, _BOUND))
+    absent = "; ".join(f"{name}, {why}" for name, why in left_out.items())
+    if timed:
+        won, does = "had the shortest time per output token", "takes"
+    else:
+        won, does = "moved the fewest bytes per decode token", "moves"
+    return (
+        f"{chosen} {won} on {num_used} requests; on {num_held_out} others, held out, it {does} {values[chosen]} at a "
+        f"decode hit rate of {hits[chosen]}{f' (the other candidates: {others})' if others else ''}, and {_BOUND}, "
+        f"which knows the future and makes the fewest loads in all, {values[_BOUND]}"
+        f"{f' (left out: {absent})' if absent else ''}"
+    )
+
+
+def _tuning(setup: PolicySetup, untuned: ReplayRow) -> str:
+    """What was changed, and what the winner without it takes on the held-out requests."""
+    parts = []
+    if setup.distance:
+        parts.append(f"prefetch distance {setup.distance}")
+    if setup.pinned:
+        parts.append(f"{len(setup.pinned)} experts pinned")
+    if setup.limits is not None and setup.limits.forward_bytes is not None:
+        parts.append(f"at most {setup.limits.forward_bytes:,} bytes prefetched in a forward")
+    elif setup.limits is not None:
+        parts.append(f"prefetching stopped below a recall of {setup.limits.min_recall}")
+    show = _moved if tpot_s(untuned) is None else _milliseconds
+    return f"tuned: {', '.join(parts)}; untuned, {untuned.policy} was the best, which takes {show(untuned)} there"
+
+
+def _target(target_s: float, choice: ReplayRow, evidence: Sequence[ReplayRow]) -> str:
+    """Whether the time to reach is reached on the held-out requests too."""
+    shown = next(tpot_s(row) for row in evidence if row.policy == choice.policy)
+    there = "they have no decoded tokens" if shown is None else "met" if shown <= target_s else "missed"
+    return (
+        f"{choice.slots} slots are what was found to bring a token to {target_s * 1e3:,.4g} ms where it was chosen "
+        f"({_milliseconds(choice)}); on the held-out requests: {there}"
+    )
+
+
+def _moved(row: ReplayRow) -> str:
+    return f"{touched_bytes(row):,.0f}"
+
+
+def _milliseconds(row: ReplayRow) -> str:
+    assert row.timing is not None and row.timing.tpot_mean_s is not None
+    return f"{row.timing.tpot_mean_s * 1e3:,.2f} ms"

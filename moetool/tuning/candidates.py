@@ -1,0 +1,223 @@
+"""The cache policies that a plan may choose from, and what replaying them in a budget costs."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from moetool import plugins
+from moetool.caching._devices import own_part, split_slots
+from moetool.caching._policy import MIN_SLOTS, parse_options, policy_class, require_slots, slots_within
+from moetool.costing.pricing import Prices, with_host_costs
+from moetool.errors import UsageError
+from moetool.trace.reader import Trace
+from moetool.tuning.replay import AS_RECORDED, ReplayRow, ReplaySetup, replay
+from moetool.types import ModelSpec
+
+_LOG = logging.getLogger(__name__)
+
+
+def servable(trace: Trace, predictor: Any) -> list[str]:
+    """The policies that keep the model's text and can work with this trace's columns and this predictor, if any."""
+    kinds = {name: policy_class(name) for name in plugins.names("policy")}
+    return [
+        name
+        for name, kind in kinds.items()
+        if kind.lossless
+        and not kind.needs_future
+        and kind.needs <= trace.columns
+        and sees_far_enough(name, trace)
+        and (predictor is not None or not kind.needs_predictor)
+    ]
+
+
+def sees_far_enough(policy: str, trace: Trace, options: Mapping[str, Any] | None = None) -> bool:
+    """Whether a policy that asks later gates finds them in the trace as many layers ahead as it looks."""
+    kind = policy_class(policy)
+    distance = getattr(parse_options(policy, options or {}), "distance", kind.prefetch_distance)
+    return "ahead" not in kind.needs or trace.ahead >= min(distance, trace.spec.num_layers - 1)
+
+
+def too_large(
+    names: Iterable[str],
+    spec: ModelSpec,
+    budget_bytes: int,
+    options: Mapping[str, Mapping[str, Any]],
+    devices: int = 1,
+) -> dict[str, str]:
+    """Those of the policies that need more slots than (each device's part of) a budget holds, and why in words."""
+    slots = min(split_slots(spec, slots_within(spec, budget_bytes), devices))
+    sizes = own_part(spec, 0, devices)
+    needs = {name: policy_class(name).min_slots(sizes, parse_options(name, options.get(name, {}))) for name in names}
+    return {name: f"which needs {fewest} slots" for name, fewest in needs.items() if fewest > slots}
+
+
+def best(rows: Sequence[ReplayRow]) -> ReplayRow:
+    """The shortest time per output token, on a timeline; the fewest bytes per decode token, without; then the fewest
+    bytes in all; then the smallest pool.
+    """
+
+    def cost(row: ReplayRow) -> tuple[float, float, int, int]:
+        seconds = row.timing.tpot_mean_s if row.timing is not None else None
+        return seconds or 0.0, touched_bytes(row), row.loaded_bytes, row.slots
+
+    return min(rows, key=cost)
+
+
+def touched_bytes(row: ReplayRow) -> float:
+    """Bytes for each decode token that were loaded, or that the host computed with where they lie."""
+    return row.bytes_per_decode_token + row.host_bytes_per_decode_token
+
+
+def tpot_s(row: ReplayRow) -> float | None:
+    """Mean time per output token; None without a timeline, or without such tokens."""
+    return None if row.timing is None else row.timing.tpot_mean_s
+
+
+class Candidates:
+    """Policies to choose from, replayed on one half of the requests; each budget only once.
+
+    Attributes:
+        spec: the model.
+        options: values for the policies' `Options`, with the host's costs where a policy weighs them.
+        used: the requests that choices are made on.
+        held_out: the requests that they are shown on.
+
+    Policies that compute on the host are timed as if what they compute lay in its memory; where it lies on disk, only
+    those asked for by name are candidates.
+
+    Args:
+        setup: predictor, options and machine that they are replayed with.
+        names: the candidates; those of `servable` if not given.
+        predictor_bytes: what the predictor takes; only policies that use it pay.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        used: frozenset[int],
+        held_out: frozenset[int],
+        setup: ReplaySetup = AS_RECORDED,
+        *,
+        names: Sequence[str] | None = None,
+        predictor_bytes: int = 0,
+    ) -> None:
+        self.trace, self.spec = trace, trace.spec
+        self.used, self.held_out = used, held_out
+        self.options: dict[str, Mapping[str, Any]] = dict(setup.options)
+        profile, timeline = setup.profile, setup.timeline
+        self._asked = bool(names)
+        self._names = list(names) if names else servable(trace, setup.predictor)
+        if profile is not None:
+            self.options = with_host_costs(self._names, self.options, Prices(profile, trace.spec, timeline))
+        self._setup = replace(setup, options=self.options, pool="slots")
+        self._predictor_bytes = predictor_bytes
+        self._rows: dict[int, list[ReplayRow]] = {}
+        self._mispriced: dict[str, str] = {}
+        for name in self._names:
+            chosen = parse_options(name, self.options.get(name, {}))
+            hosts = policy_class(name).computes_on_host or getattr(chosen, "splits", False)
+            if hosts and profile is not None and timeline.tier == "disk" and not self._asked:
+                self._mispriced[name] = "whose experts on the host are timed as if they lay in its memory, not on disk"
+
+    @property
+    def whole_bytes(self) -> int:
+        """The budget in which every candidate can keep every expert."""
+        paid = self._predictor_bytes if any(self.pays(name) for name in self._names) else 0
+        return self.spec.total_experts * self.spec.slot_bytes + paid
+
+    def pays(self, name: str) -> bool:
+        """Whether a policy's predictor comes out of its budget."""
+        predictor = self._setup.predictor
+        return predictor is not None and policy_class(name).uses(predictor)
+
+    def for_experts(self, name: str, budget_bytes: int) -> int:
+        """What a policy has left of a budget for experts."""
+        return budget_bytes - (self._predictor_bytes if self.pays(name) else 0)
+
+    def left_out(self, budget_bytes: int) -> dict[str, str]:
+        """The candidates that do not fit into a budget, and why."""
+        lost = dict(self._mispriced)
+        for name in self._names:
+            if name in lost:
+                continue
+            room = self.for_experts(name, budget_bytes)
+            if room < MIN_SLOTS * self.spec.slot_bytes:
+                lost[name] = f"whose predictor of {self._predictor_bytes:,} bytes leaves no room for experts"
+            else:
+                lost |= too_large([name], self.spec, room, self.options)
+        return lost
+
+    def fitting(self, budget_bytes: int) -> list[str]:
+        """The candidates that fit into a budget."""
+        lost = self.left_out(budget_bytes)
+        return [name for name in self._names if name not in lost]
+
+    def require(self, budget_bytes: int) -> dict[str, str]:
+        """The candidates that do not fit, where that may be said in passing.
+
+        Raises:
+            CapacityError: none fits, or one that was asked for by name needs more slots than there are.
+        """
+        lost = self.left_out(budget_bytes)
+        if len(lost) == len(self._names) or self._asked:
+            roomy = [n for n in self._names if self.for_experts(n, budget_bytes) >= MIN_SLOTS * self.spec.slot_bytes]
+            for name in roomy or self._names:
+                slots = slots_within(self.spec, self.for_experts(name, budget_bytes))
+                require_slots(name, self.spec, self.options.get(name, {}), slots)
+        return lost
+
+    def rows(self, budgets: Sequence[int], requests: frozenset[int], *also: str) -> list[list[ReplayRow]]:
+        """For each budget the rows of the candidates that fit, and of the policies named in `also`.
+
+        The trace is read once for all policies that fit into the same budgets.
+        """
+        made: list[dict[str, ReplayRow]] = [{} for _ in budgets]
+        lost = [self.left_out(budget) for budget in budgets]
+        groups: dict[tuple[tuple[int, int], ...], list[str]] = {}
+        for name in (*self._names, *also):
+            fits = tuple((i, self.for_experts(name, b)) for i, b in enumerate(budgets) if name not in lost[i])
+            groups.setdefault(fits, []).append(name)
+        for fits, names in groups.items():
+            if not fits:
+                continue
+            replayed = self.replay(names, [room for _, room in fits], requests)
+            for (name, (i, _)), row in zip(product(names, fits), replayed, strict=True):
+                made[i][name] = row
+        order = sorted((*self._names, *also), key=self.pays)
+        return [[found[name] for name in order if name in found] for found in made]
+
+    def replay(
+        self, names: Sequence[str], budgets: Sequence[int], requests: frozenset[int], **changes: Any
+    ) -> list[ReplayRow]:
+        """`moetool.tuning.replay.replay` on this trace and machine.
+
+        Args:
+            budgets: for experts alone.
+            changes: values of `ReplaySetup` in place of the candidates' own.
+        """
+        return replay(self.trace, names, budgets, replace(self._setup, requests=requests, **changes))
+
+    def winners(self, budgets: Iterable[int]) -> dict[int, ReplayRow]:
+        """The best candidate for each budget, on the requests that choices are made on; not where none fits."""
+        budgets = sorted(set(budgets))
+        missing = [budget for budget in budgets if budget not in self._rows]
+        for budget, rows in zip(missing, self.rows(missing, self.used) if missing else (), strict=True):
+            self._rows[budget] = rows
+            for row in rows:
+                _LOG.info(
+                    "candidate %s in %d bytes: %d slots, decode hit rate %.4f, %.0f bytes and %s s a token",
+                    *(row.policy, budget, row.slots, row.decode.hit_rate, touched_bytes(row), tpot_s(row)),
+                )
+        return {budget: best(self._rows[budget]) for budget in budgets if self._rows[budget]}
+
+    def require_decoding(self, row: ReplayRow) -> float:
+        """A row's time per output token. Raises: UsageError if the requests decode nothing."""
+        seconds = tpot_s(row)
+        if seconds is None:
+            raise UsageError(
+                f"{self.trace.path} has no decoded tokens among the requests that a plan is chosen on, so there is no "
+                f"time per output token; capture with --max-new-tokens, and plan with --profile"
+            )
+        return seconds

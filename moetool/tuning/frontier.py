@@ -1,0 +1,130 @@
+"""Memory against latency: the best cache policy for each budget, and the least budget that is fast enough."""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moetool.caching._policy import MIN_SLOTS
+from moetool.errors import CapacityError
+from moetool.tuning.candidates import Candidates, touched_bytes, tpot_s
+from moetool.tuning.replay import ReplayRow
+from moetool.types import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """The best policy for one budget.
+
+    Attributes:
+        device_memory_bytes: for the whole model.
+        policy: the best of the candidates on the requests that choices are made on.
+        slots: of its pool.
+        tpot_used_s: mean time per output token on those requests; None without a profile.
+        tpot_held_out_s: the same on the others.
+        bytes_used: bytes that a decode token loads, or has the host compute with, on those requests.
+        bytes_held_out: the same on the others.
+        chosen: whether it is the plan's own budget.
+    """
+
+    device_memory_bytes: int
+    policy: str
+    slots: int
+    tpot_used_s: float | None
+    tpot_held_out_s: float | None
+    bytes_used: float
+    bytes_held_out: float
+    chosen: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """A flat object."""
+        return asdict(self)
+
+
+def budgets_between(spec: ModelSpec, count: int) -> list[int]:
+    """So many budgets, evenly from the smallest legal pool to that of all experts; none for 0, the first for 1."""
+    spread = spec.total_experts - MIN_SLOTS
+    steps = range(count) if spread > 0 else range(min(count, 1))
+    return [(MIN_SLOTS + spread * i // max(count - 1, 1)) * spec.slot_bytes for i in steps]
+
+
+def frontier(
+    candidates: Candidates,
+    budgets: Iterable[int],
+    chosen: int,
+    chosen_held_out: ReplayRow,
+    device_bytes: Callable[[int], int],
+) -> list[Point]:
+    """The best policy for each budget and the chosen one, with what it takes on held-out requests.
+
+    Args:
+        chosen_held_out: that of the chosen budget, there.
+        budgets: bytes for experts and predictor; those in which no candidate fits are left out.
+        device_bytes: the device memory that a budget for experts makes with all else.
+    """
+    winners = candidates.winners([*budgets, chosen])
+    by_policy: dict[str, list[int]] = {}
+    for budget, row in winners.items():
+        if budget != chosen:
+            by_policy.setdefault(row.policy, []).append(budget)
+    shown = {chosen: chosen_held_out}
+    for policy, its in by_policy.items():
+        rooms = [candidates.for_experts(policy, budget) for budget in its]
+        shown |= zip(its, candidates.replay([policy], rooms, candidates.held_out), strict=True)
+    return [
+        Point(
+            device_memory_bytes=device_bytes(budget),
+            policy=row.policy,
+            slots=row.slots,
+            tpot_used_s=tpot_s(row),
+            tpot_held_out_s=tpot_s(shown[budget]),
+            bytes_used=touched_bytes(row),
+            bytes_held_out=touched_bytes(shown[budget]),
+            chosen=budget == chosen,
+        )
+        for budget, row in winners.items()
+    ]
+
+
+def least_budget(
+    candidates: Candidates, most_bytes: int, target_s: float, budgets: Iterable[int], device_bytes: Callable[[int], int]
+) -> int:
+    """The least budget whose best policy brings a token within a time, on the requests that choices are made on.
+
+    Found by bisection over slots, between the last of `budgets` that is too slow and the first that is not. More slots
+    are taken not to be slower in between, which no policy that prefetches promises: the budget found is fast enough,
+    and one slot less is not, but a still smaller one could be.
+
+    Args:
+        most_bytes: the largest budget to think of.
+        budgets: that are tried first, in one reading of the trace.
+        device_bytes: as for `frontier`, for the message.
+
+    Raises:
+        CapacityError: none of those tried is fast enough.
+    """
+    slot_bytes = candidates.spec.slot_bytes
+    most_bytes = min(most_bytes, candidates.whole_bytes)
+    smallest = MIN_SLOTS * slot_bytes
+    tried = sorted({smallest, most_bytes, *(budget for budget in budgets if smallest < budget < most_bytes)})
+    winners = candidates.winners(tried)
+    seconds = {budget: candidates.require_decoding(row) for budget, row in winners.items()}
+    first = next((budget for budget in tried if seconds.get(budget, target_s + 1) <= target_s), None)
+    if first is None:
+        budget = min(seconds, key=lambda budget: (seconds[budget], budget))
+        raise CapacityError(
+            f"no policy brings a token to {target_s * 1e3:,.4g} ms in {device_bytes(most_bytes):,} bytes of device "
+            f"memory; the best is {seconds[budget] * 1e3:,.4g} ms, by {winners[budget].policy} with "
+            f"{winners[budget].slots} slots ({device_bytes(budget):,} bytes); allow that, or raise --device-memory"
+        )
+    if first == smallest:
+        return first
+    slow = tried[tried.index(first) - 1]
+
+    def fast_enough(slots: int) -> bool:
+        row = candidates.winners([slots * slot_bytes]).get(slots * slot_bytes)
+        return row is not None and candidates.require_decoding(row) <= target_s
+
+    between = range(slow // slot_bytes + 1, -(-first // slot_bytes))  # slots whose budget is below the first
+    at = bisect_left(between, True, key=fast_enough)
+    return between[at] * slot_bytes if at < len(between) else first

@@ -1,0 +1,194 @@
+"""From a model, or its config alone, and this machine to a `CostProfile`."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool.costing.costs import ComputeCosts, CostProfile, Curve, LoadCosts
+from moetool.errors import UsageError
+from moetool.learning.predictor import load_predictor
+from moetool.machine import load_average, read_machine
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import DTYPES, parse_dtype, use_threads
+from moetool.models.location import shape_names
+from moetool.models.tensor_index import has_weights
+from moetool.tuning.probes.disk import disk_costs, scratch_shards
+from moetool.tuning.probes.expert_compute import expert_curve
+from moetool.tuning.probes.host_copies import copy_costs
+from moetool.tuning.probes.layer import LayerCurves, layer_curves
+from moetool.tuning.probes.link import link_curve, parse_peer
+from moetool.tuning.probes.prediction import prediction_curve
+from moetool.types import ModelSpec
+
+_SCRATCH_EXPERTS = 32
+MIN_SCRATCH_BYTES, _MAX_SCRATCH_BYTES = 64 * 10**6, 512 * 10**6
+
+_Stages = dict[tuple[str, ...], Callable[[float], Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """What is measured, and for how long.
+
+    Attributes:
+        config_only: there are no weights: reads are timed on a file of random bytes.
+        dtype: of everything but the routed experts; float32 and bfloat16 both, if not said.
+        seconds: how long to measure. Everything is measured once, however long that takes.
+        threads: of the arithmetic on the CPU; 0 chooses as the server does.
+        predictor: folder of a trained predictor to time.
+        peer: HOST:PORT of a `moetool profile --listen`.
+        scratch: a folder on the disk to try, for the file of random bytes.
+    """
+
+    config_only: bool = False
+    dtype: str | None = None
+    seconds: float = 120.0
+    threads: int = 0
+    predictor: Path | None = None
+    peer: str | None = None
+    scratch: Path = Path()
+
+
+EVERYTHING = ProfileOptions()
+
+
+def profile(
+    model: str, options: ProfileOptions = EVERYTHING, on_progress: Callable[[int], None] | None = None
+) -> CostProfile:
+    """Measure what a model costs on this machine.
+
+    Arithmetic is timed on random weights of the model's shape, one layer at a time, since values do not change the
+    time; reads are timed on the model's own files, or, by config alone, on a file of random bytes.
+
+    Args:
+        model: as `moetool.models.checkpoint.Checkpoint.open` takes it.
+        on_progress: called with how much is done, in percent.
+
+    Effects: sets torch's number of threads.
+
+    Raises:
+        UsageError: there is no such model, config, data type, predictor or peer.
+        MismatchError: the weight files are damaged, or the predictor is of another model.
+        CapacityError: memory for one layer, or disk for the file, is short.
+    """
+    began = time.perf_counter()
+    busy = load_average()
+    dtypes = [parse_dtype(options.dtype)] if options.dtype else [torch.float32, torch.bfloat16]
+    peer = options.peer
+    if peer is not None:
+        parse_peer(peer)
+    checkpoint = _open(model, options.config_only)
+    spec = checkpoint.spec
+    num_threads = use_threads(checkpoint.config, options.threads)
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+    stages: _Stages = {}
+    if peer is not None:
+        stages["link",] = lambda share: link_curve(peer, share)
+    if options.predictor is not None:
+        stages["predictor",] = _predictor_stage(options.predictor, spec, options.config_only)
+    fastest = None if "cuda" in devices else dtypes[-1]
+    stages["disk",] = lambda share: _disk(checkpoint, fastest, options.scratch, share)
+    if "cuda" in devices:
+        stages["copies",] = lambda share: copy_costs(spec.slot_bytes, share)
+    for device in devices:
+        for kind in dtypes:
+            stages["expert", device, _name(kind)] = partial(_expert, checkpoint, kind, device)
+            stages["layer", device, _name(kind)] = partial(layer_curves, checkpoint, kind, device)
+    with checkpoint:
+        results = _run(stages, options.seconds, on_progress)
+
+    compute = [_compute_costs(checkpoint, device, kind, num_threads, results) for device in devices for kind in dtypes]
+    loads: tuple[LoadCosts, ...] = (*results["disk",], *results.get(("copies",), ()))
+    return CostProfile(
+        spec=spec,
+        config_only=options.config_only,
+        num_hidden_layers=int(checkpoint.config.num_hidden_layers),
+        machine=read_machine(),
+        load_average=busy,
+        measured_s=time.perf_counter() - began,
+        compute=tuple(compute),
+        loads=loads,
+        predictor=results.get(("predictor",)),
+        peer=peer,
+        link=results.get(("link",)),
+    )
+
+
+def _run(stages: _Stages, seconds: float, on_progress: Callable[[int], None] | None) -> dict[tuple[str, ...], Any]:
+    """Run the stages in order; each has an equal share of the time that the ones before it have left."""
+    began = time.perf_counter()
+    results = {}
+    for done, (name, stage) in enumerate(stages.items()):
+        left = seconds - (time.perf_counter() - began)
+        results[name] = stage(max(0.0, left) / (len(stages) - done))
+        if on_progress is not None:
+            on_progress(100 * (done + 1) // len(stages))
+    return results
+
+
+def _open(model: str, config_only: bool) -> Checkpoint:
+    if not config_only and model in shape_names():
+        raise UsageError(f"{model} is a shape without weights; profile it with --config-only")
+    checkpoint = Checkpoint.open(model, weights=not config_only)
+    if not config_only and not has_weights(checkpoint.path):
+        raise UsageError(f"{checkpoint.path} holds no .safetensors weights; profile its shape with --config-only")
+    return checkpoint
+
+
+def _predictor_stage(path: Path, spec: ModelSpec, config_only: bool) -> Callable[[float], Curve]:
+    if config_only:
+        raise UsageError("a predictor belongs to a model's weights; leave out --config-only or --predictor")
+    predictor = load_predictor(path)
+    spec.require_same(predictor.spec, "the model", "the predictor")
+    return lambda share: prediction_curve(predictor, share)
+
+
+def _expert(checkpoint: Checkpoint, dtype: torch.dtype, device: str, share: float) -> Curve:
+    files = None
+    if checkpoint.weights and checkpoint.quantization:
+        files = checkpoint.expert_files(fastest=dtype if device == "cpu" else None)
+    form, weights = checkpoint.layers[0].form, checkpoint.declared_dtype
+    if checkpoint.quantization and checkpoint.slot_bytes(dtype) == form.num_elements * dtype.itemsize:
+        weights = dtype  # unpacked, in slots
+    return expert_curve(form, int(checkpoint.config.hidden_size), weights, dtype, device, share, files)
+
+
+def _disk(checkpoint: Checkpoint, fastest: torch.dtype | None, scratch: Path, share: float) -> tuple[LoadCosts, ...]:
+    """Args: fastest: as for `Checkpoint.expert_files`; what unpacking takes is part of a load."""
+    spec = checkpoint.spec
+    if not checkpoint.weights:
+        num_bytes = min(max(_SCRATCH_EXPERTS * spec.slot_bytes, MIN_SCRATCH_BYTES), _MAX_SCRATCH_BYTES)
+        with scratch_shards(scratch, max(num_bytes, spec.slot_bytes)) as made:
+            return disk_costs(made, spec.slot_bytes, share)
+    files = checkpoint.expert_files(fastest=fastest)
+    return disk_costs(files.shards, files.stored_bytes, share, files)
+
+
+def _compute_costs(
+    checkpoint: Checkpoint, device: str, kind: torch.dtype, threads: int, results: dict[tuple[str, ...], Any]
+) -> ComputeCosts:
+    dtype = _name(kind)
+    layer: LayerCurves = results["layer", device, dtype]
+    return ComputeCosts(
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        slot_bytes=checkpoint.slot_bytes(kind if device == "cpu" else None),
+        expert=results["expert", device, dtype],
+        attention=layer.attention,
+        prompt_attention=layer.prompt_attention,
+        gate=layer.gate,
+        shared=layer.shared,
+        dense=layer.dense,
+        head=layer.head,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known == dtype)

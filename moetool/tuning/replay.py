@@ -1,0 +1,392 @@
+"""Replaying a trace under cache policies: what would have been hit, loaded and moved, without a model.
+
+The policies are driven exactly as the server drives them, so on the same gate stream they decide the same. With a
+profile of a machine a timeline executes what they decide, and the rows say how long it would take there.
+"""
+
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from moetool.cache_plan import PrefetchLimits
+from moetool.caching._decision_digest import DecisionDigest
+from moetool.caching._devices import build_policies, open_pool, split_bytes, split_slots, without_pinned
+from moetool.caching._policy import Policy, SharedPredictor, policy_class, slots_within
+from moetool.caching._residency import Counts, Step, StepKind
+from moetool.costing.costs import CostProfile
+from moetool.costing.pricing import Prices, TimelineOptions, with_host_costs
+from moetool.costing.timeline import MeteredPredictor, Timeline
+from moetool.costing.timing import Timing
+from moetool.errors import UsageError, unknown_name
+from moetool.models.families import require_substitutable
+from moetool.trace.reader import Trace
+from moetool.types import ForwardInfo, GateEvent, Phase
+
+POOLS = ("auto", "slots", "bytes")
+DEFAULT_MACHINE = TimelineOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayRow:
+    """What one policy did with one budget.
+
+    Attributes:
+        policy: its name.
+        budget_bytes: what it was given.
+        slots: how many expert slots it made of that; of a pool in bytes, how many of the largest experts fit.
+        prefill: counts over the forwards with prompt tokens.
+        decode: counts over the forwards without.
+        decode_tokens: tokens of the forwards without prompt tokens.
+        prefill_bytes: bytes loaded in the forwards with prompt tokens, on demand and ahead.
+        decode_bytes: the same in the forwards without.
+        decode_host_bytes: bytes of the experts that the host computed in the forwards without prompt tokens.
+        digest: of all decisions, in order; equal digests mean equal decisions.
+        devices: that share the budget and the model.
+        timing: what it took on the timeline, where there was a profile.
+    """
+
+    policy: str
+    budget_bytes: int
+    slots: int
+    prefill: Counts
+    decode: Counts
+    decode_tokens: int
+    prefill_bytes: int
+    decode_bytes: int
+    decode_host_bytes: int
+    digest: str
+    devices: int = 1
+    timing: Timing | None = None
+
+    @property
+    def counts(self) -> Counts:
+        """Prefill and decode together."""
+        return self.prefill + self.decode
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes loaded in all."""
+        return self.prefill_bytes + self.decode_bytes
+
+    @property
+    def loads_per_decode_token(self) -> float:
+        """Experts loaded for each token of the forwards without prompt tokens (0 without such tokens)."""
+        return self.decode.loads / self.decode_tokens if self.decode_tokens else 0.0
+
+    @property
+    def bytes_per_decode_token(self) -> float:
+        """Bytes loaded for each token of the forwards without prompt tokens (0 without such tokens)."""
+        return self.decode_bytes / self.decode_tokens if self.decode_tokens else 0.0
+
+    @property
+    def host_bytes_per_decode_token(self) -> float:
+        """The same of what the host computed: bytes that it reads from its memory, or from disk."""
+        return self.decode_host_bytes / self.decode_tokens if self.decode_tokens else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """One flat object: the row of a table.
+
+        With a timeline, `prefetched` is split into `in_time` and `late`.
+        """
+        counts, timing = self.counts, self.timing
+        timed = {}
+        if timing is not None:
+            late = timing.total.late
+            timed = {"in_time": counts.prefetched - late, "late": late, **timing.to_json()}
+        return {
+            "policy": self.policy,
+            "budget_bytes": self.budget_bytes,
+            "slots": self.slots,
+            "devices": self.devices,
+            "hit_rate": counts.hit_rate,
+            "hit_rate_decode": self.decode.hit_rate,
+            "needed": counts.needed,
+            "kept": counts.kept,
+            "prefetched": counts.prefetched,
+            "missed": counts.missed,
+            "hosted": counts.hosted,
+            "wasted": counts.wasted,
+            "loads": counts.loads,
+            "loaded_bytes": self.loaded_bytes,
+            "decode_tokens": self.decode_tokens,
+            "loads_per_decode_token": self.loads_per_decode_token,
+            "bytes_per_decode_token": self.bytes_per_decode_token,
+            "host_bytes_per_decode_token": self.host_bytes_per_decode_token,
+            "digest": self.digest,
+            **timed,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplaySetup:
+    """What a replay runs with, beside policies and budgets.
+
+    Attributes:
+        predictor: a `moetool.learning.predictor.Predictor`, for the policies that need one.
+        sequential: one request after the other, or the forwards as recorded; by default as recorded where the
+            trace is the log of a server.
+        requests: only these requests; all by default.
+        options: values for the `Options` of policies, by the policy's name. A profile gives the costs of host and
+            link to policies that weigh them.
+        pool: `slots` that each hold any expert, as in our server; `bytes`, where each expert takes its own size;
+            `auto`: bytes where the trace was imported.
+        limits: of prefetching, for every policy.
+        pinned: keys of experts that take a slot each of every budget and keep it; a policy gets the slots that are
+            left. Not in a pool in bytes.
+        profile: costs of the machine that the rows' `timing` is for; without one they have none.
+        timeline: which of the profile's devices, data types and tiers.
+        devices: that share the model (`moetool.caching._devices`), each with an equal part of the budget.
+    """
+
+    predictor: Any = None
+    sequential: bool | None = None
+    requests: frozenset[int] | None = None
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    pool: str = "auto"
+    limits: PrefetchLimits | None = None
+    pinned: Collection[int] = ()
+    profile: CostProfile | None = None
+    timeline: TimelineOptions = DEFAULT_MACHINE
+    devices: int = 1
+
+
+AS_RECORDED = ReplaySetup()
+"""All requests in the trace's own order, without predictor or profile."""
+
+
+def replay(
+    trace: Trace, policies: Sequence[str], budgets: Sequence[int], setup: ReplaySetup = AS_RECORDED
+) -> list[ReplayRow]:
+    """Run each policy with each budget over a trace.
+
+    The trace is read once for all of them (twice where one must know the future), and a prediction is computed
+    once for all.
+
+    Args:
+        budgets: bytes for experts.
+
+    Returns:
+        A row for each policy and budget: the policies in their order, each with the budgets in theirs.
+
+    Raises:
+        UsageError: an unknown policy or option, no predictor where one is needed, nothing to replay, pinned experts in
+            a pool in bytes, or a timeline for several devices: it has one.
+        MismatchError: the trace lacks a column that a policy needs, the predictor or the profile is of another model,
+            or the profile lacks what the timeline needs.
+        CapacityError: a budget is below the smallest legal pool.
+    """
+    if setup.devices > 1 and setup.profile is not None:
+        raise UsageError(
+            f"a timeline has one device and {setup.devices} were asked for; leave out --profile, or the devices"
+        )
+    source = _Source(trace, setup)
+    runs = _prepare(source, policies, budgets, setup)
+    forwards = decode_tokens = 0
+    for info, events, ended in source.forwards(_columns(runs)):
+        for run in runs:
+            run.begin(info)
+        for event in events:
+            for run in runs:
+                run.event(event)
+        for run in runs:
+            run.end(info, ended)
+        forwards += 1
+        decode_tokens += 0 if info.prefill else len(info.request_T)
+    if not forwards:
+        raise UsageError(f"nothing to replay: {trace.path} has no forwards of the requests asked for")
+    return [run.row(decode_tokens) for run in runs]
+
+
+def decisions(
+    trace: Trace, policy: str, budget_bytes: int, setup: ReplaySetup = AS_RECORDED
+) -> Iterator[tuple[int, int, Step]]:
+    """Every step of one run, as (forward, layer, step), to compare with the log of a server.
+
+    Errors are those of `replay`. Layer -1 is before the first MoE layer.
+    """
+    source = _Source(trace, setup)
+    (run,) = _prepare(source, [policy], [budget_bytes], setup)
+    for info, events, ended in source.forwards(_columns([run])):
+        for step in run.begin(info):
+            yield info.forward_id, -1, step
+        for event in events:
+            for step in run.event(event):
+                yield info.forward_id, event.layer, step
+        run.end(info, ended)
+
+
+def pools_bytes(trace: Trace, pool: str) -> bool:
+    """Whether `pool` (see `ReplaySetup`) means bytes for this trace. Raises: UsageError for an unknown kind of pool."""
+    if pool not in POOLS:
+        raise unknown_name("pool", pool, POOLS)
+    wanted = pool == "bytes" or (pool == "auto" and "imported" in trace.manifest["provenance"])
+    return wanted and len(set(trace.spec.expert_bytes_L)) > 1  # of one size, both come to the same
+
+
+def whole_bytes(trace: Trace, pool: str = "auto") -> int:
+    """The budget that holds every expert of the model."""
+    spec = trace.spec
+    return spec.all_experts_bytes if pools_bytes(trace, pool) else spec.total_experts * spec.slot_bytes
+
+
+class _Source:
+    """The part of a trace to replay, in the order to replay it."""
+
+    def __init__(self, trace: Trace, setup: ReplaySetup) -> None:
+        self.trace = trace
+        logged = trace.manifest["composition"]["kind"] == "log"
+        self._sequential = not logged if setup.sequential is None else setup.sequential
+        self._requests = setup.requests
+
+    def forwards(self, columns: Iterable[str]) -> Iterator[tuple[ForwardInfo, list[GateEvent], list[int]]]:
+        """Each forward with its events and the requests that end with it, in the order of the forward."""
+        table = self.trace.requests
+        left = dict(zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True))
+        for info, events in self.trace.forwards(sequential=self._sequential, columns=columns, requests=self._requests):
+            for request in info.request_T:
+                left[request] -= 1
+            ended = [request for request in dict.fromkeys(info.request_T) if not left[request]]
+            yield info, events, [request for request in ended if request not in self.trace.running]
+
+
+class _Run:
+    """One policy with one budget, a part of it for each device, and what it has loaded."""
+
+    def __init__(
+        self,
+        name: str,
+        budget_bytes: int,
+        policies: Sequence[Policy],
+        capacity_bytes: Sequence[int] | None,
+        setup: ReplaySetup,
+        timeline: Timeline | None,
+    ) -> None:
+        self._name = name
+        self._budget_bytes = budget_bytes
+        self._devices = len(policies)
+        self._spec = policies[0].spec
+        self.columns = policies[0].columns
+        self._digest = DecisionDigest()
+        self._residency = open_pool(
+            policies, self._digest, capacity_bytes=capacity_bytes, pinned=setup.pinned, limits=setup.limits
+        )
+        self._timeline = timeline
+        self._bytes = [0, 0]  # prefill, decode
+        self._host_bytes = [0, 0]
+        self._phase = Phase.DECODE
+
+    def begin(self, info: ForwardInfo) -> list[Step]:
+        self._phase = Phase.PREFILL if info.prefill else Phase.DECODE
+        steps = self._weigh(self._residency.begin_forward(info))
+        if self._timeline is not None:
+            self._timeline.begin_forward(info, steps)
+        return steps
+
+    def event(self, event: GateEvent) -> list[Step]:
+        if (routed := self._residency.route(event)) is not None:
+            event = replace(event, experts_TK=tuple(map(tuple, routed)))
+        steps = self._weigh(self._residency.event(event))
+        if self._timeline is not None:
+            self._timeline.event(event, steps)
+        return steps
+
+    def end(self, info: ForwardInfo, ended: list[int]) -> None:
+        self._residency.end_forward(info)
+        if self._timeline is not None:
+            self._timeline.end_forward(info)
+        for request in ended:
+            self._residency.end_request(request)
+
+    def row(self, decode_tokens: int) -> ReplayRow:
+        return ReplayRow(
+            policy=self._name,
+            budget_bytes=self._budget_bytes,
+            slots=self._residency.num_slots,
+            prefill=self._residency.prefill,
+            decode=self._residency.decode,
+            decode_tokens=decode_tokens,
+            prefill_bytes=self._bytes[Phase.PREFILL],
+            decode_bytes=self._bytes[Phase.DECODE],
+            decode_host_bytes=self._host_bytes[Phase.DECODE],
+            digest=self._digest.hexdigest(),
+            devices=self._devices,
+            timing=None if self._timeline is None else self._timeline.timing(),
+        )
+
+    def _weigh(self, steps: list[Step]) -> list[Step]:
+        sizes, stride = self._spec.expert_bytes_L, self._spec.num_experts
+        for kind, key, _, _ in steps:
+            if kind is StepKind.HOST:
+                self._host_bytes[self._phase] += sizes[key // stride]
+            elif kind is not StepKind.COMPUTE:
+                self._bytes[self._phase] += sizes[key // stride]
+        return steps
+
+
+def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], setup: ReplaySetup) -> list[_Run]:
+    """Make a run of each policy and budget; refuses what cannot be replayed before any forward is read."""
+    spec, predictor, devices = source.trace.spec, setup.predictor, setup.devices
+    in_bytes = pools_bytes(source.trace, setup.pool)
+    prices = None if setup.profile is None else Prices(setup.profile, spec, setup.timeline)
+    kinds = {name: policy_class(name) for name in policies}
+    options = with_host_costs(policies, setup.options, prices)
+    for name, kind in kinds.items():
+        source.trace.require(kind.needs, f"policy {name}")
+        if not kind.lossless:
+            require_substitutable(spec.name, name)
+        if prices is not None and predictor is not None and kind.needs_predictor:
+            prices.prediction_ns(1)  # refuses a profile that does not say what predicting takes
+    if predictor is not None:
+        source.trace.require(predictor.needs, "the predictor")
+    if setup.pinned and in_bytes:
+        raise UsageError("a pool in bytes has no slots to pin experts to; replay it with --pool slots")
+    slots = [slots_within(spec, budget) for budget in budgets]
+    shared = _shared(predictor, policies)
+    future = None
+    if any(kind.needs_future for kind in kinds.values()):
+        future = [
+            [spec.expert_key(event.layer, expert) for expert in event.needed]
+            for _, events, _ in source.forwards(())
+            for event in events
+        ]
+
+    def run(name: str, budget: int, num_slots: int) -> _Run:
+        asked = shared.get(name)
+        metered = None if asked is None or prices is None else MeteredPredictor(asked)
+        shares = [num_slots]
+        if devices > 1:
+            shares = split_bytes(spec, budget, devices) if in_bytes else split_slots(spec, num_slots, devices)
+        shares = without_pinned(shares, setup.pinned)
+        made = build_policies(name, spec, options.get(name, {}), shares, predictor=metered or asked, future=future)
+        source.trace.require(made[0].columns, f"policy {name}")
+        if "ahead" in made[0].columns:
+            source.trace.require_ahead(min(made[0].distance, spec.num_layers - 1), f"policy {name}")
+        capacities = [
+            budget // devices if policy.num_slots == fit else policy.num_slots * spec.slot_bytes
+            for policy, fit in zip(made, shares, strict=True)
+        ]
+        return _Run(
+            name,
+            budget,
+            made,
+            capacities if in_bytes else None,
+            setup,
+            None if prices is None else Timeline(prices, predictor=metered),
+        )
+
+    return [run(name, budget, fit) for name in policies for budget, fit in zip(budgets, slots, strict=True)]
+
+
+def _shared(predictor: Any, policies: Sequence[str]) -> dict[str, SharedPredictor]:
+    """The predictor of each policy: one for all, unless it remembers what a policy showed it earlier."""
+    if predictor is None:
+        return {}
+    if not predictor.remembers:
+        return dict.fromkeys(policies, SharedPredictor(predictor))
+    return {name: SharedPredictor(copy.deepcopy(predictor)) for name in policies}
+
+
+def _columns(runs: Sequence[_Run]) -> frozenset[str]:
+    """What the events must carry besides the experts."""
+    return frozenset[str]().union(*(run.columns for run in runs)) - {"experts"}
