@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from moetool.costing.latency import Latency, unit_latency
-from moetool.placement_plan import PlacementPlan, bare_plan
-from moetool.planner import Problem
-from moetool.planning.demand import Demand
+from moetool.placement._demand import Demand
+from moetool.placement._latency import Latency, unit_latency
+from moetool.placement._placement_plan import PlacementPlan, bare_plan
+from moetool.placement._planner import Problem
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 

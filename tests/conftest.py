@@ -1,6 +1,7 @@
 """What all tests share: one thread, no network, and the embedded model."""
 
 import gc
+import logging
 import os
 import sys
 
@@ -47,7 +48,7 @@ def _freeze() -> None:
 @pytest.fixture(scope="session")
 def reference() -> Path:
     """The folder of the embedded model."""
-    from moetool.models.spec import locate
+    from moetool.models.location import locate
 
     return locate("reference")
 
@@ -55,25 +56,27 @@ def reference() -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(reference: Path) -> Any:
     """Its tokenizer."""
-    from moetool.models.loading import load_tokenizer
+    from moetool.models.checkpoint import Checkpoint
 
-    return load_tokenizer(reference)
+    return Checkpoint.open(reference).tokenizer
 
 
 @pytest.fixture(scope="session")
 def full(reference: Path) -> Any:
     """The plain model in float32, experts and all."""
+    from moetool.models.checkpoint import Checkpoint
     from moetool.models.loading import load_full
 
-    return load_full(reference, torch.float32)
+    return load_full(Checkpoint.open(reference), torch.float32)
 
 
 @pytest.fixture
 def lazy(reference: Path) -> Iterator[Any]:
     """The model with its experts on disk, in float32."""
+    from moetool.models.checkpoint import Checkpoint
     from moetool.models.loading import load_lazy
 
-    loaded = load_lazy(reference, torch.float32)
+    loaded = load_lazy(Checkpoint.open(reference), torch.float32)
     yield loaded
     loaded.files.shards.close()
 
@@ -83,11 +86,29 @@ def predictor(reference: Path) -> Any:
     """An affinity predictor of the embedded model, counted on made-up routes: good enough to take decisions by."""
     import numpy as np
 
+    from moetool.learning.predictor import build
     from moetool.learning.tokens import Tokens
-    from moetool.models.spec import read_spec
-    from moetool.predictor import build
+    from moetool.models.checkpoint import Checkpoint
 
-    made = build("affinity", read_spec(reference))
+    made = build("affinity", Checkpoint.open(reference).spec)
     routes = np.random.default_rng(0).integers(0, 32, (500, 8, 4))
     made.count(Tokens(experts_TPK=torch.from_numpy(routes)))
     return made.eval()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What moetool logs from warnings on, whatever an earlier test has set."""
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("moetool"), Lines()
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)

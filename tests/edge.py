@@ -7,19 +7,21 @@ from typing import Any
 
 import torch
 
-from moetool.cluster.acceptor import listen
-from moetool.cluster.experts import CallOptions, PlacedRuntime
-from moetool.cluster.frames import Message
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency
+from moetool.cluster.edge.meter import Meter
+from moetool.cluster.edge.peers import Peers
+from moetool.cluster.edge.placed_experts import CallOptions, PlacedRuntime
+from moetool.cluster.edge.protocol import Holders
+from moetool.cluster.frames import Frame
 from moetool.cluster.links import Links
-from moetool.cluster.meter import Meter
-from moetool.cluster.peers import Peers
-from moetool.cluster.protocol import Holders
+from moetool.cluster.listener import listen
 from moetool.cluster.transport import Listener
-from moetool.models.batching import Batcher
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
-from moetool.policy import build_policy
-from moetool.residency import Residency
-from moetool.serving.engine import Engine
+from moetool.runtime.batching import Batcher
+from moetool.runtime.engine import Engine
+from moetool.runtime.expert_store import open_store
 
 TOKEN = b"t" * 32
 
@@ -44,27 +46,26 @@ class Node:
         options: CallOptions,
     ) -> None:
         self.server = server
-        self.on_call: Callable[[Message], None] | None = None
-        loaded = load_lazy(path, torch.float32)
+        self.on_call: Callable[[Frame], None] | None = None
+        loaded = load_lazy(Checkpoint.open(path), torch.float32)
         self.links = Links()
         self.meter = Meter(server, loaded.spec, self.links)
         self.peers = Peers(server, TOKEN, distance, links=self.links)
 
-        def open_runtime(*parts: Any) -> PlacedRuntime:
-            given = {"peers": self.peers, "meter": self.meter, "options": options}
-            return PlacedRuntime(*parts, held=held, capacity=capacity, **given)
-
-        self.engine = Engine(
+        residency = Residency(build_policy("lru", loaded.spec, {}, slots))
+        self.runtime = PlacedRuntime(
             loaded,
-            tokenizer,
-            Residency(build_policy("lru", loaded.spec, {}, slots)),
-            Batcher(loaded.model, max_requests=8, kv_tokens=1024),
-            model_name="reference",
-            open_runtime=open_runtime,
+            residency,
+            open_store(loaded, residency),
+            held=held,
+            capacity=capacity,
+            peers=self.peers,
+            meter=self.meter,
+            options=options,
         )
+        batcher = Batcher(loaded.model, max_requests=8, kv_tokens=1024)
+        self.engine = Engine(loaded, tokenizer, self.runtime, batcher, model_name="reference")
         self.engine.state = "ready"
-        assert isinstance(self.engine.runtime, PlacedRuntime)
-        self.runtime: PlacedRuntime = self.engine.runtime
         self.listener = Listener(listen("127.0.0.1"), TOKEN, self._handle, links=self.links)
 
     def listen_again(self) -> None:
@@ -76,7 +77,7 @@ class Node:
         self.listener.close()
         self.engine.close()
 
-    def _handle(self, message: Message) -> Message:
+    def _handle(self, message: Frame) -> Frame:
         if self.on_call is not None:
             self.on_call(message)
         return self.runtime.handle(message)

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 
-from moetool.models.spec import locate, read_spec
+from moetool.models.checkpoint import Checkpoint
 from tests.clusters import make_cluster, make_plan
 from tests.servers import PATIENCE_S, eventually, post
 
@@ -31,7 +31,7 @@ PROMPTS = ("The king said", "def add(a, b):", "12 * 3 =")
 
 def write_plan(path: Path) -> Path:
     """A plan for the embedded model: half of its experts on each of three servers, each on one or two of them."""
-    spec = read_spec(locate("reference"))
+    spec = Checkpoint.open("reference").spec
     placed_GLE = np.zeros((3, spec.num_layers, spec.num_experts), bool)
     for key in range(spec.total_experts):
         layer, expert = spec.expert_of(key)
@@ -159,13 +159,13 @@ class Load:
             if self._stop.is_set():
                 return
             began = time.monotonic()
-            outcome = self._ask(name, prompt)
+            outcome = self.ask(name, prompt)
             self.longest_s = max(self.longest_s, time.monotonic() - began)
             self.outcomes[name, outcome] += 1
             if outcome in ("broken", "refused"):
                 self._stop.wait(0.2)
 
-    def _ask(self, name: str, prompt: str) -> str:
+    def ask(self, name: str, prompt: str) -> str:
         body = {"model": "reference", "prompt": prompt, "max_tokens": self._max_tokens, "temperature": 0}
         try:
             status, answer = post(self._cluster.urls[name], "/v1/completions", body)

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from moetool.cluster.deciding import Place
+from moetool.cluster.edge.protocol import ArrivedExpert, EdgeWorker, Holders, WorkerInfo, WorkerStats
 from moetool.cluster.launch import WorkerDied
-from moetool.cluster.protocol import EdgeWorker, Holders, Moved, WorkerInfo, WorkerStats
 from moetool.errors import CapacityError, MoetoolError
+from moetool.placement._placement_plan import Place
 from moetool.types import Cluster, ModelSpec
 
 
@@ -105,7 +105,7 @@ class DrawnWorker:
         assert self.holders is None or holders.version > self.holders.version
         self.holders = holders
 
-    def adopt(self, layer: int, expert: int, source: int) -> Moved:
+    def adopt(self, layer: int, expert: int, source: int) -> ArrivedExpert:
         self._live()
         place = layer, expert
         if self.fails.get(place, 0):
@@ -118,7 +118,7 @@ class DrawnWorker:
         self.held.add(place)
         self.adopted.append((place, source))
         self._migrated += self.spec.slot_bytes
-        return Moved(source=source, bytes=self.spec.slot_bytes, seconds=self.move_s)
+        return ArrivedExpert(source=source, bytes=self.spec.slot_bytes, seconds=self.move_s)
 
     def drop(self, layer: int, expert: int) -> None:
         self._live()
@@ -176,7 +176,7 @@ class Table:
                 made.append(None)
         return made
 
-    def adopt(self, server: int, layer: int, expert: int, source: int) -> Moved:
+    def adopt(self, server: int, layer: int, expert: int, source: int) -> ArrivedExpert:
         moved = self._workers[server].adopt(layer, expert, source)
         self._held[server].add((layer, expert))
         self._publish()

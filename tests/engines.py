@@ -10,14 +10,17 @@ from typing import Any
 import torch
 
 from moetool.caching import lru
-from moetool.fleet import build_policies, open_pool, split_slots
-from moetool.models.batching import Batcher
+from moetool.caching._devices import build_policies, open_pool, split_slots
+from moetool.caching._policy import Policy
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.loading import CPU, load_lazy
-from moetool.policy import Policy
 from moetool.request import Output, SamplingParams
-from moetool.serving.engine import Engine
-from moetool.serving.log import ServeLog
+from moetool.runtime.batching import Batcher
+from moetool.runtime.device_stores import open_stores
+from moetool.runtime.engine import Engine
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.gate_log import ServeLog
 from moetool.trace.rows import KEEP
 from moetool.types import ForwardInfo, GateEvent
 
@@ -91,20 +94,20 @@ class Perverse(Seeing):
 @contextmanager
 def every_read_fails_once(files: ExpertFiles) -> Iterator[Counter[int]]:
     """The first read of every expert leaves rubbish in its slot and fails; gives how often each was tried."""
-    real, tries = files.read_into, Counter[int]()
+    real, tries = files.read_stored, Counter[int]()
 
-    def read_into(key: int, slot: torch.Tensor) -> int:
+    def read_stored(key: int, slot: torch.Tensor) -> int:
         tries[key] += 1
         if tries[key] == 1:
             slot.fill_(0xAB)
             raise OSError(5, "input/output error")
         return real(key, slot)
 
-    files.read_into = read_into  # type: ignore[method-assign]
+    files.read_stored = read_stored  # type: ignore[method-assign]
     try:
         yield tries
     finally:
-        files.read_into = real  # type: ignore[method-assign]
+        files.read_stored = real  # type: ignore[method-assign]
 
 
 def engine(
@@ -124,20 +127,19 @@ def engine(
     options: dict[str, Any] | None = None,
 ) -> Engine:
     """An engine over the embedded model in float32, ready but with no thread of its own."""
-    loaded = load_lazy(reference, torch.float32, device)
+    loaded = load_lazy(Checkpoint.open(reference), torch.float32, device)
     if isinstance(policy, str):
         shares = split_slots(loaded.spec, slots, devices)
         policy = build_policies(policy, loaded.spec, options or {}, shares, predictor=predictor)
     policies = policy if isinstance(policy, list) else [policy]
     first = policies[0]
+    residency = open_pool(policies, pinned=pinned)
     made = Engine(
         loaded,
         tokenizer,
-        open_pool(policies, pinned=pinned),
+        ExpertRuntime(loaded, residency, open_stores(loaded, residency, io_threads, host_memory_bytes)),
         Batcher(loaded.model, max_requests=max_requests, kv_tokens=4096),
         model_name="reference",
-        io_threads=io_threads,
-        host_memory_bytes=host_memory_bytes,
         log=ServeLog(log, {"topk"} | (first.columns & set(KEEP)), first.distance) if log else None,
     )
     made.state = "ready"
@@ -147,7 +149,7 @@ def engine(
 def generate(engine: Engine, prompts: list[list[int]], max_tokens: int) -> tuple[list[list[int]], list[torch.Tensor]]:
     """All prompts in one batch, greedily; gives their tokens and the logits of every forward."""
     logits: list[torch.Tensor] = []
-    hook = engine._batcher.model.lm_head.register_forward_hook(lambda m, a, out: logits.append(out.clone()))
+    hook = engine.batcher.model.lm_head.register_forward_hook(lambda m, a, out: logits.append(out.clone()))
     tokens: dict[int, list[int]] = {}
 
     def sink(output: Output) -> None:

@@ -3,7 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+
+from moetool.learning.predictor import build
+from moetool.learning.tokens import Tokens
+from moetool.types import ModelSpec
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 64,
@@ -140,14 +145,14 @@ DENSE_LAYERS = {name: {0} for name in _FIRST_DENSE} | {"flint": {0, 1}, "jamba":
 """Layers of each tiny model that have no experts."""
 
 
-def config(family: str) -> Any:
+def config(family: str, **changed: Any) -> Any:
     """The config of a tiny model."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family, **{**_COMMON, **_OWN.get(family, {})})
+    return AutoConfig.for_model(family, **{**_COMMON, **_OWN.get(family, {}), **changed})
 
 
-def save(family: str, to: Path) -> None:
+def save(family: str, to: Path, **changed: Any) -> None:
     """Write a tiny model whose routers, biases and experts all matter to its output."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -155,7 +160,7 @@ def save(family: str, to: Path) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(family), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config(family, **changed), dtype=torch.float32).eval()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -170,6 +175,15 @@ def save(family: str, to: Path) -> None:
                 tensor *= 0.05
                 tensor[-1] = -1.0  # transformers sets it so whatever the checkpoint says
     model.save_pretrained(to)
+
+
+def counted(spec: ModelSpec) -> Any:
+    """An affinity predictor of routes drawn at random: where it errs does not matter here."""
+    made = build("affinity", spec)
+    draw = np.random.default_rng(5)
+    shape = (64, spec.num_layers, spec.top_k_L[0])
+    made.count(Tokens(experts_TPK=torch.from_numpy(draw.integers(0, spec.num_experts, shape))))
+    return made
 
 
 MULTIMODAL = {"gemma4": "gemma4_text", "llama4": "llama4_text", "qwen3_5_moe": "qwen3_5_moe_text"}

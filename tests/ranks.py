@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from moetool.cluster.parallel.control import Control
-from moetool.cluster.parallel.head import Head
+from moetool.cluster.parallel.batch_placement import BatchPlacer
 from moetool.cluster.parallel.rank import Rank, build_rank
+from moetool.cluster.parallel.rank_head import RankedModel, RankHead
 from moetool.errors import MoetoolError
-from moetool.models.spec import read_spec
+from moetool.models.checkpoint import Checkpoint
 from moetool.request import Output, SamplingParams
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 from tests.servers import eventually
@@ -72,24 +72,21 @@ def open_head(
     tokenizer: Any,
     *,
     gpus: int = 3,
-    control: Control | None = None,
+    control: BatchPlacer | None = None,
     placed_GLE: np.ndarray | None = None,
     launcher: Any = None,
     slots: int = 256,
     **options: Any,
-) -> Head:
+) -> RankHead:
     """A head over ranks in threads, started."""
-    spec = read_spec(reference)
+    spec = Checkpoint.open(reference).spec
     cluster = cluster_of(spec, gpus, slots)
-    head = Head(
-        str(reference),
-        spec,
+    head = RankHead(
+        RankedModel(name=str(reference), spec=spec, tokenizer=tokenizer, vocab_size=4096),
         cluster,
         striped(spec, gpus) if placed_GLE is None else placed_GLE,
-        control or Control("offline", spec, cluster),
+        control or BatchPlacer("offline", spec, cluster),
         launcher or ThreadRanks(),
-        tokenizer=tokenizer,
-        vocab_size=4096,
         rank_options={"kv_tokens": 1024, "threads": 1, **options},
     )
     head.start()
@@ -97,7 +94,7 @@ def open_head(
 
 
 @contextmanager
-def held(head: Head) -> Iterator[None]:
+def held(head: RankHead) -> Iterator[None]:
     """Nothing begins and nothing is decided meanwhile: what is asked for makes batches that are as full as can be."""
     batches = head._batches
     batches._advance = lambda: None  # type: ignore[method-assign]
@@ -112,7 +109,7 @@ def held(head: Head) -> Iterator[None]:
 class Answers:
     """Collects what requests are answered."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: RankHead) -> None:
         self._head = head
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, Output] = {}

@@ -53,6 +53,7 @@ class ScriptedEngine:
     room: int = 10_000
     model_name: str = "lab/reference"
     state: State = "ready"
+    problems: tuple[str, ...] = ()
     cancelled: list[int] = field(default_factory=list)
     submitted: list[SamplingParams] = field(default_factory=list)
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -20,13 +20,14 @@ class ServerProcess:
 
     Args:
         arguments: of `moetool serve`, model first; the port is any free one.
+        prefix: a command that runs the command that follows it.
 
     Attributes:
         url: where it answers; set once it does.
     """
 
-    def __init__(self, arguments: list[str], stderr: IO[str]) -> None:
-        command = [sys.executable, "-m", "moetool.cli.main", "serve", *arguments, "--port", "0"]
+    def __init__(self, arguments: list[str], stderr: IO[str], prefix: Sequence[str] = ()) -> None:
+        command = [*prefix, sys.executable, "-m", "moetool.cli.main", "serve", *arguments, "--port", "0"]
         path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._stderr = stderr
         self.popen = subprocess.Popen(command, stderr=stderr, env={**os.environ, "PYTHONPATH": path})
@@ -58,12 +59,12 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def served(*arguments: str) -> Iterator[ServerProcess]:
+def served(*arguments: str, prefix: Sequence[str] = ()) -> Iterator[ServerProcess]:
     """A `moetool serve` that answers; killed at the end if it still runs."""
     with tempfile.NamedTemporaryFile("w", suffix=".stderr") as stderr:
         process = None
         try:
-            process = ServerProcess(list(arguments), stderr)
+            process = ServerProcess(list(arguments), stderr, prefix)
             yield process
         finally:
             if process is not None and process.popen.poll() is None:
@@ -72,12 +73,12 @@ def served(*arguments: str) -> Iterator[ServerProcess]:
 
 def quarter_of_experts() -> list[str]:
     """Arguments under which the embedded model has a quarter of its experts in memory."""
-    from moetool.models.spec import locate, read_spec
-    from moetool.serving.assembly import ServeOptions, fixed_bytes
-    from moetool.serving.copies import stride_of
+    from moetool.models.checkpoint import Checkpoint
+    from moetool.runtime.assembly import ServeOptions, fixed_bytes
+    from moetool.runtime.copies import stride_of
 
-    path = locate("reference")
-    spec = read_spec(path)
+    checkpoint = Checkpoint.open("reference")
+    spec = checkpoint.spec
     slots = spec.total_experts // 4 * stride_of(spec.slot_bytes)
-    memory = sum(fixed_bytes(path, ServeOptions(kv_tokens=2048))) + slots
+    memory = sum(fixed_bytes(checkpoint, ServeOptions(kv_tokens=2048))) + slots
     return ["reference", "--policy", "lru", "--device-memory", str(memory), "--set", "kv_tokens=2048"]

@@ -12,17 +12,17 @@ from urllib.parse import urlsplit
 
 import openai
 
-from moetool.serving.server import Server, bind
+from moetool.serving.server import HttpServer, bind
 
 PATIENCE_S = 60.0
 """Nobody waits longer for what comes at once on a machine that has nothing else to do."""
 
 
 @contextlib.contextmanager
-def serving(engine: Any, **options: Any) -> Iterator[tuple[str, Server]]:
+def serving(engine: Any, **options: Any) -> Iterator[tuple[str, HttpServer]]:
     """(URL, server) of an engine that is served on a thread; the engine is closed at the end."""
     ready: queue.Queue[str] = queue.Queue()
-    server = Server(engine, bind("127.0.0.1", 0), on_ready=ready.put, **options)
+    server = HttpServer(engine, bind("127.0.0.1", 0), on_ready=ready.put, **options)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

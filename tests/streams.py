@@ -18,7 +18,7 @@ class Mark:
 
 
 class Streams:
-    """`moetool.serving.copies.Copies` over memory of the CPU.
+    """`moetool.runtime.copies.Copies` over memory of the CPU.
 
     Nothing that is asked for happens before `advance` is called or somebody waits with `finish`; then the queues of
     copies and of computing take turns at random. So an operation that the store forgot to order finds the bytes of

@@ -157,7 +157,7 @@ def write_trace(
 
 
 class MadeUpPredictor:
-    """Scores that follow from the observed experts alone, as a `moetool.predictor.Predictor` would give them."""
+    """Scores from the observed experts alone, in the form of a `moetool.learning.predictor.Predictor`."""
 
     needs = frozenset({"experts"})
     remembers = False

@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.capture.run import CaptureOptions, capture
+from moetool.capture.run import CaptureOptions, RunSetup, capture
 from moetool.evaluation.prediction_time import prompt_time, step_time
-from moetool.evaluation.unseen import held_out
-from moetool.models.loading import LoadedModel, load_tokenizer
-from moetool.predictor import load_predictor
+from moetool.learning.predictor import load_predictor
+from moetool.learning.unseen import held_out
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import LoadedModel
 from moetool.prompts import gather as prompts
 from moetool.quantize.calibration import Calibration, from_prompts
-from moetool.quantize.making import ReplicaOptions
 from moetool.quantize.replica import make_replica
-from moetool.serving.assembly import open_pooled
+from moetool.quantize.replica_layers import ReplicaOptions
+from moetool.runtime.assembly import open_pooled
 from moetool.trace.reader import Trace
 
 pytestmark = pytest.mark.slow
@@ -35,7 +36,9 @@ MEMORY_BYTES = 10_000_000  # 6.5 MB of it for dense weights in float32
 
 @pytest.fixture(scope="module")
 def calibration(reference: Path) -> Calibration:
-    return from_prompts(prompts.load(["all"]), load_tokenizer(reference), length=128, max_tokens=8192, seed=0)
+    return from_prompts(
+        prompts.load(["all"]), Checkpoint.open(reference).tokenizer, length=128, max_tokens=8192, seed=0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,7 @@ def made(
     for group in (32, 64):
         for name, way in WAYS.items():
             out = folder / f"{name}-{group}"
-            card = make_replica(reference, out, calibration, ReplicaOptions(group=group, **way))  # type: ignore[arg-type]
+            card = make_replica(Checkpoint.open(reference), out, calibration, ReplicaOptions(group=group, **way))  # type: ignore[arg-type]
             found[group, name] = (out, card)
             judged = card["judged"]
             print(
@@ -82,7 +85,7 @@ def test_packed_experts_are_read_less_at_equal_memory(
 
         began = time.perf_counter()
         options = CaptureOptions(max_new_tokens=16, keep=("topk",))
-        done = capture(str(path), texts, tmp_path / name, options, open_model=keep)
+        done = capture(str(path), texts, tmp_path / name, options, RunSetup(open_model=keep))
         store = opened[0].pool.store
         read[name] = store.stats.bytes_read
         print(

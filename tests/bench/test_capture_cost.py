@@ -25,13 +25,12 @@ import numpy as np
 import pytest
 
 from moetool import durable
-from moetool.capture.plan import CaptureOptions, CapturePlan, plan_capture, row_bytes
+from moetool.capture.batch_writer import BatchWriter
+from moetool.capture.job import CaptureOptions, CapturePlan, plan_capture, row_bytes
+from moetool.capture.resume import open_stage
 from moetool.capture.run import finish, forward_batches
-from moetool.capture.stage import open_stage
-from moetool.capture.writer import BatchWriter
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, parse_dtype
-from moetool.models.shapes import locate_config
-from moetool.models.spec import locate, read_spec
 from moetool.prompts.gather import Prompt, load
 from moetool.tables import print_table
 from moetool.trace.rows import TokenBatch, embedding_schema, token_schema
@@ -75,13 +74,16 @@ def _little_garbage() -> Iterator[None]:
 
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_recording_costs_little(batch_size: int, tmp_path: Path) -> None:
-    loaded = load_full(locate("reference"), parse_dtype("float32"))
+    loaded = load_full(Checkpoint.open("reference"), parse_dtype("float32"))
     rows = []
     for load_name, (count, words, new_tokens) in LOADS.items():
         for keep_name, keep in KEPT.items():
             options = CaptureOptions(max_new_tokens=new_tokens, batch_size=batch_size, keep=keep, threads=1)
             plan = plan_capture(
-                "reference", _prompts(count if batch_size > 1 else count // 3, words), options, pooled=False
+                Checkpoint.open("reference"),
+                _prompts(count if batch_size > 1 else count // 3, words),
+                options,
+                pooled=False,
             )
             pairs: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
             with _little_garbage():
@@ -158,10 +160,10 @@ def _slope(found: list[dict[str, int]], counts: tuple[int, int], name: str) -> f
 
 
 def test_bytes_a_token(tmp_path: Path) -> None:
-    shapes = {"reference": locate_config("reference"), "Qwen3-30B-A3B": locate_config("qwen3-30b-a3b")}
+    shapes = {"reference": "reference", "Qwen3-30B-A3B": "qwen3-30b-a3b"}
     rows = []
-    for name, path in shapes.items():
-        spec = read_spec(path, weights=False)
+    for name, model in shapes.items():
+        spec = Checkpoint.open(model, weights=False).spec
         for keep_name, keep in KEPT.items():
             tokens = 8192 if name == "reference" else 4096
             raw, written = _written(spec, keep, tmp_path / f"{name} {keep_name}", tokens)

@@ -6,8 +6,8 @@ import statistics
 import time
 from typing import Any
 
-from moetool.cluster.acceptor import listen
-from moetool.cluster.frames import Message
+from moetool.cluster.frames import Frame
+from moetool.cluster.listener import listen
 from moetool.cluster.transport import Channel, Listener
 
 TOKEN = b"t" * 32
@@ -16,7 +16,7 @@ ROUNDS = {num_bytes: 300 if num_bytes < 2**20 else 20 for num_bytes in SIZES.val
 
 
 def _serve(pipe: Any) -> None:
-    listener = Listener(listen("127.0.0.1"), TOKEN, lambda message: Message(head={}, parts=message.parts))
+    listener = Listener(listen("127.0.0.1"), TOKEN, lambda message: Frame(head={}, parts=message.parts))
     echo = socket.create_server(("127.0.0.1", 0))
     pipe.send((listener.address, echo.getsockname()))
     sock, _ = echo.accept()

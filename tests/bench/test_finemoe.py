@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Counts, Residency
 from moetool.capture.run import CaptureOptions, capture
-from moetool.planning.maps import plan_maps
-from moetool.policy import build_policy
-from moetool.predictor import load_predictor
+from moetool.learning.predictor import load_predictor
 from moetool.prompts import gather as prompt_sets
-from moetool.replay import Row, replay
-from moetool.residency import Counts, Residency
 from moetool.tables import print_maps, print_table
 from moetool.trace.reader import Trace
+from moetool.tuning.map_store import plan_maps
+from moetool.tuning.replay import ReplayRow, ReplaySetup, replay
 
 SHARES = (0.125, 0.25, 0.5)
 CAPACITY = 1024
@@ -67,7 +67,7 @@ def _served_before(trace: Trace, name: str, slots: int, before: frozenset[int], 
     return counts
 
 
-def _cells(rows: list[Row]) -> list[str]:
+def _cells(rows: list[ReplayRow]) -> list[str]:
     return [f"{row.decode.hit_rate:.3f} / {row.counts.hit_rate:.3f} / {row.loads_per_decode_token:.1f}" for row in rows]
 
 
@@ -79,9 +79,9 @@ def test_finemoe(trace: Trace, maps: Any) -> None:
 
     def run(
         name: str, options: dict[str, Any] | None = None, predictor: Any = None, within: list[int] = budgets
-    ) -> list[Row]:
+    ) -> list[ReplayRow]:
         chosen = {name: options or {}}
-        return replay(trace, [name], within, predictor=predictor, options=chosen, requests=rest)
+        return replay(trace, [name], within, ReplaySetup(predictor=predictor, options=chosen, requests=rest))
 
     rows, seconds = [], {}
     for name in ("lru", "lfu", "moe_infinity", "finemoe", "belady"):

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Counts, Residency
+from moetool.formats._model_facts import ModelFacts
 from moetool.formats.topk_parquet import read_routes
 from moetool.learning import fitting
+from moetool.learning.fit_options import FitOptions
+from moetool.learning.predictor import Predictor, build
 from moetool.learning.tokens import Tokens
-from moetool.policy import build_policy
-from moetool.predictor import Predictor, build
-from moetool.residency import Counts, Residency
-from moetool.trace.model_facts import ModelFacts
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests.synthetic import make_forward
 
@@ -66,11 +67,7 @@ def trained(spec: ModelSpec, train: Sequences, validation: Sequences, folder: Pa
     fit = fitting.fit(
         model,
         *(model.prepare(part) for part in parts),
-        max_epochs=20,
-        max_tokens=None,
-        batch_size=256,
-        learning_rate=3e-3,
-        patience=4,
+        FitOptions(),
         seed=0,
         folder=folder,
     )

@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from moetool.evaluation.evaluate import DISTANCES, Tally
+from moetool.formats._model_facts import ModelFacts
 from moetool.formats.topk_parquet import read_routes
 from moetool.learning import fitting
+from moetool.learning.fit_options import FitOptions
 from moetool.learning.path_signals import SIGNALS
+from moetool.learning.predictor import Predictor, build
 from moetool.learning.tokens import Tokens
-from moetool.predictor import Predictor, build
-from moetool.trace.model_facts import ModelFacts
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
@@ -69,11 +70,7 @@ def trained(name: str, spec: ModelSpec, train: Sequences, validation: Sequences,
     fit = fitting.fit(
         model,
         *prepared,
-        max_epochs=10,
-        max_tokens=None,
-        batch_size=64,
-        learning_rate=3e-3,
-        patience=4,
+        FitOptions(max_epochs=10, batch_size=64),
         seed=0,
         folder=folder,
     )
@@ -106,7 +103,7 @@ def score(model: Predictor, way: str, parts: Sequences, most: int) -> dict[str, 
     names = ["fused", *(SIGNALS[1:] if way == "learning" else ())]
     found: dict[str, list[list[float]]] = {name: [] for name in names}
     seconds = spent = 0.0
-    model._watch = None
+    model.path = None
     if way == "as fitted":
         model.options = replace(model.options, recent=0, haste=0.0)
     num_layers, top_k = model.num_layers, model.top_k
@@ -114,7 +111,7 @@ def score(model: Predictor, way: str, parts: Sequences, most: int) -> dict[str, 
     phase_T = torch.ones(1, dtype=torch.int64)
     for events in forwards(parts, most):
         if way != "learning" and events[0].forward.position_T[0] == 0:
-            model._watch = None
+            model.path = None
         hits = {name: np.zeros((len(DISTANCES), 2)) for name in names}
         for event in events:
             began = time.process_time()
@@ -126,7 +123,7 @@ def score(model: Predictor, way: str, parts: Sequences, most: int) -> dict[str, 
                 if (layer := event.layer + distance) < num_layers:
                     said = {"fused": model.scores(layer)[0]}
                     if way == "learning":
-                        f_ES = model._watch.said[layer][0][0]
+                        f_ES = model.path.said[layer][0][0]
                         said |= {name: f_ES[:, s] for s, name in enumerate(SIGNALS) if s}
                     true = events[layer].experts_TK[0]
                     tally.count(distance, layer, torch.tensor(said["fused"][None]), torch.tensor([true]), phase_T)

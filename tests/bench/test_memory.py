@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moetool.models.spec import dense_bytes, read_spec
+from moetool.models.checkpoint import Checkpoint
 from moetool.tables import print_table
 
 SLOTS = (32, 96)
@@ -22,8 +22,8 @@ PROGRAM = """
 import ctypes, json, re, sys
 from pathlib import Path
 import torch
-from moetool.models.decoding import prefill
-from moetool.serving.assembly import open_pooled
+from moetool.runtime.decoding import prefill
+from moetool.runtime.assembly import open_pooled
 
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
@@ -66,7 +66,7 @@ def test_resident_memory_follows_the_budget(tmp_path: Path) -> None:
         num_experts_per_tok=8,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
-    spec, dense = read_spec(tmp_path), dense_bytes(tmp_path, torch.float32)
+    spec, dense = Checkpoint.open(tmp_path).spec, Checkpoint.open(tmp_path).dense_bytes(torch.float32)
     rows, found = [], []
     budgets = [(slots, 0) for slots in SLOTS] + [(SLOTS[0], 96)]
     for slots, experts in budgets:

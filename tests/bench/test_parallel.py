@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from moetool.bench.parallel import BenchOptions, bench_parallel
-from moetool.bench.parallel_results import print_parallel_bench
+from moetool.bench.expert_parallelism import RankBenchOptions, bench_parallel
+from moetool.bench.expert_parallelism_results import print_parallel_bench
 from tests.ranks import ThreadRanks
 
 
 @pytest.mark.slow
 def test_proactive_is_evener_than_offline_than_reactive_than_vanilla(tmp_path: Path) -> None:
     """Migrations are always made here, so that no measured second decides what is counted."""
-    options = BenchOptions(rounds=1, batches=4, expert_token_s=2e-5, link_bytes_s=200e6)
+    options = RankBenchOptions(rounds=1, batches=4, expert_token_s=2e-5, link_bytes_s=200e6)
     lines = ["vanilla", "offline", "reactive-always", "stop", "overlap"]
     bench = bench_parallel("reference", options, ThreadRanks(), tmp_path, only=lines, simulated=False)
     print_parallel_bench(bench)

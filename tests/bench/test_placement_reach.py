@@ -13,20 +13,21 @@ import numpy as np
 import pytest
 import torch
 
-from moetool import predictor
-from moetool.costing.latency import unit_latency
+from moetool.formats._import import import_trace
+from moetool.learning import predictor
 from moetool.learning.tokens import Tokens
 from moetool.placement import annealing, director, prism_exact
-from moetool.placement._search import Layer
-from moetool.planner import Problem, place
-from moetool.planning.demand import Demand, held_out, planned_share, read_batches, read_demand
-from moetool.planning.modes import Batch, calibrated, modes, regressed
-from moetool.planning.recall import Recall
-from moetool.planning.scoring import latency_bound, score
-from moetool.trace.importing import import_trace
+from moetool.placement._demand import Demand, held_out, planned_share, read_batches, read_demand
+from moetool.placement._latency import unit_latency
+from moetool.placement._local_search import Layer
+from moetool.placement._modes import Batch, calibrated, modes
+from moetool.placement._planner import Problem, place
+from moetool.placement._recall import Recall
+from moetool.placement._scoring import latency_bound, score
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 from tests.clusters import make_cluster
+from tests.regression import regressed
 from tests.synthetic import make_spec
 
 SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))

@@ -23,19 +23,20 @@ import pytest
 from moetool import plugins
 from moetool.capture.run import CaptureOptions, capture
 from moetool.costing.costs import CostProfile
-from moetool.costing.profile import profile
 from moetool.errors import MismatchError
 from moetool.evaluation.evaluate import Evaluation, evaluate
-from moetool.evaluation.page import write_page
-from moetool.evaluation.tables import print_evaluations
-from moetool.evaluation.unseen import unseen_by_all
+from moetool.evaluation.match_tables import print_evaluations
+from moetool.formats._import import import_trace
+from moetool.learning.fit_options import FitOptions
+from moetool.learning.predictor import load_predictor
 from moetool.learning.training import train
-from moetool.predictor import load_predictor
+from moetool.learning.unseen import unseen_by_all
 from moetool.prompts import gather as prompt_sets
-from moetool.replay import replay
-from moetool.trace.importing import import_trace
+from moetool.report.predictor_page import write_page
 from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP
+from moetool.tuning.profile import ProfileOptions, profile
+from moetool.tuning.replay import ReplaySetup, replay
 
 SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
 DEEPSEEK = SHARED / "data" / "routes" / "deepseek_v2_lite"
@@ -83,7 +84,7 @@ def _trained(
         if not folder.exists():
             most = epochs.get(name, OTHERS)
             try:
-                train(name, trace, folder, options=options.get(name), max_epochs=most, **fit)
+                train(name, trace, folder, options=options.get(name), fit=FitOptions(max_epochs=most, **fit))
             except MismatchError as error:
                 print(f"{name} is left out: {str(error).split(';')[0].replace(f'{trace}', 'the trace')}", flush=True)
                 continue
@@ -121,7 +122,8 @@ def test_embedded_model(work: Path) -> None:
     trace, unseen, predictors = embedded(here)
     predictors.append(_once(here / "predictors" / "awq_replica", _replica))
     costs = _once(
-        here / "profile.json", lambda out: profile("reference", dtype="float32", seconds=10, threads=1).save(out)
+        here / "profile.json",
+        lambda out: profile("reference", ProfileOptions(dtype="float32", seconds=10, threads=1)).save(out),
     )
     title = f"the embedded model; {UNSEEN} is the unseen task"
     found = _judged(title, here, predictors, trace, unseen, CostProfile.load(costs))
@@ -162,7 +164,10 @@ def test_policies_with_predictors(work: Path) -> None:
     for policy, name, options in POLICIES:
         predictor = None if name is None else copy.deepcopy(predictors[name])
         rows = replay(
-            Trace(trace), [policy], budgets, predictor=predictor, requests=requests, options={policy: options}
+            Trace(trace),
+            [policy],
+            budgets,
+            ReplaySetup(predictor=predictor, requests=requests, options={policy: options}),
         )
         told = " / ".join(
             f"{row.slots} slots: {row.decode.hit_rate:.3f} hits, {row.bytes_per_decode_token / 1e6:.2f} MB, "
@@ -193,7 +198,7 @@ def test_deepseek_routes(work: Path) -> None:
     costs = _once(
         here / "profile.json",
         lambda out: profile(
-            "deepseek-v2-lite", config_only=True, dtype="bfloat16", seconds=20, threads=1, scratch=here
+            "deepseek-v2-lite", ProfileOptions(config_only=True, dtype="bfloat16", seconds=20, threads=1, scratch=here)
         ).save(out),
     )
     predictors = _trained(learned, here / "predictors", ROUTE_EPOCHS, ROUTE_OPTIONS, held_out=0.05)

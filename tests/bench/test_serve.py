@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from moetool.bench.results import PLAIN, RESIDENT, print_serve_bench
 from moetool.bench.serve import bench_serve
-from moetool.bench.stage import BenchOptions, Subject
+from moetool.bench.serving_results import PLAIN, RESIDENT, print_serve_bench
+from moetool.bench.serving_setup import ServingBenchOptions, Subject
 from tests.bench.test_predictors import embedded
 
 RUNS = {
@@ -39,7 +39,7 @@ def test_time_per_token(tmp_path: Path) -> None:
             Subject(model="reference", data=("all",), predictor=path),
             policies=policies,
             budgets=["12.5%", "50%"],
-            options=BenchOptions(requests=3, rounds=3, new_tokens=24, threads=1, offload=path == predictors[0]),
+            options=ServingBenchOptions(requests=3, rounds=3, new_tokens=24, threads=1, offload=path == predictors[0]),
             policy_options={policy: OPTIONS[policy] for policy in policies if policy in OPTIONS},
             command="make bench",
         )

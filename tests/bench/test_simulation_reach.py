@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moetool.simulation.costs import AssumedCosts
-from moetool.simulation.running import Options, read_world, simulate
-from moetool.simulation.sweeping import resize, sweep
-from moetool.trace.importing import import_trace
+from moetool.formats._import import import_trace
+from moetool.simulation.simulate import ModeInputs, read_world, simulate
+from moetool.simulation.simulated_costs import AssumedCosts
+from moetool.simulation.simulation_options import SimulationOptions
+from moetool.simulation.sweep import resize, sweep
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
@@ -54,7 +55,7 @@ def test_ten_thousand_requests_on_256_gpus(traces: dict[str, Trace], mode: str) 
     large = resize(_edge(traces["law"].spec), 256)
     named = {server.name: traces[server.name.partition("#")[0]] for server in large.servers}
     wall, cpu = time.perf_counter(), time.process_time()
-    found = simulate(read_world(named, large, Options()), mode, "poisson:10s", 10_000, Options())
+    found = simulate(read_world(named, large, SimulationOptions()), mode, "poisson:10s", 10_000, SimulationOptions())
     print(
         f"{mode}: {time.perf_counter() - wall:.1f} s ({time.process_time() - cpu:.1f} CPU), mean latency "
         f"{found.mean_s:.3f} s, {found.local:.1%} local"
@@ -119,7 +120,7 @@ def test_migration_as_in_prism_figure_7(traces: dict[str, Trace]) -> None:
     for replan_s in (0.0, 300.0):
         runs = []
         for seed in SEEDS:
-            options = Options(seed=seed, replan_s=replan_s)
+            options = SimulationOptions(seed=seed, replan_s=replan_s)
             here, other = (read_world(given, cluster, options) for given in (traces, turned))
             runs.append(simulate(replace(here, history=other.history), "prism", "poisson:7s", 400, options))
         local[replan_s] = [run.local for run in runs]
@@ -150,12 +151,14 @@ def test_the_order_of_modes_in_director_figure_7(tmp_path: Path, lookahead: str)
     runs += [(f"director-{mode}", how) for how in ("free", "overlap") for mode in ("reactive", "proactive")]
     means: dict[tuple[str, str], list[float]] = {run: [] for run in runs}
     for seed in SEEDS:
-        options = Options(seed=seed, admission="rounds", prompt_tokens=64, decode_tokens=8, lookahead=lookahead)
+        options = SimulationOptions(
+            seed=seed, admission="rounds", prompt_tokens=64, decode_tokens=8, lookahead=lookahead
+        )
         world = read_world({"node": trace}, node, options)
         for mode, how in runs:
             given = {} if mode == "uniform" else quick
             chosen = replace(options, migrate=how)
-            found = simulate(world, mode, "every:100us", 64, chosen, costs=costs, planner_options=given)
+            found = simulate(world, mode, "every:100us", 64, chosen, costs=costs, inputs=ModeInputs(options=given))
             means[mode, how].append(found.mean_s)
     for run in runs:
         gains = [1 - a / b for a, b in zip(means[run], means[runs[0]], strict=True)]

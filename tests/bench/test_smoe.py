@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Counts, Residency, StepKind
 from moetool.capture.run import CaptureOptions, capture
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
-from moetool.models.spec import read_spec
-from moetool.policy import build_policy
 from moetool.prompts import gather as prompt_sets
-from moetool.replay import decisions, replay
 from moetool.request import Output, SamplingParams
-from moetool.residency import Counts, Residency, StepKind
-from moetool.serving.experts import ExpertRuntime
-from moetool.serving.store import ExpertStore
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.expert_store import ExpertStore
 from moetool.tables import print_table
 from moetool.trace.reader import Trace
+from moetool.tuning.replay import ReplaySetup, decisions, replay
 from moetool.types import ForwardInfo, Phase
 from tests.engines import engine
 
@@ -54,7 +54,7 @@ STEPS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 @contextlib.contextmanager
 def _opened(reference: Path, alpha: float) -> Iterator[tuple[Any, ExpertRuntime]]:
-    loaded = load_lazy(reference, torch.float32)
+    loaded = load_lazy(Checkpoint.open(reference), torch.float32)
     assert loaded.files is not None
     policy = build_policy("smoe", loaded.spec, {"alpha": alpha}, SLOTS)
     runtime = ExpertRuntime(loaded, Residency(policy), ExpertStore(loaded.files, SLOTS, num_threads=1))
@@ -95,7 +95,7 @@ def _forced(reference: Path, ids_ST: torch.Tensor, alpha: float, batch: int) -> 
 
 def _answers(reference: Path, tokenizer: Any, alpha: float, batch: int) -> tuple[float, float]:
     """Shares of right answers: arithmetic by decoding, multiple choice by likelihood."""
-    policy = build_policy("smoe", read_spec(reference), {"alpha": alpha}, SLOTS)
+    policy = build_policy("smoe", Checkpoint.open(reference).spec, {"alpha": alpha}, SLOTS)
     made = engine(reference, tokenizer, policy, SLOTS, max_requests=batch)
     outputs: dict[int, list[Output]] = defaultdict(list)
 
@@ -127,7 +127,7 @@ def _answers(reference: Path, tokenizer: Any, alpha: float, batch: int) -> tuple
 
 
 def test_against_alpha(reference: Path, tokenizer: Any) -> None:
-    spec = read_spec(reference)
+    spec = Checkpoint.open(reference).spec
     pieces = []
     for name in ("arithmetic", "chat", "code", "encyclopedia", "exam", "narratives"):
         text = "\n".join(f"{prompt.text} {prompt.answer or ''}" for prompt in prompt_sets.load([name]))
@@ -169,11 +169,11 @@ def test_part_by_part(batch: int, tmp_path: Path) -> None:
     spec, budget = trace.spec, SLOTS * trace.spec.slot_bytes
     rows = []
     for title, name, chosen in STEPS:
-        asked: dict[str, Any] = {"sequential": False}
-        (row,) = replay(trace, [name], [budget], options={name: chosen}, **asked)
+        setup = ReplaySetup(options={name: chosen}, sequential=False)
+        (row,) = replay(trace, [name], [budget], setup)
         decode = {info.forward_id for info, _ in trace.forwards(sequential=False) if not info.prefill}
         sides: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
-        for forward, layer, step in decisions(trace, name, budget, options=chosen, **asked):
+        for forward, layer, step in decisions(trace, name, budget, setup):
             if forward in decode and step.kind in (StepKind.LOAD, StepKind.HOST):
                 sides[forward, layer][step.kind == StepKind.HOST] += 1
         longer = sum(max(loaded, hosted * COSTS["host_s"] / COSTS["load_s"]) for loaded, hosted in sides.values())

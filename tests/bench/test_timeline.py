@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from moetool.costing.profile import profile
 from moetool.prompts import gather as prompt_sets
-from moetool.replay import replay
 from moetool.request import Output, SamplingParams
 from moetool.tables import print_table
 from moetool.trace.reader import Trace
+from moetool.tuning.profile import ProfileOptions, profile
+from moetool.tuning.replay import ReplaySetup, replay
 from tests.engines import engine
 
 ROUNDS = 5
@@ -43,7 +43,7 @@ def _steps(made: Any, prompt: list[int]) -> list[float]:
 
 
 def test_predicted_and_measured(reference: Path, tokenizer: Any, tmp_path: Path) -> None:
-    costs = profile("reference", dtype="float32", seconds=30, threads=1)
+    costs = profile("reference", ProfileOptions(dtype="float32", seconds=30, threads=1))
     ids = [tokenizer(prompt.text)["input_ids"] for prompt in prompt_sets.load(["all"], max_prompts=1)]
     engines = [
         engine(reference, tokenizer, name, slots, log=tmp_path / str(i))
@@ -62,7 +62,7 @@ def test_predicted_and_measured(reference: Path, tokenizer: Any, tmp_path: Path)
         stats, stall = engines[i].store.stats, engines[i].store.stats.stall_seconds
         engines[i].close()
         trace = Trace(tmp_path / str(i))
-        (row,) = replay(trace, [name], [slots * trace.spec.slot_bytes], profile=costs)
+        (row,) = replay(trace, [name], [slots * trace.spec.slot_bytes], ReplaySetup(profile=costs))
         assert row.digest == trace.manifest["provenance"]["decisions"]
         assert row.timing is not None and row.timing.tpot_p50_s is not None and row.timing.ttft_p50_s is not None
         total = row.timing.total

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from moetool.bench.cluster.figures import save_figures
-from moetool.bench.cluster.options import ALONE, PLACEMENTS, REDIRECTED, ClusterBenchOptions, parse_lines
-from moetool.bench.cluster.results import ClusterBench, LineRun, print_cluster_bench
+from moetool.bench.live_cluster.bench_options import ALONE, PLACEMENTS, REDIRECTED, ClusterBenchOptions, parse_lines
+from moetool.bench.live_cluster.cluster_figures import save_figures
+from moetool.bench.live_cluster.cluster_results import ClusterBench, LineRun, print_cluster_bench
 from moetool.errors import UsageError
 from tests.command_line import Run
 

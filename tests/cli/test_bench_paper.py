@@ -13,7 +13,7 @@ COMMAND = ("bench", "paper")
 @pytest.fixture(scope="module")
 def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trace of the embedded model with every column, small."""
-    from moetool.bench.paper.stage import KEEP
+    from moetool.bench.paper.workbench import KEEP
     from moetool.capture.run import CaptureOptions, capture
     from moetool.prompts import gather
 

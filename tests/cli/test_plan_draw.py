@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from moetool.plan import CachePlan
+from moetool.cache_plan import CachePlan
 from tests.command_line import exit_code
 
 

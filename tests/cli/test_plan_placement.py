@@ -127,7 +127,7 @@ def test_what_cannot_be_exported_or_compared_is_said_in_one_line(run: Run, folde
     run("placement", *_inputs(folder), "--planner", "prism_exact", "--out", plan)
     for args, message in (
         (["export", plan, "--format", "sglan", "--out", tmp_path / "x"], "did you mean 'sglang'"),
-        (["export", plan, "--format", "route_csv", "--out", tmp_path / "x"], "unknown format of placements"),
+        (["export", plan, "--format", "route_csv", "--out", tmp_path / "x"], "unknown format of plans"),
         (["compare", *_inputs(folder), "--set", "prizm.fill=true"], "write PLANNER.OPTION=VALUE"),
         (["compare", *_inputs(folder), "--planners", ","], "no planner to compare, expected some of annealing"),
         (["compare", *_inputs(folder), "--unseen-task", folder / "a"], "is the trace of server a that is planned on"),

@@ -87,7 +87,7 @@ def test_train_capture_evaluate_bench(
     assert json.loads(capsys.readouterr().out)["requests"] == 2
 
     monkeypatch.setattr(forms, "THREADS", (1,))
-    monkeypatch.setattr(bench_serve, "_READINGS", 2)
+    monkeypatch.setattr(bench_serve, "READINGS", 2)
     out = tmp_path / "forms.json"
     few = [f"--set=bench.{setting}" for setting in ("rounds=1", "requests=2", "new_tokens=3")]
     args = ["--beside", replica, "--data", "all", "--policy", "lru", "--budget", "40%,1%", *few, "--out", out]

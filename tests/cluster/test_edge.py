@@ -40,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EdgeProcess]:
 
 def _all_right(cluster: EdgeProcess, right: dict[str, str]) -> None:
     load = Load(cluster, right, MAX_TOKENS)
-    assert [(name, load._ask(name, prompt)) for name in NAMES for prompt in PROMPTS] == [
+    assert [(name, load.ask(name, prompt)) for name in NAMES for prompt in PROMPTS] == [
         (name, "right") for name in NAMES for _ in PROMPTS
     ], load.wrong
 
@@ -74,7 +74,7 @@ def test_a_server_that_is_killed_under_load(cluster: EdgeProcess, right: dict[st
 def test_a_server_that_hangs(cluster: EdgeProcess, right: dict[str, str]) -> None:
     cluster.server("s2").send_signal(signal.SIGSTOP)
     load = Load(cluster, right, MAX_TOKENS)
-    assert load._ask("s0", PROMPTS[0]) == "right"  # its calls run out of time, and others have what it had
+    assert load.ask("s0", PROMPTS[0]) == "right"  # its calls run out of time, and others have what it had
     gone = f"server s2 is gone: server s2 did not answer info in {HANG_S} s"
     eventually(lambda: gone in cluster.narration)
     eventually(lambda: cluster.is_back("s2"), within_s=240)

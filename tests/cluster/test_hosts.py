@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.bench.cluster.namespaces import Hosts, remove_leftovers, require_namespaces
-from moetool.cluster.acceptor import listen
-from moetool.cluster.frames import LinkError, Message
+from moetool.bench.live_cluster.namespaces import Hosts, remove_leftovers, require_namespaces
+from moetool.cluster.frames import Frame, LinkError
+from moetool.cluster.listener import listen
 from moetool.cluster.transport import Channel, Listener
 from moetool.errors import UsageError
-from moetool.models.spec import locate, read_spec
+from moetool.models.checkpoint import Checkpoint
 from tests.clusters import make_cluster, make_plan
 from tests.edge_process import PROMPTS
 from tests.engines import engine, generate
@@ -67,7 +67,7 @@ def hosts() -> Iterator[Hosts]:
 def test_links_are_as_slow_as_they_are_said_to_be_and_can_be_cut(hosts: Hosts) -> None:
     with hosts.inside(1):
         sock = listen(hosts.address(1))
-    listener = Listener(sock, TOKEN, lambda message: Message(head={}, parts=[b"x" * message.head["want"]]))
+    listener = Listener(sock, TOKEN, lambda message: Frame(head={}, parts=[b"x" * message.head["want"]]))
 
     def ask(sends: int, wants: int, timeout_s: float = PATIENCE_S) -> float:
         began = time.monotonic()
@@ -95,7 +95,9 @@ def test_links_are_as_slow_as_they_are_said_to_be_and_can_be_cut(hosts: Hosts) -
 
 
 def test_what_a_killed_process_has_left_is_removed(hosts: Hosts) -> None:
-    program = "import time; from moetool.bench.cluster.namespaces import Hosts; Hosts(1); print('made', flush=True); "
+    program = (
+        "import time; from moetool.bench.live_cluster.namespaces import Hosts; Hosts(1); print('made', flush=True); "
+    )
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     killed = subprocess.Popen(
         [sys.executable, "-c", f"{program}time.sleep(60)"],
@@ -144,7 +146,7 @@ def test_servers_on_hosts_of_their_own_answer_as_one_would(
     hosts: Hosts, reference: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
     pytest.importorskip("ray")
-    spec = read_spec(locate("reference"))
+    spec = Checkpoint.open("reference").spec
     placed_GLE = np.zeros((2, spec.num_layers, spec.num_experts), bool)
     placed_GLE[0, :, ::2] = placed_GLE[1, :, 1::2] = True
     plan = tmp_path / "plan.json"

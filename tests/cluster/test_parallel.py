@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("ray")
 
 from moetool.cluster.launch import Where
-from moetool.cluster.parallel.control import Control
-from moetool.cluster.parallel.head import Head
-from moetool.cluster.parallel.launching import RayRanks
+from moetool.cluster.parallel.batch_placement import BatchPlacer
+from moetool.cluster.parallel.rank_head import RankHead
+from moetool.cluster.parallel.rank_launch import RayRanks
 from tests.ranks import Answers, open_head, striped
 from tests.servers import eventually
 
@@ -23,7 +23,7 @@ GPUS = 3
 
 
 @pytest.fixture(scope="module")
-def head(reference: Path, tokenizer: Any) -> Iterator[Head]:
+def head(reference: Path, tokenizer: Any) -> Iterator[RankHead]:
     """Three ranks, each a process."""
     launcher = RayRanks(Where(count=GPUS), [f"rank {n}" for n in range(GPUS)], threads=1)
     made = open_head(reference, tokenizer, gpus=GPUS, launcher=launcher, seats=2, timeout_s=4.0)
@@ -32,10 +32,10 @@ def head(reference: Path, tokenizer: Any) -> Iterator[Head]:
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_rank_is_lost_under_load(head: Head, tokenizer: Any, sign: signal.Signals) -> None:
+def test_a_rank_is_lost_under_load(head: RankHead, tokenizer: Any, sign: signal.Signals) -> None:
     eventually(lambda: head.metrics()["ranks"] == GPUS, within_s=120)
     head.settle()
-    head.use(Control("offline", head.spec, head.cluster), striped(head.spec, GPUS))
+    head.use(BatchPlacer("offline", head.spec, head.cluster), striped(head.spec, GPUS))
     prompts = [tokenizer(text)["input_ids"] for text in ("The capital of", "def add(a, b):", "12 + 30 =", "Once upon")]
     answers = Answers(head)
     calm = answers.wait([answers.ask(prompt, 60) for prompt in prompts], timeout_s=120)

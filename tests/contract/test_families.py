@@ -7,30 +7,27 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from moetool import plugins
+from moetool.caching._policy import Policy, build_policy, parse_options, policy_class
+from moetool.caching._residency import Residency
 from moetool.errors import MismatchError, UsageError
-from moetool.learning.tokens import Tokens
-from moetool.models.checkpoint import sources
-from moetool.models.decoding import Batch
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.conversion import sources
 from moetool.models.expert_form import Call
 from moetool.models.families import FAMILIES
 from moetool.models.loading import LoadedModel, load_full, load_lazy
-from moetool.models.recording import GateRecorder
-from moetool.models.sequential import open_batcher
-from moetool.models.spec import MoeLayer, dense_bytes, read_spec
-from moetool.policy import Policy, build_policy, parse_options, policy_class
-from moetool.predictor import build
+from moetool.models.spec import MoeLayer
 from moetool.request import SamplingParams
-from moetool.residency import Residency
-from moetool.serving.experts import ExpertRuntime
-from moetool.serving.store import ExpertStore, open_store
+from moetool.runtime.decoding import Batch
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.expert_store import ExpertStore, open_store
+from moetool.runtime.recording import GateRecorder
+from moetool.runtime.sequential import open_batcher
 from moetool.trace.rows import TokenBatch
 from moetool.types import ForwardInfo, ModelSpec, Phase
 from tests import families
@@ -73,7 +70,7 @@ class Case:
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     path = tmp_path_factory.mktemp(request.param)
     families.save(request.param, path)
-    full = load_full(path, torch.float32)
+    full = load_full(Checkpoint.open(path), torch.float32)
     if full.layers[0].form.call is Call.INTERFACE:
         full.model.set_experts_implementation("eager")
     for parameter in full.model.parameters():
@@ -106,7 +103,7 @@ def _forward(loaded: LoadedModel) -> torch.Tensor:
 @contextlib.contextmanager
 def _lazy(path: Path, slots: int) -> Iterator[tuple[LoadedModel, ExpertRuntime]]:
     """The model with its experts on disk, and a pool of so many slots."""
-    loaded = load_lazy(path, torch.float32)
+    loaded = load_lazy(Checkpoint.open(path), torch.float32)
     assert loaded.files is not None
     store = ExpertStore(loaded.files, slots, num_threads=1)
     try:
@@ -166,7 +163,7 @@ def test_spec_says_what_the_model_is(case: Case) -> None:
     whole = sum(parameter.numel() for parameter in {id(p): p for p in model.parameters()}.values()) * 4
     experts = sum(n * size for n, size in zip(spec.num_experts_L, spec.expert_bytes_L, strict=True))
     if case.name != "longcat_flash":  # its experts without weights have unused rows in memory
-        assert dense_bytes(case.path, torch.float32) + experts == whole
+        assert Checkpoint.open(case.path).dense_bytes(torch.float32) + experts == whole
 
 
 def test_lazy_logits_are_those_of_the_whole_model(case: Case) -> None:
@@ -183,8 +180,8 @@ def test_lazy_logits_are_those_of_the_whole_model(case: Case) -> None:
 
 
 def test_dense_tensors_in_half_precision_are_those_of_transformers(case: Case) -> None:
-    whole = load_full(case.path, torch.bfloat16).model.state_dict()
-    loaded = load_lazy(case.path, torch.bfloat16)
+    whole = load_full(Checkpoint.open(case.path), torch.bfloat16).model.state_dict()
+    loaded = load_lazy(Checkpoint.open(case.path), torch.bfloat16)
     assert loaded.files is not None
     loaded.files.shards.close()
     for name, tensor in loaded.model.state_dict().items():
@@ -220,7 +217,7 @@ def _decode(
 ) -> tuple[Policy, list[torch.Tensor]]:
     """Two requests at once where the family can, from the pool of a policy: the policy, and every forward's logits."""
     logits: list[torch.Tensor] = []
-    loaded = load_lazy(path, torch.float32)
+    loaded = load_lazy(Checkpoint.open(path), torch.float32)
     assert loaded.files is not None
     made = policy(loaded.spec)
     residency = Residency(made)
@@ -266,18 +263,11 @@ def test_no_policy_changes_a_bit(name: str, tmp_path: Path) -> None:
 
         def built(spec: ModelSpec, policy: str = policy, kind: type[Policy] = kind) -> Policy:
             slots = max(6, kind.min_slots(spec, parse_options(policy, {})))
-            return build_policy(policy, spec, {}, slots, predictor=_counted(spec) if kind.needs_predictor else None)
+            return build_policy(
+                policy, spec, {}, slots, predictor=families.counted(spec) if kind.needs_predictor else None
+            )
 
         assert _same(_decode(tmp_path, built)[1], expected), policy
-
-
-def _counted(spec: ModelSpec) -> Any:
-    """An affinity predictor of routes drawn at random: where it errs does not matter here."""
-    made = build("affinity", spec)
-    draw = np.random.default_rng(5)
-    shape = (64, spec.num_layers, spec.top_k_L[0])
-    made.count(Tokens(experts_TPK=torch.from_numpy(draw.integers(0, spec.num_experts, shape))))
-    return made
 
 
 def _same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
@@ -295,7 +285,7 @@ def test_a_missing_tensor_is_refused_by_name(case: Case, tmp_path: Path) -> None
         shutil.copy(case.path / "config.json", path)
         save_file({k: v for k, v in tensors.items() if k != tensor}, path / "model.safetensors")
         with pytest.raises(MismatchError, match=f"({re.escape(tensor)}|{re.escape(name)})"):
-            load_lazy(path, torch.float32)
+            load_lazy(Checkpoint.open(path), torch.float32)
 
 
 def _dense_name(full: LoadedModel) -> str:
@@ -309,8 +299,8 @@ def test_a_truncated_shard_is_refused_by_name(case: Case, tmp_path: Path) -> Non
     file = tmp_path / "m" / "model.safetensors"
     with file.open("r+b") as stream:
         stream.truncate(file.stat().st_size - 4)
-    with pytest.raises(MismatchError, match=r"model\.safetensors is cut short"):
-        load_lazy(tmp_path / "m", torch.float32)
+    with pytest.raises(MismatchError, match=r"model\.safetensors is damaged: it is cut short"):
+        load_lazy(Checkpoint.open(tmp_path / "m"), torch.float32)
 
 
 @pytest.mark.parametrize("name", families.MULTIMODAL)
@@ -329,20 +319,20 @@ def test_the_text_part_of_a_model_that_sees_is_read(name: str, tmp_path: Path) -
 def test_families_that_cannot_run_are_refused_by_name(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name, "auto_map": {"AutoModel": "x.X"}}))
     with pytest.raises(UsageError, match=f"{name} models are not supported: "):
-        read_spec(tmp_path)
+        _ = Checkpoint.open(tmp_path).spec
 
 
 def test_code_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "my_moe", "auto_map": {"AutoModel": "x.X"}}))
     with pytest.raises(UsageError, match="moetool never runs the code of a checkpoint"):
-        read_spec(tmp_path)
+        _ = Checkpoint.open(tmp_path).spec
 
 
-def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
-    config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+def test_unknown_quantizations_are_refused_by_name(tmp_path: Path) -> None:
+    config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "made_up"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match="is quantized \\(mxfp4\\)"):
-        read_spec(tmp_path)
+    with pytest.raises(UsageError, match="made_up"):
+        _ = Checkpoint.open(tmp_path).spec
 
 
 def test_every_moe_family_of_the_table_has_a_tiny_model() -> None:

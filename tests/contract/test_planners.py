@@ -7,8 +7,8 @@ import pytest
 
 from moetool import plugins
 from moetool.errors import CapacityError
-from moetool.planner import layer_slots, place
-from moetool.planning.scoring import score
+from moetool.placement._planner import layer_slots, place
+from moetool.placement._scoring import score
 from moetool.types import Gpu
 from tests.clusters import make_cluster, make_problem
 from tests.synthetic import make_spec

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moetool import plugins
+from moetool.caching._decision_digest import DecisionDigest
+from moetool.caching._devices import build_policies, open_pool, own_part
+from moetool.caching._policy import MIN_SLOTS, Policy, build_policy, policy_class
+from moetool.caching._residency import Residency, Step, StepKind
 from moetool.errors import CapacityError
-from moetool.fleet import build_policies, open_pool, own_part
-from moetool.policy import MIN_SLOTS, Policy, build_policy, policy_class
-from moetool.replay import DecisionDigest
-from moetool.residency import Residency, Step, StepKind
 from moetool.types import ModelSpec
 from tests.synthetic import MadeUpPredictor, make_spec, random_stream
 

@@ -11,25 +11,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moetool.costing.probes.experts import expert_curve
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency
 from moetool.errors import MismatchError, MoetoolError, UsageError
-from moetool.models import loading
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy, load_unpacked
 from moetool.models.packed import PackedWeight, Scheme, quantization_config, round_weight, to_tensors
 from moetool.models.packed_memory import held_bytes, load_packed
 from moetool.models.shards import Shards
-from moetool.models.spec import read_spec
-from moetool.policy import build_policy
-from moetool.quantize import replica
 from moetool.quantize.calibration import Calibration
 from moetool.quantize.folding import FAMILIES, folds_of
 from moetool.quantize.judging import judge
-from moetool.quantize.layerwise import Layerwise
-from moetool.quantize.making import ReplicaOptions
+from moetool.quantize.layer_forward import Layerwise
 from moetool.quantize.replica import make_replica
-from moetool.residency import Residency
-from moetool.serving.experts import ExpertRuntime
-from moetool.serving.store import ExpertStore
+from moetool.quantize.replica_layers import ReplicaOptions
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.expert_store import ExpertStore
+from moetool.tuning.probes.expert_compute import expert_curve
 from moetool.types import ForwardInfo, Phase
 from tests import families
 
@@ -54,7 +52,7 @@ class Case:
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     folder = tmp_path_factory.mktemp(request.param)
     families.save(request.param, folder / "model")
-    card = make_replica(folder / "model", folder / "replica", CALIBRATION, OPTIONS)
+    card = make_replica(Checkpoint.open(folder / "model"), folder / "replica", CALIBRATION, OPTIONS)
     yield Case(request.param, folder / "model", folder / "replica", card)
     shutil.rmtree(folder)
 
@@ -62,7 +60,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("name", FAMILIES)
 def test_folded_scales_change_nothing(name: str, tmp_path: Path) -> None:
     families.save(name, tmp_path)
-    full = load_full(tmp_path, torch.float32)
+    full = load_full(Checkpoint.open(tmp_path), torch.float32)
     moe = {layer.layer_id: layer for layer in full.layers}
     with torch.no_grad():
         expected = full.model(CALIBRATION.judged_NS).logits
@@ -88,9 +86,9 @@ def test_transformers_has_loaded_it(case: Case) -> None:
 def test_the_pool_computes_what_transformers_does(case: Case) -> None:
     """Out of packed slots, to the same bit for weights, and for logits to the order of sums."""
     whole = load_unpacked(case.replica, torch.float32)
-    loaded = load_lazy(case.replica, torch.float32)
+    loaded = load_lazy(Checkpoint.open(case.replica), torch.float32)
     assert loaded.files is not None
-    assert loaded.files.slot_bytes == loaded.spec.slot_bytes < 0.3 * read_spec(case.path).slot_bytes
+    assert loaded.files.slot_bytes == loaded.spec.slot_bytes < 0.3 * Checkpoint.open(case.path).spec.slot_bytes
     store = ExpertStore(loaded.files, 3, num_threads=1)
     runtime = ExpertRuntime(loaded, Residency(build_policy("lru", loaded.spec, {}, 3)), store)
     try:
@@ -118,7 +116,7 @@ def test_the_pool_computes_what_transformers_does(case: Case) -> None:
 def test_packed_experts_are_timed_as_they_are(case: Case) -> None:
     if case.name != "qwen3_moe":
         pytest.skip("one family is enough")
-    loaded = load_lazy(case.replica, torch.float32)
+    loaded = load_lazy(Checkpoint.open(case.replica), torch.float32)
     form, hidden = loaded.layers[0].form, loaded.spec.hidden_size
     curve = expert_curve(form, hidden, torch.float32, torch.float32, "cpu", 0, loaded.files)
     assert curve(4) > 0
@@ -126,8 +124,8 @@ def test_packed_experts_are_timed_as_they_are(case: Case) -> None:
 
 
 def test_bytes_are_what_the_format_says(case: Case) -> None:
-    spec, options = read_spec(case.replica), OPTIONS
-    full = read_spec(case.path)
+    spec, options = Checkpoint.open(case.replica).spec, OPTIONS
+    full = Checkpoint.open(case.path).spec
     width = full.expert_bytes_L[0] // 4 // 3 // full.hidden_size
     up = 2 * options.experts.weight_bytes(width, full.hidden_size, 4)
     assert spec.slot_bytes == up + options.experts.weight_bytes(full.hidden_size, width, 4)
@@ -137,7 +135,7 @@ def test_bytes_are_what_the_format_says(case: Case) -> None:
 def test_asymmetric(name: str, tmp_path: Path) -> None:
     families.save(name, tmp_path / "model")
     options = replace(OPTIONS, dense_symmetric=False, grid=0)
-    card = make_replica(tmp_path / "model", tmp_path / "replica", CALIBRATION, options)
+    card = make_replica(Checkpoint.open(tmp_path / "model"), tmp_path / "replica", CALIBRATION, options)
     assert card["reloaded_by"] == "transformers"
     names = load_file(tmp_path / "replica" / "model-00002-of-00004.safetensors")
     assert any(name.endswith("o_proj.weight_zero_point") for name in names)
@@ -161,7 +159,7 @@ def test_experts_that_others_packed_are_read(scheme: Scheme, tmp_path: Path) -> 
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = quantization_config(scheme, ["re:.*self_attn.*", "lm_head"])
     (tmp_path / "config.json").write_text(json.dumps(config))
-    loaded = load_lazy(tmp_path, torch.float32)
+    loaded = load_lazy(Checkpoint.open(tmp_path), torch.float32)
     files = loaded.files
     assert files is not None and files.slot_bytes == loaded.spec.slot_bytes
     slot = torch.empty(files.slot_bytes, dtype=torch.uint8)
@@ -179,7 +177,7 @@ def test_experts_that_others_packed_are_read(scheme: Scheme, tmp_path: Path) -> 
     # Why routed experts get no zero points of ours: plain transformers does not hand them to compressed-tensors.
     with pytest.raises(MismatchError, match=r"transformers cannot load .*Asymmetric quant requires zero-point values"):
         load_unpacked(tmp_path, torch.float32)
-    full = load_full(tmp_path, torch.float32)
+    full = load_full(Checkpoint.open(tmp_path), torch.float32)
     experts = full.layers[1].experts
     root = f"{full.layers[1].path}.3"
     assert torch.equal(experts.down_proj[3], dense[f"{root}.down_proj.weight"])
@@ -224,8 +222,8 @@ def test_what_others_packed_is_what_transformers_unpacks(
     if ignored == "experts":  # transformers expects them packed where anything is
         with pytest.raises(MismatchError, match="transformers cannot load"):
             load_unpacked(tmp_path, torch.float32)
-    theirs = load_full(tmp_path, torch.float32).model.state_dict()
-    loaded = load_lazy(tmp_path, torch.float32)
+    theirs = load_full(Checkpoint.open(tmp_path), torch.float32).model.state_dict()
+    loaded = load_lazy(Checkpoint.open(tmp_path), torch.float32)
     assert loaded.files is not None
     ours = loaded.model.state_dict()
     for layer in loaded.layers:
@@ -235,22 +233,33 @@ def test_what_others_packed_is_what_transformers_unpacks(
     loaded.close()
 
 
-def test_experts_that_are_packed_otherwise_in_one_layer_are_refused(tmp_path: Path) -> None:
+def test_experts_that_are_not_packed_in_one_layer_are_read(tmp_path: Path) -> None:
     families.save("qwen3_moe", tmp_path)
     _pack(
         tmp_path,
         lambda name: name.endswith("_proj.weight") and "layers.1.mlp" not in name,
         ["lm_head", r"re:.*mlp\.gate$", r"re:.*layers\.1\.mlp.*"],
     )
-    with pytest.raises(MismatchError, match="expert 0 of layer 1 is packed otherwise than expert 0 of the first MoE"):
-        load_lazy(tmp_path, torch.float32)
+    sizes = Checkpoint.open(tmp_path).spec.expert_bytes_L
+    assert sizes[0] == sizes[2] < sizes[1]
+
+
+def test_an_expert_that_is_packed_otherwise_than_its_layer_is_refused(tmp_path: Path) -> None:
+    families.save("qwen3_moe", tmp_path)
+    _pack(
+        tmp_path,
+        lambda name: name.endswith("_proj.weight") and "layers.1.mlp.experts.5" not in name,
+        ["lm_head", r"re:.*mlp\.gate$"],
+    )
+    with pytest.raises(MismatchError, match="of expert 5 is stored as dense and that of expert 0 as int4"):
+        load_lazy(Checkpoint.open(tmp_path), torch.float32)
 
 
 def test_gpt_oss_is_read_with_packed_attention_and_refused_with_packed_experts(tmp_path: Path) -> None:
     families.save("gpt_oss", tmp_path)
     dense = load_file(tmp_path / "model.safetensors")
     _pack(tmp_path, lambda name: name.endswith("_proj.weight"), ["re:.*experts.*", "re:.*router.*", "lm_head"])
-    loaded = load_lazy(tmp_path, torch.float32)
+    loaded = load_lazy(Checkpoint.open(tmp_path), torch.float32)
     name = "model.layers.0.self_attn.q_proj.weight"
     expected = round_weight(dense[name], Scheme(group=16), torch.float32).dense()
     assert torch.equal(loaded.model.get_parameter(name), expected)
@@ -262,7 +271,7 @@ def test_gpt_oss_is_read_with_packed_attention_and_refused_with_packed_experts(t
             tensors |= to_tensors(single, round_weight(weight_ID.T, Scheme(group=16), torch.float32), 4)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(MismatchError, match=r"makes model.layers.0.mlp.experts.down_proj: .* does not read"):
-        load_lazy(tmp_path, torch.float32)
+        load_lazy(Checkpoint.open(tmp_path), torch.float32)
 
 
 def test_a_killed_run_goes_on_and_makes_the_same(case: Case, tmp_path: Path) -> None:
@@ -278,11 +287,11 @@ def test_a_killed_run_goes_on_and_makes_the_same(case: Case, tmp_path: Path) -> 
 
     out = tmp_path / "again"
     with pytest.raises(KeyboardInterrupt):
-        make_replica(case.path, out, CALIBRATION, OPTIONS, on_progress=kill)
+        make_replica(Checkpoint.open(case.path), out, CALIBRATION, OPTIONS, on_progress=kill)
     assert not out.exists() and (tmp_path / "again.resume").is_dir()
     begun.clear()
     begun.append(-1)
-    card = make_replica(case.path, out, CALIBRATION, OPTIONS, on_progress=kill)
+    card = make_replica(Checkpoint.open(case.path), out, CALIBRATION, OPTIONS, on_progress=kill)
     assert begun[1] == 2 and begun[-1] == 7 and 1 not in begun
     assert card["weights"] == case.card["weights"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["again"]
@@ -291,7 +300,10 @@ def test_a_killed_run_goes_on_and_makes_the_same(case: Case, tmp_path: Path) -> 
 def test_layer_by_layer_is_the_model(case: Case) -> None:
     if case.name not in ("deepseek_v3", "phimoe", "qwen2_moe"):
         pytest.skip("the others are built alike")
-    full, loaded = load_full(case.path, torch.float32), load_lazy(case.path, torch.float32)
+    full, loaded = (
+        load_full(Checkpoint.open(case.path), torch.float32),
+        load_lazy(Checkpoint.open(case.path), torch.float32),
+    )
     layerwise = Layerwise(loaded)
     states = layerwise.begin(CALIBRATION.judged_NS)
     for number in range(len(layerwise.layers)):
@@ -302,7 +314,7 @@ def test_layer_by_layer_is_the_model(case: Case) -> None:
             expected = full.model(ids_S[None]).logits[0]
             assert torch.allclose(layerwise.logits(state), expected, atol=1e-5 * expected.abs().max().item())
     loaded.close()
-    same = judge(case.path, case.path, CALIBRATION.judged_NS, torch.float32)
+    same = judge(Checkpoint.open(case.path), Checkpoint.open(case.path), CALIBRATION.judged_NS, torch.float32)
     assert same.kl == 0 and same.match == 1
 
 
@@ -316,7 +328,7 @@ def test_a_missing_tensor_is_an_error(case: Case, tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="missing keys"):
         load_unpacked(tmp_path / "m", torch.float32)
     with pytest.raises(MismatchError, match="q_proj"):
-        load_lazy(tmp_path / "m", torch.float32)
+        load_lazy(Checkpoint.open(tmp_path / "m"), torch.float32)
 
 
 class _Untouched(Shards):
@@ -341,24 +353,23 @@ def test_what_cannot_be_made_is_refused_before_a_weight_is_read(
     save_file(tensors, tmp_path / "less" / "model.safetensors")
     path, out = tmp_path / "model", tmp_path / "out"
     before = sorted(tmp_path.iterdir())
-    for module in (loading, replica):
-        monkeypatch.setattr(module, "Shards", _Untouched)
+    monkeypatch.setattr("moetool.models.checkpoint.Shards", _Untouched)
     with pytest.raises(UsageError, match=r"group 64 does not divide the widths 16, 32 of the weights, .* does: 16$"):
-        make_replica(path, out, CALIBRATION, replace(OPTIONS, group=64))
+        make_replica(Checkpoint.open(path), out, CALIBRATION, replace(OPTIONS, group=64))
     with pytest.raises(UsageError, match=r"--asymmetric: transformers unpacks stacked experts without zero points"):
-        make_replica(path, out, CALIBRATION, replace(OPTIONS, symmetric=False))
+        make_replica(Checkpoint.open(path), out, CALIBRATION, replace(OPTIONS, symmetric=False))
     with pytest.raises(UsageError, match=r"no replica of gpt_oss models: .* transposed, .* with biases"):
-        make_replica(tmp_path / "gpt_oss", out, CALIBRATION, OPTIONS)
+        make_replica(Checkpoint.open(tmp_path / "gpt_oss"), out, CALIBRATION, OPTIONS)
     with pytest.raises(UsageError, match="no replica of ernie4_5_moe"):
-        make_replica(tmp_path / "ernie4_5_moe", out, CALIBRATION, OPTIONS)
+        make_replica(Checkpoint.open(tmp_path / "ernie4_5_moe"), out, CALIBRATION, OPTIONS)
     with pytest.raises(UsageError, match=r"stores model.layers.0.mlp.experts.down_proj as .* save the model again"):
-        make_replica(tmp_path / "stacked", out, CALIBRATION, OPTIONS)
+        make_replica(Checkpoint.open(tmp_path / "stacked"), out, CALIBRATION, OPTIONS)
     with pytest.raises(MismatchError, match=r"lacks model.layers.0.mlp.experts.down_proj"):
-        make_replica(tmp_path / "less", out, CALIBRATION, OPTIONS)
+        make_replica(Checkpoint.open(tmp_path / "less"), out, CALIBRATION, OPTIONS)
     (tmp_path / "out.resume").mkdir()
     (tmp_path / "out.resume" / "theirs").touch()
     with pytest.raises(UsageError, match=r"out.resume holds other files; .* rm -r"):
-        make_replica(path, out, CALIBRATION, OPTIONS)
+        make_replica(Checkpoint.open(path), out, CALIBRATION, OPTIONS)
     shutil.rmtree(tmp_path / "out.resume")
     assert sorted(tmp_path.iterdir()) == before
 
@@ -375,19 +386,22 @@ def test_what_is_no_number_is_refused_and_leaves_nothing(tmp_path: Path) -> None
         families.save("qwen3_moe", path)
         _poison(path, name, torch.inf)
         with pytest.raises(MoetoolError, match=rf"1 of [\d,]+ weights of {name} in .*model.safetensors are NaN"):
-            make_replica(path, out, CALIBRATION, OPTIONS)
+            make_replica(Checkpoint.open(path), out, CALIBRATION, OPTIONS)
         assert list(tmp_path.iterdir()) == [path]
     for layer in (0, 1):  # finite weights whose products are not
         families.save("qwen3_moe", path)
         _poison(path, f"model.layers.{layer}.post_attention_layernorm.weight", 3e38)
         with pytest.raises(MoetoolError, match=f"of 96 tokens have activations that are NaN .* after layer {layer}"):
-            make_replica(path, out, CALIBRATION, OPTIONS)
+            make_replica(Checkpoint.open(path), out, CALIBRATION, OPTIONS)
         assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_model_kept_packed_computes_the_same(case: Case) -> None:
     """To the order of sums, and in no more memory than its files take."""
-    packed, full = load_packed(case.replica, torch.float32), load_full(case.replica, torch.float32)
+    packed, full = (
+        load_packed(Checkpoint.open(case.replica), torch.float32),
+        load_full(Checkpoint.open(case.replica), torch.float32),
+    )
     full.model.set_experts_implementation("eager")
     with torch.no_grad():
         found, expected = (m.model.get_decoder()(CALIBRATION.judged_NS)[0] for m in (packed, full))
@@ -399,5 +413,5 @@ def test_a_model_kept_packed_computes_the_same(case: Case) -> None:
 def test_a_replica_made_in_bfloat16_is_checked_in_float32(tmp_path: Path) -> None:
     families.save("mixtral", tmp_path / "model")
     options = replace(OPTIONS, dtype="bfloat16", grid=1)
-    card = make_replica(tmp_path / "model", tmp_path / "replica", CALIBRATION, options)
+    card = make_replica(Checkpoint.open(tmp_path / "model"), tmp_path / "replica", CALIBRATION, options)
     assert card["reloaded_by"] == "transformers"

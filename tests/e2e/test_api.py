@@ -252,11 +252,18 @@ def test_scoring_a_prompt(client: openai.OpenAI) -> None:
     ("param", "extra"),
     [
         ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("tools[0].type", {"tools": [{"type": "web_search"}]}),
+        ("tool_choice", {"tool_choice": "required"}),
         ("functions", {"functions": [{"name": "f"}]}),
-        ("logit_bias", {"logit_bias": {"5": 1}}),
-        ("presence_penalty", {"presence_penalty": 0.5}),
-        ("frequency_penalty", {"frequency_penalty": -1}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("logit_bias", {"logit_bias": {"4096": 1}}),
+        ("logit_bias.5", {"logit_bias": {"5": 101}}),
+        ("presence_penalty", {"presence_penalty": 2.5}),
+        ("frequency_penalty", {"frequency_penalty": -3}),
+        ("top_k", {"top_k": -2}),
+        ("min_p", {"min_p": 1.5}),
+        ("repetition_penalty", {"repetition_penalty": 0}),
+        ("response_format", {"response_format": {"type": "json_schema"}}),
+        ("response_format.type", {"response_format": {"type": "xml"}}),
         ("min_tokens", {"min_tokens": 5}),
         ("temperature", {"temperature": 2.5}),
         ("temperature", {"temperature": float("nan")}),
@@ -264,12 +271,14 @@ def test_scoring_a_prompt(client: openai.OpenAI) -> None:
         ("n", {"n": 0}),
         ("n", {"n": "1"}),
         ("stop", {"stop": ["a", "b", "c", "d", "e"]}),
-        ("stop[0]", {"stop": ""}),
+        ("stop", {"stop": ""}),
         ("max_tokens", {"max_tokens": 0}),
         ("top_logprobs", {"top_logprobs": 2}),
         ("stream_options", {"stream_options": {"include_usage": True}}),
         ("messages", {"messages": []}),
-        ("messages[0].role", {"messages": [{"role": "tool", "content": "a"}]}),
+        ("messages", {"messages": [{"role": "tool", "content": "a"}]}),
+        ("messages[0].role", {"messages": [{"role": "critic", "content": "a"}]}),
+        ("messages[0]", {"messages": [{"role": "assistant"}]}),
         ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         ("messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
         ("model", {"model": None}),
@@ -284,6 +293,7 @@ def test_refused_chats(url: str, param: str, extra: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("param", "extra"),
     [
+        ("prompt[1]", {"prompt": ["a", "\ud800"]}),
         ("suffix", {"suffix": "x"}),
         ("best_of", {"best_of": 3}),
         ("logprobs", {"logprobs": 6}),
@@ -471,10 +481,9 @@ def test_a_slow_client_holds_up_nobody() -> None:
         slow = socket.create_connection((urlsplit(url).hostname, urlsplit(url).port))
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         body = json.dumps({"model": "reference", "prompt": "a", "stream": True, "max_tokens": 20_000}).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
-        slow.sendall(head.encode() + b"\r\n\r\n" + body)
+        lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+        head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "\r\n"])
+        slow.sendall(head.encode() + body)
         eventually(lambda: len(engine.submitted) == 1)
         assert client_of(url).completions.create(prompt="a", **GREEDY).choices[0].text == REPLY
         eventually(lambda: engine.num_live == 0)  # the engine did not wait for the client either

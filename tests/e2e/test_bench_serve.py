@@ -9,28 +9,30 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.bench import forms, serve, stage
-from moetool.bench.checkpoint import random_checkpoint
-from moetool.bench.results import OFFLOADED, PLAIN, RESIDENT
-from moetool.bench.routes import Chosen, CutPredictor, ForcedRoutes, bench_spec, choose, write_part
-from moetool.bench.runs import Workload, run_engine, run_plain
+from moetool.bench import forms, serve
+from moetool.bench import serving_setup as stage
+from moetool.bench.forced_routes import Chosen, CutPredictor, ForcedRoutes, bench_spec, choose, write_part
+from moetool.bench.random_checkpoint import random_checkpoint
 from moetool.bench.serve import bench_serve
-from moetool.bench.stage import BenchOptions, Subject
+from moetool.bench.serving_results import OFFLOADED, PLAIN, RESIDENT
+from moetool.bench.serving_runs import Workload, run_engine, run_plain
+from moetool.bench.serving_setup import ServingBenchOptions, Subject
 from moetool.caching import lru
+from moetool.caching._policy import build_policy
 from moetool.cli import main as cli
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.learning.training import train
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy
-from moetool.models.routing import watch
-from moetool.policy import build_policy
-from moetool.replay import replay
+from moetool.models.router_hooks import watch
 from moetool.trace.reader import Trace
+from moetool.tuning.replay import ReplaySetup, replay
 from moetool.types import GateEvent
 from tests.synthetic_routes import make_spec, write_trace
 from tests.tiny_shape import EXPERT_BYTES, write_shape
 
 SPEC = make_spec(num_layers=6)  # two layers more than the shape has
-OPTIONS = BenchOptions(rounds=2, requests=3, new_tokens=6, threads=1)
+OPTIONS = ServingBenchOptions(rounds=2, requests=3, new_tokens=6, threads=1)
 POLICIES = ["on_demand", "lru", "lfu", "belady", "static_split", "duoserve", "moe_infinity", "layerwise", "moesys"]
 
 
@@ -48,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kilobytes are read so often for one reading of the disk's rate that the tests would do little else."""
     monkeypatch.setattr(serve, "THREADS", (2,))
-    monkeypatch.setattr(serve, "_READINGS", 2)
+    monkeypatch.setattr(serve, "READINGS", 2)
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def subject(folder: Path) -> Subject:
 def test_the_model_uses_the_experts_and_weights_of_the_trace(folder: Path) -> None:
     trace = Trace(folder / "routes")
     path = random_checkpoint(str(folder / "tiny"), 4, folder / "work")
-    loaded, full = load_lazy(path, torch.float32), load_full(path, torch.float32)
+    loaded, full = load_lazy(Checkpoint.open(path), torch.float32), load_full(Checkpoint.open(path), torch.float32)
     chosen = [Chosen(request=7, prompt_tokens=5, tokens=10), Chosen(request=2, prompt_tokens=9, tokens=14)]
     part = write_part(trace, bench_spec(loaded.spec, trace), chosen, folder / "work")
     forced = ForcedRoutes(loaded.layers, part)
@@ -126,14 +128,14 @@ def test_counts_are_those_of_replay_for_every_policy(folder: Path, subject: Subj
     assert {one.request for one in taken} <= set(card["requests"]["test"])
     assert part.requests["prompt_id"].to_pylist() == [str(one.request) for one in taken]
     assert part.requests["tokens"].to_pylist() == [17] * 3
-    from moetool.predictor import load_predictor
+    from moetool.learning.predictor import load_predictor
 
     predictor = CutPredictor(load_predictor(folder / "affinity"), part.spec)
     budgets = [made.experts_bytes // 4, made.experts_bytes * 3 // 4]
     options = {"lfu": {"forget": True}}
     fitting = [name for name in POLICIES if name != "moesys"]
-    rows = replay(part, fitting, budgets, predictor=predictor, options=options, pool="slots")
-    rows += replay(part, ["moesys"], budgets[1:], pool="slots")
+    rows = replay(part, fitting, budgets, ReplaySetup(predictor=predictor, options=options, pool="slots"))
+    rows += replay(part, ["moesys"], budgets[1:], ReplaySetup(pool="slots"))
     by_name = {(row.policy, row.budget_bytes): row for row in rows}
     for line in served:
         row = by_name[line.policy, line.budget_bytes or 0]
@@ -176,13 +178,13 @@ def test_routes_of_another_shape_are_refused(folder: Path, tmp_path: Path) -> No
 
 
 def test_nothing_left_to_serve_is_said(subject: Subject) -> None:
-    options = BenchOptions(rounds=1, requests=3, new_tokens=6, threads=1, resident=False)
+    options = ServingBenchOptions(rounds=1, requests=3, new_tokens=6, threads=1, resident=False)
     with pytest.raises(CapacityError, match=r"nothing to serve: moesys needs 16 slots: left out with .*; give larger"):
         bench_serve(subject, policies=["moesys"], budgets=["25%"], options=options)
 
 
 def test_requests_must_be_long_enough(subject: Subject) -> None:
-    options = BenchOptions(requests=3, new_tokens=20)
+    options = ServingBenchOptions(requests=3, new_tokens=20)
     with pytest.raises(UsageError, match=r"holds 0 requests of enough tokens, expected 3"):
         bench_serve(subject, policies=["lru"], budgets=["25%"], options=options)
 
@@ -195,7 +197,7 @@ def test_what_looks_at_scores_is_not_benched_on_made_up_ones(subject: Subject, m
 
 def test_transformers_offloading_has_a_line_or_a_refusal(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(path: Path, dtype: torch.dtype, memory_bytes: int, scratch: str) -> Any:
-        full = load_full(path, dtype)
+        full = load_full(Checkpoint.open(path), dtype)
         return full.model, full.layers
 
     monkeypatch.setattr(serve, "open_offloaded", opened)

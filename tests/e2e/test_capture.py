@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.capture.run import Captured, CaptureOptions
+from moetool.capture.run import Captured, CaptureOptions, RunSetup
 from moetool.capture.run import capture as capture_with_options
 from moetool.errors import CapacityError, UsageError
 from moetool.prompts import gather as prompt_sets
@@ -19,7 +19,7 @@ from moetool.trace.reader import Trace
 def capture(model: str, texts: list[Prompt], out: Path, *, overwrite: bool = False, **options: Any) -> Captured:
     if "keep" in options:
         options["keep"] = tuple(options["keep"])
-    return capture_with_options(model, texts, out, CaptureOptions(**options), overwrite=overwrite)
+    return capture_with_options(model, texts, out, CaptureOptions(**options), RunSetup(overwrite=overwrite))
 
 
 def _prompts(count: int, text: str | None = None) -> list[Prompt]:

@@ -18,7 +18,7 @@ from tests.scripted_engine import ScriptedEngine
 from tests.servers import connect, eventually, get, post, serving
 
 ASK: dict[str, Any] = {"model": "reference", "prompt": "hello", "temperature": 0, "max_tokens": 20}
-HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +62,12 @@ def _body(**more: Any) -> bytes:
 
 
 def _request(body: bytes, *headers: str) -> bytes:
-    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
     return "\r\n".join([*lines, f"Content-Length: {len(body)}", "\r\n"]).encode() + body
 
 
 def test_a_flood_of_idle_connections_makes_room(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_NEW_S", 0.1)
+    monkeypatch.setattr(connections, "NEW_S", 0.1)
     idle: list[socket.socket] = []
     for _ in range(4):  # more than there is room for, again and again, and every request is answered at once
         idle += [_open(url) for _ in range(8)]
@@ -107,7 +107,7 @@ def test_a_head_that_trickles_is_cut_short(url: str, prelude: bytes) -> None:
             while b'"ok"' not in answer:
                 answer += sock.recv(65536)
         began = time.monotonic()
-        for byte in b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa":
+        for byte in b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa":
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 sock.send(bytes([byte]))
             time.sleep(0.02)
@@ -136,7 +136,7 @@ def test_an_idle_connection_is_closed_without_a_word() -> None:
 def test_a_head_that_is_too_large(url: str, size: int) -> None:
     with _open(url) as sock:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Large: " + b"a" * size + b"\r\n\r\n")
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Large: " + b"a" * size + b"\r\n\r\n")
         status, _, message = _said(_all(sock))
         assert (status, message) == (431, "the request's head is larger than 16384 bytes")
 
@@ -146,13 +146,13 @@ def test_a_head_that_is_too_large(url: str, size: int) -> None:
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20 + b"\r\n\r\n",  # TLS
         b"GET /health\r\n\r\n",
-        b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET /health HTTP/1.1\r\n\r\n",  # no Host
-        b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: x\r\nbad name: 1\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nbad name: 1\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nno number\r\n",
     ],
 )
 def test_what_is_no_http(url: str, garbage: bytes, capfd: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +176,9 @@ def test_garbage_behind_a_request_waits_for_the_answer(url: str) -> None:
 def test_pipelined_requests_are_answered_in_their_order(url: str) -> None:
     with _open(url) as sock:
         last = HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-        sock.sendall(HEALTH + _request(_body()) + b"GET /v1/nothing HTTP/1.1\r\nHost: x\r\n\r\n" + HEALTH + last)
+        sock.sendall(
+            HEALTH + _request(_body()) + b"GET /v1/nothing HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEALTH + last
+        )
         answer = _all(sock)
     starts = [part.split()[0] for part in answer.split(b"HTTP/1.1 ")[1:]]
     assert starts == [b"200", b"200", b"404", b"200", b"200"]
@@ -187,7 +189,7 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
         state = server.server_state
         with _open(url) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 1500)
+            sock.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1500)
             eventually(lambda: state.total_requests > 3)
             eventually(lambda: not state.connections and not state.tasks)
             assert state.total_requests < 1500
@@ -218,11 +220,11 @@ class _Pipe:
 
 def test_a_client_that_reads_slowly_is_not() -> None:
     pipe: Any = _Pipe()
-    connection = connections.Connection.__new__(connections.Connection)
-    connection._shared = connections.Connections(ServerOptions())
+    connection = connections.HttpConnection.__new__(connections.HttpConnection)
+    connection.shared = connections.Connections(ServerOptions())
     connection.loop = connection.transport = pipe
     connection.flow = SimpleNamespace(pause_writing=lambda: None, resume_writing=lambda: None)  # type: ignore[assignment]
-    connection.cycle, connection._send_timer = None, None  # type: ignore[assignment]
+    connection.cycle, connection.send_timer = None, None  # type: ignore[assignment]
     for unread in (90_000, 60_000, 30_000):  # it reads, but not enough to be sent more
         pipe.unread = unread
         connection.pause_writing() if unread == 90_000 else pipe.pass_time()
@@ -271,3 +273,21 @@ def test_methods_that_are_not_there(url: str) -> None:
 def test_limits_that_make_no_sense(name: str) -> None:
     with pytest.raises(UsageError, match=f"{name} is 0"):
         ServerOptions(**{name: 0})
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0",
+        b"PRI * HTTP/2.0\r\n\r\n",
+        b"GET / HTTP/3.0\r\nHost: x\r\n\r\n",
+    ],
+)
+def test_other_versions_of_http_are_told_which_is_spoken(
+    url: str, opening: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with _open(url) as sock:
+        sock.sendall(opening)
+        status, headers, message = _said(_all(sock))
+    assert (status, headers["connection"]) == (505, "close") and "speaks HTTP/1.1, not HTTP/" in message
+    assert "Traceback" not in capfd.readouterr().err

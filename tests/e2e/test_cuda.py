@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.capture.run import CaptureOptions, capture
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency
+from moetool.capture.run import CaptureOptions, RunSetup, capture
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy, parse_device
-from moetool.models.spec import dense_bytes, read_spec
-from moetool.policy import build_policy
 from moetool.prompts import gather as prompt_sets
-from moetool.residency import Residency
-from moetool.serving.assembly import ServeOptions, build_engine, open_pooled
-from moetool.serving.copies import ALIGNMENT, open_copies
-from moetool.serving.experts import ExpertRuntime
-from moetool.serving.store import ExpertStore, open_store
+from moetool.runtime.assembly import ServeOptions, build_engine, open_pooled
+from moetool.runtime.copies import ALIGNMENT, open_copies
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.expert_store import ExpertStore, open_store
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.types import ForwardInfo, Phase
@@ -91,11 +91,11 @@ def test_a_copy_waits_for_the_computing_that_came_before_it(cuda: torch.device) 
 def test_lazy_logits_are_those_of_the_whole_model(family: str, tmp_path: Path, cuda: torch.device) -> None:
     families.save(family, tmp_path)
     tokens = torch.tensor(TOKENS, device=cuda)
-    full = load_full(tmp_path, torch.float32, cuda)
+    full = load_full(Checkpoint.open(tmp_path), torch.float32, cuda)
     full.model.set_experts_implementation("eager")
     with torch.inference_mode():
         expected = full.model(tokens, use_cache=False).logits[0]
-    loaded = load_lazy(tmp_path, torch.float32, cuda)
+    loaded = load_lazy(Checkpoint.open(tmp_path), torch.float32, cuda)
     residency = Residency(build_policy("lru", loaded.spec, {}, 3))
     runtime = ExpertRuntime(loaded, residency, open_store(loaded, residency))
     count = len(TOKENS[0])
@@ -138,7 +138,9 @@ def test_no_order_of_loads_changes_a_bit(
     kind: Any, seed: int, baseline: Any, reference: Path, tokenizer: Any, cuda: torch.device
 ) -> None:
     """Exact but for experts computed on the CPU, which rounds in its own way."""
-    made = engine(reference, tokenizer, kind(read_spec(reference), 12, seed), 12, device=cuda, io_threads=1 + seed % 3)
+    made = engine(
+        reference, tokenizer, kind(Checkpoint.open(reference).spec, 12, seed), 12, device=cuda, io_threads=1 + seed % 3
+    )
     if kind is Chaos:
         _check(made, baseline)
         return
@@ -160,12 +162,12 @@ def test_tokens_are_those_of_the_cpu(baseline: Any, reference: Path, tokenizer: 
 def test_capture_writes_the_rows_of_the_cpu(reference: Path, tmp_path: Path) -> None:
     texts = prompt_sets.load(["all"], max_prompts=2)
     keep = ("topk", "logits", "embeddings", "hidden")
-    memory = dense_bytes(reference, torch.float32) + 20 * SLOT
+    memory = Checkpoint.open(reference).dense_bytes(torch.float32) + 20 * SLOT
     pooled = partial(open_pooled, device_memory_bytes=memory, host_memory_bytes=200 * SLOT)
     rows = []
     for name, device, opener in (("cpu", "cpu", load_full), ("cuda", "cuda", load_full), ("pooled", "cuda", pooled)):
         options = CaptureOptions(max_new_tokens=4, batch_size=4, keep=keep, device=device)
-        trace = Trace(capture("reference", texts, tmp_path / name, options, open_model=opener).out)
+        trace = Trace(capture("reference", texts, tmp_path / name, options, RunSetup(open_model=opener)).out)
         batches = trace.batches(columns=["weights", "logits", "hidden"])
         rows.append(TokenBatch.concatenate(list(batches)))
     for found in rows[1:]:
@@ -176,12 +178,12 @@ def test_capture_writes_the_rows_of_the_cpu(reference: Path, tmp_path: Path) -> 
 
 
 def test_seeds_give_the_same_text_on_both_devices(reference: Path, tokenizer: Any) -> None:
-    from moetool.models.sampling import _gumbel_scores
     from moetool.request import SamplingParams
+    from moetool.runtime.sampling import gumbel_scores
 
     params = SamplingParams(max_tokens=1, temperature=0.8, top_p=0.9)
     logits_V = torch.randn(4096, generator=torch.Generator().manual_seed(0))
-    scores = [_gumbel_scores(logits_V.to(device), params, 7, 3).cpu() for device in ("cpu", "cuda")]
+    scores = [gumbel_scores(logits_V.to(device), params, 7, 3).cpu() for device in ("cpu", "cuda")]
     assert torch.equal(*scores)
 
 
@@ -202,7 +204,7 @@ def test_a_pool_that_the_gpu_does_not_have_is_refused(lazy: Any, cuda: torch.dev
 
 def test_the_server_is_put_together_on_the_gpu(reference: Path) -> None:
     options = ServeOptions(device="cuda", kv_tokens=512, host_memory_bytes=256 * SLOT)
-    made = build_engine("reference", options=options, policy="lru", device_memory_bytes=14_000_000)
+    made = build_engine(Checkpoint.open("reference"), options=options, policy="lru", device_memory_bytes=14_000_000)
     assert made.runtime.store.copies.device.type == "cuda"
-    assert next(made._batcher.model.parameters()).device.type == "cuda"
+    assert next(made.batcher.model.parameters()).device.type == "cuda"
     made.close()

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.caching._devices import build_policies, open_pool
+from moetool.caching._policy import Policy
 from moetool.errors import UsageError
-from moetool.fleet import build_policies, open_pool
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_devices
-from moetool.models.spec import read_spec
-from moetool.policy import Policy
-from moetool.replay import replay
 from moetool.request import SamplingParams
-from moetool.serving.assembly import ServeOptions, build_engine
-from moetool.serving.experts import ExpertRuntime
-from moetool.serving.stores import Stores, open_stores
+from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.runtime.device_stores import Stores, open_stores
+from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.trace.reader import Trace
+from moetool.tuning.replay import ReplaySetup, replay
 from moetool.types import ForwardInfo, Phase
 from tests import families
 from tests.e2e.test_tiers import AllHosted, Hosting
@@ -76,7 +76,7 @@ def test_logits_are_those_of_one_device(
 def test_no_order_of_loads_changes_a_bit(
     kind: Any, devices: int, baseline: Any, reference: Path, tokenizer: Any
 ) -> None:
-    spec = read_spec(reference)
+    spec = Checkpoint.open(reference).spec
     policies: list[Policy] = [kind(spec, 2 + 3 * seed, seed=seed) for seed in range(devices)]
     made = engine(reference, tokenizer, policies, 0, host_memory_bytes=devices * 12 * SLOT)
     with every_read_fails_once(made.store.files):
@@ -122,11 +122,11 @@ def test_replay_decides_as_serve_did(
     made.close()
     trace = Trace(tmp_path / "log")
     budget = slots * trace.spec.slot_bytes
-    (row,) = replay(trace, [policy], [budget], options={policy: options}, **asked)
+    (row,) = replay(trace, [policy], [budget], ReplaySetup(options={policy: options}, **asked))
     assert (row.slots, row.devices) == (num_slots, devices)
     assert row.counts == counts and counts.needed > 300
     assert row.digest == trace.manifest["provenance"]["decisions"]
-    (other,) = replay(trace, [policy], [budget], options={policy: options}, predictor=predictor)
+    (other,) = replay(trace, [policy], [budget], ReplaySetup(options={policy: options}, predictor=predictor))
     assert other.digest != row.digest
 
 
@@ -138,7 +138,7 @@ def test_every_way_to_call_experts(name: str, tmp_path: Path) -> None:
     info = ForwardInfo(forward_id=0, request_T=(0,) * 24, phase_T=(Phase.PREFILL,) * 24, position_T=tuple(range(24)))
     logits = []
     for shares in ([30], [4, 4], [2, 5, 3]):
-        loaded = load_lazy(tmp_path, torch.float32)
+        loaded = load_lazy(Checkpoint.open(tmp_path), torch.float32)
         if finished:
             layers = [replace(layer, form=replace(layer.form, finish=torch.cos)) for layer in loaded.layers]
             loaded = replace(loaded, layers=layers)
@@ -159,10 +159,10 @@ def test_serve_options_make_the_devices_and_keep_what_they_learn(
 ) -> None:
     options = ServeOptions(kv_tokens=256, devices=2, host_memory_bytes=21 * SLOT, state=str(tmp_path / "state"))
     memory = {"device_memory_bytes": 12_000_000}
-    one = build_engine("reference", options=ServeOptions(kv_tokens=256), policy="lfu", **memory)
+    one = build_engine(Checkpoint.open("reference"), options=ServeOptions(kv_tokens=256), policy="lfu", **memory)
     hits = []
     for _ in range(2):
-        made = build_engine("reference", options=options, policy="lfu", **memory)
+        made = build_engine(Checkpoint.open("reference"), options=options, policy="lfu", **memory)
         made.state = "ready"
         metrics = made.metrics()
         assert metrics["slots"] == one.store.num_slots  # the same memory in all
@@ -185,4 +185,4 @@ def test_fewer_gpus_than_asked_for_are_refused(monkeypatch: pytest.MonkeyPatch) 
         parse_devices("cuda", 4)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(UsageError, match="devices is 2, and torch finds 1 GPU that it can use"):
-        build_engine("reference", options=ServeOptions(device="cuda", devices=2))
+        build_engine(Checkpoint.open("reference"), options=ServeOptions(device="cuda", devices=2))

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moetool import plugins
-from moetool.policy import policy_class
+from moetool.caching._policy import policy_class
+from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather as prompt_sets
 from tests.engines import Chaos, engine, generate
 
@@ -75,9 +76,8 @@ def test_no_order_of_loads_changes_a_bit(
 
 @cache
 def _spec(reference: Path) -> Any:
-    from moetool.models.spec import read_spec
 
-    return read_spec(reference)
+    return Checkpoint.open(reference).spec
 
 
 @pytest.fixture(scope="module")

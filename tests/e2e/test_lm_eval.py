@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from moetool.serving.assembly import ServeOptions, build_engine
+from moetool.models.checkpoint import Checkpoint
+from moetool.runtime.assembly import ServeOptions, build_engine
 from tests.servers import get, post, serving
 
 TASK = Path(__file__).parent / "multiple_choice.jsonl"
@@ -35,7 +36,7 @@ class Score(NamedTuple):
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     options = ServeOptions(kv_tokens=1024)
-    engine = build_engine("reference", options=options, policy="lru", device_memory_bytes=16_000_000)
+    engine = build_engine(Checkpoint.open("reference"), options=options, policy="lru", device_memory_bytes=16_000_000)
     engine.start()
     with serving(engine) as (url, _):
         yield url

@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 
-from moetool.serving.assembly import ServeOptions, build_engine
+from moetool.models.checkpoint import Checkpoint
+from moetool.runtime.assembly import ServeOptions, build_engine
 from moetool.serving.server_options import ServerOptions
-from tests.fuzz import Call, fuzz, verdict
 from tests.load import run_clients
+from tests.made_requests import Call, fuzz, verdict
 from tests.servers import eventually, get, serving
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     engine = build_engine(
-        "reference", options=ServeOptions(kv_tokens=2048), policy="lru", device_memory_bytes=20_000_000
+        Checkpoint.open("reference"), options=ServeOptions(kv_tokens=2048), policy="lru", device_memory_bytes=20_000_000
     )
     engine.start()
     with serving(engine, options=ServerOptions(max_queue=8)) as (url, _):

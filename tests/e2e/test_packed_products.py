@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.bench.rounded import rounded_checkpoint
+from moetool.bench.rounded_checkpoint import rounded_checkpoint
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
 from moetool.models.packed import PackedWeight, Scheme
 from moetool.models.packed_product import tile_rows
-from moetool.policy import build_policy
-from moetool.residency import Residency
-from moetool.serving.experts import ExpertRuntime
-from moetool.serving.store import ExpertStore
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.expert_store import ExpertStore
 from moetool.types import ForwardInfo, Phase
 from tests.engines import Chaos
 
@@ -26,14 +27,14 @@ def rounded(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model with experts rounded to nearest."""
     path = tmp_path_factory.mktemp("rounded") / "model"
     shutil.copytree(reference, path)
-    made = rounded_checkpoint(path, Scheme(group=64))
-    assert rounded_checkpoint(path, Scheme(group=64)) == made  # found again
+    made = rounded_checkpoint(Checkpoint.open(path), Scheme(group=64))
+    assert rounded_checkpoint(Checkpoint.open(path), Scheme(group=64)) == made  # found again
     return made
 
 
 def _logits(path: Path, slots: int, *, dtype: torch.dtype, products: bool, seed: int | None = None) -> Any:
     """The logits of one prompt and of three tokens more, out of a pool of so many slots."""
-    loaded = load_lazy(path, dtype, products=products)
+    loaded = load_lazy(Checkpoint.open(path), dtype, products=products)
     assert loaded.files is not None
     policy = build_policy("lru", loaded.spec, {}, slots) if seed is None else Chaos(loaded.spec, slots, seed)
     store = ExpertStore(loaded.files, slots)

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from moetool.cluster.parallel import members
-from moetool.cluster.parallel.control import Control, Decision, Facts, Waiting
-from moetool.cluster.parallel.head import Head
+from moetool.cluster.parallel.batch_placement import BatchPlacer, Facts, Waiting, replacement_costs
+from moetool.cluster.parallel.rank_head import RankHead
 from moetool.errors import CapacityError, UsageError
-from moetool.models.spec import read_spec
+from moetool.models.checkpoint import Checkpoint
+from moetool.placement._decide import Decision, InForce, Observed, Replanner, decide
 from moetool.request import SamplingParams, Unavailable
 from tests import engines
 from tests.ranks import Answers, ThreadRanks, held, open_head, striped
@@ -24,10 +25,10 @@ GPUS = 3
 TEXTS = ["The capital of France", "def add(a, b):", "12 + 30 =", "Once upon", "the court found", "import os"]
 
 
-class Restless(Control):
+class Restless(BatchPlacer):
     """Places at random before every batch, whatever it costs."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: RankHead) -> None:
         super().__init__("offline", head.spec, head.cluster)
         self._rng = np.random.default_rng(0)
 
@@ -46,22 +47,18 @@ class Restless(Control):
             for place, expert in enumerate(order):
                 new_GLE[place % GPUS, layer, expert] = True
             new_GLE[0, layer, order[1]] = True  # and one copy
-        copies = int((new_GLE & ~placed_GLE).sum())
-        return Decision(
-            saw="nothing",
-            predict_s=0.0,
-            plan_s=0.0,
-            gain_s=1.0,
-            cost_s=0.0,
-            copies=copies,
-            bytes=copies * self._spec.slot_bytes,
-            made=True,
-            placed_GLE=new_GLE,
+        tokens_GLE = np.ones(placed_GLE.shape)
+        return decide(
+            Observed(tokens_GLE=tokens_GLE, horizon_tokens=1.0, source="nothing"),
+            InForce(spec=self._spec, cluster=self._cluster, placed_GLE=placed_GLE),
+            replacement_costs(self._cluster, self._spec, tokens_GLE, facts),
+            Replanner(planner="uniform", weighs="latency", always=True),
+            new_GLE,
         )
 
 
 @pytest.fixture(scope="module")
-def head(reference: Path, tokenizer: Any) -> Iterator[Head]:
+def head(reference: Path, tokenizer: Any) -> Iterator[RankHead]:
     """Three ranks with two seats each."""
     made = open_head(reference, tokenizer, gpus=GPUS, slots=256, seats=2)
     made._batches.gather_s = 0.2
@@ -84,7 +81,7 @@ def alone(reference: Path, tokenizer: Any, prompts: list[list[int]]) -> list[tup
     return found
 
 
-def _same_as_alone(head: Head, prompts: list[list[int]], alone: Any, rounds: int = 1) -> None:
+def _same_as_alone(head: RankHead, prompts: list[list[int]], alone: Any, rounds: int = 1) -> None:
     """Serve full batches; every rank's logits are a single machine's to the bit."""
     logits: list[list[torch.Tensor]] = [[] for _ in range(GPUS)]
     hooks = [
@@ -110,12 +107,12 @@ def _same_as_alone(head: Head, prompts: list[list[int]], alone: Any, rounds: int
 
 
 @pytest.mark.parametrize("placement", ["striped", "replicas", "one has all"])
-def test_ranks_give_a_single_machines_logits(head: Head, prompts: Any, alone: Any, placement: str) -> None:
+def test_ranks_give_a_single_machines_logits(head: RankHead, prompts: Any, alone: Any, placement: str) -> None:
     placed_GLE = striped(head.spec, GPUS, replicas=5 if placement == "replicas" else 0)
     if placement == "one has all":
         placed_GLE[:] = False
         placed_GLE[1] = True
-    head.use(Control("offline", head.spec, head.cluster), placed_GLE)
+    head.use(BatchPlacer("offline", head.spec, head.cluster), placed_GLE)
     _same_as_alone(head, prompts, alone)
     record = head.batches[-1]
     uses = record.tokens_GLE.sum()
@@ -130,7 +127,7 @@ def test_ranks_give_a_single_machines_logits(head: Head, prompts: Any, alone: An
 
 
 @pytest.mark.parametrize("slots", [256, 100], ids=["one stage", "many stages"])
-def test_text_is_the_same_while_experts_move(head: Head, prompts: Any, alone: Any, slots: int) -> None:
+def test_text_is_the_same_while_experts_move(head: RankHead, prompts: Any, alone: Any, slots: int) -> None:
     head._batches.placing._slots_G = (slots,) * GPUS
     head.use(Restless(head), striped(head.spec, GPUS))
     begun = head._batches.placing.version
@@ -147,9 +144,9 @@ def test_text_is_the_same_while_experts_move(head: Head, prompts: Any, alone: An
     assert [len(shelf.keys) for shelf in held] == placed_GLE.sum(axis=(1, 2)).tolist()
 
 
-def test_a_rank_that_dies_is_done_without_and_taken_back(head: Head, prompts: Any, alone: Any) -> None:
+def test_a_rank_that_dies_is_done_without_and_taken_back(head: RankHead, prompts: Any, alone: Any) -> None:
     head._batches.placing._slots_G = (256,) * GPUS
-    head.use(Control("offline", head.spec, head.cluster), striped(head.spec, GPUS))
+    head.use(BatchPlacer("offline", head.spec, head.cluster), striped(head.spec, GPUS))
     answers = Answers(head)
     seeded = {"temperature": 1.0, "seed": 7}
     calm = answers.wait([answers.ask(prompts[0], 32), answers.ask(prompts[1], 32, **seeded)])
@@ -169,7 +166,24 @@ def test_a_rank_that_dies_is_done_without_and_taken_back(head: Head, prompts: An
     _same_as_alone(head, prompts, alone)
 
 
-def test_what_cannot_be_served_is_refused_and_what_is_cancelled_ends(head: Head, prompts: Any) -> None:
+def test_an_expert_that_never_arrives_costs_a_generation_and_no_rank(head: RankHead, prompts: Any) -> None:
+    """A piece of it keeps a compute phase open, and the other ranks are in the all-to-all that follows."""
+    head.use(BatchPlacer("offline", head.spec, head.cluster), striped(head.spec, GPUS))
+    answers = Answers(head)
+    calm = answers.wait([answers.ask(prompt, 32) for prompt in prompts[:3]])
+    answers.tokens.clear()
+    ranks, windows = dict(head._launcher.ranks), head._launcher.ranks[1]._windows
+    requests = [answers.ask(prompt, 32) for prompt in prompts[:3]]
+    answers.wait_for_tokens(2)
+    generation = head._batches.ranks.generation
+    eventually(windows.try_hold)
+    eventually(lambda: head._batches.ranks.joined_after(generation), within_s=20)
+    windows.release()
+    assert answers.wait(requests) == calm
+    assert head._launcher.ranks == ranks  # none was ended for being silent
+
+
+def test_what_cannot_be_served_is_refused_and_what_is_cancelled_ends(head: RankHead, prompts: Any) -> None:
     with pytest.raises(UsageError, match="empty"):
         head.check([], SamplingParams(max_tokens=1))
     with pytest.raises(UsageError, match="4096"):
@@ -186,7 +200,7 @@ def test_what_cannot_be_served_is_refused_and_what_is_cancelled_ends(head: Head,
     assert answers.wait([answers.ask(prompts[0], 0)]) == [[]]
 
 
-def test_nothing_listens_where_no_rank_is(head: Head) -> None:
+def test_nothing_listens_where_no_rank_is(head: RankHead) -> None:
     rank = head._launcher.ranks[0]  # type: ignore[attr-defined]
     assert head._listener is not None
     for port in (head._store.port, head._listener.address[1], rank._migration.address[1]):
@@ -197,7 +211,7 @@ def test_nothing_listens_where_no_rank_is(head: Head) -> None:
 
 
 def test_prompts_are_scored_as_by_one_machine(
-    head: Head, prompts: Any, reference: Path, tokenizer: Any, full: Any
+    head: RankHead, prompts: Any, reference: Path, tokenizer: Any, full: Any
 ) -> None:
     found = head.prompt_logprobs(prompts[0], 2)
     with torch.inference_mode():
@@ -211,7 +225,7 @@ def test_prompts_are_scored_as_by_one_machine(
 def test_a_rank_that_cannot_be_built_says_why(tokenizer: Any, reference: Path) -> None:
     with pytest.raises(UsageError, match="dtype"):
         open_head(reference, tokenizer, gpus=1, dtype="float99", launcher=ThreadRanks())
-    assert read_spec(reference).num_layers == 8
+    assert Checkpoint.open(reference).spec.num_layers == 8
 
 
 def test_without_any_rank_nobody_is_left_waiting(

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moetool.cluster.parallel.group import Group
+from moetool.cluster.parallel.process_group import Group
 from tests import engines
 from tests.ranks import Answers, open_head, striped
 

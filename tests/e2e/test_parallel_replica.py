@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.cluster.parallel.control import Control, Decision, Facts, Waiting
-from moetool.cluster.parallel.head import Head
-from moetool.cluster.parallel.opening import open_predictors
-from moetool.models.spec import read_spec
+from moetool.cluster.parallel.batch_placement import BatchPlacer, Facts, Waiting
+from moetool.cluster.parallel.rank_head import RankedModel, RankHead
+from moetool.cluster.parallel.rank_options import HeadOptions
+from moetool.cluster.parallel.startup import open_predictors
+from moetool.models.checkpoint import Checkpoint
+from moetool.placement._decide import Decision
 from moetool.quantize.calibration import Calibration
-from moetool.quantize.making import ReplicaOptions
 from moetool.quantize.replica import make_replica
+from moetool.quantize.replica_layers import ReplicaOptions
 from moetool.types import ModelSpec
 from tests import families
 from tests.ranks import Answers, ThreadRanks, cluster_of, held, striped
@@ -23,7 +25,7 @@ GPUS, SEATS = 2, 2
 DRAW = torch.Generator().manual_seed(5)
 
 
-class Watched(Control):
+class Watched(BatchPlacer):
     """Keeps what it was asked, and what the predictor said of it."""
 
     def __init__(self, spec: ModelSpec, folders: Sequence[Path]) -> None:
@@ -34,7 +36,7 @@ class Watched(Control):
 
     def decide(self, batch: Sequence[Waiting], placed_GLE: np.ndarray, facts: Facts) -> Decision | None:
         self.asked.append(list(batch))
-        self.demands_GLE.append(self.predictors[0].demand(self._spec, self._cluster, batch)[0].tokens_GLE)
+        self.demands_GLE.append(self.predictors[0].demand(self._spec, self._cluster, batch)[0])
         return super().decide(batch, placed_GLE, facts)
 
 
@@ -54,32 +56,30 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     text = Calibration(
         ids_NS=torch.randint(3, 64, (4, 24), generator=DRAW), judged_NS=torch.randint(3, 64, (2, 24), generator=DRAW)
     )
-    make_replica(folder / "model", folder / "replica", text, ReplicaOptions(group=16, grid=2, min_tokens=4))
-    return Made(folder / "model", folder / "replica", read_spec(folder / "model"))
+    make_replica(
+        Checkpoint.open(folder / "model"), folder / "replica", text, ReplicaOptions(group=16, grid=2, min_tokens=4)
+    )
+    return Made(folder / "model", folder / "replica", Checkpoint.open(folder / "model").spec)
 
 
 @pytest.fixture(scope="module")
-def head(made: Made) -> Iterator[Head]:
+def head(made: Made) -> Iterator[RankHead]:
     cluster = cluster_of(made.spec, GPUS, 64)
-    opened = Head(
-        str(made.model),
-        made.spec,
+    opened = RankHead(
+        RankedModel(name=str(made.model), spec=made.spec, tokenizer=None, vocab_size=64),
         cluster,
         striped(made.spec, GPUS),
-        Control("offline", made.spec, cluster),
+        BatchPlacer("offline", made.spec, cluster),
         ThreadRanks(),
-        tokenizer=None,
-        vocab_size=64,
         rank_options={"kv_tokens": 256, "threads": 1, "seats": SEATS},
-        gather_s=0.2,
-        patience_s=60.0,
+        options=HeadOptions(gather_s=0.2, patience_s=60.0),
     )
     opened.start()
     yield opened
     opened.close()
 
 
-def _ask(head: Head, prompts: Sequence[list[int]]) -> list[list[int]]:
+def _ask(head: RankHead, prompts: Sequence[list[int]]) -> list[list[int]]:
     answers = Answers(head)
     with held(head):
         requests = [answers.ask(prompt, 3, ignore_eos=True) for prompt in prompts]
@@ -88,7 +88,7 @@ def _ask(head: Head, prompts: Sequence[list[int]]) -> list[list[int]]:
     return found
 
 
-def test_the_replica_says_what_the_next_batch_will_use_and_no_text_changes(head: Head, made: Made) -> None:
+def test_the_replica_says_what_the_next_batch_will_use_and_no_text_changes(head: RankHead, made: Made) -> None:
     prompts = [torch.randint(3, 64, (20 + n,), generator=DRAW).tolist() for n in range(3 * GPUS * SEATS)]
     calm = _ask(head, prompts)
     control = Watched(made.spec, [made.replica])

@@ -12,21 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.cluster.acceptor import listen
-from moetool.cluster.experts import CallOptions, PlacedRuntime
-from moetool.cluster.frames import LinkError, Message
-from moetool.cluster.holding import Holding
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency
+from moetool.cluster.edge.held_experts import Holding
+from moetool.cluster.edge.meter import Meter
+from moetool.cluster.edge.peers import Peers
+from moetool.cluster.edge.placed_experts import CallOptions, PlacedRuntime
+from moetool.cluster.edge.protocol import Holders
+from moetool.cluster.frames import Frame, LinkError
 from moetool.cluster.links import Links
-from moetool.cluster.meter import Meter
-from moetool.cluster.peers import Peers
-from moetool.cluster.protocol import Holders
+from moetool.cluster.listener import listen
 from moetool.cluster.transport import Listener
 from moetool.errors import CapacityError, MismatchError, MoetoolError
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
-from moetool.policy import build_policy
 from moetool.request import Output, SamplingParams
-from moetool.residency import Residency
-from moetool.serving.store import open_store
+from moetool.runtime.expert_store import open_store
 from moetool.types import ForwardInfo, Phase
 from tests import families
 from tests.edge import TOKEN, Nodes, cluster
@@ -143,7 +144,7 @@ def test_every_way_to_call_experts(name: str, tmp_path: Path) -> None:
 
 def _bare(path: Path, server: int, share: list[int], finished: bool, ends: contextlib.ExitStack) -> PlacedRuntime:
     """A runtime with every second expert, or all, and no engine."""
-    loaded = load_lazy(path, torch.float32)
+    loaded = load_lazy(Checkpoint.open(path), torch.float32)
     assert loaded.files is not None
     ends.callback(loaded.files.shards.close)
     if finished:
@@ -268,7 +269,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_call(well_again: Nodes, baseline: A
     nodes.arrange([_third(0), REST, REST])
     before = dict(nodes[0].meter.total)
 
-    def die(message: Message) -> None:
+    def die(message: Frame) -> None:
         calls.append(message.head["do"])
         if len(calls) == 9:
             threading.Thread(target=nodes[1].listener.close).start()
@@ -312,9 +313,9 @@ def test_an_answer_to_another_question_is_no_answer(well_again: Nodes, baseline:
     nodes = well_again
     real = nodes[1].runtime.handle
 
-    def lie(message: Message) -> Message:
+    def lie(message: Frame) -> Frame:
         answer = real(message)
-        return Message(head={**answer.head, "layer": (answer.head["layer"] + 1) % LAYERS}, parts=answer.parts)
+        return Frame(head={**answer.head, "layer": (answer.head["layer"] + 1) % LAYERS}, parts=answer.parts)
 
     with monkeypatch.context() as patch:
         patch.setattr(nodes[1].runtime, "handle", lie)
@@ -340,9 +341,9 @@ def test_a_damaged_expert_is_not_taken(well_again: Nodes, monkeypatch: Any) -> N
     nodes = well_again
     real = nodes[1].runtime.handle
 
-    def damage(message: Message) -> Message:
+    def damage(message: Frame) -> Frame:
         answer = real(message)
-        return Message(head=answer.head, parts=[bytes(len(answer.parts[0]))])
+        return Frame(head=answer.head, parts=[bytes(len(answer.parts[0]))])
 
     layer, expert = _third(1)[0]
     with monkeypatch.context() as patch:
@@ -377,7 +378,7 @@ def test_what_cannot_be_is_refused(thirds: Nodes) -> None:
     ]
     for asked, parts in wrong:
         with pytest.raises(MoetoolError):
-            nodes[0].runtime.handle(Message(head=asked, parts=parts))
+            nodes[0].runtime.handle(Frame(head=asked, parts=parts))
     with pytest.raises(MismatchError, match="of another model"):
         nodes[0].runtime.set_holders(Holders(version=10**6, servers_LE=((),), peers=()))
     node = nodes[0]

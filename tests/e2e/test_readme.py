@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moetool import demo
+from moetool.cli import demo
 from moetool.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,9 +47,9 @@ def test_every_command_of_the_readme_works(
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=_environment())
     assert server.stderr is not None
     try:
-        lines = [server.stderr.readline() for _ in range(2)]
-        url = lines[1].split()[-1]
-        assert url.startswith("http://127.0.0.1:"), lines
+        serving = next(line for line in server.stderr if "serving on" in line)
+        url = serving.split()[-1]
+        assert url.startswith("http://127.0.0.1:"), serving
         assert curl[0] == "curl" and curl[1] == "localhost:8000/v1/completions"
         body = curl[curl.index("-d") + 1].encode()
         request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})

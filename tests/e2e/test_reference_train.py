@@ -11,11 +11,11 @@ from safetensors import SafetensorError
 
 from moetool import assets, durable
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError
-from moetool.reference import state as states
+from moetool.reference import training_state as states
 from moetool.reference.data import SEPARATOR
-from moetool.reference.recipe import Recipe, read_recipe
-from moetool.reference.state import State
 from moetool.reference.train import train
+from moetool.reference.training_recipe import Recipe, read_recipe
+from moetool.reference.training_state import State
 
 TINY: dict[str, Any] = {
     "data": {"held_out": 0.2, "held_out_tokens": 128},

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.learning.predictor import build
 from moetool.learning.tokens import Tokens
-from moetool.models.spec import read_spec
-from moetool.predictor import build
-from moetool.replay import replay
+from moetool.models.checkpoint import Checkpoint
 from moetool.request import SamplingParams
 from moetool.trace.reader import Trace
+from moetool.tuning.replay import ReplaySetup, replay
 from tests.engines import engine
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello"]
@@ -64,7 +64,7 @@ def test_replay_decides_as_serve_did(
 
     trace = Trace(log)
     assert trace.manifest["composition"] == {"kind": "log"}
-    (row,) = replay(trace, [policy], [slots * trace.spec.slot_bytes], predictor=predictor)
+    (row,) = replay(trace, [policy], [slots * trace.spec.slot_bytes], ReplaySetup(predictor=predictor))
     assert row.slots == num_slots
     assert row.counts == counts
     assert row.digest == trace.manifest["provenance"]["decisions"]
@@ -76,7 +76,9 @@ def test_replay_decides_as_serve_did_with_every_kind_of_signal(
     name: str, reference: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    predictor = build(name, read_spec(reference)).eval().requires_grad_(False)  # untrained ones take decisions too
+    predictor = (
+        build(name, Checkpoint.open(reference).spec).eval().requires_grad_(False)
+    )  # untrained ones take decisions too
     if name == "activation_matrix":
         experts_TPK = torch.randint(0, 32, (200, 8, 4))
         predictor.count(Tokens(experts_TPK=experts_TPK, request_T=torch.arange(200) // 20))
@@ -91,6 +93,6 @@ def test_replay_decides_as_serve_did_with_every_kind_of_signal(
     made.close()
     trace = Trace(log)
     again = copy.deepcopy(predictor)
-    (row,) = replay(trace, ["promoe"], [60 * trace.spec.slot_bytes], predictor=again)
+    (row,) = replay(trace, ["promoe"], [60 * trace.spec.slot_bytes], ReplaySetup(predictor=again))
     assert row.counts == counts and counts.prefetch_loads
     assert row.digest == trace.manifest["provenance"]["decisions"]

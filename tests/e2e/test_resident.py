@@ -9,19 +9,21 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
-from moetool.capture.run import CaptureOptions, capture
+from moetool.capture.run import CaptureOptions, RunSetup, capture
 from moetool.errors import UsageError
-from moetool.models.batching import Batcher
-from moetool.models.decoding import Batch
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full
-from moetool.models.paged_attention import Unwritten
-from moetool.models.recording import GateRecorder
-from moetool.models.resident import ResidentForward, decoder_layers, resident_counts
-from moetool.models.signals import Signals
-from moetool.models.spec import empty_model, moe_layers
+from moetool.models.spec import moe_layers
 from moetool.prompts.gather import Prompt
 from moetool.request import SamplingParams
+from moetool.runtime.batching import Batcher
+from moetool.runtime.decoding import Batch
+from moetool.runtime.paged_attention import Unwritten
+from moetool.runtime.recording import GateRecorder
+from moetool.runtime.resident_gates import ResidentForward, decoder_layers, resident_counts
+from moetool.runtime.signals import Signals
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from tests import families
@@ -40,7 +42,7 @@ def _options(**more: Any) -> CaptureOptions:
 
 def _captured(full: Any, out: Path, prompts: list[Prompt], **more: Any) -> Trace:
     """A capture by a model that is in memory already."""
-    capture("reference", prompts, out, _options(**more), open_model=lambda path, dtype, device: full)
+    capture("reference", prompts, out, _options(**more), RunSetup(open_model=lambda path, dtype, device: full))
     return Trace(out)
 
 
@@ -186,7 +188,7 @@ def test_where_it_cannot_be_had_it_is_refused_by_name(lazy: Any, full: Any, tmp_
     for share in (0.0, 1.5):
         with pytest.raises(UsageError, match="expected a share"):
             replace(_options(), resident=share)
-    doubled = load_full(full.path, torch.float32)
+    doubled = load_full(full.checkpoint, torch.float32)
     doubled.model.model.layers[3].mlp.register_forward_hook(lambda module, args, output: output * 2)
     doubled.model.model.layers[3].register_forward_hook(lambda module, args, output: output * 1.5)
     with pytest.raises(UsageError, match=r"qwen3_moe: layer 4 adds up in another way; expected .* leave resident out"):
@@ -206,13 +208,14 @@ UNUSUAL = {
 
 @pytest.mark.parametrize("family", [*USUAL, *UNUSUAL])
 def test_families_of_the_usual_shape_and_others(family: str, tmp_path: Path) -> None:
-    model = empty_model(families.config(family), torch.float32)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(families.config(family))
     if "made of" in UNUSUAL.get(family, ""):
         with pytest.raises(UsageError, match=f"cannot keep resident for {family}: .* {UNUSUAL[family]}"):
             decoder_layers(model, moe_layers(model))
         return
     families.save(family, tmp_path / "model")
-    loaded = load_full(tmp_path / "model", torch.float32)
+    loaded = load_full(Checkpoint.open(tmp_path / "model"), torch.float32)
     said: list[torch.Tensor] = []
     if family in UNUSUAL:
         for layer in loaded.model.model.layers:
@@ -229,7 +232,7 @@ def test_families_of_the_usual_shape_and_others(family: str, tmp_path: Path) -> 
 
 def test_latent_attention_and_prompts_in_pieces_stay_as_they_are(tmp_path: Path) -> None:
     families.save("deepseek_v2", tmp_path / "model")
-    loaded = load_full(tmp_path / "model", torch.float32)
+    loaded = load_full(Checkpoint.open(tmp_path / "model"), torch.float32)
     found: list[list[TokenBatch]] = []
     for keep in (["logits"], ["logits", "resident"]):
         batcher = Batcher(loaded.model, max_requests=2, kv_tokens=256, max_batch_tokens=16)

@@ -18,16 +18,16 @@ import pytest
 import torch
 
 from moetool.capture import run as capturing
-from moetool.capture.plan import CaptureOptions, CapturePlan, Item, plan_capture
+from moetool.capture.job import CaptureOptions, CapturePlan, Item, plan_capture
+from moetool.capture.resume import CaptureFolder, open_stage, stage_path
 from moetool.capture.run import Captured, finish, forward_batches, run_batches
 from moetool.capture.run import capture as capture_prompts
-from moetool.capture.stage import Stage, open_stage, stage_path
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import LoadedModel, load_full
-from moetool.models.recording import GateRecorder
-from moetool.models.spec import read_spec
 from moetool.prompts.gather import Prompt
 from moetool.prompts.gather import load as load_prompts
+from moetool.runtime.recording import GateRecorder
 from moetool.trace.reader import Trace
 from tests import families
 from tests.faults import every_fault, fault_at
@@ -93,16 +93,14 @@ def _case(family: str, size: int, folder: Path) -> Case:
     ]
     keep = ("topk", "logits", "embeddings")
     plan = CapturePlan(
-        model="tiny",
-        path=folder / "model",
-        spec=read_spec(folder / "model"),
+        checkpoint=Checkpoint(folder / "model", name="tiny"),
         options=CaptureOptions(max_new_tokens=2, batch_size=size, keep=keep, threads=1),
         batches=[items[start : start + size] for start in range(0, len(items), size)],
         too_long=0,
         empty=0,
         facts={"model": "tiny", "revision": "a", "prompts": "b", "threads": 1, "dtype": "float32"},
     )
-    made = Case(load_full(folder / "model", torch.float32), plan, {})
+    made = Case(load_full(Checkpoint.open(folder / "model"), torch.float32), plan, {})
     made.run(folder / "t", resume=False)
     made.files = sha256s(folder / "t")
     return made
@@ -172,7 +170,7 @@ def test_after_a_fault_at_any_write_the_files_are_the_same(
 def test_after_a_fault_while_overwriting_there_is_the_old_trace_or_the_new(
     quick: Case, stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_batches(Stage(stopped, quick.plan), [1], lambda *_: quick.loaded)
+    run_batches(CaptureFolder(stopped, quick.plan), [1], lambda *_: quick.loaded)
     ready = shutil.copytree(stage_path(stopped), stopped.with_name("ready"))
     old = replace(quick.plan, batches=quick.plan.batches[:1], facts={**quick.plan.facts, "prompts": "c"})
     quick.run(stopped.with_name("old"), plan=old)
@@ -245,7 +243,7 @@ def test_after_an_end_between_any_two_forwards_the_files_are_the_same(
                 patch.setattr(GateRecorder, "hold", hold)
                 one.run(out)
             assert not out.exists()
-            assert len(Stage(out, one.plan).missing()) == len(one.plan.batches) - number // 2
+            assert len(CaptureFolder(out, one.plan).missing()) == len(one.plan.batches) - number // 2
             one.run(out)
             one.require_whole(out)
 
@@ -298,7 +296,7 @@ def test_another_capture_is_refused_with_the_difference(
 
 
 def test_damage_is_refused(case: Case, stopped: Path) -> None:
-    stage = Stage(stopped, case.plan)
+    stage = CaptureFolder(stopped, case.plan)
     whole = stage.file(0).read_bytes()
     stage.file(0).write_bytes(whole[: len(whole) // 2])
     with pytest.raises(MismatchError, match=r"missing or damaged.*remove it, and repeat the command with --resume"):
@@ -312,7 +310,7 @@ def test_a_finished_capture_is_finished(case: Case, tmp_path: Path) -> None:
     """As when the kill came between the trace and the removal of the stage."""
     out = tmp_path / "t"
     first = case.run(out)
-    Stage(out, case.plan).path.mkdir()
+    CaptureFolder(out, case.plan).path.mkdir()
     again = case.run(out)
     assert replace(again, seconds=0.0) == replace(first, seconds=0.0)
     case.require_whole(out)
@@ -322,8 +320,8 @@ def test_a_finished_capture_is_finished(case: Case, tmp_path: Path) -> None:
 
 def test_it_does_not_matter_who_forwarded_a_batch(case: Case, stopped: Path) -> None:
     """As when several processes share the batches, and another number of them goes on."""
-    for batch in reversed(Stage(stopped, case.plan).missing()):
-        run_batches(Stage(stopped, case.plan), [batch], lambda *_: case.loaded)
+    for batch in reversed(CaptureFolder(stopped, case.plan).missing()):
+        run_batches(CaptureFolder(stopped, case.plan), [batch], lambda *_: case.loaded)
     case.run(stopped)
     case.require_whole(stopped)
 
@@ -380,7 +378,7 @@ def test_a_disk_that_is_too_small_is_refused_at_once(
 
 def test_a_disk_that_fills_half_way_loses_nothing(case: Case, stopped: Path) -> None:
     """For real: no file may grow beyond the smallest batch that is missing."""
-    size = Stage(stopped, case.plan).file(0).stat().st_size
+    size = CaptureFolder(stopped, case.plan).file(0).stat().st_size
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size // 4, limits[1]))
     try:
@@ -395,18 +393,20 @@ def test_a_disk_that_fills_half_way_loses_nothing(case: Case, stopped: Path) -> 
 def test_the_facts_of_a_capture_are_what_its_rows_depend_on(reference: Path) -> None:
     texts = load_prompts(["chat"], max_prompts=2)
     options = CaptureOptions(threads=1)
-    base = plan_capture("reference", texts, options, pooled=False)
+    base = plan_capture(Checkpoint.open("reference"), texts, options, pooled=False)
     others = {
-        "prompts": plan_capture("reference", texts[::-1], options, pooled=False),
-        "batch_size": plan_capture("reference", texts, replace(options, batch_size=2), pooled=False),
-        "columns": plan_capture("reference", texts, replace(options, keep=("topk",)), pooled=False),
-        "experts": plan_capture("reference", texts, options, pooled=True),
-        "max_new_tokens": plan_capture("reference", texts, replace(options, max_new_tokens=3), pooled=False),
+        "prompts": plan_capture(Checkpoint.open("reference"), texts[::-1], options, pooled=False),
+        "batch_size": plan_capture(Checkpoint.open("reference"), texts, replace(options, batch_size=2), pooled=False),
+        "columns": plan_capture(Checkpoint.open("reference"), texts, replace(options, keep=("topk",)), pooled=False),
+        "experts": plan_capture(Checkpoint.open("reference"), texts, options, pooled=True),
+        "max_new_tokens": plan_capture(
+            Checkpoint.open("reference"), texts, replace(options, max_new_tokens=3), pooled=False
+        ),
     }
     for name, other in others.items():
         assert [fact for fact in base.facts if base.facts[fact] != other.facts[fact]] == [name]
         assert other.digest != base.digest
-    assert plan_capture(str(reference), texts, options, pooled=False).digest == base.digest
+    assert plan_capture(Checkpoint.open(reference), texts, options, pooled=False).digest == base.digest
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.capture.plan import CaptureOptions
+from moetool.capture.job import CaptureOptions
 from moetool.capture.run import capture
-from moetool.cluster.deciding import Place, places_of
-from moetool.cluster.protocol import Holders, Moved, WorkerInfo, WorkerStats
-from moetool.cluster.scheduler import Options, Scheduler
-from moetool.placement_plan import PlacementPlan
-from moetool.planning.placing import plan_placement, score_plan
+from moetool.cluster.edge.protocol import ArrivedExpert, Holders, WorkerInfo, WorkerStats
+from moetool.cluster.edge.replacement import places_of
+from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
+from moetool.models.checkpoint import Checkpoint
+from moetool.placement._comparing import plan_placement, score_plan
+from moetool.placement._placement_plan import Place, PlacementPlan
 from moetool.prompts.gather import gather
 from moetool.request import Output, SamplingParams
 from moetool.trace.edit import split
@@ -53,7 +54,7 @@ class NodeWorker:
     def set_holders(self, holders: Holders) -> None:
         self.node.runtime.set_holders(holders)
 
-    def adopt(self, layer: int, expert: int, source: int) -> Moved:
+    def adopt(self, layer: int, expert: int, source: int) -> ArrivedExpert:
         return self.node.runtime.adopt(layer, expert, source)
 
     def drop(self, layer: int, expert: int) -> None:
@@ -107,9 +108,8 @@ def work(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Work:
 
 @pytest.fixture(scope="module")
 def machines(reference: Path) -> Cluster:
-    from moetool.models.spec import read_spec
 
-    return make_cluster([[room] for room in SLOTS], read_spec(reference).slot_bytes)
+    return make_cluster([[room] for room in SLOTS], Checkpoint.open(reference).spec.slot_bytes)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ def test_text_is_the_same_while_experts_move(
     alone.close()
     arrange(nodes, held_by(plans["uniform"]))
     table = table_of(nodes)
-    options = Options(interval_s=10.0, poll_s=1.0, decide="always", half_life_s=60.0)
+    options = SchedulerOptions(interval_s=10.0, poll_s=1.0, decide="always", half_life_s=60.0)
     scheduler = Scheduler(table.spec, machines, options)
     now_s, moved, unmoved = 1000.0, 0, 0
     while now_s < 1000.0 + 120.0 and not (moved and unmoved):
@@ -227,7 +227,7 @@ def test_a_change_of_tasks_is_followed_by_migrations_that_pay(nodes: Nodes, mach
     for node in nodes.nodes:
         node.meter.take(0)
     table = table_of(nodes)
-    scheduler = Scheduler(table.spec, machines, Options(interval_s=6.0, poll_s=1.0, half_life_s=6.0))
+    scheduler = Scheduler(table.spec, machines, SchedulerOptions(interval_s=6.0, poll_s=1.0, half_life_s=6.0))
     now_s = 1000.0
 
     def go(rounds: int, task_of: Sequence[int]) -> float:

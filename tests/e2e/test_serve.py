@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pyarrow.parquet as pq
 import pytest
 import torch
 
+from moetool.cache_plan import PrefetchLimits
 from moetool.errors import MoetoolError
+from moetool.models.checkpoint import Checkpoint
 from moetool.request import Output, SamplingParams, Unavailable
-from moetool.residency import PrefetchLimits
-from moetool.serving.assembly import ServeOptions, build_engine
-from moetool.trace.writer import TraceWriter
+from moetool.runtime.assembly import ServeOptions, build_engine
+from moetool.trace.reader import Trace
 from tests.servers import client_of, eventually, get, serving
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 =", "User: hello there"]
@@ -25,7 +27,9 @@ PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said
 @pytest.fixture(scope="module")
 def engine(reference: Path) -> Any:
     # 20 MB: dense weights 6.5, KV cache 8.5, and a quarter of the experts
-    made = build_engine("reference", options=ServeOptions(kv_tokens=2048), policy="lru", device_memory_bytes=20_000_000)
+    made = build_engine(
+        Checkpoint.open("reference"), options=ServeOptions(kv_tokens=2048), policy="lru", device_memory_bytes=20_000_000
+    )
     assert made.store.num_slots < made.spec.total_experts // 3
     made.start()
     return made
@@ -150,7 +154,10 @@ def test_a_disk_that_fails_fails_the_request_and_not_the_server(
 ) -> None:
     shutil.copytree(reference, tmp_path / "m")
     engine = build_engine(
-        str(tmp_path / "m"), options=ServeOptions(kv_tokens=512), policy="lru", device_memory_bytes=None
+        Checkpoint.open(str(tmp_path / "m")),
+        options=ServeOptions(kv_tokens=512),
+        policy="lru",
+        device_memory_bytes=None,
     )
     engine.start()
     prompt = tokenizer(PROMPTS[0])["input_ids"]
@@ -177,7 +184,7 @@ def test_a_disk_that_fails_fails_the_request_and_not_the_server(
 
 
 def test_closing_cancels_what_runs_and_refuses_what_comes(reference: Path, tokenizer: Any) -> None:
-    engine = build_engine("reference", options=ServeOptions(kv_tokens=1024))
+    engine = build_engine(Checkpoint.open("reference"), options=ServeOptions(kv_tokens=1024))
     engine.start()
     outputs: list[Output] = []
     prompt = tokenizer(PROMPTS[0])["input_ids"]
@@ -189,27 +196,32 @@ def test_closing_cancels_what_runs_and_refuses_what_comes(reference: Path, token
         engine.submit(prompt, SamplingParams(max_tokens=1), outputs.append)
 
 
-def test_a_full_disk_ends_the_log_and_not_the_server(
+def test_a_full_disk_ends_the_log_and_neither_the_server_nor_what_was_logged(
     reference: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = build_engine("reference", options=ServeOptions(kv_tokens=512), log=tmp_path / "log")
+    engine = build_engine(
+        Checkpoint.open("reference"), options=ServeOptions(kv_tokens=512, log_segment_s=0.01), log=tmp_path / "log"
+    )
     engine.start()
     prompt = tokenizer(PROMPTS[0])["input_ids"]
     assert _answer(engine, prompt)[-1].finish == "length"
+    eventually(lambda: engine.metrics()["gate_log_rows_written"] >= len(prompt))
+    eventually(lambda: not engine.metrics()["gate_log_rows_waiting"])
+    written = engine.metrics()["gate_log_rows_written"]
 
-    def full(*args: Any) -> None:
-        raise MoetoolError("No space left on device")
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(TraceWriter, "append", full)
+    monkeypatch.setattr(pq, "write_table", full)
     assert _answer(engine, prompt)[-1].finish == "length"
     assert engine.state == "ready"
     with pytest.raises(MoetoolError, match="No space left"):
         engine.close()
-    assert list(tmp_path.iterdir()) == []
+    assert Trace(tmp_path / "log").num_tokens == written
 
 
 def test_an_engine_that_dies_lets_nobody_wait(reference: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = build_engine("reference", options=ServeOptions(kv_tokens=512))
+    engine = build_engine(Checkpoint.open("reference"), options=ServeOptions(kv_tokens=512))
     prompt = tokenizer(PROMPTS[0])["input_ids"]
     engine.state = "ready"  # taken, and not begun
     outputs: list[Output] = []
@@ -221,7 +233,7 @@ def test_an_engine_that_dies_lets_nobody_wait(reference: Path, tokenizer: Any, m
     engine.submit(prompt, SamplingParams(max_tokens=5), outputs.append)
     with ThreadPoolExecutor(1) as pool:
         scored = pool.submit(engine.prompt_logprobs, prompt, 1)
-        eventually(lambda: len(engine._commands) == 3)
+        eventually(lambda: engine.num_pending == 3)
         monkeypatch.setattr(threading, "excepthook", lambda args: None)
         engine.start()
         with pytest.raises(MoetoolError, match="the sink is broken"):
@@ -236,26 +248,25 @@ def test_an_engine_that_dies_lets_nobody_wait(reference: Path, tokenizer: Any, m
 
 def test_a_plans_memory_holds_for_other_options_too(reference: Path, tmp_path: Path) -> None:
     from moetool.capture.run import CaptureOptions, capture
-    from moetool.planning.cache import plan_cache
     from moetool.prompts.gather import load
-    from moetool.serving.assembly import fixed_bytes
-    from moetool.trace.reader import Trace
+    from moetool.runtime.assembly import fixed_bytes
+    from moetool.tuning.cache_planning import DeviceBudget, plan_cache
 
     trace = Trace(capture("reference", load(["chat"], max_prompts=6), tmp_path / "t", CaptureOptions()).out)
     options = ServeOptions(kv_tokens=512)
-    dense, kv = fixed_bytes(reference, options)
-    plan = plan_cache(trace, None, 20_000_000, dense_bytes=dense, kv_bytes=kv, kv_tokens=512)
-    as_planned = build_engine("reference", options=options, plan=plan)
+    dense, kv = fixed_bytes(Checkpoint.open(reference), options)
+    plan = plan_cache(trace, DeviceBudget(20_000_000, dense, kv, kv_tokens=512))
+    as_planned = build_engine(Checkpoint.open("reference"), options=options, plan=plan)
     assert as_planned.store.num_slots == plan.slots
-    more_kv = build_engine("reference", options=ServeOptions(kv_tokens=2048), plan=plan)
+    more_kv = build_engine(Checkpoint.open("reference"), options=ServeOptions(kv_tokens=2048), plan=plan)
     assert more_kv.store.num_slots < plan.slots
     limits = PrefetchLimits(forward_bytes=1)
     tuned = replace(plan, pinned=((0, 1), (1, 2)), limits=limits)
-    with_pins = build_engine("reference", options=options, plan=tuned)
+    with_pins = build_engine(Checkpoint.open("reference"), options=options, plan=tuned)
     assert with_pins.store.num_slots == plan.slots
     assert with_pins.residency.limits == limits
     own = ServeOptions(kv_tokens=512, prefetch=PrefetchLimits())
-    without = build_engine("reference", options=own, plan=tuned)
+    without = build_engine(Checkpoint.open("reference"), options=own, plan=tuned)
     assert without.residency.limits == PrefetchLimits()
     for engine in (as_planned, more_kv, with_pins, without):
         metrics = engine.metrics()
@@ -268,6 +279,6 @@ def test_a_plans_memory_holds_for_other_options_too(reference: Path, tmp_path: P
 )
 def test_how_many_requests_run_together_follows_from_memory(memory: int | None, given: int, together: int) -> None:
     options = ServeOptions(kv_tokens=512, max_requests=given)
-    made = build_engine("reference", options=options, policy="lru", device_memory_bytes=memory)
+    made = build_engine(Checkpoint.open("reference"), options=options, policy="lru", device_memory_bytes=memory)
     assert made.max_requests == together
     made.close()

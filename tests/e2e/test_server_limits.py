@@ -11,13 +11,13 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
-from moetool.chat import Conversation
 from moetool.cli.main import app
 from moetool.errors import MoetoolError, UsageError
 from moetool.request import SamplingParams, Sink, TokenLogprob
-from moetool.serving.absent import ABSENT
+from moetool.serving.chat import Conversation
 from moetool.serving.server_options import ServerOptions
 from moetool.serving.status_line import Rates
+from moetool.serving.unsupported_routes import ABSENT
 from tests.scripted_engine import ScriptedEngine
 from tests.servers import client_of, connect, eventually, get, post, serving
 
@@ -166,12 +166,12 @@ def test_an_engine_that_fails_between_two_choices_leaves_nobody_waiting() -> Non
 def test_an_engine_that_fails_answers_a_queue_of_any_length() -> None:
     engine = _Refusing(max_requests=1)
     with serving(engine, options=ServerOptions(max_queue=5000)) as (url, server):
-        server._frontend._in_engine = 2  # no place yet
+        server.frontend.in_engine = 2  # no place yet
         with ThreadPoolExecutor(12) as pool:
             waiting = [pool.submit(post, url, "/v1/completions", {**ASK, "n": 128}) for _ in range(12)]
             eventually(lambda: json.loads(get(url, "/stats")[2])["server"]["choices_waiting"] == 12 * 128)
             engine.submitted.append(SamplingParams(max_tokens=1))  # from here it takes nothing
-            server._frontend._in_engine = 0
+            server.frontend.in_engine = 0
             assert post(url, "/v1/completions", ASK)[0] == 503
             assert [job.result()[0] for job in waiting] == [503] * 12
 
@@ -211,7 +211,7 @@ def test_scoring_keeps_to_the_deadline_and_to_one_thread() -> None:
 def test_a_request_that_would_take_long_to_understand_is_refused() -> None:
     with serving(ScriptedEngine()) as (url, _):
         status, body = post(url, "/v1/completions", {**ASK, "n": 128, "stop": "a" * 1_500_000})
-        assert status == 400 and body["error"]["param"] == "stop[0]"
+        assert status == 400 and body["error"]["param"] == "stop"
         assert post(url, "/v1/completions", {**ASK, "stop": ["a" * 1024] * 4})[0] == 200
 
 
@@ -225,7 +225,7 @@ def test_a_page_in_a_browser_cannot_ask(kind: str) -> None:
         asks = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
         connection.request("OPTIONS", "/v1/completions", headers=asks)
         response = connection.getresponse()
-        assert response.status == 405 and "Access-Control-Allow-Origin" not in response.headers
+        assert response.status == 403 and "Access-Control-Allow-Origin" not in response.headers
 
 
 def test_what_is_not_served_is_said() -> None:
@@ -237,7 +237,8 @@ def test_what_is_not_served_is_said() -> None:
         answers = paths["/v1/completions"]["post"]["responses"]
         assert set(answers) == {"200", "400", "404", "408", "413", "429", "503"}
         served = {"/v1/models", "/v1/models/{name}", "/v1/completions", "/v1/chat/completions"}
-        assert set(paths) == served | {"/health", "/metrics", "/stats"} | set(ABSENT)
+        others = {"/", "/health", "/metrics", "/stats", "/tokenize", "/detokenize"}
+        assert set(paths) == served | others | set(ABSENT)
 
 
 def test_the_description_says_what_is_taken_and_given() -> None:
@@ -246,13 +247,14 @@ def test_the_description_says_what_is_taken_and_given() -> None:
     fields = description["components"]["schemas"]["CompletionRequest"]["properties"]
     for name in ("prompt", "stop"):
         assert {"string", "array"} == {one["type"] for one in fields[name]["anyOf"]}
-    assert fields["top_k"]["enum"] == [0, -1, None] and fields["response_format"]["enum"] == [{"type": "text"}, None]
+    assert fields["min_tokens"]["enum"] == [0, None] and fields["top_k"]["minimum"] == -1
     paths = description["paths"]
     assert list(paths["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
     for path in ("/v1/completions", "/v1/chat/completions"):
         operation = paths[path]["post"]
         assert set(operation["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
         assert [one["name"] for one in operation["parameters"]] == ["X-Request-Id", "X-Request-Timeout"]
+    assert list(paths["/tokenize"]["post"]["responses"]["200"]["content"]) == ["application/json"]
 
 
 def test_a_body_that_trickles_is_given_up() -> None:

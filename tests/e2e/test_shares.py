@@ -13,14 +13,14 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moetool.capture.run import CaptureOptions, capture
-from moetool.capture.shares import capture_with_workers
+from moetool.capture.run import CaptureOptions, RunSetup, capture
+from moetool.capture.workers import capture_with_workers
 from moetool.errors import CapacityError, MoetoolError
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full
-from moetool.models.spec import dense_bytes, read_spec
 from moetool.prompts import gather as prompt_sets
 from moetool.prompts.gather import Prompt
-from moetool.serving.assembly import open_pooled
+from moetool.runtime.assembly import open_pooled
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from tests.command_line import exit_code
@@ -52,7 +52,7 @@ def test_workers_write_the_trace_of_one_process(texts: list[Prompt], one: Trace,
 def test_a_worker_that_fails_leaves_nothing(texts: list[Prompt], tmp_path: Path) -> None:
     opener = partial(open_pooled, device_memory_bytes=1000)
     with pytest.raises(MoetoolError):
-        capture_with_workers("reference", texts, tmp_path / "t", OPTIONS, 2, open_model=opener)
+        capture_with_workers("reference", texts, tmp_path / "t", OPTIONS, 2, RunSetup(open_model=opener))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -83,14 +83,20 @@ def test_a_model_larger_than_memory_gives_the_same_experts(texts: list[Prompt], 
     """A pool of two experts of 256: the experts exceed it 128 times."""
     dense, expert = 6_503_168, 73_728
     opener = partial(open_pooled, device_memory_bytes=dense + 2 * expert)
-    small = Trace(capture("reference", texts, tmp_path / "t", OPTIONS, open_model=opener).out)
+    small = Trace(capture("reference", texts, tmp_path / "t", OPTIONS, RunSetup(open_model=opener)).out)
     rows, expected = (TokenBatch.concatenate(list(t.batches(["weights", "logits"]))) for t in (small, one))
     assert (rows.token_id_T == expected.token_id_T).all()
     assert (rows.experts_TS == expected.experts_TS).all()
     assert np.allclose(rows.logits_TF, expected.logits_TF, atol=5e-3)
     assert np.allclose(rows.weights_TS, expected.weights_TS, atol=1e-3)
     with pytest.raises(CapacityError, match="at least 2 expert slots"):
-        capture("reference", texts, tmp_path / "u", OPTIONS, open_model=partial(open_pooled, device_memory_bytes=dense))
+        capture(
+            "reference",
+            texts,
+            tmp_path / "u",
+            OPTIONS,
+            RunSetup(open_model=partial(open_pooled, device_memory_bytes=dense)),
+        )
 
 
 def test_experts_of_a_hundred_times_the_memory(texts: list[Prompt], reference: Path, tmp_path: Path) -> None:
@@ -113,13 +119,13 @@ def test_experts_of_a_hundred_times_the_memory(texts: list[Prompt], reference: P
     model.save_pretrained(tmp_path / "m")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(reference / name, tmp_path / "m")
-    spec = read_spec(tmp_path / "m")
-    memory = dense_bytes(tmp_path / "m", torch.float32) + 2 * spec.slot_bytes
+    spec = Checkpoint.open(tmp_path / "m").spec
+    memory = Checkpoint.open(tmp_path / "m").dense_bytes(torch.float32) + 2 * spec.slot_bytes
     assert sum(spec.expert_bytes_L) * 256 > 100 * memory
     options = CaptureOptions(max_new_tokens=2, batch_size=3, threads=1)
     opener = partial(open_pooled, device_memory_bytes=memory)
     whole, pooled = (
-        Trace(capture(str(tmp_path / "m"), texts[:3], tmp_path / name, options, open_model=how).out)
+        Trace(capture(str(tmp_path / "m"), texts[:3], tmp_path / name, options, RunSetup(open_model=how)).out)
         for name, how in (("whole", load_full), ("pooled", opener))
     )
     expected, rows = (TokenBatch.concatenate(list(trace.batches())) for trace in (whole, pooled))

@@ -9,6 +9,7 @@ import pytest
 
 from moetool.caching import lru
 from moetool.capture.run import CaptureOptions, capture
+from moetool.models.checkpoint import Checkpoint
 from moetool.prompts.gather import Prompt
 from moetool.request import SamplingParams
 from moetool.trace.reader import Trace
@@ -41,9 +42,8 @@ class Watching(lru.Policy):
 
 
 def test_serve_shows_a_policy_what_its_log_shows(reference: Path, tokenizer: Any, tmp_path: Path) -> None:
-    from moetool.models.spec import read_spec
 
-    policy = Watching(read_spec(reference), None, 60)
+    policy = Watching(Checkpoint.open(reference).spec, None, 60)
     made = engine(reference, tokenizer, policy, 60, log=tmp_path / "log")
     for text in TEXTS:
         made.submit(tokenizer(text)["input_ids"], SamplingParams(max_tokens=5), lambda output: None)

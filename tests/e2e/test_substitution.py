@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.caching._policy import build_policy
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.families import FAMILIES
-from moetool.models.spec import read_spec
-from moetool.policy import build_policy
-from moetool.replay import replay
 from moetool.request import SamplingParams
-from moetool.serving.assembly import ServeOptions, build_engine
+from moetool.runtime.assembly import ServeOptions, build_engine
 from moetool.trace.reader import Trace
+from moetool.tuning.replay import ReplaySetup, replay
 from tests.engines import engine, generate
 
 COSTS = {"load_s": 3.0, "host_s": 1.0}
@@ -32,7 +32,7 @@ def test_without_alpha_the_logits_are_those_of_lru(reference: Path, tokenizer: A
     }
     hosted = {}
     for title, (name, options) in configurations.items():
-        made = engine(reference, tokenizer, build_policy(name, read_spec(reference), options, 40), 40)
+        made = engine(reference, tokenizer, build_policy(name, Checkpoint.open(reference).spec, options, 40), 40)
         results[title] = generate(made, ids, 4)
         hosted[title] = made.residency.counts.hosted
         made.close()
@@ -57,7 +57,7 @@ def test_without_alpha_the_logits_are_those_of_lru(reference: Path, tokenizer: A
 def test_replay_substitutes_as_serve_did(
     slots: int, options: dict[str, Any], reference: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
-    policy = build_policy("smoe", read_spec(reference), options, slots)
+    policy = build_policy("smoe", Checkpoint.open(reference).spec, options, slots)
     made = engine(reference, tokenizer, policy, slots, log=tmp_path / "log")
     for i, text in enumerate(TEXTS):  # a request begins while others run
         params = SamplingParams(max_tokens=5 + i, temperature=0.7, seed=i)
@@ -69,10 +69,12 @@ def test_replay_substitutes_as_serve_did(
     made.close()
     trace = Trace(tmp_path / "log")
     assert trace.columns >= {"experts", "logits"} | ({"ahead"} if options.get("prefetch", True) else set())
-    (row,) = replay(trace, ["smoe"], [slots * trace.spec.slot_bytes], options={"smoe": options})
+    (row,) = replay(trace, ["smoe"], [slots * trace.spec.slot_bytes], ReplaySetup(options={"smoe": options}))
     assert row.counts == counts
     assert row.digest == trace.manifest["provenance"]["decisions"]
-    (other,) = replay(trace, ["smoe"], [slots * trace.spec.slot_bytes], options={"smoe": {**options, "alpha": 0}})
+    (other,) = replay(
+        trace, ["smoe"], [slots * trace.spec.slot_bytes], ReplaySetup(options={"smoe": {**options, "alpha": 0}})
+    )
     assert other.counts.missed + other.counts.hosted > counts.missed + counts.hosted
     assert bool(counts.hosted) == ("load_s" in options)
 
@@ -80,4 +82,4 @@ def test_replay_substitutes_as_serve_did(
 def test_a_family_without_substitutes_is_refused_when_serving(reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, "qwen3_moe", replace(FAMILIES["qwen3_moe"], fixed="its router is made of stone"))
     with pytest.raises(Exception, match=r"smoe .* qwen3_moe does not allow that: its router is made of stone"):
-        build_engine(str(reference), options=ServeOptions(), policy="smoe")
+        build_engine(Checkpoint.open(str(reference)), options=ServeOptions(), policy="smoe")

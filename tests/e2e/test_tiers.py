@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.capture.run import CaptureOptions, capture
+from moetool.caching._policy import build_policy
+from moetool.capture.run import CaptureOptions, RunSetup, capture
 from moetool.errors import CapacityError
-from moetool.models.spec import dense_bytes, read_spec
-from moetool.policy import build_policy
+from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather as prompt_sets
-from moetool.serving.assembly import ServeOptions, build_engine, open_pooled
+from moetool.runtime.assembly import ServeOptions, build_engine, open_pooled
 from moetool.trace.reader import Trace
 from moetool.types import GateEvent
 from tests.engines import Chaos, engine, generate
@@ -65,7 +65,7 @@ def _check(made: Any, baseline: Any) -> Any:
 
 
 def _spec(reference: Path) -> Any:
-    return read_spec(reference)
+    return Checkpoint.open(reference).spec
 
 
 @pytest.mark.parametrize(("slots", "experts"), [(2, 1), (2, 256), (24, None), (24, 40), (24, 256)])
@@ -118,7 +118,7 @@ def test_experts_computed_by_the_thread_beside_a_device(
         def mark(self) -> Any:
             return None
 
-    monkeypatch.setattr("moetool.serving.store.open_copies", lambda device: Eager())
+    monkeypatch.setattr("moetool.runtime.expert_store.open_copies", lambda device: Eager())
     for policy, slots in ((Hosting(_spec(reference), 16, seed=5), 16), (Chaos(_spec(reference), 6, seed=5), 6)):
         made = engine(reference, tokenizer, policy, slots)
         metrics = _check(made, baseline)
@@ -146,12 +146,12 @@ def test_reads_that_fail_now_and_then(experts: int | None, baseline: Any, refere
 
 def test_capture_with_a_host_tier_writes_the_same_rows(reference: Path, tmp_path: Path) -> None:
     texts = prompt_sets.load(["all"], max_prompts=1)
-    memory = dense_bytes(reference, torch.float32) + 8 * SLOT
+    memory = Checkpoint.open(reference).dense_bytes(torch.float32) + 8 * SLOT
     digests = []
     for name, host in (("without", None), ("with", 100 * SLOT)):
         opener = partial(open_pooled, device_memory_bytes=memory, host_memory_bytes=host)
         options = CaptureOptions(max_new_tokens=3, threads=1)
-        made = capture("reference", texts, tmp_path / name, options, open_model=opener)
+        made = capture("reference", texts, tmp_path / name, options, RunSetup(open_model=opener))
         trace = Trace(made.out)
         digests.append({file: facts["sha256"] for file, facts in trace.manifest["files"].items()})
         assert trace.manifest["provenance"]["device"] == "cpu"
@@ -160,7 +160,7 @@ def test_capture_with_a_host_tier_writes_the_same_rows(reference: Path, tmp_path
 
 def test_serve_options_make_the_tier(reference: Path) -> None:
     options = ServeOptions(kv_tokens=256, host_memory_bytes=10 * SLOT + 5)
-    made = build_engine("reference", options=options, device_memory_bytes=12_000_000)
+    made = build_engine(Checkpoint.open("reference"), options=options, device_memory_bytes=12_000_000)
     assert made.metrics()["host_pool_bytes"] == 10 * SLOT
     made.close()
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetool.caching._policy import Policy, build_policy
+from moetool.caching._residency import Residency, StepKind
 from moetool.errors import UsageError
+from moetool.learning.predictor import build
 from moetool.learning.tokens import read
-from moetool.policy import Policy, build_policy
-from moetool.predictor import build
-from moetool.replay import replay
-from moetool.residency import Residency, StepKind
 from moetool.trace.reader import Trace
+from moetool.tuning.replay import ReplaySetup, replay
 from moetool.types import ModelSpec
 from tests import synthetic_routes
 from tests.synthetic import MadeUpPredictor, make_forward, make_spec
@@ -51,7 +51,7 @@ def test_the_next_gates_top_k_are_loaded_and_a_wrong_guess_goes_first() -> None:
     assert 2 in residency.slot_of and len(residency.slot_of) == 8  # into the last free slot
     _token(residency, (3, 2), (2, 3), (4, 5), guesses={1: (2, 3), 2: (4, 5)})
     assert set(residency.slot_of) >= {2, 3, 10, 11, 20, 21} and 8 + 6 not in residency.slot_of
-    assert policy._guessed == {}
+    assert policy.guessed == {}
 
 
 def test_each_layer_gives_up_its_own_least_recently_used() -> None:
@@ -80,8 +80,8 @@ def test_a_guess_takes_no_place_within_a_share() -> None:
 def test_slots_per_layer_must_be_some() -> None:
     with pytest.raises(UsageError, match="slots_per_layer is 0"):
         _mixtral(8, slots_per_layer=0)
-    assert _mixtral(11, slots_per_layer=1)[0]._share == 1
-    assert _mixtral(11, slots_per_layer=9)[0]._share == 3
+    assert _mixtral(11, slots_per_layer=1)[0].share == 1
+    assert _mixtral(11, slots_per_layer=9)[0].share == 3
 
 
 class _Fixed(MadeUpPredictor):
@@ -134,6 +134,6 @@ def test_a_predictor_that_remembers_is_not_shared_between_policies(tmp_path: Pat
     predictor = build("activation_matrix", trace.spec).eval()
     predictor.count(read(trace, {"experts"}, range(4), tmp_path))
     names = ["duoserve", "promoe"]
-    together = replay(trace, names, [16 * 1024], predictor=predictor)
-    alone = [replay(trace, [name], [16 * 1024], predictor=predictor)[0] for name in names]
+    together = replay(trace, names, [16 * 1024], ReplaySetup(predictor=predictor))
+    alone = [replay(trace, [name], [16 * 1024], ReplaySetup(predictor=predictor))[0] for name in names]
     assert [row.digest for row in together] == [row.digest for row in alone]

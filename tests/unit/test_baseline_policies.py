@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetool.caching._policy import Policy, build_policy
+from moetool.caching._residency import Residency, Step, StepKind
 from moetool.errors import UsageError
-from moetool.policy import Policy, build_policy
-from moetool.residency import Residency, Step, StepKind
 from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 from tests.synthetic import make_forward, make_spec, random_stream
 
@@ -186,9 +186,9 @@ def test_moe_infinity_forgets_the_request_that_matched_least() -> None:
     run.token(*[(1,)] * 4, request=2)  # matches the first
     run.end(2)
     run.token(*[(3,)] * 4, request=3)  # as it begins, request 2 takes the place of the second
-    assert policy._matrices.num_past == 2
-    assert [int(policy._matrices.past_HLE[i, 0].argmax()) for i in range(2)] == [1, 1]
-    assert set(policy._matrices.running) == {3}
+    assert policy.matrices.num_past == 2
+    assert [int(policy.matrices.past_HLE[i, 0].argmax()) for i in range(2)] == [1, 1]
+    assert set(policy.matrices.running) == {3}
 
 
 def test_moe_infinity_tells_requests_apart_and_learns_them_in_one_order() -> None:
@@ -203,8 +203,8 @@ def test_moe_infinity_tells_requests_apart_and_learns_them_in_one_order() -> Non
         return run.policy
 
     policy, other = learn((0, 1)), learn((1, 0))
-    assert np.array_equal(policy._matrices.past_HLE, other._matrices.past_HLE)
-    assert [policy._matrices.past_HLE[i, 0].nonzero()[0].tolist() for i in range(2)] == [[1], [5]]
+    assert np.array_equal(policy.matrices.past_HLE, other.matrices.past_HLE)
+    assert [policy.matrices.past_HLE[i, 0].nonzero()[0].tolist() for i in range(2)] == [[1], [5]]
 
 
 def test_moe_infinity_matches_are_cosines_of_the_matrices_so_far() -> None:
@@ -217,12 +217,12 @@ def test_moe_infinity_matches_are_cosines_of_the_matrices_so_far() -> None:
             run.end(ended)
             ended += 1
         run.forward(info, events)
-        (running,) = policy._matrices.running.values()
+        (running,) = policy.matrices.running.values()
         counts = running.counts_LE
         unit = counts / np.linalg.norm(counts, axis=1, keepdims=True)
         assert counts.sum() % 6 == 0
-        assert np.allclose(running.likeness_HL, (policy._matrices.past_HLE * unit).sum(axis=2), atol=1e-6)
-    assert policy._matrices.num_past == 3
+        assert np.allclose(running.likeness_HL, (policy.matrices.past_HLE * unit).sum(axis=2), atol=1e-6)
+    assert policy.matrices.num_past == 3
 
 
 def test_moe_infinity_refuses_to_remember_nothing() -> None:

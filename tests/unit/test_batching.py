@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from moetool.errors import CapacityError, UsageError
-from moetool.models.batching import Batcher
-from moetool.models.decoding import Batch, kv_cache_bytes
-from moetool.models.recording import GateRecorder
 from moetool.request import Output, SamplingParams
+from moetool.runtime.batching import Batcher
+from moetool.runtime.decoding import Batch, kv_cache_bytes
+from moetool.runtime.recording import GateRecorder
 from moetool.types import Phase
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 ="]
@@ -135,7 +135,7 @@ def test_a_failure_while_composing_the_batch_begins_afresh(tokenizer: Any, batch
     def broken(*args: Any) -> None:
         raise RuntimeError("no batch today")
 
-    monkeypatch.setattr(batcher._processor.scheduler, "schedule_batch", broken)
+    monkeypatch.setattr(batcher.processor.scheduler, "schedule_batch", broken)
     assert _run(batcher)[0][-1].finish == "error"
     batcher.add(1, ids[0], SamplingParams(max_tokens=6, ignore_eos=True))
     assert len(_tokens(_run(batcher)[1])) == 6
@@ -231,7 +231,7 @@ def test_scores_that_are_no_numbers_end_their_request_alone(full: Any, tokenizer
     finally:
         handle.remove()
     (ended,) = outputs[0]
-    assert (ended.token, ended.finish) == (None, "error") and "not numbers (NaN)" in str(ended.error)
+    assert (ended.token, ended.finish) == (None, "error") and "not finite (NaN" in str(ended.error)
     assert {i: _tokens(outputs[i]) for i in (1, 2, 3)} == {i: _tokens(o) for i, o in run(ids[1:]).items()}
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moetool.caching._policy import Policy, build_policy
+from moetool.caching._residency import Residency
 from moetool.errors import UsageError
-from moetool.policy import Policy, build_policy
-from moetool.residency import Residency
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests.synthetic import make_spec, random_stream
 

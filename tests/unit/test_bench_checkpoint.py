@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetool.bench import checkpoint
-from moetool.bench.checkpoint import MARKER, random_checkpoint, remove_checkpoint
+from moetool.bench import random_checkpoint as checkpoint
+from moetool.bench.random_checkpoint import MARKER, random_checkpoint, remove_checkpoint
 from moetool.errors import CapacityError, UsageError
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy
 from tests.tiny_shape import EXPERT_BYTES, write_shape
 
@@ -28,7 +29,7 @@ def test_transformers_and_the_lazy_loader_read_it(shape: str, tmp_path: Path) ->
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     assert model.config.num_hidden_layers == 3  # the dense one comes with the two
 
-    loaded = load_lazy(path, torch.bfloat16)
+    loaded = load_lazy(Checkpoint.open(path), torch.bfloat16)
     assert loaded.files is not None
     assert loaded.spec.layer_ids_L == (1, 2)
     assert loaded.spec.expert_bytes_L == (EXPERT_BYTES,) * 2
@@ -42,7 +43,7 @@ def test_transformers_and_the_lazy_loader_read_it(shape: str, tmp_path: Path) ->
 
 
 def test_each_expert_is_one_read(shape: str, tmp_path: Path) -> None:
-    loaded = load_lazy(random_checkpoint(shape, 2, tmp_path / "work"), torch.bfloat16)
+    loaded = load_lazy(Checkpoint.open(random_checkpoint(shape, 2, tmp_path / "work")), torch.bfloat16)
     assert loaded.files is not None
     reads: list[int] = []
     read = loaded.files.shards.read
@@ -86,7 +87,7 @@ def test_a_killed_writer_leaves_nothing_that_counts(shape: str, tmp_path: Path) 
     work = tmp_path / "work"
     child = os.fork()
     if child == 0:
-        write, files = checkpoint._write, []
+        write, files = checkpoint.write_tensors, []
 
         def killed(file: Path, *rest: object) -> None:
             files.append(file)
@@ -94,7 +95,7 @@ def test_a_killed_writer_leaves_nothing_that_counts(shape: str, tmp_path: Path) 
                 os._exit(9)
             write(file, *rest)  # type: ignore[arg-type]
 
-        checkpoint._write = killed
+        checkpoint.write_tensors = killed
         random_checkpoint(shape, 4, work)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9

@@ -2,18 +2,18 @@
 
 import pytest
 
-from moetool.bench.results import summarize
-from moetool.bench.runs import PhaseTimes, Run
-from moetool.residency import Counts
+from moetool.bench.serving_results import summarize
+from moetool.bench.serving_runs import PhaseTimes, ServingRun
+from moetool.caching._residency import Counts
 
 
 def _phase(*seconds: float, read: float = 0.0, ahead: float = 0.0) -> PhaseTimes:
     return PhaseTimes(seconds=seconds, bytes_read=read, ahead_bytes=ahead, stall_s=1.0, booking_s=0.1)
 
 
-def _run(decode: PhaseTimes) -> Run:
+def _run(decode: PhaseTimes) -> ServingRun:
     counts = Counts(kept=2, prefetched=1, missed=1)
-    return Run(prefill=_phase(9.0, read=90.0), decode=decode, prefill_counts=counts, decode_counts=counts)
+    return ServingRun(prefill=_phase(9.0, read=90.0), decode=decode, prefill_counts=counts, decode_counts=counts)
 
 
 RESIDENT = [_run(_phase(1.0, 3.0)), _run(_phase(2.0, 2.0)), _run(_phase(4.0, 4.0))]  # means 2, 2, 4

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from moetool import plugins
-from moetool.bench.paper.machine import AssumedMachine
+from moetool.bench.paper.assumed_machine import AssumedMachine
+from moetool.bench.paper.claims import Sizes, choose, names, parse_paper, read_paper
+from moetool.bench.paper.paper_run import run_paper
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
-from moetool.bench.paper.recipe import Sizes, choose, names, parse_paper, read_paper
-from moetool.bench.paper.running import run_paper
-from moetool.bench.paper.stage import Stage
 from moetool.bench.paper.verdict import Check, Found, Verdict, derive, interval, judge
+from moetool.bench.paper.workbench import Workbench
 from moetool.costing.pricing import Prices
 from moetool.errors import UsageError
 from tests.synthetic_routes import make_spec, write_trace
@@ -135,7 +135,7 @@ def test_a_result_that_is_wrong_differs_and_a_trace_that_lacks_something_cannot_
         (tested,) = run_paper(parse_paper(text, "test"), tmp_path, given=trace)
         answers[tested.claim.check.order[0]] = tested.verdict.answer
     assert answers == {"0% remote": "agrees", "100% remote": "differs"}
-    other = RECIPE.replace("remote_share", "replica").replace("{ remote = [0.0, 1.0] }", "{}")
+    other = RECIPE.replace("remote_share", "replica_agreement").replace("{ remote = [0.0, 1.0] }", "{}")
     (tested,) = run_paper(parse_paper(other, "test"), tmp_path, given=trace)
     assert tested.verdict.answer == "cannot be tested here"
     assert tested.to_json()["values"] == {}
@@ -160,7 +160,7 @@ def test_the_assumed_machine_costs_what_it_says() -> None:
 
 
 def test_a_trace_of_the_embedded_model_is_captured_once(tmp_path: Path) -> None:
-    stage = Stage(sizes=Sizes(prompts=1, new_tokens=2), machine=AssumedMachine(), work=tmp_path)
+    stage = Workbench(sizes=Sizes(prompts=1, new_tokens=2), machine=AssumedMachine(), work=tmp_path)
     trace = stage.trace(("arithmetic", "exam"))
     assert stage.trace(("arithmetic", "exam")) is trace
     assert sorted(trace.requests["dataset"].to_pylist()) == ["arithmetic", "exam"]

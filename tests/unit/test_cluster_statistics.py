@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.cluster.chronicle import Chronicle
-from moetool.cluster.protocol import Moved, WorkerStats
-from moetool.cluster.statistics import Statistics
+from moetool.cluster.edge.history import Chronicle
+from moetool.cluster.edge.load_statistics import Statistics
+from moetool.cluster.edge.protocol import ArrivedExpert, WorkerStats
 from moetool.errors import MismatchError
 from tests.clusters import make_cluster
 from tests.traces import SPEC
@@ -44,16 +44,14 @@ def test_tokens_a_second_are_right_whatever_is_forgotten() -> None:
 
 def test_a_placement_is_judged_by_times_that_it_was_not_made_from() -> None:
     statistics = Statistics(SPEC, 2, half_life_s=0.0, block_s=1.0)
-    cluster = make_cluster([[20], [20]])
     for second, tokens in enumerate((1, 10, 100, 1000, 10_000)):
         statistics.add(report(0, tokens), float(second))
         if second == 0:
-            assert statistics.folds(cluster, (0, 1)) == []
-    folds = [[half.tokens_GLE[0, 0, 1] for half in fold] for fold in statistics.folds(cluster, (0, 1))]
+            assert statistics.folds((0, 1)) == []
+    folds = [[half_NLE[0, 0, 1] for half_NLE in fold] for fold in statistics.folds((0, 1))]
     assert folds == [[1110, 10_001], [11_101, 10], [11_011, 100], [10_111, 1000]]
-    whole = statistics.demand(cluster, (0, 1))
-    assert whole is not None and whole.tokens_GLE[0, 0, 1] == 11_111
-    assert statistics.demand(make_cluster([[20]]), (1,)) is None
+    assert statistics.tokens_of((0, 1))[0, 0, 1] == 11_111
+    assert not statistics.tokens_of((1,)).any()
 
 
 def test_a_call_costs_what_it_takes_beyond_computing() -> None:
@@ -80,20 +78,20 @@ def test_computing_is_renewed_every_thirty_seconds() -> None:
 def test_links_have_the_rate_that_experts_came_at() -> None:
     cluster = make_cluster([[20], [20], [20]], link_bytes_s=1e6)
     statistics = Statistics(SPEC, 3)
-    assert statistics.measured(cluster, (0, 1, 2)) == cluster
-    statistics.moved(2, Moved(source=0, bytes=1000, seconds=2.0))
-    statistics.moved(1, Moved(source=-1, bytes=1000, seconds=9.0))  # from disk, over no link
-    measured = statistics.measured(cluster, (0, 1, 2))
+    assert statistics.measured(cluster) == cluster
+    statistics.moved(2, ArrivedExpert(source=0, bytes=1000, seconds=2.0))
+    statistics.moved(1, ArrivedExpert(source=-1, bytes=1000, seconds=9.0))  # from disk, over no link
+    measured = statistics.measured(cluster)
     assert measured.link(0, 2)[0] == measured.link(2, 0)[0] == pytest.approx(500.0)
     assert measured.link(0, 1)[0] == 1e6
-    statistics.moved(0, Moved(source=2, bytes=1000, seconds=1.0))
-    assert statistics.measured(cluster, (0, 1, 2)).link(0, 2)[0] == pytest.approx(2000 / 3)
+    statistics.moved(0, ArrivedExpert(source=2, bytes=1000, seconds=1.0))
+    assert statistics.measured(cluster).link(0, 2)[0] == pytest.approx(2000 / 3)
 
 
 def test_statistics_come_back_as_they_were_and_another_cluster_is_refused() -> None:
     statistics = Statistics(SPEC, 2)
     statistics.add(report(1, 7, expert_s=1.0, expert_pairs=4, call_s={0: 1.0}, call_pairs={0: 2}), 5.0)
-    statistics.moved(1, Moved(source=0, bytes=10, seconds=1.0))
+    statistics.moved(1, ArrivedExpert(source=0, bytes=10, seconds=1.0))
     kept = json.loads(json.dumps(statistics.to_json(), allow_nan=False))
     again = Statistics(SPEC, 2)
     again.restore(kept)

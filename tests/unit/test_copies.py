@@ -8,7 +8,7 @@ import torch
 
 from moetool.errors import CapacityError, UsageError
 from moetool.models.loading import parse_device
-from moetool.serving.copies import ALIGNMENT, CpuCopies, CudaCopies, cut, open_copies, stride_of
+from moetool.runtime.copies import ALIGNMENT, CpuCopies, CudaCopies, cut, open_copies, stride_of
 
 GPU = torch.device("cuda", 0)
 

@@ -163,7 +163,7 @@ def test_foreign_and_damaged_profiles_are_refused_in_one_line(tmp_path: Path) ->
         assert "\n" not in str(caught.value)
         assert "moetool profile" in str(caught.value)
 
-    refused("{", "not a profile")
+    refused("{", "is damaged")
     refused("[]", "no JSON object")
     refused("{}", "something else of schema version None, expected a cost_profile of version 1")
     refused(json.dumps({**values, "kind": "cache_plan"}), "holds cache_plan")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import moetool.cluster.dashboard as dashboard
+import moetool.cluster.edge.dashboard as dashboard
 from moetool.errors import UsageError
 from tests.edge_workers import odds
 from tests.unit.test_scheduler import SPEC, World, planned

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from moetool import doctor as module
-from moetool.doctor import doctor
-from moetool.machine import memory_bytes, read_machine
+from moetool.machine import cgroup_memory, memory_bytes, read_machine
+from moetool.tuning import doctor as module
+from moetool.tuning.doctor import doctor
 
 NAMES = [
     "processor",
@@ -44,26 +44,47 @@ def test_a_folder_that_cannot_be_written_is_no_crash(tmp_path: Path) -> None:
 
 def test_a_machine_with_a_gpu_and_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = replace(read_machine(), gpu="a GPU", gpu_memory_bytes=24 * 10**9, amx=False, avx512_bf16=False)
-    assert module._gpu(machine).value.startswith("a GPU, 24.0 GB, driver ")
-    assert "float32" in module._bfloat16_units(machine).meaning
-    assert module._bfloat16_units(replace(machine, amx=True, avx512_bf16=True)).value == "AMX and AVX512-BF16"
-    assert module._gpu(replace(machine, gpu=None)).value == "none"
+    assert module.gpu(machine).value.startswith("a GPU, 24.0 GB, driver ")
+    assert "float32" in module.bfloat16_units(machine).meaning
+    assert module.bfloat16_units(replace(machine, amx=True, avx512_bf16=True)).value == "AMX and AVX512-BF16"
+    assert module.gpu(replace(machine, gpu=None)).value == "none"
 
 
 def test_library_versions_outside_the_tested_range_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     required = ["torch>=2.11", "transformers<5.24,>=5.17", "torch>=3; extra == 'later'"]
     monkeypatch.setattr(module.importlib.metadata, "requires", lambda name: required)
     machine = replace(read_machine(), torch="2.13.0+cpu", transformers="5.23.0")
-    assert module._libraries(machine).meaning == "in the tested range"
-    old = module._libraries(replace(machine, transformers="4.57.1"))
+    assert module.libraries(machine).meaning == "in the tested range"
+    old = module.libraries(replace(machine, transformers="4.57.1"))
     assert old.meaning == "transformers 4.57.1 is outside the tested <5.24,>=5.17"
     assert old.data["in_tested_range"] is False
 
 
-def test_a_container_limits_the_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    limit = tmp_path / "memory.max"
-    limit.write_text("1000000\n")
-    monkeypatch.setattr("moetool.machine._CGROUP_LIMITS", (str(limit),))
-    assert memory_bytes()[0] == 1_000_000
-    limit.write_text("max\n")
-    assert memory_bytes()[0] > 1_000_000
+def _group(folder: Path, limit: str, used: int, inactive: int, version: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    key = "inactive_file" if version == 2 else "total_inactive_file"
+    for name, value in zip((*names, "memory.stat"), (limit, used, f"cache 1\n{key} {inactive}\n"), strict=True):
+        (folder / name).write_text(f"{value}\n")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_every_control_group_above_the_process_limits_its_memory(tmp_path: Path, version: int) -> None:
+    root, member = tmp_path / "cgroup", tmp_path / "membership"
+    base = root if version == 2 else root / "memory"
+    _group(base / "a" / "b", "9223372036854771712" if version == 1 else "max", 10, 0, version)
+    _group(base / "a", "5000", 3000, 1000, version)
+    _group(base, "9000", 3500, 1000, version)
+    member.write_text("3:cpuset:/\n4:memory:/a/b\n0::/a/b\n" if version == 1 else "0::/a/b\n")
+    assert cgroup_memory(root, member) == [(5000, 2000), (9000, 2500)]
+    member.write_text("0::/gone\n4:memory:/gone\n")  # a container sees its own group as the root
+    assert cgroup_memory(root, member) == [(9000, 2500)]
+    assert cgroup_memory(tmp_path / "nothing", member) == []
+
+
+def test_memory_is_at_most_that_of_the_control_groups() -> None:
+    total, free = memory_bytes()
+    assert 0 < free <= total
+    for limit, used in cgroup_memory():
+        assert total <= limit
+        assert free <= max(0, limit - used) + 2**30  # others use memory meanwhile

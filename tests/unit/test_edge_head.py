@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.cluster import edge
-from moetool.cluster.edge import Head
+from moetool.cluster.cluster_options import ClusterOptions, read_token
+from moetool.cluster.edge import edge_head as edge
+from moetool.cluster.edge.edge_head import EdgeHead
+from moetool.cluster.edge.protocol import ArrivedExpert, Holders, WorkerInfo
+from moetool.cluster.edge.server_settings import Endpoints, held_by, worker_settings
+from moetool.cluster.edge.worker import WorkerSettings, message_bytes
 from moetool.cluster.launch import WorkerDied
-from moetool.cluster.options import ClusterOptions, read_token
-from moetool.cluster.placing import Endpoints, held_by, worker_settings
-from moetool.cluster.protocol import Holders, Moved, WorkerInfo
 from moetool.cluster.transport import own_address
-from moetool.cluster.worker import WorkerSettings, message_bytes
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError
-from moetool.models.spec import read_spec
-from moetool.placement_plan import PlacementPlan
-from moetool.serving.assembly import ServeOptions
+from moetool.models.checkpoint import Checkpoint
+from moetool.placement._placement_plan import PlacementPlan
+from moetool.runtime.assembly import ServeOptions
 from moetool.serving.server_options import ServerOptions
 from tests.clusters import make_cluster, make_plan
 from tests.servers import eventually
@@ -52,11 +52,11 @@ class _Worker:
     def set_holders(self, holders: Holders) -> None:
         self.holders.append(holders)
 
-    def adopt(self, layer: int, expert: int, source: int) -> Moved:
+    def adopt(self, layer: int, expert: int, source: int) -> ArrivedExpert:
         if len(self.held) >= self.slots:
             raise CapacityError("full")
         self.held.add((layer, expert))
-        return Moved(source=source, bytes=1, seconds=0.0)
+        return ArrivedExpert(source=source, bytes=1, seconds=0.0)
 
     def drop(self, layer: int, expert: int) -> None:
         self.held.discard((layer, expert))
@@ -133,7 +133,7 @@ class _Cluster:
         ]
         self.processes = _Processes(settings, options.pop("late", ()))
         scheduler = options.pop("scheduler", None)
-        self.head = Head(
+        self.head = EdgeHead(
             self.processes,
             settings,
             [f"s{n}" for n in range(len(held))],
@@ -306,7 +306,7 @@ class _Scheduler:
     def __init__(self) -> None:
         self.ticks = 0
 
-    def on_tick(self, head: Head) -> None:
+    def on_tick(self, head: EdgeHead) -> None:
         self.ticks += 1
         if self.ticks == 1:
             raise RuntimeError("a bug")
@@ -333,12 +333,12 @@ def test_what_a_plan_becomes() -> None:
 
 
 def _settings(reference: Path, *, slots: int = 128, options: Any = None, port: int = 8000, **cluster: Any) -> Any:
-    spec = read_spec(reference)
+    spec = Checkpoint.open(reference).spec
     placed_GLE = np.zeros((2, 8, 32), bool)
     placed_GLE[0, :, :16] = placed_GLE[1, :, 16:] = True
     machines = make_cluster([[slots], [slots]], slot_bytes=spec.slot_bytes, link_bytes_s=1e6, link_latency_s=0.5)
     return worker_settings(
-        "reference",
+        Checkpoint.open("reference"),
         make_plan(spec, machines, placed_GLE),
         token=b"t" * 16,
         endpoints=Endpoints(port=port),
@@ -361,11 +361,11 @@ def test_settings_of_each_server(reference: Path) -> None:
         _settings(reference, options=ServeOptions(state="x"))
     with pytest.raises(UsageError, match="port 65535 leaves none for the last server"):
         _settings(reference, port=65535)
-    with pytest.raises(CapacityError, match=r"puts .* bytes of experts on GPU 0"):
+    with pytest.raises(CapacityError, match=r"found .* bytes of experts on GPU 0"):
         _settings(reference, slots=127)
     with pytest.raises(MismatchError, match="make the plan again for this model"):
         worker_settings(
-            "reference",
+            Checkpoint.open("reference"),
             _other_plan(make_spec()),
             token=b"",
             endpoints=Endpoints(),

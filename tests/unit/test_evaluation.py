@@ -13,11 +13,12 @@ from torch import Tensor
 from moetool import durable
 from moetool.errors import MismatchError, MoetoolError, UsageError
 from moetool.evaluation.evaluate import evaluate
-from moetool.evaluation.tally import Tally
-from moetool.evaluation.unseen import held_out
+from moetool.evaluation.tally import MatchTally
+from moetool.learning.fit_options import FitOptions
+from moetool.learning.predictor import Predictor, load_predictor
 from moetool.learning.tokens import Tokens, stream
 from moetool.learning.training import split_requests, train
-from moetool.predictor import Predictor, load_predictor
+from moetool.learning.unseen import held_out
 from moetool.trace.merge import merge
 from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import digest_of_tokens, prompt_digests
@@ -134,7 +135,10 @@ def test_a_prompt_is_known_by_itself_and_not_by_its_answer(tmp_path: Path) -> No
         writer = TraceWriter(staged, spec, ["topk"])
         for number, part in enumerate((rows, other, late, rows.select(slice(0, 4)))):
             writer.add_request(number, dataset="d", task="t", prompt_id=str(number), prompt_tokens=5, new_tokens=3)
-            writer.append(replace(part, request_T=np.full(len(part), number, np.int32)))
+            placed = replace(
+                part, request_T=np.full(len(part), number, np.int32), forward_T=part.forward_T + 10 * number
+            )
+            writer.append(placed)
         writer.finish(composition={"kind": "sequential"}, provenance={})
     known = prompt_digests(Trace(tmp_path / "trace"))
     assert known[0] == known[1] and digest_of_tokens(rows.token_id_T[:5].tolist()) in known[0]
@@ -156,7 +160,9 @@ def test_all_are_scored_on_what_none_has_seen(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace")
     tests = []
     for name, seed in (("popularity", 0), ("affinity", 1), ("activation_matrix", 0)):
-        tests.append(set(train(name, trace, tmp_path / name, seed=seed, held_out=0.3)["requests"]["test"]))
+        tests.append(
+            set(train(name, trace, tmp_path / name, seed=seed, fit=FitOptions(held_out=0.3))["requests"]["test"])
+        )
     common = tests[0] & tests[1]
     assert common and common < tests[0] == tests[2]
     rows = evaluate([tmp_path / name for name in ("popularity", "affinity", "activation_matrix")], trace)
@@ -168,7 +174,7 @@ def test_all_are_scored_on_what_none_has_seen(tmp_path: Path) -> None:
     rows = evaluate([tmp_path / "else", tmp_path / "popularity"], trace)
     assert {row.num_requests for row in rows} == {len(tests[0])}
     other = next(s for s in range(99) if not tests[0] & set(split_requests(Trace(trace), s, 0.05).test))
-    train("affinity", trace, tmp_path / "few", seed=other, held_out=0.05)
+    train("affinity", trace, tmp_path / "few", seed=other, fit=FitOptions(held_out=0.05))
     with pytest.raises(UsageError, match=r"none of the 20 requests of .* unseen by all .* affinity 1\); train them on"):
         evaluate([tmp_path / "popularity", tmp_path / "few"], trace)
     twice = _repeating(tmp_path / "a", trace, range(20))
@@ -205,7 +211,7 @@ class _Oracle(Predictor):
 def test_a_perfect_predictor_scores_one() -> None:
     routes_TLK = torch.tensor([[[6, 7]] * 4] * 5)
     for wrong, expected in ((0, (1, 1, 1)), (1, (0.5, 0, 1)), (2, (0, 0, 0))):
-        tally = Tally(_Oracle(routes_TLK, wrong), [1])
+        tally = MatchTally(_Oracle(routes_TLK, wrong), [1])
         tally.add(Tokens(experts_TPK=routes_TLK, phase_T=torch.ones(5)))
         (score,) = [s for s in tally.scores() if s.phase == "all" and s.layer is None]
         assert (score.match, score.exact, score.at_least_one) == expected
@@ -355,6 +361,6 @@ def test_what_is_foretold_agrees_with_plain_loops(tmp_path: Path) -> None:
 
 
 def test_scores_that_are_not_finite_are_refused() -> None:
-    tally = Tally(_Oracle(torch.zeros(1, 4, 2, dtype=torch.int64), 0), [1])
+    tally = MatchTally(_Oracle(torch.zeros(1, 4, 2, dtype=torch.int64), 0), [1])
     with pytest.raises(MoetoolError, match="of MoE layer 1 that are not finite"):
         tally.count(1, 1, torch.full((1, 8), float("nan")), torch.tensor([[0, 1]]), torch.ones(1))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from moetool.evaluation.evaluate import Evaluation, evaluate
-from moetool.evaluation.page import page, write_page
-from moetool.evaluation.tables import by_task, overview, print_evaluations, tables_of
+from moetool.evaluation.match_tables import by_task, overview, print_evaluations, tables_of
 from moetool.learning.training import train
+from moetool.report.predictor_page import page, write_page
 from tests.synthetic_routes import make_spec, write_trace
 
 

@@ -9,11 +9,11 @@ import torch
 
 from moetool.errors import MismatchError, UsageError
 from moetool.formats import ktransformers
-from moetool.planning.demand import read_demand
-from moetool.planning.placing import open_traces, plan_placement, score_plan
+from moetool.formats._export import export_trace
+from moetool.formats._import import import_trace
+from moetool.placement._comparing import open_traces, plan_placement, score_plan
+from moetool.placement._demand import read_demand
 from moetool.trace.expert_counts import Counted, ExpertCounts, open_workload
-from moetool.trace.export import export_trace
-from moetool.trace.importing import import_trace
 from moetool.trace.reader import Trace
 from tests import synthetic_routes
 from tests.clusters import make_cluster

@@ -9,11 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moetool.errors import MismatchError, UsageError
-from moetool.models.checkpoint import sources
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.loading import load_lazy
-from moetool.models.shards import Shards
-from moetool.models.spec import empty_model, moe_layers, read_config, read_spec
 
 
 def _copy(reference: Path, to: Path, tensors: dict[str, torch.Tensor], shards: int = 1) -> Path:
@@ -40,9 +38,7 @@ def tensors(reference: Path) -> dict[str, torch.Tensor]:
 
 
 def _files(path: Path, direct: bool = True) -> ExpertFiles:
-    model = empty_model(read_config(path), torch.float32)
-    shards = Shards(path, direct=direct)
-    return ExpertFiles(shards, moe_layers(model), read_spec(path), sources(model, shards.tensors))
+    return Checkpoint(path, direct=direct).expert_files()
 
 
 def _all_equal(files: ExpertFiles, tensors: dict[str, torch.Tensor]) -> None:
@@ -66,7 +62,7 @@ def test_reads_one_tensor_per_expert(reference: Path, tensors: dict[str, torch.T
 
 def test_one_expert_is_one_read(reference: Path) -> None:
     files = _files(reference)
-    assert {len(reads) for reads in files._reads.values()} == {1}  # down, gate and up lie side by side
+    assert {len(reads) for reads in files.reads.values()} == {1}  # down, gate and up lie side by side
 
 
 def test_reads_experts_spread_over_shards(reference: Path, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
@@ -97,7 +93,7 @@ def test_names_of_another_family_are_refused_by_name(
                 name = name.replace(old, new)
         renamed[name] = tensor
     with pytest.raises(MismatchError, match=r"no tensor .* makes model\.layers\.0\.mlp\.experts\.gate_up_proj"):
-        load_lazy(_copy(reference, tmp_path / "m", renamed), torch.float32)
+        load_lazy(Checkpoint.open(_copy(reference, tmp_path / "m", renamed)), torch.float32)
 
 
 def test_a_foreign_data_type_is_refused_by_name(
@@ -106,7 +102,7 @@ def test_a_foreign_data_type_is_refused_by_name(
     name = "model.layers.3.mlp.experts.4.down_proj.weight"
     wrong = {**tensors, name: tensors[name].float()}
     with pytest.raises(MismatchError, match=r"down_proj of expert 4 is stored as F32, expected torch\.bfloat16"):
-        load_lazy(_copy(reference, tmp_path / "m", wrong), torch.float32)
+        load_lazy(Checkpoint.open(_copy(reference, tmp_path / "m", wrong)), torch.float32)
 
 
 def test_lazy_model_has_the_dense_weights_of_the_full_one(lazy, full) -> None:
@@ -131,35 +127,35 @@ def test_truncated_shard_is_refused_by_name(reference: Path, tmp_path: Path) -> 
     path = _break(reference, tmp_path / "m")
     with (path / "model.safetensors").open("r+b") as file:
         file.truncate(20_000_000)
-    with pytest.raises(MismatchError, match=r"model\.safetensors is cut short"):
-        load_lazy(path, torch.float32)
+    with pytest.raises(MismatchError, match=r"model\.safetensors is damaged: it is cut short"):
+        load_lazy(Checkpoint.open(path), torch.float32)
 
 
 def test_garbage_shard_is_refused(reference: Path, tmp_path: Path) -> None:
     path = _break(reference, tmp_path / "m")
     (path / "model.safetensors").write_bytes(b"not a safetensors file, but long enough to have a header length")
-    with pytest.raises(MismatchError, match="is not a safetensors file"):
-        load_lazy(path, torch.float32)
+    with pytest.raises(MismatchError, match=r"model\.safetensors is damaged: its header would be"):
+        load_lazy(Checkpoint.open(path), torch.float32)
 
 
 def test_missing_expert_is_refused_by_name(reference: Path, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     less = {k: v for k, v in tensors.items() if k != "model.layers.5.mlp.experts.7.up_proj.weight"}
     with pytest.raises(MismatchError, match=r"layers\.5\.mlp\.experts\.7\.up_proj\.weight is missing"):
-        load_lazy(_copy(reference, tmp_path / "m", less), torch.float32)
+        load_lazy(Checkpoint.open(_copy(reference, tmp_path / "m", less)), torch.float32)
 
 
 def test_wrong_shape_is_refused_by_name(reference: Path, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     name = "model.layers.2.self_attn.q_proj.weight"
     wrong = {**tensors, name: torch.zeros(10, 192, dtype=torch.bfloat16)}
     with pytest.raises(MismatchError, match=r"q_proj\.weight has shape \[10, 192\], expected \[192, 192\]"):
-        load_lazy(_copy(reference, tmp_path / "m", wrong), torch.float32)
+        load_lazy(Checkpoint.open(_copy(reference, tmp_path / "m", wrong)), torch.float32)
 
 
 def test_missing_shard_is_refused_by_name(reference: Path, tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     path = _copy(reference, tmp_path / "m", tensors, shards=2)
     (path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(UsageError, match=r"model-00002-of-00002\.safetensors is missing"):
-        load_lazy(path, torch.float32)
+        load_lazy(Checkpoint.open(path), torch.float32)
 
 
 def test_a_dense_model_is_refused(tmp_path: Path) -> None:
@@ -172,10 +168,10 @@ def test_a_dense_model_is_refused(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
     with pytest.raises(UsageError, match="no MoE layers"):
-        read_spec(tmp_path)
+        _ = Checkpoint.open(tmp_path).spec
 
 
 def test_unknown_family_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_family"}))
     with pytest.raises(UsageError, match="no_such_family"):
-        read_spec(tmp_path)
+        _ = Checkpoint.open(tmp_path).spec

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from moetool.errors import UsageError
-from moetool.learning.expert_maps import MapStore, Search, capacity_of, distribution, select, threshold, top_mass
+from moetool.learning.expert_maps import MapSearch, MapStore, capacity_of, distribution, select, threshold, top_mass
 
 
-def _search(store: MapStore, map_LE: np.ndarray, embedding_D: np.ndarray | None = None) -> Search:
-    search = Search(store, embedding_D)
+def _search(store: MapStore, map_LE: np.ndarray, embedding_D: np.ndarray | None = None) -> MapSearch:
+    search = MapSearch(store, embedding_D)
     for chance_E in map_LE:
         search.observe(chance_E)
     return search
@@ -47,7 +47,7 @@ def test_likeness_by_hand() -> None:
     second = _search(store, np.array([[0, 1], [1, 0]], np.float32), np.array([1, 0], np.float32))
     assert store.add([first, second], [-1, -1]) == [0, 1]
 
-    search = Search(store, np.array([4, 3], np.float32))
+    search = MapSearch(store, np.array([4, 3], np.float32))
     np.testing.assert_allclose(search.meaning_C(), [24 / 25, 4 / 5], rtol=1e-6)  # Eq. 4
     assert search.by_meaning() == (0, pytest.approx(0.96))
     assert search.by_path() is None
@@ -105,7 +105,7 @@ def test_searching_layer_by_layer_is_searching_the_prefix_anew() -> None:
     for map_LE in maps[:30]:
         store.add([_search(store, map_LE)], [-1])
     for map_LE in maps[30:]:
-        search = Search(store)
+        search = MapSearch(store)
         for layer in range(6):
             search.observe(map_LE[layer])
             expected = [_cosine(map_LE[: layer + 1], old[: layer + 1]) for old in maps[:30]]

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from moetool.errors import UsageError
+from moetool.learning.predictor import build
 from moetool.learning.tokens import Tokens
-from moetool.predictor import build
 from tests.synthetic_routes import make_routes, make_spec
 
 SMALL = {"hidden": [16, 8]}

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency
 from moetool.caching.finemoe import Options, Policy
 from moetool.errors import MismatchError, UsageError
-from moetool.learning.expert_maps import MapStore, Search
+from moetool.learning.expert_maps import MapSearch, MapStore
+from moetool.learning.predictor import load_predictor
 from moetool.learning.training import train
-from moetool.planning.maps import plan_maps
-from moetool.policy import build_policy
-from moetool.predictor import load_predictor
-from moetool.replay import replay
-from moetool.residency import Residency
 from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP
+from moetool.tuning.map_store import plan_maps
+from moetool.tuning.replay import ReplaySetup, replay
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests import synthetic, synthetic_routes
 
@@ -30,7 +30,7 @@ def _store(*maps: np.ndarray, embeddings: Sequence[Sequence[float]] = ()) -> Map
     store = MapStore(4, 4, 16, SPEC.hidden_size, 2)
     last = -1
     for i, map_LE in enumerate(maps):
-        search = Search(store, np.array(embeddings[i] if embeddings else [1, 0, 0, 0], np.float32))
+        search = MapSearch(store, np.array(embeddings[i] if embeddings else [1, 0, 0, 0], np.float32))
         for chance_E in map_LE:
             search.observe(chance_E)
         (last,) = store.add([search], [last])
@@ -109,8 +109,12 @@ def test_what_is_least_likely_and_least_used_goes_and_what_is_in_flight_stays() 
     assert policy.evict([]) == 4
     assert policy.evict([4]) == 6
     assert policy.evict([4, 5, 6]) == 8  # nothing else is left
-    policy._uses_X[4] = 3  # 0.1 * (3 + 1) is more than 0.2 * (0 + 1)
-    policy._stale = True
+    policy, learned = _policy(_store(MAP_LE), distance=2), policy.state()
+    learned["uses_X"][4] = 3  # 0.1 * (3 + 1) is more than 0.2 * (0 + 1)
+    policy.restore(learned)
+    policy.begin_forward(info)
+    for key in (4, 5, 6, 8):
+        policy.admit(key, prefetched=key == 8)
     assert policy.evict([]) == 6
     assert policy.evict_for_prefetch(10, []) == 6  # 0.8 is worth more than 0.2
     assert policy.evict_for_prefetch(7, []) is None  # 0.1 is not
@@ -124,11 +128,11 @@ def test_layers_that_passed_count_as_the_next_iteration_has_them() -> None:
     policy = _policy(_store(MAP_LE, after_LE, embeddings=[[1, 0, 0, 0], [0, 1, 0, 0]]), distance=2, lag=0)
     info, events = _forward([MAP_LE], [[1, 0, 0, 0]])
     policy.begin_forward(info)
-    np.testing.assert_array_equal(policy._chance_LE, MAP_LE)
+    np.testing.assert_array_equal(policy.chance_LE, MAP_LE)
     policy.gate(events[0], [], [])
     policy.gate(events[1], [], [])
-    np.testing.assert_array_equal(policy._chance_LE[:2], after_LE[:2])
-    np.testing.assert_array_equal(policy._chance_LE[2:], MAP_LE[2:])
+    np.testing.assert_array_equal(policy.chance_LE[:2], after_LE[:2])
+    np.testing.assert_array_equal(policy.chance_LE[2:], MAP_LE[2:])
 
 
 def test_it_learns_from_an_empty_store_and_prefetches_what_comes_again() -> None:
@@ -213,8 +217,10 @@ def test_a_planned_store_serves_replay_and_stays_as_it_was(trace: Path, tmp_path
     source = Trace(trace)
     tests = frozenset(predictor.card["requests"]["test"])
     budget = 12 * source.spec.slot_bytes
-    warm, again = (replay(source, ["finemoe"], [budget], predictor=predictor, requests=tests) for _ in range(2))
-    (cold,) = replay(source, ["finemoe"], [budget], requests=tests)
+    warm, again = (
+        replay(source, ["finemoe"], [budget], ReplaySetup(predictor=predictor, requests=tests)) for _ in range(2)
+    )
+    (cold,) = replay(source, ["finemoe"], [budget], ReplaySetup(requests=tests))
     assert warm == again
     assert warm[0].counts.prefetched > cold.counts.prefetched
     np.testing.assert_array_equal(predictor.maps.maps_LCE, before)

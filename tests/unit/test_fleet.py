@@ -1,18 +1,21 @@
 """Devices that share a model: whose expert is whose, how the slots are shared out, and programs made of several."""
 
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moetool.cache_plan import PrefetchLimits
 from moetool.caching import lru
+from moetool.caching._decision_digest import DecisionDigest
+from moetool.caching._devices import Fleet, Learners, build_policies, open_pool, own_part, split_bytes, split_slots
+from moetool.caching._policy import Policy, build_policy
+from moetool.caching._residency import Residency, Step, StepKind
 from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.fleet import Fleet, Learners, build_policies, open_pool, own_part, split_bytes, split_slots
-from moetool.policy import Policy, build_policy
-from moetool.replay import DecisionDigest, decisions, replay
-from moetool.residency import PrefetchLimits, Residency, Step, StepKind
-from moetool.serving.state import restore_state, save_state
+from moetool.runtime.policy_state import restore_state, save_state
+from moetool.tuning.replay import ReplaySetup, decisions, replay
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests.engines import Chaos
 from tests.profiles import make_profile
@@ -225,16 +228,17 @@ def test_what_devices_learn_is_kept_for_as_many(name: str, tmp_path: Path) -> No
 def test_replay_shares_the_budget_out(name: str, pool: str, tmp_path: Path) -> None:
     spec = make_spec(layers=3, experts=8, top_k=2, expert_bytes=(1000, 800, 600))
     trace = write_trace(tmp_path / "t", spec, num_requests=4, new_tokens=6)
-    asked: dict[str, Any] = {"predictor": MadeUpPredictor(spec), "pool": pool}
-    (one,) = replay(trace, [name], [17_000], **asked)
-    (same,) = replay(trace, [name], [17_000], devices=1, **asked)
-    (two,) = replay(trace, [name], [17_000], devices=2, **asked)
+    alone = ReplaySetup(predictor=MadeUpPredictor(spec), pool=pool)
+    shared = replace(alone, devices=2)
+    (one,) = replay(trace, [name], [17_000], alone)
+    (same,) = replay(trace, [name], [17_000], replace(alone, devices=1))
+    (two,) = replay(trace, [name], [17_000], shared)
     assert (one.devices, two.devices, two.to_json()["devices"]) == (1, 2, 2)
     assert one == same
     assert one.counts.needed == two.counts.needed
     assert one.digest != two.digest
     digest, held, most = DecisionDigest(), {}, [0, 0]  # type: ignore[var-annotated]
-    for step in decisions(trace, name, 17_000, devices=2, **asked):
+    for step in decisions(trace, name, 17_000, shared):
         digest(*step)
         if step[2].kind in (LOAD, PREFETCH):
             held[step[2].slot] = step[2].key
@@ -250,4 +254,4 @@ def test_replay_shares_the_budget_out(name: str, pool: str, tmp_path: Path) -> N
 def test_several_devices_have_no_timeline(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "t", SPEC)
     with pytest.raises(UsageError, match="a timeline has one device and 2 were asked for"):
-        replay(trace, ["lru"], [9000], profile=make_profile(SPEC), devices=2)
+        replay(trace, ["lru"], [9000], ReplaySetup(profile=make_profile(SPEC), devices=2))

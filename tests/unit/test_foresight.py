@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 import torch
 
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Counts, Residency
 from moetool.caching.foresight import Policy
 from moetool.errors import UsageError
-from moetool.learning import next_use, past_use
-from moetool.learning.next_use import NextUse
+from moetool.learning import next_use_network as next_use
+from moetool.learning import past_use
+from moetool.learning.next_use_network import NextUse
 from moetool.learning.past_use import DISCOUNT, HORIZON, Past, Sample
+from moetool.learning.predictor import build
 from moetool.learning.tokens import Tokens
-from moetool.policy import build_policy
-from moetool.predictor import build
-from moetool.residency import Counts, Residency
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests.synthetic import MadeUpPredictor, make_forward, make_spec
 
@@ -174,7 +175,7 @@ def samples() -> list[Sample]:
 def test_gradients_are_those_of_autograd() -> None:
     net, batch = network(), samples()
     w = {name: torch.tensor(value, requires_grad=True) for name, value in net.weights.items()}
-    net._backward(batch, 2)
+    net.backward(batch, 2)
     A, loss = len(w["value_A"]), torch.zeros(())
     bce = torch.nn.functional.binary_cross_entropy_with_logits
     for sample in batch:
@@ -191,7 +192,7 @@ def test_gradients_are_those_of_autograd() -> None:
             span = torch.arange(A) // SPEC.num_experts == sample.layer + 1
             loss = loss + next_use.USE_WEIGHT * bce(use_logit_A[span], (target_A[span] == 1).float())
     (loss / len(batch)).backward()
-    for name, gradient in next_use._split(net._gradient, net._sizes).items():
+    for name, gradient in next_use.split_weights(net.gradient, net.sizes).items():
         np.testing.assert_allclose(gradient, w[name].grad, atol=1e-6, err_msg=name)
 
 
@@ -222,7 +223,7 @@ def test_the_predictor_computes_what_the_policy_does() -> None:
     seen = Tokens(experts_TPK=torch.from_numpy(routes_TLK), request_T=torch.zeros(12, dtype=torch.int64))
     made = predictor.prepare(seen)
     assert made.example_T is not None and made.example_T.tolist() == list(range(12))
-    now, before, features, target = predictor._look(torch.tensor([10]), torch.tensor([1]))
+    now, before, features, target = predictor.look(torch.tensor([10]), torch.tensor([1]))
     past = Past(SPEC)
     key_TS = (routes_TLK + np.arange(SPEC.num_layers)[:, None] * SPEC.num_experts).reshape(12, -1)
     for token in range(10):

@@ -13,11 +13,11 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from moetool.errors import MismatchError, MoetoolError, UsageError
-from moetool.replay import replay
+from moetool.formats._import import import_trace
 from moetool.trace.expert_counts import ExpertCounts
-from moetool.trace.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
+from moetool.tuning.replay import replay
 from tests import foreign, synthetic_routes
 from tests.foreign import HEADLESS, IDS, PROMPT, ROUTES, SHAPE, TOKENS
 

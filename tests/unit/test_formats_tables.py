@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moetool.errors import MismatchError, MoetoolError
-from moetool.trace.importing import import_trace
+from moetool.formats._import import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from tests import foreign

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
+from moetool.cache_plan import CachePlan, PrefetchLimits
+from moetool.caching._residency import StepKind
 from moetool.config import parse_seconds
 from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.plan import CachePlan
-from moetool.planning.cache import choose_cache
-from moetool.planning.candidates import Candidates, best, touched_bytes, tpot_s
-from moetool.planning.frontier import budgets_between, least_budget
-from moetool.planning.tuning import Setup, as_it_comes, tune
-from moetool.replay import decisions, replay
-from moetool.residency import PrefetchLimits, StepKind
 from moetool.trace.reader import Trace
+from moetool.tuning.candidates import Candidates, best, touched_bytes, tpot_s
+from moetool.tuning.frontier import budgets_between, least_budget
+from moetool.tuning.policy_tuning import PolicySetup, as_it_comes, tune
+from moetool.tuning.replay import ReplaySetup, decisions, replay
 from tests import traces
+from tests.plans import choose_cache
 from tests.profiles import flat, make_profile
 from tests.synthetic import MadeUpPredictor, make_spec, write_trace
 
@@ -33,8 +33,9 @@ def slow(trace: Trace) -> Any:
     return make_profile(trace.spec, loads={"disk": flat(100)})
 
 
-def candidates(trace: Trace, **choices: Any) -> Candidates:
-    return Candidates(trace, frozenset({0, 2, 4}), frozenset({1, 3, 5}), **choices)
+def candidates(trace: Trace, profile: Any = None, predictor: Any = None, **choices: Any) -> Candidates:
+    setup = ReplaySetup(profile=profile, predictor=predictor)
+    return Candidates(trace, frozenset({0, 2, 4}), frozenset({1, 3, 5}), setup, **choices)
 
 
 def test_the_least_memory_for_a_time_is_that_of_trying_every_pool(trace: Trace, slow: Any) -> None:
@@ -45,8 +46,8 @@ def test_the_least_memory_for_a_time_is_that_of_trying_every_pool(trace: Trace, 
         expected = next(slots for slots, seconds in enumerate(times, start=2) if seconds <= target)
         for grid in ([], budgets_between(trace.spec, 4)):
             fresh = candidates(trace, names=["lru"], profile=slow)
-            assert least_budget(fresh, 24_000, target, grid, 0) == expected * 1_000
-    assert least_budget(field, 24_999_999, times[-1], [], 0) <= 24_000
+            assert least_budget(fresh, 24_000, target, grid, int) == expected * 1_000
+    assert least_budget(field, 24_999_999, times[-1], [], int) <= 24_000
 
 
 def test_a_plan_for_a_time_takes_no_more_memory_than_it_needs(trace: Trace, slow: Any) -> None:
@@ -125,24 +126,24 @@ def test_budgets_lie_evenly_between_the_smallest_pool_and_all_experts() -> None:
 
 
 def test_pinned_experts_are_hits_from_the_first_event_on(trace: Trace) -> None:
-    steps = list(decisions(trace, "lru", 10_000, pinned=[0, 9]))
+    steps = list(decisions(trace, "lru", 10_000, ReplaySetup(pinned=[0, 9])))
     assert steps[0][:2] == (0, -1)
     assert [(step.kind, step.key, step.slot) for _, _, step in steps[:2]] == [
         (StepKind.PREFETCH, 0, 8),
         (StepKind.PREFETCH, 9, 9),
     ]
     assert all(step.kind is StepKind.COMPUTE for _, _, step in steps[2:] if step.key in (0, 9))
-    (row,) = replay(trace, ["lru"], [10_000], pinned=[0, 9])
+    (row,) = replay(trace, ["lru"], [10_000], ReplaySetup(pinned=[0, 9]))
     assert row.slots == 10
     assert row.counts.loads == sum(step.kind is not StepKind.COMPUTE for _, _, step in steps)
     with pytest.raises(CapacityError, match=r"9 pinned experts leave 1 of 10 slots"):
-        replay(trace, ["lru"], [10_000], pinned=range(9))
+        replay(trace, ["lru"], [10_000], ReplaySetup(pinned=range(9)))
 
 
 def test_pinning_in_a_pool_in_bytes_is_refused(tmp_path: Path) -> None:
     made = write_trace(tmp_path / "t", make_spec(expert_bytes=[1_000, 500, 500]))
     with pytest.raises(UsageError, match="a pool in bytes has no slots to pin"):
-        replay(made, ["lru"], [10_000], pool="bytes", pinned=[0])
+        replay(made, ["lru"], [10_000], ReplaySetup(pool="bytes", pinned=[0]))
 
 
 def test_tuning_pins_what_helps_and_shows_it_on_other_requests(trace: Trace) -> None:
@@ -153,7 +154,7 @@ def test_tuning_pins_what_helps_and_shows_it_on_other_requests(trace: Trace) -> 
     assert tried[len(plan.pinned)] == min(tried.values()) < tried[0]
     (shown,) = [row for row in plan.evidence if row["policy"] == "lru"]
     keys = [trace.spec.expert_key(*expert) for expert in plan.pinned]
-    (again,) = replay(trace, ["lru"], [8_000], pinned=keys, requests=frozenset(plan.requests_held_out))
+    (again,) = replay(trace, ["lru"], [8_000], ReplaySetup(pinned=keys, requests=frozenset(plan.requests_held_out)))
     assert shown["digest"] == again.digest
     (before,) = [row for row in plain.evidence if row["policy"] == "lru"]
     assert f"{len(keys)} experts pinned; untuned, lru was the best" in plan.reason
@@ -169,7 +170,7 @@ def _pinned_bytes(trace: Trace, plan: CachePlan, count: int) -> float:
             for expert in {expert for token in event.experts_TK for expert in token}:
                 uses[spec.expert_key(event.layer, expert)] += 1
     pinned = sorted(uses, key=lambda key: -uses[key])[:count]
-    (row,) = replay(trace, ["lru"], [8_000], pinned=pinned, requests=used)
+    (row,) = replay(trace, ["lru"], [8_000], ReplaySetup(pinned=pinned, requests=used))
     return touched_bytes(row)
 
 
@@ -221,7 +222,9 @@ def test_tuning_looks_no_farther_than_the_trace(tmp_path: Path, monkeypatch: pyt
     options = {"hybrimoe": {"distance": 1}}
     with pytest.raises(MismatchError):
         field.replay(["hybrimoe"], [600], field.used, options={"hybrimoe": {"distance": 2}})
-    base = Setup(options=options["hybrimoe"], row=field.replay(["hybrimoe"], [600], field.used, options=options)[0])
+    base = PolicySetup(
+        options=options["hybrimoe"], row=field.replay(["hybrimoe"], [600], field.used, options=options)[0]
+    )
     assert tune(field, 600, base).distance == 1
 
 

@@ -10,10 +10,10 @@ import torch
 from moetool.errors import UsageError
 from moetool.evaluation.evaluate import evaluate
 from moetool.learning.path_signals import GIVEN, SIGNALS
-from moetool.learning.path_trust import ALONE, DISTANCES, Offset, Record
+from moetool.learning.path_trust import ALONE, DISTANCES, HitRecord, Offset
+from moetool.learning.predictor import Predictor, build, save
 from moetool.learning.tokens import Tokens, from_rows
 from moetool.learning.training import options_for
-from moetool.predictor import Predictor, build, save
 from moetool.trace.events import to_events
 from moetool.trace.reader import KEEP, Trace
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
@@ -51,7 +51,7 @@ def show(predictor: Predictor, path: list[tuple[int, ...]], request: int, positi
 def said(predictor: Predictor, path: list[tuple[int, ...]], request: int, position: int) -> np.ndarray:
     """f_ES of layer 2 once a token has used the first two of `path`."""
     show(predictor, path[:2], request, position)
-    f_TES: np.ndarray = predictor._watch.signals.signals(2)[0]  # type: ignore[union-attr]
+    f_TES: np.ndarray = predictor.path.signals.signals(2)[0]  # type: ignore[union-attr]
     return f_TES[0]
 
 
@@ -74,7 +74,7 @@ def test_the_network_says_layer_by_layer_what_it_says_at_once() -> None:
             predictor.observe(event)
             for coming in range(event.layer + 1, 6):
                 expected_ME = net.logits(hidden_PTH, coming - event.layer)[event.layer, token]
-                path_E = predictor._watch.signals.signals(coming)[0][0, :, PATH]
+                path_E = predictor.path.signals.signals(coming)[0][0, :, PATH]
                 np.testing.assert_allclose(path_E, expected_ME.numpy(), rtol=1e-4, atol=1e-5)
 
 
@@ -98,7 +98,7 @@ def test_requests_that_run_together_do_not_know_each_others_paths() -> None:
             first = PATH_LK[layer]
             second = first if position else ((first[0] + 1) % 8, (first[1] + 1) % 8)
             predictor.observe(GateEvent(forward=info, layer=layer, experts_TK=(first, second), weights_TK=weights_TK))
-    f_2ES = predictor._watch.signals.signals(2)[0]
+    f_2ES = predictor.path.signals.signals(2)[0]
     assert f_2ES[0, [2, 7], OWN].tolist() == [1, 1]
     assert f_2ES[1, [2, 7], OWN].tolist() != [1, 1]
     assert f_2ES[1, [2, 7], MEMORY].max() < 0.9
@@ -115,14 +115,14 @@ def test_without_room_and_haste_nothing_is_learned() -> None:
 
 
 def test_a_record_names_who_leads_where_and_in_what() -> None:
-    record, ahead = Record(3), ALONE.index("ahead")
+    record, ahead = HitRecord(3), ALONE.index("ahead")
     assert record.leader(1, 0, 2) is None  # nothing is known
     right_TR = np.full((60, 1 + len(ALONE)), 0.5)
     right_TR[:, 1 + ahead] = 0.7
     record.count(1, 0, 2, right_TR)
     assert record.leader(1, 0, 2) == record.leader(1, 0, 1) == ahead  # where a layer has told nothing, the others do
     assert record.leader(0, 0, 2) is record.leader(1, 1, 2) is None  # of prompts, and from farther: nothing
-    began, common = Record(3), Record(3)
+    began, common = HitRecord(3), HitRecord(3)
     common.add(began, record)
     assert common.leader(1, 0, 2) == ahead
     record.count(1, 0, 2, 1.2 - right_TR.repeat(60, axis=0))  # of late it is the worse
@@ -178,7 +178,7 @@ def test_what_is_judged_was_hidden_and_is_not_learned_by_the_network() -> None:
     predictor = counted(spec).train().requires_grad_(True)
     tokens = tokens_of(spec, 4)
     prepared = predictor.prepare(tokens)
-    part = predictor._parts[0]
+    part = predictor.parts[0]
     judged_N = part.judged_N >= 0
     assert sorted(set(prepared.request_T[judged_N].tolist())) == [3]  # of fewer than four only the last
     said_DES = part.said_JLDES[:, 1:].float()
@@ -203,7 +203,7 @@ def test_the_gates_are_looked_at_where_they_are_wanted() -> None:
     predictor.observe(
         GateEvent(forward=info, layer=0, experts_TK=((0, 1),), weights_TK=weights_TK, ahead_ATE=ahead_ATE)
     )
-    near_ES, far_ES = (predictor._watch.signals.signals(layer)[0][0] for layer in (1, 2))
+    near_ES, far_ES = (predictor.path.signals.signals(layer)[0][0] for layer in (1, 2))
     assert near_ES[:, ahead].argmax() == 3
     assert not far_ES[:, ahead].any()
 
@@ -217,7 +217,7 @@ def test_networks_on_hidden_states_say_the_same_in_fused_as_by_themselves() -> N
     for event in to_events(spec, rows, 0)[1]:
         predictor.observe(event)
         for coming in range(event.layer + 1, 6):
-            said_TE = predictor._watch.signals.signals(coming)[0][..., STATES]
+            said_TE = predictor.path.signals.signals(coming)[0][..., STATES]
             if coming - event.layer > 2:
                 assert not said_TE.any()
                 continue
@@ -236,17 +236,17 @@ def test_trust_in_hidden_states_is_fitted_on_each_tokens_own() -> None:
     predictor.trust_DS.data.zero_()
     predictor.trust_DS.data[:, STATES] = 0.25
     predictor.eval()
-    judged_N = torch.nonzero(predictor._parts[0].judged_N >= 0).flatten()
+    judged_N = torch.nonzero(predictor.parts[0].judged_N >= 0).flatten()
     for row in judged_N.tolist():
         one = prepared.take(slice(row, row + 1))
         own = tokens.take((tokens.request_T == one.request_T) & (tokens.experts_TPK == one.experts_TPK).all(2).all(1))
         chosen_1E = torch.zeros(1, 8).scatter_(1, own.experts_TPK[:, 2], 1.0)
-        judged = predictor._judge(
-            replace(one, hidden_TPD=predictor._parts[0].hidden(one.example_T)),
+        judged = predictor.judging_loss(
+            replace(one, hidden_TPD=predictor.parts[0].hidden(one.example_T)),
             torch.tensor([2]),
-            predictor._parts[0].before(one.example_T),
-            predictor._parts[0],
-            predictor._parts[0].judged_N[[row]],
+            predictor.parts[0].before(one.example_T),
+            predictor.parts[0],
+            predictor.parts[0].judged_N[[row]],
         )
         expected = [
             torch.nn.functional.binary_cross_entropy_with_logits(

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency, StepKind
 from moetool.errors import UsageError
-from moetool.policy import build_policy
-from moetool.residency import Residency, StepKind
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 from tests.synthetic import make_spec
 

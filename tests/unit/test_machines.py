@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from moetool.cluster.machines import choose, head_of
+from moetool.cluster.ray_hosts import choose, head_of
 from moetool.cluster.transport import own_address
 from moetool.errors import CapacityError, UsageError
 

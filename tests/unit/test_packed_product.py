@@ -26,7 +26,7 @@ def _both(rows: int = 192, columns: int = 128, group: int = 64) -> tuple[PackedW
 @pytest.mark.parametrize("tile", [64, 32])
 @pytest.mark.parametrize("chunk_bytes", [1, 2**19])
 def test_the_order_by_hand(tile: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_product, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(packed_product, "CHUNK_BYTES", chunk_bytes)
     values_OI = torch.randint(-8, 8, (2 * tile, 16), dtype=torch.int8, generator=DRAW)
     words = pack(values_OI, 4)
     arranged = torch.empty_like(words)

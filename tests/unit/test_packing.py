@@ -11,9 +11,12 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
 
 from moetool.errors import MismatchError, UsageError
+from moetool.models.pack_quantized import PackQuantized
 from moetool.models.packed import Scheme, quantization_config, round_weight, to_tensors
-from moetool.models.packing import Packing, packing_of
+from moetool.models.quantization_config import Quantization, Targets, quantization_of
 from moetool.models.shards import Shards
+from moetool.models.tensor_index import read_index
+from moetool.models.weight_index import index_weights
 
 PATH = Path("model")
 
@@ -27,8 +30,8 @@ def _config(quantization: dict[str, Any] | None = None, **weights: Any) -> dict[
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "is quantized \\(mxfp4\\)"),
-        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}, "int-quantized"),
+        ({"quantization_config": {"quant_method": "quanto"}}, "is quantized \\(quanto\\)"),
+        (_config({"format": "marlin-24"}), "marlin-24"),
         (_config(num_bits=3), "3 bits"),
         (_config(type="float"), "float"),
         (_config(strategy="tensor"), "by tensor"),
@@ -37,29 +40,14 @@ def _config(quantization: dict[str, Any] | None = None, **weights: Any) -> dict[
         (_config(actorder="group"), "orders its groups"),
         (_config(actorder=True), "orders its groups"),
         (_config(actorder="dynamic"), "orders its groups"),
-        (_config({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}), "rounds keys and values"),
         (_config({"sparsity_config": {"format": "sparse-24-bitmask"}}), "sparsity"),
-        (_config({"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}), "transforms"),
-        (_config({"config_groups": {}}), "widths? of \\[\\] bits|weights of \\[\\] bits"),
+        (_config({"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}), "transform_config"),
+        (_config({"config_groups": {}}), "names no config_groups"),
     ],
 )
 def test_other_ways_to_quantize_are_refused(config: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
-        packing_of(config, PATH)
-
-
-def test_two_widths_in_one_model_are_refused() -> None:
-    config = _config()
-    groups = config["quantization_config"]["config_groups"]
-    groups["group_1"] = {"weights": groups["group_0"]["weights"] | {"num_bits": 8}, "targets": ["re:.*attn.*"]}
-    with pytest.raises(UsageError, match="mixes weights of \\[4, 8\\] bits"):
-        packing_of(config, PATH)
-    groups["group_1"] = {"weights": groups["group_0"]["weights"], "format": "int-quantized"}
-    with pytest.raises(UsageError, match="stores a part of its weights as int-quantized"):
-        packing_of(config, PATH)
-    groups["group_1"] = {"weights": groups["group_0"]["weights"], "input_activations": {"num_bits": 8}}
-    with pytest.raises(UsageError, match="also rounds activations"):
-        packing_of(config, PATH)
+        quantization_of(config, PATH)
 
 
 @pytest.mark.parametrize(
@@ -76,14 +64,17 @@ def test_two_widths_in_one_model_are_refused() -> None:
     ids=str,
 )
 def test_what_a_config_says(weights: dict[str, Any], groups: int) -> None:
-    found = packing_of(_config({"sparsity_config": {}, "transform_config": {}}, **weights), PATH)
-    symmetric = frozenset({weights.get("symmetric", True)})
-    bits = weights.get("num_bits", 4)
-    assert found == Packing(bits=bits, groups=frozenset({groups}), symmetric=symmetric, as_stored=False)
-    assert packing_of({}, PATH) is None
+    also = {"sparsity_config": {}, "transform_config": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    found = quantization_of(_config(also, **weights), PATH)
+    assert found is not None
+    made = PackQuantized(weights.get("num_bits", 4), groups, weights.get("symmetric", True))
+    assert found.formats == (made,) and found.wide_scales
+    assert quantization_of({}, PATH) is None
 
 
-PACKING = Packing(bits=4, groups=frozenset({16}), symmetric=frozenset({True}), as_stored=False)
+def _quantization(bits: int = 4, group: int = 16, symmetric: bool = True) -> Quantization:
+    targets = Targets(names=("Linear",), format=PackQuantized(bits, group, symmetric))
+    return Quantization(method="compressed-tensors", groups=(targets,), wide_scales=True)
 
 
 def _saved(folder: Path, scheme: Scheme, change: Callable[[dict[str, torch.Tensor]], Any] = lambda _: None) -> Path:
@@ -98,37 +89,37 @@ def test_act_order_is_refused_by_name(tmp_path: Path) -> None:
     order = torch.arange(48, dtype=torch.int32) // 16
     path = _saved(tmp_path, Scheme(group=16), lambda tensors: tensors.update({"a.weight_g_idx": order}))
     with pytest.raises(UsageError, match=r"orders the groups of a weight by activation \(a.weight_g_idx\)"):
-        Shards(path, packing=PACKING)
+        index_weights(read_index(path), _quantization())
 
 
 @pytest.mark.parametrize("shape", [[12, 40], [11, 48], [48, 12], [12]], ids=str)
 def test_a_shape_that_contradicts_the_packed_weight_is_refused(shape: list[int], tmp_path: Path) -> None:
     path = _saved(tmp_path, Scheme(group=16), lambda tensors: tensors.update({"a.weight_shape": torch.tensor(shape)}))
-    with pytest.raises(MismatchError, match=r"a.weight_packed is I32 of shape .* weight_shape beside it says"):
-        Shards(path, packing=PACKING)
+    with pytest.raises(MismatchError, match=r"a.weight_packed has shape .*a.weight_shape says"):
+        index_weights(read_index(path), _quantization())
 
 
 def test_a_missing_shape_is_what_the_words_hold(tmp_path: Path) -> None:
     path = _saved(tmp_path, Scheme(group=16), lambda tensors: tensors.pop("a.weight_shape"))
-    assert Shards(path, packing=PACKING).tensors["a.weight"].shape == (12, 48)
+    assert index_weights(read_index(path), _quantization()).weights["a.weight"].shape == (12, 48)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "packing", "reason"),
+    ("scheme", "fields", "reason"),
     [
-        (Scheme(group=8), {}, "has 6 scales a row of 48 inputs, expected groups of 16"),
-        (Scheme(group=16), {"groups": frozenset({0})}, "expected groups of whole rows"),
-        (Scheme(group=16, symmetric=False), {}, "has zero points .* and the config expects none"),
-        (Scheme(group=16), {"symmetric": frozenset({False})}, "has no zero points .* and the config expects them"),
-        (Scheme(group=16, bits=8), {}, "weight_shape beside it says"),
+        (Scheme(group=8), {}, r"a.weight_scale has shape \[12, 6\], expected \[12, 3\] for rows of 48 inputs"),
+        (Scheme(group=16), {"group": 0}, r"a.weight_scale has shape \[12, 3\], expected \[12, 1\]"),
+        (Scheme(group=16, symmetric=False), {}, "a.weight_zero_point is there, expected none"),
+        (Scheme(group=16), {"symmetric": False}, "has no weight_zero_point, expected it"),
+        (Scheme(group=16, bits=8), {}, "a.weight_shape says"),
     ],
 )
 def test_tensors_that_contradict_the_config_are_refused(
-    scheme: Scheme, packing: dict[str, Any], reason: str, tmp_path: Path
+    scheme: Scheme, fields: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    fields = {"bits": 4, "groups": PACKING.groups, "symmetric": PACKING.symmetric, "as_stored": False} | packing
-    with pytest.raises(MismatchError, match=reason):
-        Shards(_saved(tmp_path, scheme), packing=Packing(**fields))
+    with pytest.raises(MismatchError, match=reason) as caught:
+        index_weights(read_index(_saved(tmp_path, scheme)), _quantization(**fields))
+    assert str(tmp_path / "model.safetensors") in str(caught.value)
 
 
 def test_zero_points_of_another_shape_are_refused(tmp_path: Path) -> None:
@@ -136,8 +127,8 @@ def test_zero_points_of_another_shape_are_refused(tmp_path: Path) -> None:
     path = _saved(
         tmp_path, Scheme(group=16, symmetric=False), lambda tensors: tensors.update({"a.weight_zero_point": zero})
     )
-    with pytest.raises(MismatchError, match=r"has zero points as I8 of shape .12, 3., expected I32 of .2, 3."):
-        Shards(path, packing=Packing(bits=4, groups=PACKING.groups, symmetric=frozenset({False}), as_stored=False))
+    with pytest.raises(MismatchError, match=r"a.weight_zero_point is stored as I8, expected I32"):
+        index_weights(read_index(path), _quantization(symmetric=False))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -156,8 +147,7 @@ def test_whole_rows_by_compressed_tensors_own_compressor(
     )
     expected = PackedQuantizationCompressor.decompress(theirs, scheme)["weight"]
     save_file({f"a.{name}": tensor.contiguous() for name, tensor in theirs.items()}, tmp_path / "model.safetensors")
-    packing = Packing(bits=bits, groups=frozenset({0}), symmetric=frozenset({symmetric}), as_stored=False)
-    shards = Shards(tmp_path, packing=packing)
-    assert shards.tensors["a.weight"].shape == (12, columns)
+    shards = Shards(index_weights(read_index(tmp_path), _quantization(bits, 0, symmetric)))
+    assert shards.weights["a.weight"].shape == (12, columns)
     assert torch.equal(shards.load("a.weight"), expected)
     shards.close()

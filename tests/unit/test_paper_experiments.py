@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from moetool.bench.paper.experiments import memory, policies, predictors
-from moetool.bench.paper.machine import AssumedMachine
-from moetool.bench.paper.picture import average, draw
-from moetool.bench.paper.recipe import Claim, Sizes
-from moetool.bench.paper.stage import Stage
+from moetool.bench.paper.assumed_machine import AssumedMachine
+from moetool.bench.paper.claim_figure import average, draw
+from moetool.bench.paper.claims import Claim, Sizes
+from moetool.bench.paper.experiments import memory, policies
+from moetool.bench.paper.experiments import predictor_accuracy as predictors
 from moetool.bench.paper.verdict import Check, Found
+from moetool.bench.paper.workbench import Workbench
 from moetool.errors import UsageError
 from moetool.prompts.gather import Prompt
 from tests.synthetic_routes import make_spec, write_trace
@@ -26,15 +27,15 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"there": write_trace(folder, make_spec(LAYERS, EXPERTS, TOP_K), num_requests=8)}
 
 
-def _stage(tmp_path: Path, given: dict[str, Path]) -> Stage:
-    return Stage(sizes=Sizes(), machine=LOADS_ALONE, work=tmp_path, given=given)
+def _stage(tmp_path: Path, given: dict[str, Path]) -> Workbench:
+    return Workbench(sizes=Sizes(), machine=LOADS_ALONE, work=tmp_path, given=given)
 
 
 def test_where_loading_is_all_that_costs_a_token_takes_its_loads(tmp_path: Path, given: dict[str, Path]) -> None:
     lines = {
-        "ACC": policies.Line(policy="on_demand"),
-        "whole layers": policies.Line(policy="moesys", synchronous=True),
-        "what is needed of them": policies.Line(policy="moesys"),
+        "ACC": policies.PolicyLine(policy="on_demand"),
+        "whole layers": policies.PolicyLine(policy="moesys", synchronous=True),
+        "what is needed of them": policies.PolicyLine(policy="moesys"),
     }
     options = policies.Options(lines=lines, memory=(1.0,), measure="tpot", machine={"load_s": 3e-3})
     found = policies.run(_stage(tmp_path, given), options)
@@ -55,11 +56,11 @@ def test_predictors_learn_from_other_parts_and_every_request_of_a_part_is_measur
         write_trace(out, make_spec(LAYERS, EXPERTS, TOP_K), num_requests=len(prompts), seed=len(captured))
         return SimpleNamespace(out=out)
 
-    monkeypatch.setattr("moetool.bench.paper.stage.capture", capture)
-    stage = Stage(sizes=Sizes(seeds=3, prompts=2), machine=LOADS_ALONE, work=tmp_path)
+    monkeypatch.setattr("moetool.bench.paper.workbench.capture", capture)
+    stage = Workbench(sizes=Sizes(seeds=3, prompts=2), machine=LOADS_ALONE, work=tmp_path)
     assert stage.others(1) == (0, 2)
     options = predictors.Options(
-        data=("arithmetic",), apart=True, lines={"affinity": predictors.Line(predictor="affinity")}
+        data=("arithmetic",), apart=True, lines={"affinity": predictors.PredictorLine(predictor="affinity")}
     )
     found = predictors.run(stage, options)
     assert len(found.values["affinity"]) == 3
@@ -68,7 +69,7 @@ def test_predictors_learn_from_other_parts_and_every_request_of_a_part_is_measur
     assert len({prompt for part in parts for prompt in part}) == 6
     assert captured["trace-arithmetic-24-1-0.2-0"] == sorted(parts[0] + parts[2])
     learned, part = stage.trace(("arithmetic",), fold=(0, 2)), stage.trace(("arithmetic",), fold=1)
-    measured = policies.measure(stage, part, policies.Line(policy="lru"), 0.5, 1, 1, learned=learned)
+    measured = policies.measure(stage, part, policies.PolicyLine(policy="lru"), 0.5, 1, 1, learned=learned)
     assert len(measured.request_s) == 2
 
 
@@ -76,7 +77,7 @@ def test_bytes_of_a_model_that_is_not_at_hand(tmp_path: Path) -> None:
     shape = memory.Shape(
         name="small", layers=3, experts=10, top_k=2, hidden=8, expert_bytes=1_000_000, dense_bytes=10_000_000
     )
-    lines = {"ACC": policies.Line(policy="on_demand"), "MoESys": policies.Line(policy="moesys")}
+    lines = {"ACC": policies.PolicyLine(policy="on_demand"), "MoESys": policies.PolicyLine(policy="moesys")}
     found = memory.run(_stage(tmp_path, {}), memory.Options(lines=lines, model=shape))
     # 40 MB in all; two experts beside the dense weights, or two layers of ten
     assert found.values == {memory.WHOLE: [1.0], "ACC": [12 / 40], "MoESys": [30 / 40]}

@@ -6,13 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.cluster.parallel.control import Facts, measured_latency
-from moetool.cluster.parallel.measuring import Costs, Said
-from moetool.cluster.parallel.records import BatchRecord, slope
-from moetool.cluster.parallel.seating import Seating
+from moetool.cluster.parallel.batch_placement import Facts, measured_latency
+from moetool.cluster.parallel.batch_records import BatchRecord, slope
+from moetool.cluster.parallel.rank_costs import Costs, Said
+from moetool.cluster.parallel.request_ranks import Seating
 from moetool.costing.costs import CostProfile, Curve
 from moetool.errors import MismatchError, UsageError
-from moetool.planning.demand import Demand
 from moetool.types import Link
 from tests.clusters import make_cluster
 from tests.profiles import make_profile
@@ -43,8 +42,7 @@ def comp_s(facts: Facts, rows: float = 1.0) -> float:
     """Of so many rows, where a source has 10 rows of one expert and 30 of another."""
     tokens_GLE = np.zeros((2, 1, 4))
     tokens_GLE[0, 0, 0], tokens_GLE[1, 0, 2] = 10, 30
-    demand = Demand(spec=SPEC, cluster=CLUSTER, tokens_GLE=tokens_GLE)
-    return float(measured_latency(CLUSTER, demand, facts).comp(rows))
+    return float(measured_latency(CLUSTER, SPEC, tokens_GLE, facts).comp(rows))
 
 
 def test_a_row_costs_what_is_said_or_measured_or_what_the_profile_has() -> None:

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.cluster.frames import Connection, LinkError
+from moetool.cluster.frames import FrameConnection, LinkError
 from moetool.cluster.parallel import channel, members
-from moetool.cluster.parallel.channel import Channel
-from moetool.cluster.parallel.control import Control
-from moetool.cluster.parallel.head import Head
+from moetool.cluster.parallel.batch_placement import BatchPlacer
+from moetool.cluster.parallel.channel import RankChannel
 from moetool.cluster.parallel.members import Members
-from moetool.cluster.parallel.requests import Request, Requests
-from moetool.cluster.parallel.seating import Seating
+from moetool.cluster.parallel.rank_head import RankedModel, RankHead
+from moetool.cluster.parallel.rank_options import HeadOptions
+from moetool.cluster.parallel.request_ranks import Seating
+from moetool.cluster.parallel.requests import RankRequest, Requests
 from moetool.errors import CapacityError, MoetoolError
 from moetool.request import Output, SamplingParams, Unavailable
 from tests.clusters import make_cluster
@@ -48,7 +49,7 @@ class Launched:
         pass
 
 
-class Told(Channel):
+class Told(RankChannel):
     """A connection that keeps what is sent."""
 
     def __init__(self) -> None:
@@ -61,20 +62,16 @@ class Told(Channel):
         pass
 
 
-def open_head(starts: str = "round_robin") -> tuple[Head, list[Told]]:
+def open_head(starts: str = "round_robin") -> tuple[RankHead, list[Told]]:
     """Two ranks, whole and ready; events are handled by the test."""
-    head = Head(
-        "model",
-        SPEC,
+    head = RankHead(
+        RankedModel(name="model", spec=SPEC, tokenizer=None, vocab_size=16),
         CLUSTER,
         np.array([[[True, True, False, False]], [[False, False, True, True]]]),
-        Control("offline", SPEC, CLUSTER),
+        BatchPlacer("offline", SPEC, CLUSTER),
         Launched(),
-        tokenizer=None,
-        vocab_size=16,
         rank_options={},
-        seating=Seating(server_G=(0, 0), starts=starts),
-        gather_s=0.0,
+        options=HeadOptions(seating=Seating(server_G=(0, 0), starts=starts), gather_s=0.0),
     )
     channels = [Told(), Told()]
     hello = {"revision": SPEC.revision, "migration": ["", 0], "max_context": 64, "seats": 1}
@@ -86,7 +83,7 @@ def open_head(starts: str = "round_robin") -> tuple[Head, list[Told]]:
     return head, channels
 
 
-def form(head: Head, channels: Sequence[Told]) -> None:
+def form(head: RankHead, channels: Sequence[Told]) -> None:
     """Those that are there form the generation that was called."""
     there = head._batches.ranks.there
     for kind in ("alive", "holds", "formed"):
@@ -94,12 +91,12 @@ def form(head: Head, channels: Sequence[Told]) -> None:
             say(head, channels, gpu, {"kind": kind, "generation": head._batches.ranks.generation})
 
 
-def say(head: Head, channels: Sequence[Told], gpu: int, message: dict[str, Any]) -> None:
+def say(head: RankHead, channels: Sequence[Told], gpu: int, message: dict[str, Any]) -> None:
     """A rank says something."""
     head._batches._handle("message", (gpu, channels[gpu], message))
 
 
-def submit(head: Head, max_tokens: int = 4) -> list[Output]:
+def submit(head: RankHead, max_tokens: int = 4) -> list[Output]:
     """Ask for something that begins to run."""
     outputs: list[Output] = []
     head.submit([1, 2], SamplingParams(max_tokens=max_tokens), outputs.append)
@@ -203,13 +200,13 @@ def test_nobody_waits_for_what_a_head_that_has_ended_would_have_done(state: str)
     with pytest.raises(MoetoolError, match="the engine was closed"):
         head.settle()
     with pytest.raises(MoetoolError, match="the engine was closed"):
-        head.use(Control("offline", SPEC, CLUSTER), head._batches.placing.placed_GLE)
+        head.use(BatchPlacer("offline", SPEC, CLUSTER), head._batches.placing.placed_GLE)
 
 
 def test_a_request_is_retried_three_times() -> None:
     requests = Requests()
     outputs: list[Output] = []
-    requests.admit(Request(id=0, prompt=[1], params=SamplingParams(max_tokens=3), sink=outputs.append))
+    requests.admit(RankRequest(id=0, prompt=[1], params=SamplingParams(max_tokens=3), sink=outputs.append))
     for _ in range(3):
         requests.begin(requests.choose(Seating(server_G=(0, 0)), [0], 1))
         requests.begin_again()
@@ -295,6 +292,25 @@ def test_a_rank_whose_machine_has_gone_waits_until_it_is_back(monkeypatch: pytes
     assert ranks.there == [1]
 
 
+@pytest.mark.usefixtures("quick")
+def test_a_rank_without_a_machine_is_told_of(monkeypatch: pytest.MonkeyPatch, logged: list[str]) -> None:
+    head, channels = open_head()
+
+    def restart(self: Launched, gpu: int) -> None:
+        raise CapacityError("no machine")
+
+    monkeypatch.setattr(Launched, "restart", restart)
+    batches = head._batches
+    batches._step("gone", (1, channels[1]))
+    batches._step(*batches.events.get(timeout=10))
+    assert "GPU 1 has lost its machine" in logged[0]
+    assert head.problems == ["GPU 1 has no machine; the others go on"] and head.state == "ready"
+    with pytest.raises(MoetoolError, match="all ranks are gone"):
+        batches._step("gone", (0, channels[0]))
+        batches._step(*batches.events.get(timeout=10))
+    batches.ranks.dismiss()
+
+
 def test_a_rank_that_reads_for_long_is_not_ended_and_a_silent_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
     launched, now = Launched(), [1000.0]
     killed: list[int] = []
@@ -327,16 +343,18 @@ def test_a_rank_that_reads_for_long_is_not_ended_and_a_silent_one_is(monkeypatch
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Channel, socket.socket]]:
+def pair() -> Iterator[tuple[RankChannel, socket.socket]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
-    yield Channel(Connection(near, 2**20)), far
+    yield RankChannel(FrameConnection(near, 2**20)), far
     near.close()
     far.close()
 
 
-def test_who_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, pair: tuple[Channel, socket.socket]) -> None:
+def test_who_takes_nothing_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[RankChannel, socket.socket]
+) -> None:
     monkeypatch.setattr(channel, "_TAKEN_S", 0.1)
     monkeypatch.setattr(channel, "_LEAST_BYTES_S", 1e9)
     made = pair[0]

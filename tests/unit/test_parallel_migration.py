@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moetool.cluster.parallel.migration import Migration
-from moetool.cluster.parallel.stages import Stage
-from moetool.cluster.parallel.windows import Link, Windows
+from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
+from moetool.cluster.parallel.expert_transfer import ExpertTransfer
+from moetool.cluster.parallel.staged_migration import MigrationStage
 from moetool.errors import MoetoolError
 from tests.synthetic import make_spec
 
@@ -40,8 +40,10 @@ class Kept:
 
 
 @contextmanager
-def opened(shelf: Any) -> Iterator[Migration]:
-    made = Migration(SPEC, shelf, 0, host="127.0.0.1", token=b"secret", windows=Windows(), link=Link())
+def opened(shelf: Any) -> Iterator[ExpertTransfer]:
+    made = ExpertTransfer(
+        SPEC, shelf, 0, host="127.0.0.1", token=b"secret", windows=Windows(), machine=EmulatedMachine()
+    )
     made.begin(1, [None, None])
     try:
         yield made
@@ -49,9 +51,9 @@ def opened(shelf: Any) -> Iterator[Migration]:
         made.close()
 
 
-def stage(version: int, expert: int) -> Stage:
+def stage(version: int, expert: int) -> MigrationStage:
     """One that brings an expert from a rank that is not there, so from disk."""
-    return Stage(version=version, copies=((0, expert, 0, 1),), changes=((0, expert, (0,)),))
+    return MigrationStage(version=version, copies=((0, expert, 0, 1),), changes=((0, expert, (0,)),))
 
 
 def test_a_disk_that_fails_is_told_to_who_waits_for_the_expert() -> None:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from moetool.cluster.frames import LinkError
-from moetool.cluster.parallel.channel import Channel, connect, open_listener
-from moetool.cluster.parallel.options import RankOptions
-from moetool.cluster.parallel.routing import destinations, holders_of, placed_of, without
-from moetool.cluster.parallel.stages import Stage, plan_stages
-from moetool.cluster.parallel.windows import Link, Windows
-from moetool.costing.latency import flows
-from moetool.errors import UsageError
+from moetool.cluster.parallel.channel import RankChannel, connect, open_listener
+from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
+from moetool.cluster.parallel.rank_options import RankOptions
+from moetool.cluster.parallel.replica_routing import destinations, holders_of, placed_of, without
+from moetool.cluster.parallel.staged_migration import MigrationStage, plan_stages
+from moetool.errors import MoetoolError, UsageError
+from moetool.placement._latency import flows
 from tests.clusters import make_cluster
 
 
@@ -69,7 +69,7 @@ def test_without_a_gpu_its_experts_are_shared_out_and_nothing_else_moves() -> No
     assert left_GLE.sum() == placed_GLE[[0, 1, 3]].sum() + (~placed_GLE[[0, 1, 3]].any(axis=0)).sum()
 
 
-def peak(old_GLE: np.ndarray, stages: list[Stage]) -> np.ndarray:
+def peak(old_GLE: np.ndarray, stages: list[MigrationStage]) -> np.ndarray:
     """The most experts [G] that each GPU holds on the way, what arrives before a switch counted."""
     now_GLE = old_GLE.copy()
     peak_G = now_GLE.sum(axis=(1, 2))
@@ -93,7 +93,7 @@ def test_stages_keep_every_expert_and_end_at_the_new_placement(seed: int, spare:
     assert [stage.at_batch for stage in stages] == [False] * (len(stages) - 1) + [True]
     now_GLE = old_GLE.copy()
     for stage in stages:
-        assert Stage.from_json(stage.to_json()) == stage
+        assert MigrationStage.from_json(stage.to_json()) == stage
         for layer, expert, gpu, source in stage.copies:
             assert now_GLE[source, layer, expert] and not now_GLE[gpu, layer, expert]
         stage.apply(now_GLE)
@@ -116,7 +116,7 @@ def test_pieces_go_in_compute_phases_only() -> None:
     windows = Windows()
     windows.open(10.0)
     assert 9 < (windows.hold(0.0) or 0.0) <= 10
-    closed = threading.Thread(target=windows.close)
+    closed = threading.Thread(target=windows.close, args=(60.0,))
     closed.start()
     time.sleep(0.02)
     assert closed.is_alive() and not windows.exchanging  # the all-to-all waits for the piece
@@ -133,13 +133,26 @@ def test_pieces_go_in_compute_phases_only() -> None:
 
 def test_a_pipelined_migration_heeds_no_phases() -> None:
     windows = Windows(strict=False)
-    windows.close()
+    windows.close(0.0)
     assert windows.hold(0.0) == float("inf") and windows.try_hold() and windows.exchanging
-    windows.close()  # waits for nobody
+    windows.close(0.0)  # waits for nobody
+
+
+def test_a_piece_that_never_arrives_keeps_no_rank_from_its_all_to_all_for_ever() -> None:
+    windows = Windows()
+    windows.open(10.0)
+    assert windows.try_hold()
+    began = time.perf_counter()
+    with pytest.raises(MoetoolError, match=r"on its way for 0\.05 s"):
+        windows.close(0.05)
+    assert time.perf_counter() - began < 5 and windows.waited_s >= 0.05 and not windows.exchanging
+    windows.release()
+    windows.close(0.05)
+    assert windows.exchanging
 
 
 def test_an_emulated_link_queues() -> None:
-    link = Link(1e6)
+    link = EmulatedMachine(1e6)
     began = time.perf_counter()
     threads = [threading.Thread(target=link.send, args=(20_000,)) for _ in range(3)]
     for thread in threads:
@@ -150,7 +163,7 @@ def test_an_emulated_link_queues() -> None:
 
 
 def test_channels_carry_frames_between_those_who_know_the_token() -> None:
-    def echo(channel: Channel) -> None:
+    def echo(channel: RankChannel) -> None:
         while True:
             message, data = channel.receive()
             channel.send(message, data)
@@ -184,7 +197,7 @@ def test_both_ends_may_send_at_once_more_than_either_takes_in() -> None:
     """Each end's thread that hears goes on while its other thread waits for the peer to take a message."""
     there: list[int] = []
 
-    def take(channel: Channel) -> None:
+    def take(channel: RankChannel) -> None:
         sender = threading.Thread(target=channel.send, args=({}, bytes(8 * 2**20)), daemon=True)
         sender.start()
         there.append(len(channel.receive()[1]))

@@ -2,8 +2,8 @@
 
 import pytest
 
+from moetool.cluster.edge.peers import Peers, distances
 from moetool.cluster.frames import LinkError
-from moetool.cluster.peers import Peers, distances
 from tests.clusters import make_cluster
 
 ADDRESSES = [None, ("127.0.0.1", 1), ("127.0.0.1", 2), ("127.0.0.1", 3)]

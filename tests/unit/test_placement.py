@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from moetool.costing.costs import ComputeCosts, CostProfile, Curve
-from moetool.costing.latency import Latency, along, flows, hull, profiled_latency, unit_latency
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.machine import Machine
 from moetool.placement import eplb, prism
+from moetool.placement._demand import Demand, spread
+from moetool.placement._latency import Latency, along, flows, hull, profiled_latency, unit_latency
+from moetool.placement._local_search import Descent, Layer
+from moetool.placement._planner import apportion, place
 from moetool.placement._relaxation import relax
 from moetool.placement._rounding import round_layer
-from moetool.placement._search import Descent, Layer
-from moetool.planner import apportion, place
-from moetool.planning.demand import Demand, spread
-from moetool.planning.scoring import balancedness, score
+from moetool.placement._scoring import balancedness, score
 from moetool.types import Cluster
 from tests.clusters import make_cluster, make_problem
 from tests.synthetic import make_spec

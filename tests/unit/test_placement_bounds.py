@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from moetool.costing.costs import Curve
-from moetool.costing.latency import Latency, along, flows, hull, knots, unit_latency
+from moetool.placement._latency import Latency, along, flows, hull, knots, unit_latency
+from moetool.placement._local_search import Layer
+from moetool.placement._planner import Problem, place
 from moetool.placement._relaxation import hottest
-from moetool.placement._search import Layer
-from moetool.planner import Problem, place
-from moetool.planning.scoring import latency_bound, score, work_bound
+from moetool.placement._scoring import latency_bound, score, work_bound
 from tests.clusters import make_cluster, make_problem
 from tests.synthetic import make_spec
 

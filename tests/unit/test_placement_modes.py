@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from moetool import predictor
-from moetool.costing.latency import unit_latency
 from moetool.errors import UsageError
+from moetool.learning import predictor
 from moetool.learning.tokens import Tokens
-from moetool.planner import Problem
-from moetool.planning.demand import Demand, count_experts, planned_share, read_batches
-from moetool.planning.modes import Batch, calibrated, modes, regressed, run_stream
+from moetool.placement._demand import Demand, count_experts, planned_share, read_batches
+from moetool.placement._latency import unit_latency
+from moetool.placement._modes import Batch, BatchStream, calibrated, modes, run_stream
+from moetool.placement._planner import Problem
 from tests.clusters import make_cluster, make_problem
+from tests.regression import regressed
 from tests.synthetic import make_spec, write_trace
 
 
@@ -50,7 +51,7 @@ def test_a_stream_is_made_of_held_out_requests(tmp_path: Path) -> None:
     affinity = predictor.build("affinity", spec)
     routes = np.concatenate([rows.reshape(len(rows), 3, 2) for _, parts in history for _, rows in parts])
     affinity.count(Tokens(experts_TPK=torch.from_numpy(routes.astype(np.int16))))
-    rows = run_stream([trace], cluster, "smartmoe", {}, tokens=4, batches=3, predictor=affinity)
+    rows = run_stream([trace], cluster, "smartmoe", {}, BatchStream(tokens=4, batches=3), predictor=affinity)
     assert [row.mode for row in rows] == ["vanilla", "offline", "reactive", "proactive", "predicted"]
     guess = calibrated(affinity, history)(coming[0])
     assert (guess.tokens_GLE[:, 0] == coming[0][0].tokens_GLE[:, 0]).all()
@@ -74,7 +75,9 @@ def test_a_stream_has_no_request_that_the_predictor_was_trained_on(tmp_path: Pat
         }
 
     def batches() -> int:
-        return run_stream([trace], cluster, "smartmoe", {}, tokens=11, batches=9, predictor=affinity)[0].batches
+        return run_stream([trace], cluster, "smartmoe", {}, BatchStream(tokens=11, batches=9), predictor=affinity)[
+            0
+        ].batches
 
     trained_on([1, 3, 5, 7, 9, 11])  # the history
     assert batches() == 3
@@ -102,6 +105,6 @@ def test_streams_that_cannot_be_are_refused(tmp_path: Path) -> None:
     cluster = make_cluster([[12, 12, 12]])
     trace = write_trace(tmp_path / "t", make_spec(), num_requests=3)
     with pytest.raises(UsageError, match="no trace to stream"):
-        run_stream([], cluster, "smartmoe", {}, tokens=4, batches=3)
+        run_stream([], cluster, "smartmoe", {}, BatchStream(tokens=4, batches=3))
     with pytest.raises(UsageError, match="make no batch of 3 GPUs"):
-        run_stream([trace], cluster, "smartmoe", {}, tokens=400, batches=3)
+        run_stream([trace], cluster, "smartmoe", {}, BatchStream(tokens=400, batches=3))

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from moetool.cache_plan import CachePlan, PredictorReference
 from moetool.costing.pricing import TimelineOptions
 from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.plan import CachePlan, PredictorReference
-from moetool.planning.cache import choose_cache
-from moetool.planning.candidates import servable
 from moetool.trace.reader import Trace
+from moetool.tuning.candidates import servable
 from tests import traces
+from tests.plans import choose_cache
 from tests.profiles import compute, flat, line, make_profile
 from tests.synthetic import MadeUpPredictor, make_spec, write_trace
 
@@ -126,7 +126,7 @@ def test_foreign_and_damaged_plans_are_refused_in_one_line(trace: Trace, tmp_pat
             CachePlan.load(path)
         assert "\n" not in str(caught.value)
 
-    refused("{", MismatchError, "not a plan")
+    refused("{", MismatchError, "is damaged")
     refused("[]", MismatchError, "no JSON object")
     refused("{}", MismatchError, "something else of schema version None, expected a cache_plan of version 1")
     refused(json.dumps({**values, "schema_version": 9}), MismatchError, "of schema version 9, expected")

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moetool.caching._policy import build_policy, slots_within
+from moetool.caching._residency import Residency, Step, StepKind
 from moetool.caching.duoserve import likeliest
 from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.policy import build_policy, slots_within
-from moetool.residency import Residency, Step, StepKind
 from moetool.types import Phase
 from tests.synthetic import MadeUpPredictor, make_forward, make_spec, random_stream
 

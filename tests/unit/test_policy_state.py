@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from moetool import plugins
+from moetool.caching._policy import Policy, build_policy, policy_class
+from moetool.caching._residency import Residency
 from moetool.errors import MismatchError, MoetoolError
-from moetool.policy import Policy, build_policy, policy_class
-from moetool.residency import Residency
-from moetool.serving.state import restore_state, save_state
+from moetool.runtime.policy_state import restore_state, save_state
 from moetool.types import ModelSpec
 from tests.synthetic import make_spec, random_stream
 

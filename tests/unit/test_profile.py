@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from moetool.costing.costs import CostProfile, Curve
-from moetool.costing.probes import disk, layer, link
-from moetool.costing.probes.prediction import prediction_curve
-from moetool.costing.probes.timing import Timings, repeat
-from moetool.costing.profile import profile
 from moetool.errors import CapacityError, MoetoolError, UsageError
-from moetool.models import shapes
-from moetool.models.spec import read_config, read_spec
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.location import shape_names
+from moetool.tuning.probes import disk, layer, link
+from moetool.tuning.probes.prediction import prediction_curve
+from moetool.tuning.probes.repeat import Timings, repeat
+from moetool.tuning.profile import ProfileOptions, profile
 
 TINY = {
     "model_type": "deepseek_v2",
@@ -73,7 +73,7 @@ def _curves(made: CostProfile) -> Iterator[tuple[str, Curve | None]]:
 
 def test_the_reference_model_with_no_time_gives_every_curve(reference: Path, tmp_path: Path, peer: str) -> None:
     done: list[int] = []
-    made = profile("reference", seconds=0, peer=peer, scratch=tmp_path, on_progress=done.append)
+    made = profile("reference", ProfileOptions(seconds=0, peer=peer, scratch=tmp_path), on_progress=done.append)
     for name, curve in _curves(made):
         if name.startswith("dense"):
             assert curve is None  # all its layers have experts
@@ -89,15 +89,17 @@ def test_the_reference_model_with_no_time_gives_every_curve(reference: Path, tmp
     assert made.link is not None and made.link.x[-1] == 2**24
     assert (made.config_only, made.num_hidden_layers) == (False, 8)
     assert done[-1] == 100 and done == sorted(done)
-    made.check(read_spec(reference))
+    made.check(Checkpoint.open(reference).spec)
     made.save(tmp_path / "p.json")
     assert CostProfile.load(tmp_path / "p.json") == made
     assert list(tmp_path.iterdir()) == [tmp_path / "p.json"]
 
 
 def test_a_config_alone_gives_the_same_curves(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moetool.costing.profile._MIN_SCRATCH_BYTES", 10**6)
-    made = profile(str(tiny / "config.json"), config_only=True, dtype="float32", seconds=0, scratch=tmp_path)
+    monkeypatch.setattr("moetool.tuning.profile.MIN_SCRATCH_BYTES", 10**6)
+    made = profile(
+        str(tiny / "config.json"), ProfileOptions(config_only=True, dtype="float32", seconds=0, scratch=tmp_path)
+    )
     assert all(curve is not None and min(curve.y) > 0 for _, curve in _curves(made))
     assert made.config_only
     assert made.num_hidden_layers == 4
@@ -114,8 +116,8 @@ def test_a_predictor_is_timed(predictor: Any) -> None:
 
 def test_the_shapes_that_come_along_are_those_of_the_models() -> None:
     facts = {}
-    for name in shapes.names():
-        spec = read_spec(shapes.locate_config(name), weights=False)
+    for name in shape_names():
+        spec = Checkpoint.open(name, weights=False).spec
         facts[name] = (spec.num_layers, spec.num_experts, max(spec.top_k_L), spec.hidden_size, spec.slot_bytes)
     assert facts == {
         "deepseek-v2-lite": (26, 64, 6, 2048, 3 * 1408 * 2048 * 2),
@@ -129,23 +131,23 @@ def test_what_cannot_be_profiled_is_said_before_anything_is_measured(tiny: Path,
     with pytest.raises(UsageError, match=r"holds no .safetensors weights; .* --config-only"):
         profile(str(tiny))
     with pytest.raises(UsageError, match="unknown shape 'deepseek-v2-light': did you mean 'deepseek-v2-lite'"):
-        profile("deepseek-v2-light", config_only=True)
+        profile("deepseek-v2-light", ProfileOptions(config_only=True))
     with pytest.raises(UsageError, match="no config at"):
-        profile(str(tmp_path / "none"), config_only=True)
+        profile(str(tmp_path / "none"), ProfileOptions(config_only=True))
     with pytest.raises(UsageError, match="leave out --config-only or --predictor"):
-        profile(str(tiny), config_only=True, predictor=tmp_path)
+        profile(str(tiny), ProfileOptions(config_only=True, predictor=tmp_path))
     with pytest.raises(UsageError, match="unknown dtype 'float31'"):
-        profile("reference", dtype="float31")
+        profile("reference", ProfileOptions(dtype="float31"))
     with pytest.raises(UsageError, match="'there' is no address"):
-        profile("reference", peer="there")
+        profile("reference", ProfileOptions(peer="there"))
     with pytest.raises(MoetoolError, match=r"no answer from 127.0.0.1:1 .*moetool profile --listen"):
-        profile("reference", peer="1")
+        profile("reference", ProfileOptions(peer="1"))
 
 
 def test_no_room_for_a_layer_or_on_the_disk(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "memory_bytes", lambda: (10**6, 1000))
     with pytest.raises(CapacityError, match=r"are needed for the embedding.* 1,000 are free"):
-        layer.layer_curves(read_config(tiny), torch.float32, "cpu", 0)
+        layer.layer_curves(Checkpoint.open(tiny), torch.float32, "cpu", 0)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 5, 5))
     with pytest.raises(CapacityError, match="has 5 bytes free"), disk.scratch_shards(tiny, 100):
         pass
@@ -153,7 +155,7 @@ def test_no_room_for_a_layer_or_on_the_disk(tiny: Path, monkeypatch: pytest.Monk
 
 def test_everything_is_measured_once_and_then_whatever_had_the_least_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("moetool.costing.probes.timing.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("moetool.tuning.probes.repeat.time.perf_counter", lambda: clock[0])
     log: list[str] = []
 
     def step(name: str, seconds: float) -> Any:

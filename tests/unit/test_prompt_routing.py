@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from moetool import durable
 from moetool.errors import MismatchError, UsageError
+from moetool.learning.predictor import build
 from moetool.learning.tokens import Tokens, read
-from moetool.predictor import build
 from moetool.trace.events import to_events
 from moetool.trace.reader import Trace
 from moetool.trace.writer import TraceWriter

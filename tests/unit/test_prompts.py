@@ -178,9 +178,9 @@ def test_unknown_names_are_refused_with_the_nearest(tmp_path: Path) -> None:
 
 
 def test_what_is_no_prompt_file_is_refused(tmp_path: Path) -> None:
-    table = tmp_path / "table.csv"
+    table = tmp_path / "table.xlsx"
     table.write_text("prompt\nhello\n")
-    refused(table, "'.csv'", ".jsonl", kind=UsageError)
+    refused(table, "'.xlsx'", ".jsonl", kind=UsageError)
     refused(tmp_path, "a folder", ".jsonl", kind=UsageError)
 
 
@@ -255,3 +255,70 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     file.write_text("hello")
     file.chmod(0)
     refused(file, "cannot read", kind=MoetoolError)
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "What is 2+2?"}]},
+    {"role": "assistant", "content": "4"},
+]
+
+
+def test_chats_end_before_their_last_answer(tmp_path: Path) -> None:
+    rows = [{"messages": CHAT, "task": "sums", "id": 7}, {"messages": CHAT[:2], "answer": "four"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = _kept(tmp_path / "a.jsonl")
+    assert (first.text, first.answer, first.task, first.prompt_id) == ("Be brief.\n\nWhat is 2+2?", "4", "sums", "7")
+    assert first.messages == (("system", "Be brief."), ("user", "What is 2+2?")) == second.messages
+    assert second.answer == "four"
+    pq.write_table(pa.table({"messages": [[{"role": "user", "content": "Hello there"}]]}), tmp_path / "b.parquet")
+    (chat,) = _kept(tmp_path / "b.parquet")
+    assert chat.messages == (("user", "Hello there"),)
+
+
+def _kept(file: Path) -> list[prompts.Prompt]:
+    return prompts.gather([str(file)], options=prompts.DataOptions(duplicates="keep")).prompts
+
+
+def test_the_chat_template_makes_a_chats_tokens() -> None:
+    from moetool.models.checkpoint import Checkpoint
+
+    tokenizer = Checkpoint.open("reference").tokenizer
+    chat = prompts.Prompt(dataset="d", task="t", prompt_id="1", text="Hi", messages=(("user", "Hi"),))
+    expected = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+    assert chat.token_ids(tokenizer) == expected["input_ids"] != tokenizer("Hi")["input_ids"]
+    tokenizer.chat_template = None
+    assert chat.token_ids(tokenizer) == tokenizer("Hi")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        "hi",
+        [],
+        [{"role": "user"}],
+        [{"content": "x"}],
+        [{"role": "assistant", "content": "x"}],
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+        [{"role": "user", "content": " "}],
+        [7],
+    ],
+)
+def test_chats_without_text_are_refused(tmp_path: Path, messages: object) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    refused(tmp_path / "a.jsonl", "a.jsonl:1", "messages")
+
+
+def test_csv_prompts(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('id,prompt,answer\n7,"one, two\nthree ""four""",5\n,other text,\n')
+    first, second = _kept(tmp_path / "a.csv")
+    assert (first.prompt_id, first.text, first.answer) == ("7", 'one, two\nthree "four"', "5")
+    assert (second.prompt_id, second.answer) == ("2", None)
+    (tmp_path / "b.tsv").write_text("prompt\ttask\nhello world\tgreeting\n")
+    assert _kept(tmp_path / "b.tsv")[0].task == "greeting"
+    (tmp_path / "a.csv").write_text("prompt,answer\nx\n")
+    refused(tmp_path / "a.csv", "a.csv:2", "cells")
+    (tmp_path / "a.csv").write_text('prompt\n"open\n')
+    refused(tmp_path / "a.csv", "no CSV")
+    (tmp_path / "a.csv").write_text("question\nx\n")
+    refused(tmp_path / "a.csv", "'question'")

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from moetool.replay import replay
-from moetool.trace.importing import import_trace
+from moetool.formats._import import import_trace
 from moetool.trace.reader import Trace
+from moetool.tuning.replay import ReplaySetup, replay
 
 SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
 ROUTES = SHARED / "data" / "routes" / "bigmoeonedge"
@@ -43,7 +43,7 @@ def test_replay_reproduces_the_published_curve(
     trace: Trace, published: dict[tuple[str, int], dict[str, str]], budgets_mib: tuple[int, ...]
 ) -> None:
     budgets = [budget << 20 for budget in budgets_mib]
-    rows = replay(trace, list(TOLERANCES), budgets, options={"belady": {"whole_events": True}})
+    rows = replay(trace, list(TOLERANCES), budgets, ReplaySetup(options={"belady": {"whole_events": True}}))
     for row in rows:
         theirs, tolerance = published[row.policy, row.budget_bytes], TOLERANCES[row.policy]
         assert 100 * row.decode.hit_rate == pytest.approx(float(theirs["hit_pct_decode"]), abs=tolerance), row

@@ -7,12 +7,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from moetool.replay import replay
+from moetool.formats._export import export_trace
+from moetool.formats._import import import_trace
 from moetool.trace.edit import sample
-from moetool.trace.export import export_trace
-from moetool.trace.importing import import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
+from moetool.tuning.replay import replay
 
 SHARED = Path(os.environ.get("MOETOOL_SHARED", Path(__file__).parents[2].parent / "shared"))
 ROUTES = SHARED / "data" / "routes"

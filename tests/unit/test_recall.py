@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from moetool.planning.demand import Batch, Demand, count_experts
-from moetool.planning.modes import regressed
-from moetool.planning.recall import Recall
+from moetool.placement._demand import Batch, Demand, count_experts
+from moetool.placement._recall import Recall
 from moetool.types import ModelSpec
 from tests.clusters import make_cluster
+from tests.regression import regressed
 from tests.synthetic import make_spec
 
 SPEC = make_spec(2, 8)

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from moetool.errors import UsageError
-from moetool.reference.data import SEPARATOR, Batches, Domain, held_out_rows, hold_out, read_domains, split_documents
+from moetool.reference.data import (
+    SEPARATOR,
+    Domain,
+    TextBatches,
+    held_out_rows,
+    hold_out,
+    read_domains,
+    split_documents,
+)
 
 
 def domain(name: str, train: int, held_out: int = 10) -> Domain:
@@ -84,8 +92,8 @@ def test_text_that_cannot_be_used_is_refused(
         read_domains(tmp_path / "absent", tokenizer, 0.1)
 
 
-def dealt(steps: int, seed: int = 3, mixing: float = 0.5) -> Batches:
-    return Batches(
+def dealt(steps: int, seed: int = 3, mixing: float = 0.5) -> TextBatches:
+    return TextBatches(
         [domain("large", 1601), domain("small", 101)], length=10, batch_size=8, steps=steps, mixing=mixing, seed=seed
     )
 
@@ -116,8 +124,8 @@ def test_domains_are_mixed_by_a_power_of_their_size() -> None:
 
 def test_text_shorter_than_a_sequence_is_refused_with_a_length_that_works() -> None:
     with pytest.raises(UsageError, match=r"tiny has 10 tokens.*at least 11.*fit.sequence_length=5"):
-        Batches([domain("tiny", 10)], length=10, batch_size=8, steps=1, mixing=1, seed=0)
-    assert Batches([domain("tiny", 10)], length=5, batch_size=8, steps=1, mixing=1, seed=0).rows(0).shape == (8, 6)
+        TextBatches([domain("tiny", 10)], length=10, batch_size=8, steps=1, mixing=1, seed=0)
+    assert TextBatches([domain("tiny", 10)], length=5, batch_size=8, steps=1, mixing=1, seed=0).rows(0).shape == (8, 6)
 
 
 def test_held_out_rows_are_spread_over_the_text() -> None:

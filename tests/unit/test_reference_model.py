@@ -12,7 +12,7 @@ from moetool import assets
 from moetool.errors import UsageError
 from moetool.reference.card import divergences, jensen_shannon
 from moetool.reference.model import EXPERTS, losses, ready
-from moetool.reference.recipe import FitOptions, Recipe, learning_rate, read_recipe, same_so_far
+from moetool.reference.training_recipe import GradientOptions, Recipe, learning_rate, read_recipe, same_so_far
 
 
 def tiny() -> Any:
@@ -121,31 +121,31 @@ def test_domains_that_share_no_expert_differ_by_a_bit_and_their_like_halves_by_n
 
 
 def test_the_rate_rises_then_falls_to_nothing() -> None:
-    cosine = FitOptions(max_steps=100, warm_up=0.1, learning_rate=1.0)
+    cosine = GradientOptions(max_steps=100, warm_up=0.1, learning_rate=1.0)
     assert [learning_rate(cosine, step) for step in (0, 9, 10, 55, 99)] == pytest.approx(
         [0.1, 1, 1, 0.5, 0.5 * (1 + math.cos(math.pi * 89 / 90))]
     )
-    wsd = FitOptions(max_steps=100, warm_up=0.1, decay=0.5, learning_rate=1.0, schedule="wsd")
+    wsd = GradientOptions(max_steps=100, warm_up=0.1, decay=0.5, learning_rate=1.0, schedule="wsd")
     assert [learning_rate(wsd, step) for step in (0, 9, 50, 75, 99)] == pytest.approx([0.1, 1, 1, 0.5, 0.02])
-    whole = FitOptions(max_steps=10, warm_up=0.0, decay=1.0, learning_rate=1.0, schedule="wsd")
+    whole = GradientOptions(max_steps=10, warm_up=0.0, decay=1.0, learning_rate=1.0, schedule="wsd")
     assert [learning_rate(whole, step) for step in (0, 5, 9)] == pytest.approx([1, 0.5, 0.1])
 
 
 def test_a_run_may_be_made_longer_only_before_its_rate_falls() -> None:
-    short = FitOptions(max_steps=100, warm_up=0.1, decay=0.5, schedule="wsd")
-    long = FitOptions(max_steps=200, warm_up=0.05, decay=0.5, schedule="wsd", save_every=7)
+    short = GradientOptions(max_steps=100, warm_up=0.1, decay=0.5, schedule="wsd")
+    long = GradientOptions(max_steps=200, warm_up=0.05, decay=0.5, schedule="wsd", save_every=7)
     assert same_so_far(short, long, 51) and not same_so_far(short, long, 52)
-    assert not same_so_far(short, FitOptions(max_steps=100, warm_up=0.1, decay=0.5, schedule="wsd", clip=2.0), 51)
+    assert not same_so_far(short, GradientOptions(max_steps=100, warm_up=0.1, decay=0.5, schedule="wsd", clip=2.0), 51)
 
 
 def test_the_recipe_of_the_reference_model_describes_it(reference: Path, tokenizer: Any) -> None:
     from moetool.reference.model import new_config, open_checkpoint
-    from moetool.reference.train import _require_same_architecture
+    from moetool.reference.train import require_same_architecture
 
     recipe = read_recipe(assets.path("recipes", "reference", "model.toml"), {"fit": {"max_steps": 7}})
     assert recipe.fit.max_steps == 7 and recipe.fit.batch_size == 16
     found = open_checkpoint(reference).config
-    _require_same_architecture(reference, found, new_config(recipe.model, tokenizer))
+    require_same_architecture(reference, found, new_config(recipe.model, tokenizer))
     assert Recipe() == Recipe(sources={})
 
 

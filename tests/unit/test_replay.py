@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from moetool.caching._decision_digest import DecisionDigest
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency, StepKind
 from moetool.costing.pricing import TimelineOptions
 from moetool.errors import CapacityError, MismatchError, UsageError
-from moetool.policy import build_policy
-from moetool.replay import DecisionDigest, decisions, replay, whole_bytes
-from moetool.residency import Residency, StepKind
 from moetool.trace.reader import Trace
+from moetool.tuning.replay import ReplaySetup, decisions, replay, whole_bytes
 from tests.profiles import compute, flat, make_profile
 from tests.synthetic import MadeUpPredictor, make_spec, write_trace
 
@@ -23,7 +24,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
 
 
 def test_rows_come_by_policy_and_budget_and_add_up(trace: Trace) -> None:
-    rows = replay(trace, ALL, [4000, 16000], predictor=MadeUpPredictor(trace.spec))
+    rows = replay(trace, ALL, [4000, 16000], ReplaySetup(predictor=MadeUpPredictor(trace.spec)))
     assert [(row.policy, row.budget_bytes) for row in rows] == [(p, b) for p in ALL for b in (4000, 16000)]
     assert [row.slots for row in rows if row.policy == "lru"] == [4, 16]
     assert len({row.counts.needed for row in rows}) == 1
@@ -40,15 +41,15 @@ def test_rows_come_by_policy_and_budget_and_add_up(trace: Trace) -> None:
 
 
 def test_one_reading_for_all_decides_as_one_reading_each(trace: Trace) -> None:
-    together = replay(trace, ALL, [4000, 9000], predictor=MadeUpPredictor(trace.spec))
+    together = replay(trace, ALL, [4000, 9000], ReplaySetup(predictor=MadeUpPredictor(trace.spec)))
     for row in together:
-        (alone,) = replay(trace, [row.policy], [row.budget_bytes], predictor=MadeUpPredictor(trace.spec))
+        (alone,) = replay(trace, [row.policy], [row.budget_bytes], ReplaySetup(predictor=MadeUpPredictor(trace.spec)))
         assert alone == row
 
 
 def test_a_prediction_is_computed_once_for_all_runs(trace: Trace) -> None:
     predictor = MadeUpPredictor(trace.spec)
-    replay(trace, ["duoserve"], [4000, 9000, 16000], predictor=predictor)
+    replay(trace, ["duoserve"], [4000, 9000, 16000], ReplaySetup(predictor=predictor))
     assert predictor.num_observed == 4 * (1 + 6) * 3  # prompts too
 
 
@@ -63,8 +64,8 @@ def test_replay_decides_as_a_driver_of_the_residency_does(trace: Trace, name: st
         for event in events:
             residency.event(event)
         residency.end_forward(info)
-    assert log == list(decisions(trace, name, 5000, predictor=MadeUpPredictor(trace.spec)))
-    (row,) = replay(trace, [name], [5000], predictor=MadeUpPredictor(trace.spec))
+    assert log == list(decisions(trace, name, 5000, ReplaySetup(predictor=MadeUpPredictor(trace.spec))))
+    (row,) = replay(trace, [name], [5000], ReplaySetup(predictor=MadeUpPredictor(trace.spec)))
     assert row.digest == digest.hexdigest()
 
 
@@ -74,7 +75,7 @@ def test_a_log_is_replayed_as_recorded_and_a_batch_by_request(tmp_path: Path) ->
     batch = write_trace(tmp_path / "batch", spec, batch_size=2, composition="batch")
 
     def digest(trace: Trace, sequential: bool | None) -> str:
-        return replay(trace, ["lru"], [6000], sequential=sequential)[0].digest
+        return replay(trace, ["lru"], [6000], ReplaySetup(sequential=sequential))[0].digest
 
     assert digest(log, None) == digest(log, False) == digest(batch, False)
     assert digest(batch, None) == digest(batch, True) == digest(log, True)
@@ -91,10 +92,10 @@ def test_requests_end_with_their_last_forward(tmp_path: Path, monkeypatch: pytes
 
 
 def test_only_the_requests_asked_for(trace: Trace) -> None:
-    (row,) = replay(trace, ["belady"], [6000], requests=frozenset([1, 3]))
+    (row,) = replay(trace, ["belady"], [6000], ReplaySetup(requests=frozenset([1, 3])))
     assert row.decode_tokens == 2 * 6
     with pytest.raises(UsageError, match="nothing to replay"):
-        replay(trace, ["lru"], [6000], requests=frozenset([99]))
+        replay(trace, ["lru"], [6000], ReplaySetup(requests=frozenset([99])))
 
 
 def test_steps_of_one_run(trace: Trace) -> None:
@@ -119,8 +120,8 @@ def test_what_cannot_be_replayed_is_refused(trace: Trace, monkeypatch: pytest.Mo
 def test_a_profile_adds_times_and_changes_no_decision(trace: Trace) -> None:
     predictor = MadeUpPredictor(trace.spec)
     profile = make_profile(trace.spec, compute(attention=flat(4), head=5), loads={"disk": flat(6)}, predictor=2)
-    plain = replay(trace, ALL, [4000, 9000], predictor=predictor)
-    timed = replay(trace, ALL, [4000, 9000], predictor=predictor, profile=profile)
+    plain = replay(trace, ALL, [4000, 9000], ReplaySetup(predictor=predictor))
+    timed = replay(trace, ALL, [4000, 9000], ReplaySetup(predictor=predictor, profile=profile))
     assert all(row.timing is None and "seconds" not in row.to_json() for row in plain)
     for without, row in zip(plain, timed, strict=True):
         assert row.digest == without.digest
@@ -145,28 +146,28 @@ def test_a_profile_adds_times_and_changes_no_decision(trace: Trace) -> None:
 def test_a_profile_that_does_not_say_what_the_policy_costs_is_refused(trace: Trace) -> None:
     profile, predictor = make_profile(trace.spec), MadeUpPredictor(trace.spec)
     with pytest.raises(MismatchError, match="no time of a prediction"):
-        replay(trace, ["duoserve"], [9000], predictor=predictor, profile=profile)
-    replay(trace, ["lru"], [9000], predictor=predictor, profile=profile)
+        replay(trace, ["duoserve"], [9000], ReplaySetup(predictor=predictor, profile=profile))
+    replay(trace, ["lru"], [9000], ReplaySetup(predictor=predictor, profile=profile))
     options = TimelineOptions(prediction_ms=0.0)
-    replay(trace, ["duoserve"], [9000], predictor=predictor, profile=profile, timeline=options)
+    replay(trace, ["duoserve"], [9000], ReplaySetup(predictor=predictor, profile=profile, timeline=options))
     with pytest.raises(MismatchError, match="on cuda"):
-        replay(trace, ["lru"], [9000], profile=profile, timeline=TimelineOptions(device="cuda"))
+        replay(trace, ["lru"], [9000], ReplaySetup(profile=profile, timeline=TimelineOptions(device="cuda")))
 
 
 def test_a_pool_in_bytes_is_never_larger_than_its_budget_and_holds_more(trace: Trace) -> None:
-    (slots,), (in_bytes,) = (replay(trace, ["lru"], [9000], pool=pool) for pool in ("slots", "bytes"))
+    (slots,), (in_bytes,) = (replay(trace, ["lru"], [9000], ReplaySetup(pool=pool)) for pool in ("slots", "bytes"))
     assert replay(trace, ["lru"], [9000]) == [slots]  # a trace of our own
     assert in_bytes.counts.hit_rate > slots.counts.hit_rate
     everything = whole_bytes(trace, "bytes")
     assert (everything, whole_bytes(trace)) == (8 * 2400, 24 * 1000)
-    whole, less = replay(trace, ["lru"], [everything, everything - 1], pool="bytes")
+    whole, less = replay(trace, ["lru"], [everything, everything - 1], ReplaySetup(pool="bytes"))
     assert whole.counts.missed <= 24 < less.counts.missed
     with pytest.raises(UsageError, match="did you mean 'bytes'"):
-        replay(trace, ["lru"], [9000], pool="byte")
+        replay(trace, ["lru"], [9000], ReplaySetup(pool="byte"))
 
 
 def test_a_policy_that_takes_few_slots_gets_few_bytes(trace: Trace) -> None:
     predictor = MadeUpPredictor(trace.spec)
-    few, many = replay(trace, ["duoserve"], [2000, 9000], predictor=predictor, pool="bytes")
+    few, many = replay(trace, ["duoserve"], [2000, 9000], ReplaySetup(predictor=predictor, pool="bytes"))
     assert few.slots == many.slots == 2
     assert few.digest == many.digest

@@ -10,17 +10,18 @@ import pytest
 import torch
 
 from moetool.errors import MismatchError, UsageError
+from moetool.learning.predictor import Predictor, load_predictor
+from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full
 from moetool.models.packed import Scheme, round_weight
-from moetool.models.routing import watch
-from moetool.predictor import Predictor, load_predictor
+from moetool.models.router_hooks import watch
 from moetool.prompts.gather import Prompt
 from moetool.quantize.activations import round_tokens
 from moetool.quantize.calibration import Calibration, from_prompts
 from moetool.quantize.folding import Fold
-from moetool.quantize.making import ReplicaOptions
 from moetool.quantize.replica import make_replica
-from moetool.quantize.search import Inputs, SearchOptions, round_clipped, scale_of, search
+from moetool.quantize.replica_layers import ReplicaOptions
+from moetool.quantize.scale_search import Inputs, SearchOptions, round_clipped, scale_of, search
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests import families
 
@@ -136,7 +137,10 @@ def replica(tmp_path_factory: pytest.TempPathFactory) -> Path:
     families.save("deepseek_v3", folder / "model")  # its choice is not the top of its scores
     ids = torch.randint(3, 64, (3, 16), generator=torch.Generator().manual_seed(8))
     make_replica(
-        folder / "model", folder / "out", Calibration(ids_NS=ids, judged_NS=ids), ReplicaOptions(group=16, grid=0)
+        Checkpoint.open(folder / "model"),
+        folder / "out",
+        Calibration(ids_NS=ids, judged_NS=ids),
+        ReplicaOptions(group=16, grid=0),
     )
     return folder / "out"
 
@@ -159,7 +163,7 @@ def _chosen(predictor: Predictor, layer: int) -> list[set[int]]:
 def test_predicts_what_its_routers_choose(replica: Path) -> None:
     predictor = load_predictor(replica)
     ids = [(5 * i + 3) % 60 + 3 for i in range(14)]
-    plain = load_full(replica, torch.float32)
+    plain = load_full(Checkpoint.open(replica), torch.float32)
     routes: dict[int, torch.Tensor] = {}
     for layer in plain.layers:
         watch(layer, lambda index, _, layer=layer: routes.update({layer.index: index}))  # type: ignore[misc]
@@ -193,7 +197,7 @@ def test_rounded_activations_change_what_it_says_and_nothing_after(replica: Path
         predictor.observe(event)
     np.testing.assert_allclose(unpacked.scores(1), plain.scores(1), atol=1e-5)
     assert not np.array_equal(rounded.scores(1), plain.scores(1))
-    rounded._bits = 16
+    rounded.bits = 16
     rounded.observe(event)
     np.testing.assert_array_equal(rounded.scores(1), plain.scores(1))
     with pytest.raises(UsageError, match="unknown option of awq_replica 'activations_bits'"):

@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 
 from moetool import durable
-from moetool.replay import replay
-from moetool.report.affinity import affinity, lift
+from moetool.formats._import import import_trace
 from moetool.report.measures import coverage, divergence, gini, popularity, spread
 from moetool.report.reuse import read_reuse, stack_distances
 from moetool.report.sample import (
     ReportOptions,
-    Routes,
+    SampledRoutes,
     choose,
     choose_replayed,
     entropy,
     read_router_entropy,
     read_routes,
 )
-from moetool.trace.importing import import_trace
+from moetool.report.transitions import affinity, lift
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
+from moetool.tuning.replay import replay
 from moetool.types import ModelSpec, Phase
 from tests.synthetic import make_spec
 
@@ -63,7 +63,7 @@ def write(path: Path, spec: ModelSpec, requests: Sequence[Request], logits: np.n
     return Trace(path)
 
 
-def read(path: Path, spec: ModelSpec, requests: Sequence[Request]) -> Routes:
+def read(path: Path, spec: ModelSpec, requests: Sequence[Request]) -> SampledRoutes:
     return read_routes(write(path, spec, requests), ReportOptions())
 
 

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 from moetool.errors import CapacityError, UsageError
-from moetool.replay import replay
+from moetool.report.atlas import draw_atlas
 from moetool.report.findings import TOPICS, caveat, findings
-from moetool.report.making import Measured, measure
-from moetool.report.page import SECTIONS, facts, render
 from moetool.report.sample import ReportOptions
+from moetool.report.trace_measures import TraceMeasures, measure
+from moetool.report.trace_page import SECTIONS, facts, render
 from moetool.trace.reader import Trace
+from moetool.tuning.advice import advise
+from moetool.tuning.replay import replay
 from tests import synthetic, synthetic_routes, traces
 
 LENGTHS = [(5, 4), (3, 6), (4, 1), (6, 3)]
@@ -62,20 +64,25 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+def made(tmp_path_factory: pytest.TempPathFactory) -> TraceMeasures:
     """Four tasks and layers of several sizes, with logits."""
     folder = tmp_path_factory.mktemp("report") / "trace"
     return measure(traces.write(folder, traces.alone(LENGTHS), LENGTHS), budgets=("25%", "50%"))
 
 
+def drawn(made: TraceMeasures) -> str:
+    trace = Trace(Path(made.info["path"]))
+    return render(made, advise(trace), draw_atlas(trace, made.routes))
+
+
 @pytest.fixture(scope="module")
-def text(made: Measured) -> str:
-    return render(made)
+def text(made: TraceMeasures) -> str:
+    return drawn(made)
 
 
 def test_the_page_holds_every_section_and_nothing_from_elsewhere(text: str) -> None:
     page = Page(text)
-    assert page.headings == ["What it means", *SECTIONS]
+    assert page.headings == ["Advice", "What it means", *SECTIONS, "Experts"]
     assert len(page.ids) == len(set(page.ids))
     anchors = {link for link in page.links if link.startswith("#")}
     assert anchors <= {f"#{name}" for name in page.ids}
@@ -90,19 +97,19 @@ def test_the_page_holds_every_section_and_nothing_from_elsewhere(text: str) -> N
     assert len(text) < 1_000_000
 
 
-def test_the_same_trace_gives_the_same_numbers(made: Measured) -> None:
+def test_the_same_trace_gives_the_same_numbers(made: TraceMeasures) -> None:
     again = measure(Trace(Path(made.info["path"])), budgets=("25%", "50%"))
     assert json.dumps(again.to_json()) == json.dumps(made.to_json())
 
 
-def test_hit_rates_are_those_of_replay(made: Measured) -> None:
+def test_hit_rates_are_those_of_replay(made: TraceMeasures) -> None:
     trace = Trace(Path(made.info["path"]))
     assert len(made.replayed) == len(LENGTHS)
     rows = replay(trace, ["lru", "lfu", "belady"], [made.whole_bytes // 4, made.whole_bytes // 2])
     assert [row.to_json() for row in made.rows] == [row.to_json() for row in rows]
 
 
-def test_the_numbers_are_json(made: Measured) -> None:
+def test_the_numbers_are_json(made: TraceMeasures) -> None:
     numbers = json.loads(json.dumps(made.to_json(), allow_nan=False))
     assert numbers["tasks"] == ["t0", "t1", "t2", "t3"]
     assert np.array(numbers["popularity"]["tokens_QLE"]).sum() == made.info["tokens"] * sum(traces.SPEC.top_k_L)
@@ -114,12 +121,12 @@ def test_the_numbers_are_json(made: Measured) -> None:
 def test_a_poor_trace_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
     trace = synthetic.write_trace(tmp_path / "t", synthetic.make_spec(layers=1), num_requests=2, new_tokens=0)
     made = measure(trace)
-    page = render(made)
-    assert render(measure(trace)) == page  # the same, to the byte
+    page = drawn(made)
+    assert drawn(measure(trace)) == page  # the same, to the byte
     assert "The trace has one task" in page and "has no logits" in page and "one MoE layer" in page
     assert "prompts alone: each token stands for an iteration" in page
     assert "Few tokens" in page
-    assert Page(page).headings == ["What it means", *SECTIONS]
+    assert Page(page).headings == ["Advice", "What it means", *SECTIONS, "Experts"]
     assert made.to_json()["router_entropy"] is None
 
 
@@ -141,8 +148,8 @@ def test_the_order_of_a_log_is_kept(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_said_turns_with_the_numbers(made: Measured) -> None:
-    def said(changed: Measured) -> str:
+def test_what_is_said_turns_with_the_numbers(made: TraceMeasures) -> None:
+    def said(changed: TraceMeasures) -> str:
         return " ".join(finding.text for finding in findings(changed))
 
     assert {finding.topic for finding in findings(made)} == set(TOPICS)

@@ -5,9 +5,10 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import pytest
 
+from moetool.cache_plan import PrefetchLimits
+from moetool.caching._policy import Policy
+from moetool.caching._residency import Residency, Step, StepKind
 from moetool.errors import CapacityError, UsageError
-from moetool.policy import Policy
-from moetool.residency import PrefetchLimits, Residency, Step, StepKind
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests.synthetic import make_forward, make_spec
 

@@ -11,7 +11,7 @@ from moetool.learning.route_memory import (
     SHARPNESS,
     Neighbours,
     RouteMemory,
-    Search,
+    RouteSearch,
     roots,
 )
 
@@ -26,9 +26,9 @@ def paths(num: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def search(
     memory: RouteMemory, experts_LK: np.ndarray, weights_LK: np.ndarray, layers: int, hidden: tuple[int, ...] = ()
-) -> Search:
+) -> RouteSearch:
     """One token without paths of its own after some layers."""
-    found = Search(memory, 1, np.zeros(0, np.int64), np.array(hidden, np.int64), None)
+    found = RouteSearch(memory, 1, np.zeros(0, np.int64), np.array(hidden, np.int64), None)
     for experts_K, weights_K in zip(experts_LK[:layers], weights_LK[:layers], strict=True):
         found.observe([experts_K.tolist()], roots(weights_K[None]))
     return found
@@ -88,7 +88,7 @@ def test_a_path_counts_more_where_what_came_before_is_alike() -> None:
     memory = RouteMemory((*stored[:2], np.array([-1, 0, 1, -1])), E, 0)
     nobody = np.zeros(0, np.int64)
     last_C = np.array([0.5, -0.2, 0.9, 0.9], np.float32)
-    one, plain = (Search(memory, 1, nobody, nobody, last) for last in (last_C, None))
+    one, plain = (RouteSearch(memory, 1, nobody, nobody, last) for last in (last_C, None))
     for searched in (one, plain):
         searched.observe([stored[0][2, 0].tolist()], roots(stored[1][2, :1]))
     np.testing.assert_allclose(one.alike(0) - plain.alike(0), [0, LAST * 0.5, 0, 0], atol=1e-6)

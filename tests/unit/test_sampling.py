@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from moetool.models.sampling import Sampler
 from moetool.request import SamplingParams
+from moetool.runtime.sampling import Sampler, likeliest, nucleus
 
 
 def _draw(params: SamplingParams, logits_V: torch.Tensor, count: int, others: int = 0) -> list[int]:
-    sampler = Sampler(len(logits_V))
-    sampler.add("me", params)
+    sampler = Sampler()
+    sampler.add("me", params, [0])
     for i in range(others):
-        sampler.add(f"other{i}", SamplingParams(max_tokens=1, temperature=2.0, seed=i))
+        sampler.add(f"other{i}", SamplingParams(max_tokens=1, temperature=2.0, seed=i), [0])
     names = [*(f"other{i}" for i in range(others)), "me"]
     return [int(sampler.apply(names, logits_V.repeat(len(names), 1).clone())[-1].argmax()) for _ in range(count)]
 
@@ -40,8 +40,8 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_company() -> None:
 
 def test_a_request_that_goes_on_elsewhere_draws_what_it_would_have() -> None:
     params = SamplingParams(max_tokens=1, temperature=1.0, seed=7)
-    sampler = Sampler(len(LOGITS))
-    sampler.add("me", params, drawn=20)
+    sampler = Sampler()
+    sampler.add("me", params, [0] * 20, drawn=20)
     rest = [int(sampler.apply(["me"], LOGITS[None].clone())[0].argmax()) for _ in range(30)]
     assert rest == _draw(params, LOGITS, 50)[20:]
 
@@ -62,11 +62,153 @@ def test_top_p_keeps_the_nucleus_only() -> None:
 
 
 def test_logprobs_are_of_the_model_not_of_the_sampling() -> None:
-    sampler = Sampler(5)
-    sampler.add("a", SamplingParams(max_tokens=1, temperature=0.1, top_p=0.5, seed=1, logprobs=2))
+    sampler = Sampler()
+    sampler.add("a", SamplingParams(max_tokens=1, temperature=0.1, top_p=0.5, seed=1, logprobs=2), [0])
     sampler.apply(["a"], LOGITS.repeat(1, 1).clone())
-    logprob = sampler.logprob("a", 3)
+    logprob = sampler.take("a", 3)
     expected = LOGITS.log_softmax(-1)
     assert logprob is not None
     assert logprob.logprob == pytest.approx(float(expected[3]))
     assert [token for token, _ in logprob.top] == [0, 1]
+
+
+@pytest.mark.parametrize("top_p", [1e-30, 1e-46, 1e-300, 5e-324])
+def test_the_likeliest_token_is_kept_however_small_top_p_is(top_p: float) -> None:
+    assert _draw(SamplingParams(max_tokens=1, temperature=1.0, top_p=top_p, seed=3), LOGITS, 20) == [0] * 20
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_scores_that_are_not_finite_end_their_request_only(wrong: float) -> None:
+    sampler = Sampler()
+    for name in ("bad", "good"):
+        sampler.add(name, SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, seed=1, logprobs=2), [0])
+    scores = LOGITS.repeat(2, 1)
+    scores[0, 2] = wrong
+    sampler.apply(["bad", "good"], scores)
+    assert "NaN" in sampler.broken("bad") and not sampler.broken("good")
+    assert scores.isfinite().any(-1).all()
+
+
+def test_a_row_of_impossible_tokens_is_broken_and_one_impossible_token_is_not() -> None:
+    sampler = Sampler()
+    for name in ("none", "one"):
+        sampler.add(name, SamplingParams(max_tokens=1, temperature=1.0, seed=1, logprobs=2), [0])
+    scores = LOGITS.repeat(2, 1)
+    scores[0] = float("-inf")
+    scores[1, 0] = float("-inf")
+    sampler.apply(["none", "one"], scores)
+    assert sampler.broken("none") and not sampler.broken("one")
+    assert int(scores[1].argmax()) != 0
+
+
+def test_no_temperature_makes_large_logits_overflow() -> None:
+    params = SamplingParams(max_tokens=1, temperature=2e-5, top_p=0.5, seed=3)
+    assert _draw(params, LOGITS * 1e38, 20) == [0] * 20
+
+
+def _sorted_nucleus(probabilities_V: torch.Tensor, top_p: float) -> list[int]:
+    """By its definition: the likeliest tokens one after another, until those before reach top_p."""
+    values, order = probabilities_V.sort(descending=True, stable=True)
+    outside = (values.cumsum(-1) - values >= top_p).nonzero()
+    return sorted(order[: max(1, int(outside[0]) if len(outside) else len(order))].tolist())
+
+
+@pytest.mark.parametrize("size", [5, 300, 5000, 20_000])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 4.0, 12.0])
+def test_the_nucleus_without_sorting_is_that_of_sorting(size: int, spread: float) -> None:
+    generator = torch.Generator().manual_seed(size)
+    for top_p in (1e-46, 0.1, 0.5, 0.9, 0.95, 0.999, 0.9999999):
+        logits = torch.randn(size, generator=generator) * spread
+        for scores in (logits, logits.round()):  # rounded: many equal ones
+            probabilities = scores.softmax(-1)
+            assert sorted(nucleus(probabilities, top_p).tolist()) == _sorted_nucleus(probabilities, top_p)
+
+
+def test_equal_scores_go_by_their_ids() -> None:
+    scores = torch.tensor([1.0, 2.0, 2.0, 2.0, 0.0])
+    assert sorted(likeliest(scores, 2).tolist()) == [1, 2]
+    assert sorted(likeliest(scores, 4).tolist()) == [0, 1, 2, 3]
+
+
+def test_top_k_and_min_p_keep_what_they_say() -> None:
+    probabilities = LOGITS.softmax(-1)
+    drawn = _draw(SamplingParams(max_tokens=1, temperature=1.0, top_k=2, seed=3), LOGITS, 300)
+    assert set(drawn) == {0, 1}
+    least = float(probabilities[2] / probabilities[0]) - 1e-6
+    drawn = _draw(SamplingParams(max_tokens=1, temperature=1.0, min_p=least, seed=3), LOGITS, 500)
+    assert set(drawn) == {0, 1, 2}
+    # top_p counts among those that top_k has left: two of three tokens of equal probability.
+    even = torch.zeros(9)
+    drawn = _draw(SamplingParams(max_tokens=1, temperature=1.0, top_k=3, top_p=0.6, seed=3), even, 200)
+    assert set(drawn) == {0, 1}
+
+
+def test_limits_that_exclude_nothing_change_nothing() -> None:
+    plain = _draw(SamplingParams(max_tokens=1, temperature=1.0, seed=3), LOGITS, 100)
+    for extra in ({"top_k": 5}, {"top_k": 4096}, {"top_p": 0.9999999}, {"min_p": 1e-9}, {"logit_bias": ((2, 0.0),)}):
+        assert _draw(SamplingParams(max_tokens=1, temperature=1.0, seed=3, **extra), LOGITS, 100) == plain
+
+
+def _scores(params: SamplingParams, prompt: list[int], answer: list[int], drawn: int = 0) -> torch.Tensor:
+    sampler = Sampler()
+    sampler.add("me", params, prompt, drawn)
+    for token in answer:
+        sampler.take("me", token)
+    return sampler.apply(["me"], LOGITS[None].clone())[0]
+
+
+def test_penalties_are_those_of_vllm_and_transformers() -> None:
+    from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+    params = SamplingParams(max_tokens=9, presence_penalty=0.5, frequency_penalty=0.25)
+    expected = LOGITS - 0.5 * torch.tensor([0.0, 1, 0, 0, 1]) - 0.25 * torch.tensor([0.0, 1, 0, 0, 2])
+    assert torch.equal(_scores(params, [0, 2], [4, 1, 4]), expected)
+    params = SamplingParams(max_tokens=9, repetition_penalty=1.5)
+    theirs = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)])
+    expected = theirs(torch.tensor([[0, 2, 4, 1, 4]]), LOGITS[None].clone())[0]
+    assert torch.equal(_scores(params, [0, 2], [4, 1, 4]), expected)
+
+
+def test_penalties_go_on_elsewhere() -> None:
+    params = SamplingParams(max_tokens=9, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.5)
+    assert torch.equal(_scores(params, [0, 2], [4, 1, 4]), _scores(params, [0, 2, 4, 1, 4], [], drawn=3))
+
+
+def test_logit_bias_decides() -> None:
+    assert int(_scores(SamplingParams(max_tokens=1, logit_bias=((4, 100.0),)), [0], []).argmax()) == 4
+    assert int(_scores(SamplingParams(max_tokens=1, logit_bias=((0, -100.0),)), [0], []).argmax()) == 1
+
+
+class _Only:
+    """A grammar of one token after another."""
+
+    def __init__(self, *tokens: int) -> None:
+        self._tokens = list(tokens)
+
+    def start(self) -> "_Only":
+        return _Only(*self._tokens)
+
+    @property
+    def may_end(self) -> bool:
+        return not self._tokens
+
+    def allowed(self) -> bytearray:
+        return bytearray(200 * (token in self._tokens[:1]) for token in range(5))
+
+    def accept(self, token: int) -> None:
+        assert token == self._tokens.pop(0)
+
+
+def test_a_grammar_leaves_what_it_allows_and_logprobs_are_of_the_model() -> None:
+    sampler = Sampler()
+    grammar = _Only(3, 1)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_tokens=9, temperature=temperature, seed=1, top_p=0.5, logprobs=2, grammar=grammar)
+        sampler.add("me", params, [0])
+        for token in (3, 1):
+            assert int(sampler.apply(["me"], LOGITS[None].clone())[0].argmax()) == token
+            logprob = sampler.take("me", token)
+            assert logprob is not None and logprob.top[0][0] == 0
+            assert logprob.logprob == pytest.approx(float(LOGITS.log_softmax(-1)[token]))
+        sampler.apply(["me"], LOGITS[None].clone())
+        assert "no token is left" in sampler.broken("me")

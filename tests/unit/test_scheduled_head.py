@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from moetool.bench.cluster.site import Threads
-from moetool.cluster.edge import ClusterOptions, Head
-from moetool.cluster.scheduler import Options, Scheduler
-from moetool.cluster.worker import WorkerSettings
+from moetool.bench.live_cluster.sites import Threads
+from moetool.cluster.edge.edge_head import ClusterOptions, EdgeHead
+from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
+from moetool.cluster.edge.worker import WorkerSettings
 from tests.edge_workers import DrawnWorker, odds
 from tests.unit.test_scheduler import CLUSTER, SLOTS, SPEC, planned
 
@@ -29,7 +29,7 @@ def workers() -> dict[int, DrawnWorker]:
 
 
 @pytest.fixture
-def head(workers: dict[int, DrawnWorker]) -> Iterator[Head]:
+def head(workers: dict[int, DrawnWorker]) -> Iterator[EdgeHead]:
     held = planned(ODDS_NLE, "uniform")
 
     def build(server: int) -> DrawnWorker:
@@ -48,14 +48,14 @@ def head(workers: dict[int, DrawnWorker]) -> Iterator[Head]:
         for n in range(3)
     ]
     processes = Threads(build, [{"server": n} for n in range(3)])
-    made = Head(processes, settings, ("s0", "s1", "s2"), SPEC.num_experts_L, options=ClusterOptions(ping_s=60.0))
+    made = EdgeHead(processes, settings, ("s0", "s1", "s2"), SPEC.num_experts_L, options=ClusterOptions(ping_s=60.0))
     made.start()
     yield made
     made.close()
 
 
-def test_experts_move_through_the_head_and_everybody_knows(head: Head, workers: dict[int, DrawnWorker]) -> None:
-    scheduler = Scheduler(SPEC, CLUSTER, Options(interval_s=60.0, poll_s=5.0, half_life_s=60.0))
+def test_experts_move_through_the_head_and_everybody_knows(head: EdgeHead, workers: dict[int, DrawnWorker]) -> None:
+    scheduler = Scheduler(SPEC, CLUSTER, SchedulerOptions(interval_s=60.0, poll_s=5.0, half_life_s=60.0))
     now_s, seen = 1e6, 0
     while now_s < 1e6 + 200:
         wait_s = max(1e-3, min(5.0, scheduler.tick(head, now_s)))

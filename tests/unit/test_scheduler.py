@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moetool import planner
-from moetool.cluster.deciding import Place, Step, as_array, places_of, pooled, steps_to
-from moetool.cluster.scheduler import Options, Scheduler
-from moetool.costing.latency import unit_latency
+from moetool.cluster.edge.replacement import as_array, places_of, pooled, steps_to
+from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
 from moetool.errors import MismatchError, UsageError
-from moetool.planner import Problem
-from moetool.planning.demand import Demand
+from moetool.placement import _planner as planner
+from moetool.placement._demand import Demand
+from moetool.placement._latency import unit_latency
+from moetool.placement._placement_plan import Move, Place
+from moetool.placement._planner import Problem
 from moetool.types import Cluster, ModelSpec
 from tests.clusters import make_cluster
 from tests.edge_workers import odds, open_cluster
@@ -35,7 +36,7 @@ SPEC = ModelSpec(
 )
 SLOTS = (28, 28, 28)
 CLUSTER = make_cluster([[room] for room in SLOTS], link_bytes_s=1e5)
-OPTIONS = Options(interval_s=60.0, poll_s=5.0, half_life_s=60.0)
+OPTIONS = SchedulerOptions(interval_s=60.0, poll_s=5.0, half_life_s=60.0)
 
 
 def planned(odds_NLE: np.ndarray, name: str = "prism_exact", cluster: Cluster = CLUSTER) -> dict[int, set[Place]]:
@@ -52,7 +53,7 @@ class World:
         self,
         odds_NLE: np.ndarray,
         held: dict[int, set[Place]],
-        options: Options = OPTIONS,
+        options: SchedulerOptions = OPTIONS,
         state: Path | None = None,
         slots: tuple[int, ...] = SLOTS,
     ) -> None:
@@ -177,7 +178,9 @@ def test_eq4_has_both_sides_in_seconds() -> None:
 
 def test_copies_leave_links_their_share() -> None:
     odds_NLE = odds(SPEC, 3)
-    world = World(odds_NLE, planned(odds_NLE, "uniform"), Options(interval_s=60.0, half_life_s=60.0, share=0.25))
+    world = World(
+        odds_NLE, planned(odds_NLE, "uniform"), SchedulerOptions(interval_s=60.0, half_life_s=60.0, share=0.25)
+    )
     world.pass_s(61)
     began_s = world.now_s
     while world.scheduler.migrating:
@@ -195,7 +198,7 @@ def test_the_measured_rate_of_moves_is_used_next_time() -> None:
     world.pass_s(61)
     while world.scheduler.migrating:
         world.step()
-    measured = world.scheduler.statistics.measured(CLUSTER, (0, 1, 2))
+    measured = world.scheduler.statistics.measured(CLUSTER)
     assert measured.link(0, 1)[0] == pytest.approx(1000 / 3.0)
 
 
@@ -291,7 +294,7 @@ def test_state_of_something_else_is_refused(tmp_path: Path) -> None:
         with pytest.raises(MismatchError, match=r"scheduler\.json"):
             world.start()
     state.write_text("{")
-    with pytest.raises(MismatchError, match="no scheduler state"):
+    with pytest.raises(MismatchError, match="is damaged"):
         world.start()
 
 
@@ -324,13 +327,13 @@ def random_holding(rng: np.random.Generator, slots: tuple[int, ...]) -> dict[int
     return held
 
 
-def replay(steps: list[Step], held: dict[int, set[Place]], slots: tuple[int, ...]) -> None:
+def replay(steps: list[Move], held: dict[int, set[Place]], slots: tuple[int, ...]) -> None:
     everything = set(itertools.chain.from_iterable(held.values()))
     for step in steps:
         if step.kind == "copy":
-            held[step.server].add(step.place)
+            held[step.gpu].add(step.place)
         else:
-            held[step.server].remove(step.place)
+            held[step.gpu].remove(step.place)
         assert set(itertools.chain.from_iterable(held.values())) == everything
         assert all(len(held[n]) <= room for n, room in enumerate(slots))
 
@@ -350,4 +353,4 @@ def test_options_that_make_no_sense_are_refused() -> None:
         {"half_life_s": -1.0},
     ):
         with pytest.raises(UsageError):
-            Options(**wrong)
+            SchedulerOptions(**wrong)

@@ -8,12 +8,12 @@ from types import ModuleType
 import pytest
 
 import moetool
-from moetool.chat import Conversation
-from moetool.cli.cluster import ClusterCommand
-from moetool.cluster.placing import Endpoints
+from moetool.cli.cluster_command import ClusterCommand
+from moetool.cluster.edge.server_settings import Endpoints
+from moetool.serving.chat import Conversation
 
 KEY = "sk-do-not-print-me"
-HOLD_KEYS = ("moetool.chat", "moetool.cli", "moetool.cluster", "moetool.serving")
+HOLD_KEYS = ("moetool.serving.chat", "moetool.cli", "moetool.cluster", "moetool.serving")
 
 
 def _modules() -> list[ModuleType]:
@@ -22,7 +22,7 @@ def _modules() -> list[ModuleType]:
 
 
 def test_no_dataclass_shows_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Conversation, "_first_model", lambda self: "reference")  # nobody is asked
+    monkeypatch.setattr(Conversation, "first_model", lambda self: "reference")  # nobody is asked
     command = ClusterCommand(
         model="reference",
         plan=None,

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from moetool.errors import CapacityError, UsageError
-from moetool.models.batching import Batcher
-from moetool.models.decoding import Batch
-from moetool.models.sequential import Sequential, open_batcher
 from moetool.request import Output, SamplingParams
+from moetool.runtime.batching import Batcher
+from moetool.runtime.decoding import Batch
+from moetool.runtime.sequential import Sequential, open_batcher
 from moetool.types import Phase
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said"]

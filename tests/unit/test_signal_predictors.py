@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from moetool.errors import MismatchError, UsageError
+from moetool.learning.predictor import Predictor, build
 from moetool.learning.tokens import Tokens, from_rows
-from moetool.predictor import Predictor, build
 from moetool.trace.events import to_events
 from moetool.trace.rows import TokenBatch
 from moetool.types import GateEvent, ModelSpec

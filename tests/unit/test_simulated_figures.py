@@ -2,14 +2,14 @@
 
 import pytest
 
-from moetool.report.figures import simulated
-from moetool.simulation.results import Served, Simulated
+from moetool.report.figures import simulation_runs as simulated
+from moetool.simulation.simulation_results import ServedRequest, Simulated
 
 
 def _run(latencies_s: list[float], started_s: list[float] | None = None) -> Simulated:
     started = started_s or [0.0] * len(latencies_s)
     served = tuple(
-        Served(
+        ServedRequest(
             server="s",
             gpu=0,
             prompt_tokens=1,
@@ -57,7 +57,7 @@ def test_bars_compare_modes_on_the_same_requests() -> None:
             ("0", "8", "true", "better", 1.0),
         )
     ]
-    ratios = simulated._ratios(runs)
+    ratios = simulated.run_ratios(runs)
     assert ratios["4"]["better, true"] == [0.5, 0.9]
     assert ratios["4"]["better, predicted"] == [0.75]
     assert ratios["8"] == {"uniform, true": [1.0], "better, true": [0.25]}

@@ -2,22 +2,23 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from moetool.costing.latency import unit_latency
 from moetool.errors import MismatchError, UsageError
-from moetool.planner import Problem
-from moetool.planning.demand import Demand
-from moetool.planning.migration import order_moves
-from moetool.planning.scoring import score
+from moetool.placement._demand import Demand
+from moetool.placement._latency import unit_latency
+from moetool.placement._migration import order_moves
+from moetool.placement._planner import Problem
+from moetool.placement._scoring import score
 from moetool.simulation.arrivals import read_arrivals
-from moetool.simulation.costs import Computing, make_network
-from moetool.simulation.engine import Engine
-from moetool.simulation.moving import Moving
-from moetool.simulation.routing import Routing
-from moetool.simulation.workload import Request, lay_out
+from moetool.simulation.event_loop import EventLoop, LoopOptions, SimulatedMachines
+from moetool.simulation.migration_traffic import Moving
+from moetool.simulation.replica_choice import Routing
+from moetool.simulation.simulated_costs import Computing, make_network
+from moetool.simulation.workload import SimulatedRequest, lay_out
 from moetool.types import Cluster, Gpu, Link, ModelSpec, Server
 from tests.clusters import make_cluster
 from tests.synthetic import make_spec
@@ -29,36 +30,32 @@ def _engine(
     spec: ModelSpec,
     cluster: Cluster,
     placed_GLE: np.ndarray,
-    requests: Sequence[Request],
+    requests: Sequence[SimulatedRequest],
     *,
     dense_s: float = 0.0,
     expert_s: float = 1.0,
-    **options: int,
-) -> Engine:
+    **options: Any,
+) -> EventLoop:
     """An engine that has run; dense layers and experts take as long whatever their tokens."""
     network = make_network(cluster, BYTES)
     computing = Computing(name="test", dense=[0.0] + [dense_s] * 64, expert=[0.0] + [expert_s] * 64)
-    engine = Engine(
-        spec,
-        cluster,
-        network,
-        computing,
-        Routing(cluster, network, placed_GLE),
-        requests,
-        bytes_per_token=BYTES,
-        **options,  # type: ignore[arg-type]
+    machines = SimulatedMachines(
+        spec=spec, cluster=cluster, network=network, computing=computing, bytes_per_token=BYTES
     )
+    engine = EventLoop(machines, Routing(cluster, network, placed_GLE), requests, options=LoopOptions(**options))
     engine.run()
     return engine
 
 
-def _request(spec: ModelSpec, number: int, gpu: int, arrived_s: float, prompt: int, new: int, seed: int) -> Request:
+def _request(
+    spec: ModelSpec, number: int, gpu: int, arrived_s: float, prompt: int, new: int, seed: int
+) -> SimulatedRequest:
     rng = np.random.default_rng([seed, number])
     rows_TS = np.stack(
         [np.concatenate([rng.permutation(spec.num_experts)[:k] for k in spec.top_k_L]) for _ in range(prompt + new)]
     )
     route = lay_out(spec, rows_TS[:prompt], rows_TS[prompt:])
-    return Request(number=number, gpu=gpu, route=route, arrived_s=arrived_s)
+    return SimulatedRequest(number=number, gpu=gpu, route=route, arrived_s=arrived_s)
 
 
 def _random_placement(spec: ModelSpec, num_gpus: int, seed: int, copies: float = 0.2) -> np.ndarray:
@@ -76,7 +73,7 @@ def test_a_single_queue_waits_as_m_d_1_does(queue: str) -> None:
     gap_s = service_s / load
     times = np.cumsum(np.random.default_rng(1).exponential(gap_s, count)).tolist()
     route = lay_out(spec, np.zeros((1, 1), np.int64), np.zeros((0, 1), np.int64))
-    requests = [Request(number=i, gpu=0, route=route, arrived_s=at_s) for i, at_s in enumerate(times)]
+    requests = [SimulatedRequest(number=i, gpu=0, route=route, arrived_s=at_s) for i, at_s in enumerate(times)]
     placed_GLE = np.zeros((2, 1, 1), bool)
     placed_GLE[1 if queue == "link" else 0] = True
     cluster = make_cluster([[1], [1]], link_bytes_s=BYTES / service_s)
@@ -111,7 +108,7 @@ def test_a_layer_by_hand() -> None:
     placed_GLE = np.zeros((3, 1, 3), bool)
     placed_GLE[[0, 1, 2], 0, [0, 1, 2]] = True
     rows_TS = np.array([[0, 1, 2]])
-    request = Request(number=0, gpu=0, route=lay_out(spec, rows_TS, rows_TS), arrived_s=5.0)
+    request = SimulatedRequest(number=0, gpu=0, route=lay_out(spec, rows_TS, rows_TS), arrived_s=5.0)
     engine = _engine(spec, cluster, placed_GLE, [request], dense_s=3.0, expert_s=4.0)
     # 3 s dense; to b's first GPU 2 s, to its second 2 s more on the same link, each + 0.25; there 2 s and 4 s; back.
     # The first is back at 3 + 2.25 + 2 + 2.25 = 9.5, the second at 3 + 4.25 + 4 + 2.25 = 13.5; its own expert at 7.
@@ -201,7 +198,8 @@ def test_of_equally_near_copies_the_idlest_is_taken_and_of_unequal_ones_the_near
     def run(*links: Link) -> list[float]:
         cluster = make_cluster([[1], [1], [1]], link_bytes_s=1e9, links=links)
         requests = [
-            Request(number=i, gpu=0, route=lay_out(spec, rows_TS, none_TS), arrived_s=0.1 * i) for i in range(2)
+            SimulatedRequest(number=i, gpu=0, route=lay_out(spec, rows_TS, none_TS), arrived_s=0.1 * i)
+            for i in range(2)
         ]
         return _engine(spec, cluster, placed_GLE, requests, expert_s=4.0, seats=2).busy_G
 
@@ -220,7 +218,8 @@ def test_experts_on_the_move_end_in_the_new_placement_and_use_the_links() -> Non
     routing = Routing(cluster, network, old_GLE)
     requests = [_request(spec, i, i % 4, 0.01 * i, 3, 3, 2) for i in range(12)]
     computing = Computing(name="test", dense=[0.0] + [0.01] * 9, expert=[0.0] + [0.01] * 9)
-    engine = Engine(spec, cluster, network, computing, routing, requests, bytes_per_token=1)
+    machines = SimulatedMachines(spec=spec, cluster=cluster, network=network, computing=computing, bytes_per_token=1)
+    engine = EventLoop(machines, routing, requests)
     moves, ended = order_moves(spec, cluster, old_GLE, new_GLE), []
     Moving(engine, moves, 300, ended.append)
     engine.run()

@@ -7,18 +7,20 @@ import numpy as np
 import pytest
 
 from moetool.errors import MismatchError, UsageError
-from moetool.placement_plan import bare_plan
-from moetool.simulation.control import MODES
-from moetool.simulation.engine import Engine
-from moetool.simulation.running import Options, World, read_settings, read_world, simulate
-from moetool.simulation.sweeping import parse_sweeps, resize, sweep
+from moetool.placement._placement_plan import bare_plan
+from moetool.placement._planner import quick_options
+from moetool.simulation.event_loop import EventLoop
+from moetool.simulation.placement_control import MODES
+from moetool.simulation.simulate import ModeInputs, World, read_settings, read_world, simulate
+from moetool.simulation.simulation_options import SimulationOptions
+from moetool.simulation.sweep import parse_sweeps, resize, sweep
 from moetool.trace.reader import Trace
 from moetool.types import Cluster
 from tests.clusters import make_cluster
 from tests.synthetic_routes import make_spec, write_trace
 
 SPEC = make_spec(3, 8, 2)
-OPTIONS = Options(seed=1, decode_tokens=3, replan_s=20.0, window_s=10.0)
+OPTIONS = SimulationOptions(seed=1, decode_tokens=3, replan_s=20.0, window_s=10.0)
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +41,8 @@ def world(traces: dict[str, Trace], cluster: Cluster) -> World:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_serves_every_request_and_the_same_under_a_seed(world: World, mode: str) -> None:
-    quick = {"kicks": 0, "relaxation": 0} if MODES[mode].planner == "director" else {}
-    first, again = (simulate(world, mode, "poisson:3s", 8, OPTIONS, planner_options=quick) for _ in range(2))
+    inputs = ModeInputs(options=quick_options(MODES[mode].planner))
+    first, again = (simulate(world, mode, "poisson:3s", 8, OPTIONS, inputs=inputs) for _ in range(2))
     assert first.to_json() == again.to_json()
     assert len(first.served) == 8
     assert 0 < first.local <= 1
@@ -59,9 +61,9 @@ def test_a_migration_is_made_when_eq_4_says_so_and_helps(world: World) -> None:
     spec, cluster = world.spec, world.cluster
     placed_GLE = np.zeros((3, 3, 8), bool)
     placed_GLE[0, :, :4] = placed_GLE[1, :, 4:6] = placed_GLE[2, :, 6:] = True
-    plan = bare_plan(spec, cluster, placed_GLE, "by hand")
-    moving = simulate(world, "prism_exact", "poisson:1s", 120, OPTIONS, plan=plan)
-    static = simulate(world, "prism_exact", "poisson:1s", 120, replace(OPTIONS, replan_s=0.0), plan=plan)
+    inputs = ModeInputs(plan=bare_plan(spec, cluster, placed_GLE, "by hand"))
+    moving = simulate(world, "prism_exact", "poisson:1s", 120, OPTIONS, inputs=inputs)
+    static = simulate(world, "prism_exact", "poisson:1s", 120, replace(OPTIONS, replan_s=0.0), inputs=inputs)
     first = moving.migrations[0]
     assert first.made and first.worth_it and first.saved_s > first.cost_s > 0
     assert first.done_s is not None and first.done_s > first.at_s == 20.0
@@ -69,10 +71,12 @@ def test_a_migration_is_made_when_eq_4_says_so_and_helps(world: World) -> None:
     assert static.migrations == ()
     assert moving.local > static.local + 0.05
     assert moving.windows[0].local == static.windows[0].local  # alike until the first migration
-    always = simulate(world, "prism_exact", "poisson:1s", 120, replace(OPTIONS, decide="always"), plan=plan)
+    always = simulate(world, "prism_exact", "poisson:1s", 120, replace(OPTIONS, decide="always"), inputs=inputs)
     assert all(one.made for one in always.migrations)
     with pytest.raises(MismatchError, match="for another cluster"):
-        simulate(replace(world, cluster=replace(cluster, link_bytes_s=1.0)), "prism", "every:1s", 1, OPTIONS, plan=plan)
+        simulate(
+            replace(world, cluster=replace(cluster, link_bytes_s=1.0)), "prism", "every:1s", 1, OPTIONS, inputs=inputs
+        )
 
 
 def test_who_sees_the_coming_requests_has_more_of_their_experts_at_hand(world: World) -> None:
@@ -155,5 +159,5 @@ def test_results_that_join_their_link_ahead_of_time_change_nothing(
         )
     ]
     ahead = [simulate(world, mode, gap, 30, options).to_json() for mode, gap, options in runs]
-    monkeypatch.setattr(Engine, "_ahead_G", lambda self: [-np.inf] * len(self.cluster.gpus))
+    monkeypatch.setattr(EventLoop, "_ahead_G", lambda self: [-np.inf] * len(self.cluster.gpus))
     assert [simulate(world, mode, gap, 30, options).to_json() for mode, gap, options in runs] == ahead

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moetool.caching import smoe
+from moetool.caching._host_split import HostCosts, two_pointers
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency, StepKind
 from moetool.errors import MismatchError, UsageError
-from moetool.host_split import HostCosts, two_pointers
 from moetool.models.families import require_substitutable
-from moetool.policy import build_policy
-from moetool.replay import replay
-from moetool.residency import Residency, StepKind
+from moetool.tuning.replay import ReplaySetup, replay
 from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 from tests import traces
 from tests.synthetic import make_spec, random_stream
@@ -264,11 +264,11 @@ def test_only_what_it_looks_at_is_asked_of_a_trace(tmp_path: Path) -> None:
     lengths = [(3, 4), (2, 3)]
     trace = traces.write(tmp_path / "trace", traces.together(lengths), lengths, keep=("topk", "logits"))
     budget = [6 * trace.spec.slot_bytes]
-    (row,) = replay(trace, ["smoe"], budget, options={"smoe": {"prefetch": False}})
+    (row,) = replay(trace, ["smoe"], budget, ReplaySetup(options={"smoe": {"prefetch": False}}))
     assert row.counts.needed > 0 and row.counts.prefetch_loads == 0
     for look in ("ahead", "resident"):
         with pytest.raises(MismatchError, match=f"smoe needs {look}"):
-            replay(trace, ["smoe"], budget, options={"smoe": {"look": look}})
+            replay(trace, ["smoe"], budget, ReplaySetup(options={"smoe": {"look": look}}))
 
 
 def test_models_without_substitutes_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moetool.errors import CapacityError, MoetoolError
-from moetool.serving.store import ExpertStore
+from moetool.runtime.expert_store import ExpertStore
 from moetool.types import ModelSpec
 from tests.servers import eventually
 from tests.streams import Streams
@@ -18,7 +18,9 @@ from tests.streams import Streams
 class _Files:
     """Stands in for the expert files: expert `key` is the number `key`, over and over."""
 
-    slot_bytes = 1000
+    slot_bytes = stored_bytes = 1000
+    converts = False
+    num_layouts = 1
 
     def __init__(self) -> None:
         self.spec = ModelSpec(
@@ -39,8 +41,13 @@ class _Files:
         self.gate.set()
         self.failures: dict[int, int] = {}
         self.reads: list[int] = []
+        self.begun: list[int] = []
 
-    def read_into(self, key: int, slot: torch.Tensor) -> int:
+    def layout_of(self, key: int) -> int:
+        return 0
+
+    def read_stored(self, key: int, slot: torch.Tensor) -> int:
+        self.begun.append(key)
         self.gate.wait()
         self.reads.append(key)
         slot[:500] = key
@@ -50,7 +57,10 @@ class _Files:
         slot[500:] = key
         return 1000
 
-    def views(self, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_into(self, key: int, slot: torch.Tensor) -> int:
+        return self.read_stored(key, slot)
+
+    def views(self, slot: torch.Tensor, layout: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         return slot[:500], slot[500:]
 
 
@@ -73,7 +83,7 @@ def _holds(store: ExpertStore, key: int, slot: int) -> bool:
 
 
 def test_slots_are_equally_aligned(store: ExpertStore) -> None:
-    assert {slot.data_ptr() % 64 for slot in store._slots} == {0}
+    assert {slot.data_ptr() % 64 for slot in store.slots} == {0}
 
 
 def test_random_programs_never_hand_out_a_wrong_weight(store: ExpertStore, files: _Files) -> None:
@@ -110,8 +120,7 @@ def test_random_programs_with_bytes_from_elsewhere(store: ExpertStore, files: _F
 def test_bytes_from_elsewhere_come_after_the_write_that_is_under_way(store: ExpertStore, files: _Files) -> None:
     files.gate.clear()
     store.load(7, 0, prefetch=True)
-    while not store._jobs[0].claimed:  # type: ignore[union-attr]
-        pass
+    eventually(lambda: bool(files.begun))
     threading.Timer(0.05, files.gate.set).start()
     store.put(8, 0, torch.full((1000,), 8, dtype=torch.uint8))
     assert _holds(store, 8, 0)
@@ -135,8 +144,7 @@ def test_a_load_waits_for_the_write_that_is_under_way(store: ExpertStore, files:
     """The first load is writing into the slot, the second never begins, the third must come after the first."""
     files.gate.clear()
     store.load(7, 0, prefetch=True)
-    while not store._jobs[0].claimed:  # type: ignore[union-attr]
-        pass
+    eventually(lambda: bool(files.begun))
     store.load(8, 0, prefetch=True)
     store.load(9, 0, prefetch=False)
     threading.Timer(0.05, files.gate.set).start()
@@ -147,14 +155,11 @@ def test_demand_goes_ahead_of_prefetch(files: _Files) -> None:
     store = ExpertStore(files, 4, num_threads=1)  # type: ignore[arg-type]
     files.gate.clear()
     store.load(1, 0, prefetch=True)
-    while not store._jobs[0].claimed:  # type: ignore[union-attr]
-        pass
+    eventually(lambda: bool(files.begun))
     store.load(2, 1, prefetch=True)
     store.load(3, 2, prefetch=False)
     files.gate.set()
-    for job in store._jobs[:3]:
-        assert job is not None
-        eventually(lambda job=job: job.done)
+    eventually(lambda: len(files.reads) == 3)
     assert files.reads == [1, 3, 2]
     store.close()
 
@@ -284,10 +289,10 @@ def test_a_failed_read_leaves_nothing_in_the_host_tier(files: _Files) -> None:
 
 
 def test_other_errors_of_a_read_are_no_wrong_weights(files: _Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_into(key: int, slot: torch.Tensor) -> int:
+    def read_stored(key: int, slot: torch.Tensor) -> int:
         raise RuntimeError("CUDA error: device-side assert")
 
-    monkeypatch.setattr(files, "read_into", read_into)
+    monkeypatch.setattr(files, "read_stored", read_stored)
     store = _tiered(files, 2, 0)
     store.load(1, 0, prefetch=False)
     with pytest.raises(MoetoolError, match="cannot read expert 1 of layer 3: CUDA error"):
@@ -402,7 +407,7 @@ def test_a_prefetch_is_late_while_its_copy_is_under_way(files: _Files) -> None:
     held = threading.Event()
     device.streams.finish = lambda mark: held.wait(5) and None  # type: ignore[method-assign]
     device.store.load(5, 1, prefetch=True)
-    eventually(lambda: device.store._jobs[1].done)  # type: ignore[union-attr]
+    eventually(lambda: device.store.stats.host_hits == 1)
     device.compute(5, 1)
     assert device.store.stats.late == 1
     held.set()

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from moetool import assets
-from moetool.serving.text import REPLACEMENT, StopStrings, Vocabulary
+from moetool.serving.detokenize import REPLACEMENT, StopStrings, Vocabulary
 
 
 def byte_level() -> PreTrainedTokenizerBase:

@@ -19,7 +19,7 @@ from tests.synthetic_routes import make_rows, make_spec, write_trace
 def test_read_holds_the_requests_asked_for_as_the_events_show_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "_IN_MEMORY", 0)  # everything wide goes to a file
+    monkeypatch.setattr(tokens, "IN_MEMORY", 0)  # everything wide goes to a file
     trace = Trace(write_trace(tmp_path / "trace", num_requests=4, keep=KEEP))
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -69,7 +69,7 @@ def test_what_is_not_finite_is_refused(tmp_path: Path, column: str, name: str) -
         writer.add_request(0, dataset="d", task="t", prompt_id="0", prompt_tokens=2, new_tokens=2)
         writer.append(rows)
         writer.finish(composition={"kind": "sequential"}, provenance={})
-    with pytest.raises(MismatchError, match=f"in the column {name} that are not finite"):
+    with pytest.raises(MismatchError, match=f"the column {name} holds nan .* expected a finite number"):
         read(Trace(tmp_path / "trace"), [name], [0], tmp_path)
 
 

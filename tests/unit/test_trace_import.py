@@ -11,10 +11,10 @@ import pytest
 
 from moetool import durable
 from moetool.errors import MismatchError, UsageError
-from moetool.replay import replay
-from moetool.trace.importing import formats_with, import_trace
+from moetool.formats._import import formats_with, import_trace
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
+from moetool.tuning.replay import replay
 from moetool.types import Phase
 from tests.synthetic import make_spec, random_experts
 

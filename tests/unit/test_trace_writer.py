@@ -148,10 +148,10 @@ def test_append_never_blocks_on_the_full_queue_of_a_dead_thread(folder: Path, mo
     monkeypatch.setattr(pq.ParquetWriter, "write_table", wait_and_fail)
     writer = TraceWriter(folder, SPEC, KEEP, traces.AHEAD)
 
+    threading.Timer(0.5, full.set).start()  # many times what it takes to fill the queue
+
     def append_for_ever() -> None:
         while True:
-            if writer._queue.full():
-                full.set()
             writer.append(FORWARDS[0])
 
     error = in_time(append_for_ever)

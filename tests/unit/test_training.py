@@ -14,8 +14,9 @@ import pytest
 
 from moetool import durable
 from moetool.errors import MismatchError, MoetoolError, UsageError
+from moetool.learning.fit_options import FitOptions
+from moetool.learning.predictor import CARD, WEIGHTS, load_predictor
 from moetool.learning.training import split_requests, train
-from moetool.predictor import CARD, WEIGHTS, load_predictor
 from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP
 from predictors.popularity import popularity
@@ -69,7 +70,7 @@ def test_too_few_requests_to_hold_any_out(tmp_path: Path, num_requests: int) -> 
 @pytest.mark.parametrize("num_requests", [1, 2])
 def test_one_or_two_requests_are_split_in_time(tmp_path: Path, num_requests: int) -> None:
     trace = write_trace(tmp_path / "trace", num_requests=num_requests, prompt_tokens=8, new_tokens=12)
-    card = train("popularity", trace, tmp_path / "out", held_out=0.2)
+    card = train("popularity", trace, tmp_path / "out", fit=FitOptions(held_out=0.2))
     parts = {"train": [0, 12], "validation": [12, 16], "test": [16, 20]}
     assert card["in_time"] == {name: {str(r): span for r in range(num_requests)} for name, span in parts.items()}
     assert card["requests"] == {"train": list(range(num_requests)), "validation": [], "test": []}
@@ -82,7 +83,7 @@ def test_one_or_two_requests_are_split_in_time(tmp_path: Path, num_requests: int
 
 def test_the_share_that_is_held_out(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace")
-    requests = train("popularity", trace, tmp_path / "out", held_out=0.05)["requests"]
+    requests = train("popularity", trace, tmp_path / "out", fit=FitOptions(held_out=0.05))["requests"]
     assert {name: len(ids) for name, ids in requests.items()} == {"train": 18, "validation": 1, "test": 1}
 
 
@@ -121,7 +122,7 @@ def test_one_layer_and_unequal_layers_are_refused(tmp_path: Path) -> None:
 )
 def test_wrong_arguments(tmp_path: Path, arguments: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        train("popularity", tmp_path / "trace", tmp_path / "out", **arguments)
+        train("popularity", tmp_path / "trace", tmp_path / "out", fit=FitOptions(**arguments))
 
 
 def test_an_existing_output_is_kept(tmp_path: Path) -> None:
@@ -154,7 +155,7 @@ def _edit_card(out: Path, **changes: object) -> None:
         (lambda out: (out / CARD).unlink(), "it has no card.json"),
         (lambda out: (out / CARD).write_text("{"), "card.json is damaged"),
         (lambda out: (out / CARD).write_bytes(b"\xff\xfe"), "card.json is damaged"),
-        (lambda out: (out / CARD).write_text("[]"), "holds something else"),
+        (lambda out: (out / CARD).write_text("[]"), "holds no JSON object"),
         (lambda out: _edit_card(out, schema_version=99), "version 99, expected a predictor of version 1"),
         (lambda out: _edit_card(out, kind="trace"), "holds trace"),
         (lambda out: _edit_card(out, requests=None), "it has no requests"),
@@ -162,7 +163,7 @@ def _edit_card(out: Path, **changes: object) -> None:
         (lambda out: _edit_card(out, predictor="affinity"), "does not fit this version of affinity"),
         (lambda out: _edit_card(out, options={"depth": 3}), "unknown option"),
         (lambda out: _edit_card(out, spec=make_spec(num_experts=9).to_json()), "does not fit"),
-        (lambda out: _edit_card(out, spec={"name": "x"}), "model spec has other fields"),
+        (lambda out: _edit_card(out, spec={"name": "x"}), "card.json is damaged: model spec: revision: Field required"),
     ],
 )
 def test_damage_is_refused_in_one_line(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
@@ -243,6 +244,7 @@ import signal, sys
 from pathlib import Path
 from moetool.learning import fitting
 from moetool.learning.training import train
+from moetool.learning.fit_options import FitOptions
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 keep = fitting._Best.on_train_epoch_end

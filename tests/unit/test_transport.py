@@ -10,27 +10,27 @@ from typing import Any
 
 import pytest
 
-from moetool.cluster.acceptor import listen
-from moetool.cluster.frames import _HELLO, LinkError, Message, _proof, pack
+from moetool.cluster.frames import _HELLO, Frame, LinkError, _proof, pack
 from moetool.cluster.links import Bucket, Links
-from moetool.cluster.transport import Channel, Listener, Refused
+from moetool.cluster.listener import listen
+from moetool.cluster.transport import CallRefused, Channel, Listener
 from moetool.errors import MoetoolError
 
 TOKEN = b"t" * 32
 
 
-def _echo(message: Message) -> Message:
+def _echo(message: Frame) -> Frame:
     if message.head.get("wait"):
         time.sleep(message.head["wait"])
     if message.head.get("fail"):
         raise MoetoolError("not here\nand more")
     if message.head.get("bug"):
         raise KeyError("bug")
-    return Message(head={"got": message.head["from"]}, parts=[bytes(part)[::-1] for part in message.parts])
+    return Frame(head={"got": message.head["from"]}, parts=[bytes(part)[::-1] for part in message.parts])
 
 
 @contextmanager
-def _listener(handle: Callable[[Message], Message] = _echo, **options: Any) -> Iterator[Listener]:
+def _listener(handle: Callable[[Frame], Frame] = _echo, **options: Any) -> Iterator[Listener]:
     listener = Listener(listen("127.0.0.1"), TOKEN, handle, **options)
     yield listener
     listener.close()
@@ -70,9 +70,9 @@ def test_a_call_brings_parts_there_and_back_and_errors_as_words() -> None:
         parts = [b"abc", b"", bytes(range(256)) * 4096]
         answer = channel.call({"x": 1}, parts, timeout_s=5).result(5)
         assert answer.head == {"got": 0} and [bytes(part) for part in answer.parts] == [p[::-1] for p in parts]
-        with pytest.raises(Refused, match=r"server 1: not here$"):
+        with pytest.raises(CallRefused, match=r"server 1: not here$"):
             channel.call({"fail": True}, timeout_s=5).result(5)
-        with pytest.raises(Refused, match="KeyError"):
+        with pytest.raises(CallRefused, match="KeyError"):
             channel.call({"bug": True}, timeout_s=5).result(5)
         assert channel.call({}, [b"x"], timeout_s=5).result(5).head == {"got": 0}
 
@@ -104,7 +104,7 @@ def test_bytes_are_counted_each_way() -> None:
 
 
 def test_a_wrong_token_is_accepted_by_neither_side() -> None:
-    called: list[Message] = []
+    called: list[Frame] = []
     with _listener(lambda m: called.append(m) or m) as listener, _channel(listener, b"w" * 32) as channel:
         answer = channel.call({}, timeout_s=5)
         with pytest.raises(LinkError, match="does not accept this cluster's token"):

@@ -1,0 +1,144 @@
+"""The package as a whole: what it offers by name, and whether its map is true."""
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+import moetool
+from moetool.cli.main import app
+
+ROOT = Path(moetool.__file__).parent
+TESTS = Path(__file__).parents[1]
+MOST_PARAMETERS = 8
+PLUGIN_CLASSES = {"Options", "Policy", "Predictor"}
+PLUGIN_FOLDERS = ("caching", "placement", "formats", "experiments")
+MIRRORS = ("cli", "report")
+"""Packages whose modules may be named for what they present."""
+DICTATED = {"paged_attention"}
+"""Functions whose parameters are those that a library calls them with."""
+FOREIGN = {
+    *("_attn_implementation", "_experts_implementation", "_kv_token_views", "_dequantize_one"),  # transformers
+    *("_convert_weight_to_int4pack_for_cpu", "_forward_hooks", "_forward_pre_hooks", "_linear_pointwise"),  # torch
+    *("_reorder_linear_weight", "_sleep"),
+    *("_exit", "_ntuple_diskusage", "_replace"),  # the standard library
+}
+"""Underscore names of other libraries, which no seam of ours can replace."""
+
+REACHING = {
+    *("tests/bench/test_placement_reach.py", "tests/cluster/test_parallel.py", "tests/ranks.py"),
+    *("tests/e2e/test_parallel.py", "tests/e2e/test_parallel_cuda.py", "tests/e2e/test_placed_experts.py"),
+    *("tests/unit/test_edge_head.py", "tests/unit/test_parallel_head.py", "tests/unit/test_parallel_migration.py"),
+    *("tests/unit/test_placement.py", "tests/unit/test_simulation_modes.py", "tests/unit/test_transport.py"),
+}
+"""Tests of placement, simulation and cluster that still look at private state; the list only gets shorter."""
+
+
+def _trees(*folders: Path) -> Iterator[tuple[Path, ast.Module]]:
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            yield path.relative_to(ROOT.parent), ast.parse(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", sorted(set(moetool.__all__) - {"__version__"}))
+def test_public_names_are_there_and_name_no_package(name: str) -> None:
+    assert callable(getattr(moetool, name)) and name in dir(moetool)
+    assert not (ROOT / name).exists() and not (ROOT / f"{name}.py").exists()
+
+
+def test_a_name_that_is_not_public_is_no_attribute() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'open_traces'"):
+        _ = moetool.open_traces
+
+
+def test_importing_moetool_imports_nothing_else() -> None:
+    code = "import sys, moetool; print(moetool.__version__, *[m for m in sys.modules if m.startswith('moetool.')])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == [moetool.__version__]
+
+
+def test_the_map_lists_every_package_and_module_of_the_ground_floor() -> None:
+    assert moetool.__doc__ is not None
+    houses = moetool.__doc__.partition("The glossary")[0]
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    listed = set(re.findall(r"^    (\w+)  ", houses, re.MULTILINE)) - {""}
+    assert packages == listed - {"predictors"}
+    modules = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__"}
+    ground_floor = houses[houses.index("    types ") : houses.index("the ground floor:")]
+    assert set(ground_floor.split()) == modules
+
+
+def test_functions_have_at_most_eight_parameters() -> None:
+    found, commands = [], set(_commands(app))
+    for path, tree in _trees(ROOT, ROOT.parent / "predictors"):
+        module = ".".join(path.with_suffix("").parts)
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name in DICTATED:
+                continue
+            args = node.args
+            names = [argument.arg for argument in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
+            count = len(names) - (names[:1] in (["self"], ["cls"]))
+            if count > MOST_PARAMETERS and (module, node.name) not in commands:
+                found.append(f"{path}:{node.lineno} {node.name} has {count}")
+    assert found == []
+
+
+def _commands(app: typer.Typer) -> Iterator[tuple[str, str]]:
+    """Module and name of the functions that Typer calls."""
+    for command in app.registered_commands:
+        function = inspect.unwrap(command.callback)  # type: ignore[arg-type]
+        yield function.__module__, function.__name__
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        yield from _commands(group.typer_instance)
+
+
+def test_module_names_occur_once() -> None:
+    names = Counter(
+        path.stem
+        for path, _ in _trees(ROOT)
+        if path.stem not in ("__init__", "__main__") and path.parts[1] not in MIRRORS
+        if path.parent.name not in PLUGIN_FOLDERS or path.stem.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_public_class_names_occur_once() -> None:
+    names = Counter(
+        node.name
+        for _, tree in _trees(ROOT, ROOT.parent / "predictors")
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name not in PLUGIN_CLASSES
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_tests_reach_into_no_underscore_attributes() -> None:
+    found = {str(path): [f"{line} {text}" for line, text in _reaching(tree)] for path, tree in _trees(TESTS)}
+    assert {path: lines for path, lines in found.items() if lines and path not in REACHING} == {}
+    assert [path for path in REACHING if not found.get(path)] == [], "take what no longer reaches off the list"
+
+
+def _reaching(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Attributes, imported names and monkeypatched names that begin with one underscore."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            names = [] if own or ast.unparse(node.value) == "super()" else [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            folder = ROOT.parent.joinpath(*(node.module or "").split("."))
+            names = [alias.name for alias in node.names if not (folder / f"{alias.name}.py").exists()]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attr"):  # setattr, getattr, delattr
+            texts = [item.value for item in node.args if isinstance(item, ast.Constant) and isinstance(item.value, str)]
+            names = [text.rpartition(".")[2] for text in texts if " " not in text]
+        for name in names:
+            if name.startswith("_") and not name.startswith("__") and name not in FOREIGN:
+                yield node.lineno, ast.unparse(node)

@@ -1,0 +1,80 @@
+"""How memory is divided between activations, KV cache and expert slots."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moetool.errors import CapacityError
+from moetool.runtime.sizing import GOOD_CONTEXT, LEAST_CHUNK, LEAST_CONTEXT, MOST_CHUNK, Footprint, divide
+
+MODEL = Footprint(
+    dense_bytes=3_000_000_000,
+    slot_bytes=9_437_184,
+    num_experts=48 * 128,
+    min_slots=2,
+    kv_token_bytes=98_304,
+    token_bytes=150_000,
+    max_context=40_960,
+)
+
+
+@given(
+    memory=st.integers(0, 2**37),
+    kv_tokens=st.none() | st.integers(16, 65_536),
+    chunk_tokens=st.none() | st.integers(16, 8192),
+    num_experts=st.integers(2, 20_000),
+    max_context=st.integers(16, 200_000),
+)
+def test_the_parts_stay_within_the_memory(
+    memory: int, kv_tokens: int | None, chunk_tokens: int | None, num_experts: int, max_context: int
+) -> None:
+    model = replace(MODEL, num_experts=num_experts, max_context=max_context)
+    try:
+        split = divide(model, memory, kv_tokens=kv_tokens, chunk_tokens=chunk_tokens)
+    except CapacityError:
+        return
+    used = (
+        model.dense_bytes
+        + split.slots * model.slot_bytes
+        + split.kv_tokens * model.kv_token_bytes
+        + split.chunk_tokens * model.token_bytes
+    )
+    assert used + split.unused_bytes == memory
+    assert split.unused_bytes >= 0
+    assert model.min_slots <= split.slots <= num_experts
+    assert split.slots == num_experts or split.unused_bytes < model.slot_bytes
+    assert split.kv_tokens % 16 == 0
+    assert split.kv_tokens >= (kv_tokens or min(max_context, LEAST_CONTEXT))
+    if chunk_tokens is not None:
+        assert split.chunk_tokens == chunk_tokens
+
+
+def test_more_memory_never_takes_slots_away() -> None:
+    splits = [divide(MODEL, gigabytes * 10**9) for gigabytes in range(4, 90)]
+    for less, more in itertools.pairwise(splits):
+        assert less.slots <= more.slots
+        assert less.kv_tokens <= more.kv_tokens
+        assert less.chunk_tokens <= more.chunk_tokens
+
+
+def test_a_prompt_is_one_forward_where_memory_is_not_tight() -> None:
+    split = divide(MODEL, 24 * 10**9)
+    assert split.kv_tokens == GOOD_CONTEXT
+    assert split.chunk_tokens == MOST_CHUNK
+    assert 1500 < split.slots < MODEL.num_experts
+    everything = divide(MODEL, 96 * 10**9)
+    assert everything.slots == MODEL.num_experts
+    assert everything.kv_tokens >= MODEL.max_context
+
+
+def test_too_little_memory_is_refused_with_the_parts() -> None:
+    with pytest.raises(CapacityError, match=r"3,000,000,000.*expert slots.*in all") as caught:
+        divide(MODEL, 3 * 10**9)
+    needed = int(str(caught.value).split(": ")[-1].split(" in all")[0].replace(",", ""))
+    split = divide(MODEL, needed)
+    assert (split.slots, split.kv_tokens, split.chunk_tokens) == (MODEL.min_slots, LEAST_CONTEXT, LEAST_CHUNK)
+    with pytest.raises(CapacityError):
+        divide(MODEL, needed - 1)
