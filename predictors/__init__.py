@@ -1,1 +1,1 @@
-"""Predictors of coming experts, one a file: the file's name is the predictor's. See `moetool.predictor.Predictor`."""
+"""Expert predictors, one a file named as the predictor is. See `moetool.learning.predictor.Predictor`."""

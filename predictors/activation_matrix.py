@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import moetool.predictor
+import moetool.learning.predictor
 from moetool.errors import UsageError
-from moetool.learning.activation_matrix import ActivationMatrices, unit_rows
+from moetool.learning.request_matrices import ActivationMatrices, unit_rows
 from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec
 
@@ -43,7 +43,7 @@ class Options:
             raise UsageError(f"activation_matrix: history is {self.history}, expected at least 1")
 
 
-class Predictor(moetool.predictor.Predictor):
+class Predictor(moetool.learning.predictor.Predictor):
     """Scores an expert by its share of the matching request's choices in its layer.
 
     Shapes: buffer past_HLE float32, rows of length one; without counts they are zero and come last.

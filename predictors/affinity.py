@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import moetool.predictor
+import moetool.learning.predictor
 from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
 from predictors.popularity import popularity
@@ -42,7 +42,7 @@ def affinity(experts_NLK: np.ndarray, num_experts: int) -> np.ndarray:
     return affinity_MEE
 
 
-class Predictor(moetool.predictor.Predictor):
+class Predictor(moetool.learning.predictor.Predictor):
     """Scores an expert by its mean affinity to the experts just chosen.
 
     Shapes: buffer affinity_MEE float32, M = L-1.

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import moetool.predictor
+import moetool.learning.predictor
 from moetool import config, durable
 from moetool.errors import MismatchError, UsageError
 from moetool.learning.tokens import Tokens
@@ -54,7 +54,7 @@ class Options:
             raise UsageError(f"awq_replica: activation_bits is {self.activation_bits}, expected 4, 8 or 16")
 
 
-class Predictor(moetool.predictor.Predictor):
+class Predictor(moetool.learning.predictor.Predictor):
     """Runs the replica in memory, packed as its files are, and keeps the keys and values of the requests that run.
 
     Scores are 1 for the experts that the replica's router chose; its scores over all experts, added far smaller, only
@@ -70,7 +70,7 @@ class Predictor(moetool.predictor.Predictor):
     def __init__(self, spec: ModelSpec, options: Options) -> None:
         super().__init__(spec, options)
         self.lookahead = self.num_layers
-        self._bits = options.activation_bits
+        self.bits = options.activation_bits
         self._unpacked = options.unpacked
         self._replica: Any = None  # a LoadedModel, which is no part of the state
         self._caches: dict[int, Any] = {}
@@ -102,11 +102,12 @@ class Predictor(moetool.predictor.Predictor):
         Raises:
             MismatchError: the files are not those that its card names.
         """
+        from moetool.models.checkpoint import Checkpoint
         from moetool.models.loading import load_full, use_threads
         from moetool.models.packed_memory import load_packed
-        from moetool.models.spec import revision
 
-        if (found := revision(folder)) != self.card["weights"]["revision"]:
+        checkpoint = Checkpoint(folder)
+        if (found := checkpoint.revision) != self.card["weights"]["revision"]:
             raise MismatchError(
                 f"{folder} holds another replica than its card says ({found[:12]}, expected "
                 f"{self.card['weights']['revision'][:12]}); make it again with --overwrite"
@@ -117,11 +118,10 @@ class Predictor(moetool.predictor.Predictor):
                     f"{folder / name} is damaged: its sha256 is {found[:12]}, expected {sha256[:12]}; make the replica "
                     f"again with --overwrite"
                 )
+        with checkpoint:
+            self._replica = (load_full if self._unpacked else load_packed)(checkpoint, torch.float32)
         if self._unpacked:
-            self._replica = load_full(folder, torch.float32)
             self._replica.model.set_experts_implementation("eager")
-        else:
-            self._replica = load_packed(folder, torch.float32)
         use_threads(self._replica.model.config)
 
     def probabilities(self, scores_TE: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Predictor(moetool.predictor.Predictor):
     def _recorded(self, scores_LTE: Tensor, where: Tensor) -> Iterator[None]:
         """What the gates say while the replica runs goes into these tokens of the scores."""
         from moetool.models.families import find
-        from moetool.models.routing import read_logits, watch
+        from moetool.models.router_hooks import read_logits, watch
 
         model = self._replica.model
         text = model.config.get_text_config()
@@ -197,10 +197,10 @@ class Predictor(moetool.predictor.Predictor):
 
                 stack.callback(layer.router.register_forward_hook(routed).remove)
                 stack.callback(watch(layer, chose).remove)
-            if self._bits < 16:
+            if self.bits < 16:
                 from moetool.quantize.activations import rounded_activations
 
-                stack.enter_context(rounded_activations(model, self._replica.layers, self._bits))
+                stack.enter_context(rounded_activations(model, self._replica.layers, self.bits))
             yield
 
 
@@ -230,7 +230,7 @@ def make(
     Args:
         model: `reference`, a folder or a hub name.
         data: embedded prompt sets and files, as for `moetool.prompts.gather.load`.
-        options: of `moetool.quantize.making.ReplicaOptions` and of `Options`.
+        options: of `moetool.quantize.replica_layers.ReplicaOptions` and of `Options`.
         seed: of which prompts are kept for judging, and of their order.
 
     Raises: as `moetool.quantize.replica.make_replica`; UsageError where the text is too short.
@@ -239,25 +239,24 @@ def make(
         The card.
     """
     from moetool import durable
-    from moetool.models.loading import load_tokenizer, use_threads
-    from moetool.models.spec import locate, read_config
+    from moetool.models.checkpoint import Checkpoint
+    from moetool.models.loading import use_threads
     from moetool.prompts import gather as prompts
     from moetool.quantize.calibration import from_prompts
-    from moetool.quantize.making import ReplicaOptions
     from moetool.quantize.replica import CARD, make_replica, require_replicable
+    from moetool.quantize.replica_layers import ReplicaOptions
 
     own = [field.name for field in fields(Options)]
     predicting = config.parse(Options, {name: options[name] for name in own if name in options}, "awq_replica")
     making = config.parse(ReplicaOptions, {k: v for k, v in options.items() if k not in own}, "awq_replica")
     durable.require_absent(out, overwrite, CARD)
-    path = locate(model)
-    require_replicable(path, making)
-    context = getattr(read_config(path).get_text_config(), "max_position_embeddings", None)
-    making = replace(making, length=min(making.length, context or making.length))
+    checkpoint = Checkpoint.open(model)
+    require_replicable(checkpoint, making)
+    making = replace(making, length=min(making.length, checkpoint.max_context or making.length))
     texts = prompts.load(list(data))
     calibration = from_prompts(
-        texts, load_tokenizer(path), length=making.length, max_tokens=making.max_tokens, seed=seed
+        texts, checkpoint.tokenizer, length=making.length, max_tokens=making.max_tokens, seed=seed
     )
-    use_threads(read_config(path))
+    use_threads(checkpoint.config)
     facts = {"options": asdict(predicting), "model": model, "seed": seed}
-    return make_replica(path, out, calibration, making, facts=facts, overwrite=overwrite, on_progress=on_progress)
+    return make_replica(checkpoint, out, calibration, making, facts=facts, overwrite=overwrite, on_progress=on_progress)

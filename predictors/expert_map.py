@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import moetool.predictor
+import moetool.learning.predictor
 from moetool.errors import UsageError
-from moetool.learning.expert_maps import MapStore, Search, Sizing, capacity_of, distribution, top_mass
+from moetool.learning.expert_maps import MapSearch, MapStore, Sizing, capacity_of, distribution, top_mass
 from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec
 
@@ -58,7 +58,7 @@ class Options:
             )
 
 
-class Predictor(moetool.predictor.Predictor):
+class Predictor(moetool.learning.predictor.Predictor):
     """Searches by the gates so far, one layer at a time.
 
     Attributes:
@@ -83,7 +83,7 @@ class Predictor(moetool.predictor.Predictor):
         for name in _ARRAYS:
             self.register_buffer(name, None)
         self._hold(MapStore(self.num_layers, self.num_experts, capacity, width, options.distance))
-        self._searches: list[Search] = []  # of the tokens of the forward
+        self._searches: list[MapSearch] = []  # of the tokens of the forward
         self._found: list[list[list[int]]] = []  # after each layer, for each token the rows of the best maps
 
     def count(self, tokens: Tokens) -> None:
@@ -104,7 +104,7 @@ class Predictor(moetool.predictor.Predictor):
                 map_TLE = map_TLE.mean(axis=0, keepdims=True, dtype=np.float32)
             for map_LE in map_TLE:
                 embedding_D = None if part.embedding_TD is None else part.embedding_TD[0].numpy()
-                search = Search(store, embedding_D, compare=store.size == store.capacity)
+                search = MapSearch(store, embedding_D, compare=store.size == store.capacity)
                 for chance_E in map_LE:
                     search.observe(chance_E)
                 (row,) = store.add([search], [row])
@@ -115,7 +115,7 @@ class Predictor(moetool.predictor.Predictor):
         embedding_TD = None if tokens.embedding_TD is None else tokens.embedding_TD.numpy()
         found = []
         for t in range(len(tokens)):
-            search = Search(self.maps, None if embedding_TD is None else embedding_TD[t])
+            search = MapSearch(self.maps, None if embedding_TD is None else embedding_TD[t])
             for chance_E in chance_TPE[t]:
                 search.observe(chance_E)
             found.append(self._best(search))
@@ -126,7 +126,7 @@ class Predictor(moetool.predictor.Predictor):
             embedding_TD = event.forward.embedding_TD if "embeddings" in self.needs else None
             self._found = []
             self._searches = [
-                Search(self.maps, None if embedding_TD is None else embedding_TD[t])
+                MapSearch(self.maps, None if embedding_TD is None else embedding_TD[t])
                 for t in range(len(event.experts_TK))
             ]
         assert event.layer == len(self._found), "events of a forward come layer by layer"
@@ -157,7 +157,7 @@ class Predictor(moetool.predictor.Predictor):
             flat = top_mass(experts, weights, self.num_experts)
         return flat.reshape(T, P, self.num_experts)
 
-    def _best(self, search: Search) -> list[int]:
+    def _best(self, search: MapSearch) -> list[int]:
         """The rows of the maps most like an iteration, by its gates or, before any, by its embedding."""
         if not self.maps.size:
             return []
@@ -198,10 +198,10 @@ class Predictor(moetool.predictor.Predictor):
         unexpected_keys += [key for key in state_dict if key.removeprefix(prefix) not in _ARRAYS]
         if missing_keys or unexpected_keys:
             return
-        arrays = {name: state_dict[prefix + name].numpy() for name in _ARRAYS}
         try:
+            arrays = {name: state_dict[prefix + name].numpy() for name in _ARRAYS}
             store = MapStore.of(**arrays, capacity=self.maps.capacity, distance=self.maps.distance)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             error_msgs.append(str(error))
             return
         expected = (self.maps.maps_LCE.shape[::2], self.maps.embedding_CD.shape[1:])

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import moetool.predictor
+import moetool.learning.predictor
 from moetool.errors import UsageError
 from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
@@ -53,7 +53,7 @@ class Options:
             raise UsageError(f"expert_mlp: dropout is {self.dropout}, expected 0 <= dropout < 1")
 
 
-class Predictor(moetool.predictor.Predictor):
+class Predictor(moetool.learning.predictor.Predictor):
     """Scores are the logits of the network for the coming layer.
 
     Shapes: buffers popularity_LE and affinity_MEE (M = L-1) float32, Eqs. 2 and 3; the network maps the state of

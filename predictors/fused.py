@@ -12,7 +12,8 @@ these are what costs little.
 It goes on learning while it is asked: the memory takes in each forward, at once for its own request and for the others
 when that is over; `offset` follows, in the same way, the gradient of the loss of what was said of the next layer. And
 where a single signal has lately been right more often, the experts are ranked as it ranks them
-(`moetool.learning.path_trust.Record`): on a task unlike those that it was fitted on, the best of its parts may be one.
+(`moetool.learning.path_trust.HitRecord`): on a task unlike those that it was fitted on, the best of its parts may be
+one.
 
 Source: ours. Fitted in one go: the networks learn from most of the training requests; the trust, by binary
 cross-entropy, from every eighth, which the networks never learn from and whose paths the memory hides while it is
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import moetool.predictor
+import moetool.learning.predictor
 from moetool.errors import UsageError
 from moetool.learning.judged_paths import JudgedPaths
 from moetool.learning.path_signals import CONTEXT, SIGNALS, PathSignals
@@ -85,7 +86,7 @@ class Options:
             )
 
 
-class Predictor(moetool.predictor.Predictor):
+class Predictor(moetool.learning.predictor.Predictor):
     """Scores are the fused logits.
 
     Attributes:
@@ -134,8 +135,8 @@ class Predictor(moetool.predictor.Predictor):
         self.register_buffer("before_C", torch.full((options.paths,), -1, dtype=torch.int32))
         self.register_buffer("num_paths", torch.zeros((), dtype=torch.int64))
         self._source_C = np.zeros(0, np.int64)  # the request of each path, while it is made
-        self._parts: list[JudgedPaths] = []
-        self._watch: FusedPath | None = None
+        self.parts: list[JudgedPaths] = []
+        self.path: FusedPath | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -146,6 +147,18 @@ class Predictor(moetool.predictor.Predictor):
     def reach(self, ahead: int) -> int:
         """It sees as far without the gates, which say nothing beyond what is known of them."""
         return self.lookahead
+
+    def validate(self) -> None:
+        super().validate()
+        experts_CLK, before_C, num_paths = self.experts_CLK.numpy(), self.before_C.numpy(), int(self.num_paths)
+        if not 0 <= num_paths <= len(before_C):
+            raise ValueError(f"num_paths is {num_paths}, expected 0 to {len(before_C)}")
+        if experts_CLK.size and not 0 <= experts_CLK.min() <= experts_CLK.max() < self.num_experts:
+            raise ValueError(f"experts_CLK has experts that are not among the {self.num_experts} of a layer")
+        if before_C.size and not -1 <= before_C.min() <= before_C.max() < max(1, num_paths):
+            raise ValueError(f"before_C names paths that are not among the {num_paths}")
+        if bool((self.weights_CLK < 0).any()):
+            raise ValueError("weights_CLK has weights below 0")
 
     def count(self, tokens: Tokens) -> None:
         assert tokens.request_T is not None and tokens.weights_TPK is not None
@@ -164,7 +177,7 @@ class Predictor(moetool.predictor.Predictor):
         follows_C = np.zeros(kept, bool)
         follows_C[1:] = (np.diff(rows.numpy()) == 1) & (np.diff(self._source_C) == 0)
         self.before_C[:kept] = torch.from_numpy(np.where(follows_C, np.arange(kept) - 1, -1))
-        self._parts, self._watch = [], None
+        self.parts, self.path = [], None
 
     def prepare(self, tokens: Tokens) -> Tokens:
         """One request after the other, and numbers of tokens, counted over all calls.
@@ -178,7 +191,7 @@ class Predictor(moetool.predictor.Predictor):
         requests = ordered.request_T.unique().tolist()
         counted = set(self._source_C.tolist())
         judged = [r for r in requests if r not in counted] or requests[_JUDGED_OF // 2 :: _JUDGED_OF] or requests[-1:]
-        start = sum(len(part) for part in self._parts)
+        start = sum(len(part) for part in self.parts)
         part = JudgedPaths(
             self.signals(with_net=False),
             self._source_C,
@@ -187,7 +200,7 @@ class Predictor(moetool.predictor.Predictor):
             learns=len(requests) > len(judged),
             hidden=None if tokens.hidden_TPD is None else (tokens.hidden_TPD, order_T),
         )
-        self._parts.append(part)
+        self.parts.append(part)
         return replace(ordered, example_T=torch.arange(start, start + len(ordered)))
 
     def signals(self, *, with_net: bool) -> PathSignals:
@@ -210,7 +223,7 @@ class Predictor(moetool.predictor.Predictor):
         """Of the networks over what they may learn from; plus of the fused logits over what was judged."""
         assert tokens.example_T is not None, "made by `prepare`"
         device, example_N = layer_N.device, tokens.example_T.cpu()
-        for part in self._parts:
+        for part in self.parts:
             if not len(example_N) or int(example_N.min()) < len(part):
                 break
             example_N = example_N - len(part)
@@ -228,10 +241,12 @@ class Predictor(moetool.predictor.Predictor):
                 loss = loss + self.states.loss(mine, layer_N[mine_N])
         judged_N = (row_N >= 0).to(device)
         if bool(judged_N.any()):
-            loss = loss + self._judge(tokens.take(judged_N), layer_N[judged_N], before_NLE[judged_N], part, row_N)
+            loss = loss + self.judging_loss(tokens.take(judged_N), layer_N[judged_N], before_NLE[judged_N], part, row_N)
         return loss
 
-    def _judge(self, tokens: Tokens, layer_N: Tensor, before_NLE: Tensor, part: JudgedPaths, row_N: Tensor) -> Tensor:
+    def judging_loss(
+        self, tokens: Tokens, layer_N: Tensor, before_NLE: Tensor, part: JudgedPaths, row_N: Tensor
+    ) -> Tensor:
         """Binary cross-entropy of the fused logits, mean over tokens, distances and experts."""
         assert tokens.weights_TPK is not None
         rows_N = row_N[row_N >= 0]
@@ -267,12 +282,12 @@ class Predictor(moetool.predictor.Predictor):
         return (each_ND * there_ND).sum() / there_ND.sum()
 
     def observe(self, event: GateEvent) -> None:
-        if self._watch is None:
+        if self.path is None:
             fitted = (self.trust_DS, self.trust_LS, self.gate_GS)
             trust_DS, trust_LS, gate_GS = (_STEEP * tensor.detach().numpy() for tensor in fitted)
-            self._watch = FusedPath(self.signals(with_net=True), trust_DS, trust_LS, gate_GS, self.options.haste)
-        self._watch.observe(event)
+            self.path = FusedPath(self.signals(with_net=True), trust_DS, trust_LS, gate_GS, self.options.haste)
+        self.path.observe(event)
 
     def scores(self, layer: int) -> np.ndarray:
-        assert self._watch is not None, "nothing was observed"
-        return self._watch.logits(layer)
+        assert self.path is not None, "nothing was observed"
+        return self.path.logits(layer)

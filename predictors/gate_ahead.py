@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-import moetool.predictor
+import moetool.learning.predictor
 from moetool.errors import MismatchError
 from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
@@ -27,7 +27,7 @@ class Options:
     """Gate-ahead has no options."""
 
 
-class Predictor(moetool.predictor.Predictor):
+class Predictor(moetool.learning.predictor.Predictor):
     """Scores an expert by the score that its layer's router gives on an earlier layer's hidden states."""
 
     needs = frozenset({"experts", "ahead"})

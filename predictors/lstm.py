@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-import moetool.predictor
+import moetool.learning.predictor
 from moetool.errors import MismatchError, UsageError
 from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec
@@ -49,7 +49,7 @@ class Options:
             raise UsageError(f"lstm: dropout is {self.dropout}, expected 0 <= dropout < 1")
 
 
-class Predictor(moetool.predictor.Predictor):
+class Predictor(moetool.learning.predictor.Predictor):
     """Scores are the logits of one output for all layers.
 
     Shapes: buffers mean_D and scale_D standardise the embeddings; the output maps the state of H to L * E.

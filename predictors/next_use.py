@@ -1,7 +1,7 @@
 """NextUse: when each expert of the model is needed next, from the token's path so far and the experts' past use.
 
 One hidden layer over the path of the token at hand, that of the token before and decayed use, added to a linear
-model of past use (`moetool.learning.next_use` has the formulas). It is what the policy `foresight` evicts and
+model of past use (`moetool.learning.next_use_network` has the formulas). It is what the policy `foresight` evicts and
 prefetches by; on its own it predicts the next layer from the path alone, as every predictor does.
 
 Source: ours. Each training token is looked at after one layer drawn at random. Two targets, by binary cross-entropy:
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import moetool.predictor
+import moetool.learning.predictor
 from moetool.errors import UsageError
-from moetool.learning import next_use, past_use
+from moetool.learning import next_use_network as next_use
+from moetool.learning import past_use
 from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
 from predictors.popularity import popularity
@@ -48,11 +49,11 @@ class Options:
             raise UsageError(f"next_use: dropout is {self.dropout} and forget {self.forget}, expected 0 to below 1")
 
 
-class Predictor(moetool.predictor.Predictor):
+class Predictor(moetool.learning.predictor.Predictor):
     """Scores are the logits of use in the coming layer.
 
     Attributes:
-        net: the weights of `moetool.learning.next_use.shapes`.
+        net: the weights of `moetool.learning.next_use_network.shapes`.
 
     Shapes: parameter alone_A, the bias of use where the past is not known.
     """
@@ -61,9 +62,12 @@ class Predictor(moetool.predictor.Predictor):
 
     def __init__(self, spec: ModelSpec, options: Options) -> None:
         super().__init__(spec, options)
+        # The parameters come before their values, so that sizes that are too large are noticed before they are filled.
+        sizes = next_use.shapes(spec, options.hidden)
+        self.net = nn.ParameterDict({name: nn.Parameter(torch.empty(shape)) for name, shape in sizes.items()})
         rng = np.random.default_rng(int(torch.randint(1 << 31, ()).item()))
-        made = next_use.fresh(spec, options.hidden, rng)
-        self.net = nn.ParameterDict({name: nn.Parameter(torch.from_numpy(value)) for name, value in made.items()})
+        for name, value in next_use.fresh(spec, options.hidden, rng).items():
+            self.net[name].data.copy_(torch.from_numpy(value))
         self.alone_A = nn.Parameter(torch.full_like(self.net["use_A"], -2))
         self._streams: list[_Stream] = []
 
@@ -75,7 +79,7 @@ class Predictor(moetool.predictor.Predictor):
         self.net["use_A"].data.copy_(logit_A)
 
     def weights(self) -> dict[str, np.ndarray]:
-        """What `moetool.learning.next_use.NextUse` goes on from."""
+        """What `moetool.learning.next_use_network.NextUse` goes on from."""
         return {name: value.detach().numpy() for name, value in self.net.items()}
 
     def prepare(self, tokens: Tokens) -> Tokens:
@@ -104,7 +108,7 @@ class Predictor(moetool.predictor.Predictor):
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
         assert tokens.example_T is not None, "made by `prepare`"
         token_N, after_N = tokens.example_T, layer_N - 1
-        now_NA, before_NA, features_NFA, target_NA = self._look(token_N, after_N)
+        now_NA, before_NA, features_NFA, target_NA = self.look(token_N, after_N)
         net, stride, rows = self.net, self.num_experts, len(token_N)
         known_N1 = torch.ones(rows, 1, device=layer_N.device)
         if self.training:
@@ -130,7 +134,7 @@ class Predictor(moetool.predictor.Predictor):
         used_NE = (target_NA.gather(1, span_NE) == 1).float()
         return loss + next_use.USE_WEIGHT * F.binary_cross_entropy_with_logits(context_NE + own_NE, used_NE)
 
-    def _look(self, token_N: Tensor, after_N: Tensor) -> list[Tensor]:
+    def look(self, token_N: Tensor, after_N: Tensor) -> list[Tensor]:
         """Each token's path so far, the last path, features and targets, float32, as they are after a layer."""
         device, token_N, after_N = token_N.device, token_N.cpu(), after_N.cpu()
         for stream in self._streams:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import moetool.predictor
+import moetool.learning.predictor
 from moetool.errors import UsageError
 from moetool.learning.path_trust import DISTANCES
 from moetool.learning.tokens import Tokens
@@ -127,7 +127,7 @@ class PathNet(nn.Module):
         return torch.stack(losses).mean()
 
 
-class Predictor(moetool.predictor.Predictor):
+class Predictor(moetool.learning.predictor.Predictor):
     """Scores are the logits of the network.
 
     Attributes:

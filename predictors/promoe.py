@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import moetool.predictor
+import moetool.learning.predictor
 from moetool.errors import UsageError
 from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
@@ -46,7 +46,7 @@ class Options:
             raise UsageError(f"promoe: dropout is {self.dropout}, expected 0 <= dropout < 1")
 
 
-class Predictor(moetool.predictor.Predictor):
+class Predictor(moetool.learning.predictor.Predictor):
     """Scores are the logits of the network of the last layer that has run.
 
     Shapes: M = L-1 networks, S = the stride, H = the hidden width: parameters in_MDH, in_MH, out_MHF and out_MF with

@@ -2,8 +2,8 @@
 
 Source: SMoE (Zhu et al., "Enabling MoE on the Edge via Importance-Driven Expert Scheduling"), § IV-C: the hidden states
 that the experts at hand give go through the next layer's attention and its gate. `moetool capture --keep resident`
-runs that forward beside the model's own; `moetool.models.resident` says which experts it takes to be resident, and how
-it deviates. What remains here is to hand on what it found: the next layer only, as printed.
+runs that forward beside the model's own; `moetool.runtime.resident_gates` says which experts it takes to be resident,
+and how it deviates. What remains here is to hand on what it found: the next layer only, as printed.
 
 A server runs no such forward: the experts are in its cache and a forward beside the real one would cost what it hides.
 So this predictor answers for traces, and the time that `moetool evaluate` gives for it is that of looking up what is
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-import moetool.predictor
+import moetool.learning.predictor
 from moetool.learning.tokens import Tokens
 
 
@@ -23,7 +23,7 @@ class Options:
     """Resident forward has no options: the share of resident experts is that of the trace."""
 
 
-class Predictor(moetool.predictor.Predictor):
+class Predictor(moetool.learning.predictor.Predictor):
     """Scores an expert of the next layer by what its router says after the partial forward."""
 
     needs = frozenset({"experts", "resident"})
