@@ -16,6 +16,19 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1))
 
 
+def print_markdown(text: str) -> None:
+    """A page of Markdown: laid out and paged on a terminal, as it stands elsewhere."""
+    if not sys.stdout.isatty():
+        print(text, end="")
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    console = Console()
+    with console.pager(styles=True):
+        console.print(Markdown(text), width=min(console.width, 120))
+
+
 def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], num_text: int = 1, num_keys: int = 1
 ) -> None:

@@ -41,6 +41,7 @@ EXAMPLES = {
     "data": ("moetool data",),
     "doctor": ("moetool doctor",),
     "demo": ("moetool demo --out moetool-demo",),
+    "guide": ("moetool guide", "moetool guide quickstart"),
     "plan cache": (
         "moetool plan cache --trace trace --device-memory 30MB --out plan.json",
         "moetool plan cache --trace trace --predictor predictor --profile profile.json "

@@ -19,6 +19,7 @@ from moetool.cli import (
     capture,
     cluster_bench,
     examples,
+    guide,
     interrupt,
     machine,
     paper_bench,
@@ -62,7 +63,7 @@ _ORDER = (
         "report",
         "trace",
     ),
-    *("profile", "reference", "models", "data", "doctor", "demo"),
+    *("profile", "reference", "models", "data", "doctor", "demo", "guide"),
 )
 
 
@@ -91,7 +92,7 @@ app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
 app.add_typer(reference_app, name="reference")
-for commands in (advise, capture, training, replay, serving, simulation, report, machine):
+for commands in (advise, capture, training, replay, serving, simulation, report, machine, guide):
     commands.register(app)
 for commands in (cache_plans, placement):
     commands.register(plan_app)
