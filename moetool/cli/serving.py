@@ -182,7 +182,7 @@ def serve(
 
     try:
         with status_line(engine):
-            server.run(engine, sock, on_ready=ready, options=allowed, api_key=api_key)
+            server.run(engine, sock, on_ready=ready, options=allowed, api_key=api_key, settings=setup.choices)
     finally:
         engine.close()
     if log is not None:

@@ -49,6 +49,7 @@ def create_app(
     api_key: str | None = None,
     report: Callable[[AccessRecord], object] = lambda record: None,
     connections: Connections | None = None,
+    settings: Sequence[tuple[str, str, str]] = (),
 ) -> FastAPI:
     """The server's application.
 
@@ -57,6 +58,7 @@ def create_app(
         api_key: what clients have to send, but for /health; None asks nobody.
         report: takes the record of each request when it is over.
         connections: those that the server holds, for /stats.
+        settings: (name, value, why) of what was set or chosen, for /stats.
 
     Effects: `app.state.frontend` is the `Frontend`, through which the server drains.
     """
@@ -139,7 +141,8 @@ def create_app(
             "choices_waiting": frontend.num_waiting,
             **connections.counts(),
         }
-        return {"model": engine.model_name, "server": server, "engine": engine.stats()}
+        chosen = [dict(zip(("name", "value", "why"), row, strict=True)) for row in settings]
+        return {"model": engine.model_name, "settings": chosen, "server": server, "engine": engine.stats()}
 
     @app.get("/", response_class=HTMLResponse)
     async def index() -> HTMLResponse:

@@ -7,7 +7,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -134,6 +134,7 @@ class HttpServer(uvicorn.Server):
         options: ServerOptions | None = None,
         aliases: Collection[str] = (),
         api_key: str | None = None,
+        settings: Sequence[tuple[str, str, str]] = (),
     ) -> None:
         options = options or ServerOptions()
         tls = tls_context(options)
@@ -151,6 +152,7 @@ class HttpServer(uvicorn.Server):
             api_key=api_key,
             report=self._log.write,
             connections=connections,
+            settings=settings,
         )
         super().__init__(
             uvicorn.Config(
@@ -236,6 +238,7 @@ def run(
     options: ServerOptions | None = None,
     aliases: Collection[str] = (),
     api_key: str | None = None,
+    settings: Sequence[tuple[str, str, str]] = (),
 ) -> None:
     """Serve an engine on a bound socket until SIGINT or SIGTERM, and drain.
 
@@ -243,13 +246,16 @@ def run(
         on_ready: called with the URL once requests are answered.
         aliases: further names of the model.
         api_key: what clients have to send; None asks nobody.
+        settings: (name, value, why) for `/stats`.
 
     Raises:
         MoetoolError: the access log cannot be written.
     """
     if warning := open_to_all(sock.getsockname()[0], api_key):
         _narrate(warning)
-    HttpServer(engine, sock, on_ready=on_ready, options=options, aliases=aliases, api_key=api_key).serve_forever()
+    HttpServer(
+        engine, sock, on_ready=on_ready, options=options, aliases=aliases, api_key=api_key, settings=settings
+    ).serve_forever()
 
 
 class _AccessLog:
