@@ -11,6 +11,7 @@ import numpy as np
 from moetool.cluster.parallel.batch_placement import BatchPlacer
 from moetool.cluster.parallel.rank import Rank, build_rank
 from moetool.cluster.parallel.rank_head import RankedModel, RankHead
+from moetool.cluster.parallel.rank_options import HeadOptions
 from moetool.errors import MoetoolError
 from moetool.models.checkpoint import Checkpoint
 from moetool.request import Output, SamplingParams
@@ -38,9 +39,7 @@ class ThreadRanks:
 
     def kill(self, gpu: int) -> None:
         """As far as a thread can be killed: its connections end."""
-        rank = self.ranks[gpu]
-        rank._abort()
-        rank._head.close()
+        threading.Thread(target=self.ranks[gpu].close, daemon=True).start()
 
     def close(self) -> None:
         for rank in list(self.ranks.values()):
@@ -76,6 +75,7 @@ def open_head(
     placed_GLE: np.ndarray | None = None,
     launcher: Any = None,
     slots: int = 256,
+    gather_s: float = 0.01,
     **options: Any,
 ) -> RankHead:
     """A head over ranks in threads, started."""
@@ -88,6 +88,7 @@ def open_head(
         control or BatchPlacer("offline", spec, cluster),
         launcher or ThreadRanks(),
         rank_options={"kv_tokens": 1024, "threads": 1, **options},
+        options=HeadOptions(gather_s=gather_s),
     )
     head.start()
     return head
@@ -96,13 +97,13 @@ def open_head(
 @contextmanager
 def held(head: RankHead) -> Iterator[None]:
     """Nothing begins and nothing is decided meanwhile: what is asked for makes batches that are as full as can be."""
-    batches = head._batches
-    batches._advance = lambda: None  # type: ignore[method-assign]
+    batches = head.loop
+    batches.advance = lambda: None  # type: ignore[method-assign]
     try:
         yield
         eventually(lambda: not batches.events.unfinished_tasks)
     finally:
-        del batches._advance  # the class's own again
+        del batches.advance  # the class's own again
         batches.post("tick", None)
 
 

@@ -388,7 +388,7 @@ class _Subject:
             if not folder.is_dir():
                 self._make(name, folder)
             (opened,) = open_predictors([str(folder)], self._spec)
-            found[name] = opened._foretell
+            found[name] = opened.foretell
         return found
 
     def simulated(self) -> dict[str, dict[str, float]]:

@@ -21,7 +21,7 @@ from moetool.errors import MoetoolError
 
 _FRAME = struct.Struct("!4sIQ")  # magic, bytes of the head, bytes of all parts
 _MAGIC = b"moe1"
-_HELLO = b"moetool-peer-1\n\0"
+HELLO = b"moetool-peer-1\n\0"
 _NONCE_BYTES = 32
 _HEAD_BYTES = 2**20  # at most
 _JOINED_BYTES = 2**18  # messages up to here are sent by one call
@@ -135,27 +135,27 @@ class FrameConnection:
         Raises:
             LinkError: the peer does not know the token, or not in time.
         """
-        theirs = bytes(self._take(len(_HELLO) + _NONCE_BYTES, by))
-        if not theirs.startswith(_HELLO):
+        theirs = bytes(self._take(len(HELLO) + _NONCE_BYTES, by))
+        if not theirs.startswith(HELLO):
             raise LinkError("there is no moetool server at this address")
-        nonces = theirs[len(_HELLO) :] + secrets.token_bytes(_NONCE_BYTES)
-        self.send(nonces[_NONCE_BYTES:] + _proof(token, b"caller", nonces), (), by)
+        nonces = theirs[len(HELLO) :] + secrets.token_bytes(_NONCE_BYTES)
+        self.send(nonces[_NONCE_BYTES:] + proof_of(token, b"caller", nonces), (), by)
         try:
             answer = bytes(self._take(_NONCE_BYTES, by))
         except Lost:
             raise LinkError("the peer does not accept this cluster's token") from None
-        if not hmac.compare_digest(answer, _proof(token, b"called", nonces)):
+        if not hmac.compare_digest(answer, proof_of(token, b"called", nonces)):
             raise LinkError("the peer does not know this cluster's token")
 
     def demand_proof(self, token: bytes, by: float) -> None:
         """As the called one: the other side of `prove`. Raises: LinkError."""
         mine = secrets.token_bytes(_NONCE_BYTES)
-        self.send(_HELLO + mine, (), by)
+        self.send(HELLO + mine, (), by)
         answer = bytes(self._take(2 * _NONCE_BYTES, by))
         nonces = mine + answer[:_NONCE_BYTES]
-        if not hmac.compare_digest(answer[_NONCE_BYTES:], _proof(token, b"caller", nonces)):
+        if not hmac.compare_digest(answer[_NONCE_BYTES:], proof_of(token, b"caller", nonces)):
             raise LinkError("a caller did not know this cluster's token")
-        self.send(_proof(token, b"called", nonces), (), by)
+        self.send(proof_of(token, b"called", nonces), (), by)
 
     def _take(self, num_bytes: int, by: float) -> bytearray:
         data = bytearray(num_bytes)
@@ -233,7 +233,7 @@ def _unpack(head: bytearray, body: memoryview) -> Frame:
     return Frame(head=values, parts=parts)
 
 
-def _proof(token: bytes, role: bytes, nonces: bytes) -> bytes:
+def proof_of(token: bytes, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(token, role + nonces, "sha256")
 
 

@@ -98,17 +98,17 @@ class Descent:
         return self._take_best(sorted(stragglers)) or (self.uneven and self._take_best(range(len(self.load_G))))
 
     def _take_best(self, gpus: Sequence[int]) -> bool:
-        here, there = self._candidates(gpus)
+        here, there = self.candidates(gpus)
         if not len(here):
             return False
-        score = self._scores(here, there)
+        score = self.scores(here, there)
         best = int(score.argmin())
         if score[best] >= self.score * (1 - 1e-12) - 1e-300:
             return False
         self.swap(int(here[best]), int(there[best]))
         return True
 
-    def _candidates(self, gpus: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def candidates(self, gpus: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Every swap of an expert or free slot of these GPUs."""
         usable_X = np.concatenate([np.ones(self.num_experts, bool), self.free_G > 0])
         here, there = [], []
@@ -118,7 +118,7 @@ class Descent:
             there.append(np.tile(outside, len(inside)))
         return np.concatenate(here), np.concatenate(there)
 
-    def _scores(self, here: np.ndarray, there: np.ndarray) -> np.ndarray:
+    def scores(self, here: np.ndarray, there: np.ndarray) -> np.ndarray:
         """What the score would be after each swap."""
         g, h = self.gpu_X[here], self.gpu_X[there]
         more_GC = self.tokens_GX[:, there] - self.tokens_GX[:, here]

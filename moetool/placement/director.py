@@ -80,7 +80,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
     for layer, num_experts in enumerate(problem.spec.num_experts_L):
         tokens_GE = np.ascontiguousarray(problem.demand.tokens_GLE[:, layer, :num_experts])
         tasks.append((Layer(tokens_GE=tokens_GE, room_G=room_GL[:, layer], latency=problem.latency), layer))
-    gpus = run_layers(partial(_place_layer, options, problem.seed), tasks, options.processes)
+    gpus = run_layers(partial(place_layer, options, problem.seed), tasks, options.processes)
     placed_GLE = np.zeros(problem.demand.tokens_GLE.shape, bool)
     for layer, gpu_E in enumerate(gpus):
         placed_GLE[gpu_E, layer, np.arange(len(gpu_E))] = True
@@ -89,7 +89,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
     return placed_GLE
 
 
-def _place_layer(options: Options, seed: int, task: tuple[Layer, int]) -> np.ndarray:
+def place_layer(options: Options, seed: int, task: tuple[Layer, int]) -> np.ndarray:
     layer, number = task
     rng = np.random.default_rng([seed, number])
     speed_G = np.array(layer.latency.speed_G)

@@ -176,7 +176,7 @@ class EventLoop:
         if request is not None:
             heappush(self._heap, (request.arrived_s, -1.0, -1.0, 0, ARRIVE, request, 0, 0.0, 0))
 
-    def _ahead_G(self) -> list[float]:
+    def ahead_G(self) -> list[float]:
         """How long after a message's arrival nothing that comes later can have left the server of each GPU.
 
         What a GPU alone sends over a link leaves in the order in which the GPU took it up.
@@ -188,7 +188,7 @@ class EventLoop:
     def _loop(self) -> None:
         # The names are local because a run has tens of millions of events.
         heap, near, tokens_GG = self._heap, self.routing.near, self.tokens_GG
-        free_G, busy_G, ahead_G = self.free_G, self.busy_G, self._ahead_G()
+        free_G, busy_G, ahead_G = self.free_G, self.busy_G, self.ahead_G()
         link_GG = [[self.link_Q[queue] for queue in row] for row in self.network.queue_GG]
         expert_s, dense_s = self.computing.expert, self.computing.dense
         slow_G = [1.0 / gpu.speed for gpu in self.cluster.gpus]

@@ -173,7 +173,7 @@ def test_annealing_with_ten_times_the_time(traces: dict[str, Trace], tasks: tupl
     for number in range(0, 26, 5):
         layer = Layer(tokens_GE=tokens_GLE[:, number], room_G=np.full(8, 8), latency=latency)
         began = time.process_time()
-        ours = director._place_layer(director.Options(), 0, (layer, number))
+        ours = director.place_layer(director.Options(), 0, (layer, number))
         spent = time.process_time() - began
         steps, theirs, used = 2000, ours, 0.0
         start = np.repeat(np.arange(8), 8)

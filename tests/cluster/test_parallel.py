@@ -40,7 +40,7 @@ def test_a_rank_is_lost_under_load(head: RankHead, tokenizer: Any, sign: signal.
     answers = Answers(head)
     calm = answers.wait([answers.ask(prompt, 60) for prompt in prompts], timeout_s=120)
     answers.tokens.clear()
-    ranks, launcher = head._batches.ranks, head._launcher
+    ranks, launcher = head.loop.ranks, head.launcher
     assert isinstance(launcher, RayRanks)
     generation, pid = ranks.generation, launcher.pid(1)  # asked now, since the requests must not end meanwhile
     requests = [answers.ask(prompt, 60) for prompt in prompts]

@@ -60,8 +60,7 @@ class Restless(BatchPlacer):
 @pytest.fixture(scope="module")
 def head(reference: Path, tokenizer: Any) -> Iterator[RankHead]:
     """Three ranks with two seats each."""
-    made = open_head(reference, tokenizer, gpus=GPUS, slots=256, seats=2)
-    made._batches.gather_s = 0.2
+    made = open_head(reference, tokenizer, gpus=GPUS, slots=256, seats=2, gather_s=0.2)
     yield made
     made.close()
 
@@ -85,7 +84,7 @@ def _same_as_alone(head: RankHead, prompts: list[list[int]], alone: Any, rounds:
     """Serve full batches; every rank's logits are a single machine's to the bit."""
     logits: list[list[torch.Tensor]] = [[] for _ in range(GPUS)]
     hooks = [
-        head._launcher.ranks[g]._loaded.model.lm_head.register_forward_hook(
+        head.launcher.ranks[g].loaded.model.lm_head.register_forward_hook(
             lambda m, a, out, g=g: logits[g].append(out.clone())
         )
         for g in range(GPUS)
@@ -128,9 +127,9 @@ def test_ranks_give_a_single_machines_logits(head: RankHead, prompts: Any, alone
 
 @pytest.mark.parametrize("slots", [256, 100], ids=["one stage", "many stages"])
 def test_text_is_the_same_while_experts_move(head: RankHead, prompts: Any, alone: Any, slots: int) -> None:
-    head._batches.placing._slots_G = (slots,) * GPUS
+    head.loop.placing.slots_G = (slots,) * GPUS
     head.use(Restless(head), striped(head.spec, GPUS))
-    begun = head._batches.placing.version
+    begun = head.loop.placing.version
     _same_as_alone(head, prompts, alone, rounds=3)
     assert len(head.decisions) == 2  # for every batch but the first
     moved = sum(record.moved_bytes for record in head.batches)
@@ -138,27 +137,27 @@ def test_text_is_the_same_while_experts_move(head: RankHead, prompts: Any, alone
     assert sum(record.moved_during_exchange for record in head.batches) == 0
     assert sum(record.from_disk for record in head.batches) == 0
     assert head.batches[-1].held <= slots + 1
-    assert (head._batches.placing.version - begun > 2) == (slots == 100)  # a stage a decision, or several
-    held = [rank._shelf for rank in head._launcher.ranks.values()]  # type: ignore[attr-defined]
+    assert (head.loop.placing.version - begun > 2) == (slots == 100)  # a stage a decision, or several
+    held = [rank.shelf for rank in head.launcher.ranks.values()]  # type: ignore[attr-defined]
     placed_GLE = head.decisions[-1].placed_GLE
     assert [len(shelf.keys) for shelf in held] == placed_GLE.sum(axis=(1, 2)).tolist()
 
 
 def test_a_rank_that_dies_is_done_without_and_taken_back(head: RankHead, prompts: Any, alone: Any) -> None:
-    head._batches.placing._slots_G = (256,) * GPUS
+    head.loop.placing.slots_G = (256,) * GPUS
     head.use(BatchPlacer("offline", head.spec, head.cluster), striped(head.spec, GPUS))
     answers = Answers(head)
     seeded = {"temperature": 1.0, "seed": 7}
     calm = answers.wait([answers.ask(prompts[0], 32), answers.ask(prompts[1], 32, **seeded)])
     answers.tokens.clear()
-    generation, failures = head._batches.ranks.generation, head.metrics()["failures"]
+    generation, failures = head.loop.ranks.generation, head.metrics()["failures"]
     requests = [answers.ask(prompts[0], 32), answers.ask(prompts[1], 32, **seeded)]
     answers.wait_for_tokens(2)
     died = time.monotonic()
-    head._launcher.kill(2)
+    head.launcher.kill(2)
     assert answers.wait(requests) == calm  # nothing is lost and nothing said twice
     assert all(answers.ends[request].finish == "length" for request in requests)
-    joined = head._batches.ranks.joined_after(generation)
+    joined = head.loop.ranks.joined_after(generation)
     assert joined is not None and joined - died < 10
     assert head.metrics()["requests_retried"] > 0 and head.metrics()["failures"] == failures + 1
     eventually(lambda: head.metrics()["ranks"] == GPUS)
@@ -172,15 +171,15 @@ def test_an_expert_that_never_arrives_costs_a_generation_and_no_rank(head: RankH
     answers = Answers(head)
     calm = answers.wait([answers.ask(prompt, 32) for prompt in prompts[:3]])
     answers.tokens.clear()
-    ranks, windows = dict(head._launcher.ranks), head._launcher.ranks[1]._windows
+    ranks, windows = dict(head.launcher.ranks), head.launcher.ranks[1].windows
     requests = [answers.ask(prompt, 32) for prompt in prompts[:3]]
     answers.wait_for_tokens(2)
-    generation = head._batches.ranks.generation
+    generation = head.loop.ranks.generation
     eventually(windows.try_hold)
-    eventually(lambda: head._batches.ranks.joined_after(generation), within_s=20)
+    eventually(lambda: head.loop.ranks.joined_after(generation), within_s=20)
     windows.release()
     assert answers.wait(requests) == calm
-    assert head._launcher.ranks == ranks  # none was ended for being silent
+    assert head.launcher.ranks == ranks  # none was ended for being silent
 
 
 def test_what_cannot_be_served_is_refused_and_what_is_cancelled_ends(head: RankHead, prompts: Any) -> None:
@@ -201,9 +200,9 @@ def test_what_cannot_be_served_is_refused_and_what_is_cancelled_ends(head: RankH
 
 
 def test_nothing_listens_where_no_rank_is(head: RankHead) -> None:
-    rank = head._launcher.ranks[0]  # type: ignore[attr-defined]
-    assert head._listener is not None
-    for port in (head._store.port, head._listener.address[1], rank._migration.address[1]):
+    rank = head.launcher.ranks[0]  # type: ignore[attr-defined]
+    assert len(head.addresses) == 2
+    for _, port in (*head.addresses, rank.transfer.address):
         with socket.create_connection(("127.0.0.1", port), timeout=5.0):
             pass
         with pytest.raises(OSError), socket.create_connection(("127.0.0.2", port), timeout=5.0):
@@ -231,7 +230,7 @@ def test_a_rank_that_cannot_be_built_says_why(tokenizer: Any, reference: Path) -
 def test_without_any_rank_nobody_is_left_waiting(
     reference: Path, tokenizer: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(members, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(members, "RETRY_S", 0.01)
     launcher = ThreadRanks(restarts=False)
     head = open_head(reference, tokenizer, gpus=1, launcher=launcher)
     answers = Answers(head)

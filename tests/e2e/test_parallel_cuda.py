@@ -31,10 +31,9 @@ def test_ranks_on_gpus_give_one_gpus_text(reference: Path, tokenizer: Any) -> No
     engine = engines.engine(reference, tokenizer, "lru", 256, max_requests=2, device=torch.device("cuda", 0))
     expected, _ = engines.generate(engine, prompts, 8)
     engine.close()
-    head = open_head(
-        reference, tokenizer, gpus=gpus, placed_GLE=striped(engine.spec, gpus), seats=2, device="cuda", timeout_s=60.0
-    )
-    head._batches.gather_s = 0.5
+    placed_GLE = striped(engine.spec, gpus)
+    options: dict[str, Any] = {"seats": 2, "device": "cuda", "timeout_s": 60.0, "gather_s": 0.5}
+    head = open_head(reference, tokenizer, gpus=gpus, placed_GLE=placed_GLE, **options)
     try:
         answers = Answers(head)
         assert answers.wait([answers.ask(prompt, 8) for prompt in prompts]) == expected

@@ -75,8 +75,8 @@ def well_again(thirds: Nodes) -> Iterator[Nodes]:
     yield thirds
     for node in thirds.nodes:
         node.on_call = None
-        node.runtime._options = CallOptions()
-        node.peers._distance = (1.0,) * 3
+        node.runtime.options = CallOptions()
+        node.peers.distance = (1.0,) * 3
         node.listen_again()  # so that nobody thinks ill of it any more
     thirds.arrange(PLACEMENTS["a third each"])
 
@@ -137,7 +137,7 @@ def test_every_way_to_call_experts(name: str, tmp_path: Path) -> None:
             with torch.inference_mode():
                 logits.append(runtimes[0].model(tokens, use_cache=False).logits)  # type: ignore[attr-defined]
             runtimes[0].end_forward()
-            total = runtimes[0]._meter.total
+            total = runtimes[0].meter.total
             assert bool(total["calls"]) == (len(shares) == 2) and not total["last_resort"]
     assert torch.equal(*logits)
 
@@ -253,7 +253,7 @@ def test_what_nobody_gives_is_read_from_the_own_disk(well_again: Nodes, baseline
 def test_without_a_last_resort_the_forward_fails_and_the_next_is_served(well_again: Nodes, baseline: Any) -> None:
     nodes = well_again
     ended: list[Output] = []
-    nodes[0].runtime._options = CallOptions(last_resort=False)
+    nodes[0].runtime.options = CallOptions(last_resort=False)
     nodes.publish(gone=[1])
     nodes[0].engine.submit(baseline[0][0], SamplingParams(max_tokens=5), ended.append)
     while not nodes[0].engine.idle:
@@ -285,8 +285,8 @@ def test_a_peer_that_dies_in_the_middle_of_a_call(well_again: Nodes, baseline: A
 def test_a_slow_peer_is_given_up_for_a_replica(well_again: Nodes, baseline: Any) -> None:
     nodes = well_again
     nodes.arrange([_third(0), REST, REST])
-    nodes[0].runtime._options = CallOptions(timeout_s=0.2)
-    nodes[0].peers._distance = (0.0, 1.0, 2.0)  # the slow one is nearer
+    nodes[0].runtime.options = CallOptions(timeout_s=0.2)
+    nodes[0].peers.distance = (0.0, 1.0, 2.0)  # the slow one is nearer
     nodes[1].on_call = lambda message: time.sleep(0.4)
     before = dict(nodes[0].meter.total)
     began = time.monotonic()
@@ -298,7 +298,7 @@ def test_a_slow_peer_is_given_up_for_a_replica(well_again: Nodes, baseline: Any)
 
 def test_a_half_open_link_holds_nobody_up(well_again: Nodes, baseline: Any) -> None:
     nodes = well_again
-    nodes[0].runtime._options = CallOptions(timeout_s=0.2)
+    nodes[0].runtime.options = CallOptions(timeout_s=0.2)
     before = nodes[0].meter.total["last_resort"]
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
         holders = nodes.publish()

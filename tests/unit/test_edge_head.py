@@ -174,12 +174,12 @@ def start() -> Iterator[Callable[..., _Cluster]]:
     yield call
     for cluster in made:
         cluster.head.close()
-        assert not any(thread.is_alive() for thread in cluster.head._threads)
+        assert not any(thread.is_alive() for thread in cluster.head.threads)
 
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge, "_BACKOFF_S", (0.01, 0.02))
+    monkeypatch.setattr(edge, "RESTART_S", (0.01, 0.02))
 
 
 HALVES: Held = [{at for at in ALL if at[1] < 2}, {at for at in ALL if at[1] == 2}, {at for at in ALL if at[1] == 3}]

@@ -76,8 +76,8 @@ def open_head(starts: str = "round_robin") -> tuple[RankHead, list[Told]]:
     channels = [Told(), Told()]
     hello = {"revision": SPEC.revision, "migration": ["", 0], "max_context": 64, "seats": 1}
     for gpu, told in enumerate(channels):
-        head._batches._handle("hello", (gpu, told, hello))
-    head._batches._advance()
+        head.loop.handle("hello", (gpu, told, hello))
+    head.loop.advance()
     form(head, channels)
     assert head.state == "ready"
     return head, channels
@@ -85,22 +85,22 @@ def open_head(starts: str = "round_robin") -> tuple[RankHead, list[Told]]:
 
 def form(head: RankHead, channels: Sequence[Told]) -> None:
     """Those that are there form the generation that was called."""
-    there = head._batches.ranks.there
+    there = head.loop.ranks.there
     for kind in ("alive", "holds", "formed"):
         for gpu in there:
-            say(head, channels, gpu, {"kind": kind, "generation": head._batches.ranks.generation})
+            say(head, channels, gpu, {"kind": kind, "generation": head.loop.ranks.generation})
 
 
 def say(head: RankHead, channels: Sequence[Told], gpu: int, message: dict[str, Any]) -> None:
     """A rank says something."""
-    head._batches._handle("message", (gpu, channels[gpu], message))
+    head.loop.handle("message", (gpu, channels[gpu], message))
 
 
 def submit(head: RankHead, max_tokens: int = 4) -> list[Output]:
     """Ask for something that begins to run."""
     outputs: list[Output] = []
     head.submit([1, 2], SamplingParams(max_tokens=max_tokens), outputs.append)
-    head._batches._handle(*head._batches.events.get())
+    head.loop.handle(*head.loop.events.get())
     return outputs
 
 
@@ -120,32 +120,32 @@ def done(generation: int, batch: int) -> dict[str, Any]:
 def test_the_end_of_a_batch_that_was_lost_ends_no_other() -> None:
     head, channels = open_head()
     outputs = submit(head)
-    head._batches._advance()
-    first = head._batches.ranks.generation
-    head._batches._handle("gone", (1, channels[1]))  # it had done its part, and died before it said so
+    head.loop.advance()
+    first = head.loop.ranks.generation
+    head.loop.handle("gone", (1, channels[1]))  # it had done its part, and died before it said so
     say(head, channels, 0, done(first, 0))  # said before this one heard of it
-    assert head._batches.began is None and not head.batches
+    assert head.loop.began is None and not head.batches
     form(head, channels)
-    head._batches._advance()
-    assert head._batches.batch == 1 and len(head._batches.requests.running) == 1
+    head.loop.advance()
+    assert head.loop.batch == 1 and len(head.loop.requests.running) == 1
     say(head, channels, 0, done(first, 1))
-    assert len(head._batches.requests.running) == 1 and not outputs
-    tokens = {"kind": "tokens", "generation": head._batches.ranks.generation}
+    assert len(head.loop.requests.running) == 1 and not outputs
+    tokens = {"kind": "tokens", "generation": head.loop.ranks.generation}
     say(head, channels, 0, {**tokens, "outputs": [{"request": 0, "token": 5, "finish": "stop"}]})
-    say(head, channels, 0, done(head._batches.ranks.generation, 1))
+    say(head, channels, 0, done(head.loop.ranks.generation, 1))
     assert [(o.token, o.finish) for o in outputs] == [(5, "stop")] and len(head.batches) == 1
 
 
 def test_what_was_cancelled_does_not_run_again_when_a_rank_is_lost() -> None:
     head, channels = open_head()
     outputs, others = submit(head), submit(head)
-    head._batches._advance()
+    head.loop.advance()
     head.cancel(0)
-    head._batches._handle(*head._batches.events.get())
+    head.loop.handle(*head.loop.events.get())
     assert channels[0].sent[-1] == {"kind": "cancel", "request": 0, "generation": 1}
-    head._batches._handle("gone", (0, channels[0]))
+    head.loop.handle("gone", (0, channels[0]))
     assert [output.finish for output in outputs] == ["cancelled"] and not others
-    assert [request.id for request in head._batches.requests.pending] == [1]
+    assert [request.id for request in head.loop.requests.pending] == [1]
 
 
 def test_requests_start_on_the_ranks_that_the_plan_names() -> None:
@@ -153,24 +153,24 @@ def test_requests_start_on_the_ranks_that_the_plan_names() -> None:
     assert head.max_requests == 1
     submit(head)
     submit(head)
-    head._batches._advance()
+    head.loop.advance()
     assert [len(told.sent[-1]["requests"]) for told in channels] == [1, 0]
-    assert len(head._batches.requests.pending) == 1  # for a seat of its own
+    assert len(head.loop.requests.pending) == 1  # for a seat of its own
 
 
 def test_nothing_is_settled_before_all_that_has_happened_is_taken_in() -> None:
     head, channels = open_head()
-    batches = head._batches
+    batches = head.loop
     assert batches.idle
     outputs: list[Output] = []
     head.submit([1, 2], SamplingParams(max_tokens=4), outputs.append)
     kind, value = batches.events.get()
     assert not batches.idle  # taken from the queue, and nowhere else yet
-    batches._step(kind, value)
+    batches.step(kind, value)
     batches.events.task_done()
     assert not batches.idle
     for gpu in (0, 1):
-        say(head, channels, gpu, done(head._batches.ranks.generation, 0))
+        say(head, channels, gpu, done(head.loop.ranks.generation, 0))
     assert batches.idle and len(head.batches) == 1
 
 
@@ -178,10 +178,10 @@ def test_what_is_asked_when_the_head_has_ended_is_refused_and_not_lost() -> None
     head, _ = open_head()
     outputs = submit(head)
     running = head.state
-    head._batches.events.put(("close", None))
-    head._batches.run()
+    head.loop.events.put(("close", None))
+    head.loop.run()
     assert [output.finish for output in outputs] == ["error"]
-    head._batches.state = running  # somebody has looked just before it ended
+    head.loop.state = running  # somebody has looked just before it ended
     with pytest.raises(Unavailable):
         head.submit([1], SamplingParams(max_tokens=1), outputs.append)
     with pytest.raises(Unavailable):
@@ -193,14 +193,14 @@ def test_nobody_waits_for_what_a_head_that_has_ended_would_have_done(state: str)
     head, _ = open_head()
     submit(head)
     if state == "draining":  # it is being closed
-        head._batches.state = "draining"
-    head._batches.post("close", None)
-    head._batches.run()
+        head.loop.state = "draining"
+    head.loop.post("close", None)
+    head.loop.run()
     assert head.state == state
     with pytest.raises(MoetoolError, match="the engine was closed"):
         head.settle()
     with pytest.raises(MoetoolError, match="the engine was closed"):
-        head.use(BatchPlacer("offline", SPEC, CLUSTER), head._batches.placing.placed_GLE)
+        head.use(BatchPlacer("offline", SPEC, CLUSTER), head.loop.placing.placed_GLE)
 
 
 def test_a_request_is_retried_three_times() -> None:
@@ -220,7 +220,7 @@ def test_a_request_is_retried_three_times() -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "_AGAIN_S", 0.001)
+    monkeypatch.setattr(members, "RETRY_S", 0.001)
 
 
 def settle(launched: Launched, count: int) -> None:
@@ -237,12 +237,12 @@ def test_a_rank_that_ends_before_it_says_hello_is_started_again() -> None:
     ranks.call({})
     assert ranks.lose(1)
     settle(launched, 1)
-    eventually(lambda: 1 not in ranks._starting)
+    eventually(lambda: 1 not in ranks.starting)
     for tries in range(2, 6):
         ranks.died(1)
         ranks.died(1)  # said of the same process twice, it counts once
         settle(launched, tries)
-        eventually(lambda: 1 not in ranks._starting)
+        eventually(lambda: 1 not in ranks.starting)
     ranks.died(1)
     assert launched.restarted == [1] * 5 and ranks.there == [0]
     ranks.lose(0)
@@ -267,7 +267,7 @@ def test_a_rank_that_cannot_be_started_is_tried_again() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_rank_whose_machine_has_gone_waits_until_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members, "_MACHINE_S", 0.001)
+    monkeypatch.setattr(members, "MACHINE_S", 0.001)
     launched, is_back = Launched(), threading.Event()
     posted: list[tuple[str, Any]] = []
 
@@ -300,14 +300,14 @@ def test_a_rank_without_a_machine_is_told_of(monkeypatch: pytest.MonkeyPatch, lo
         raise CapacityError("no machine")
 
     monkeypatch.setattr(Launched, "restart", restart)
-    batches = head._batches
-    batches._step("gone", (1, channels[1]))
-    batches._step(*batches.events.get(timeout=10))
+    batches = head.loop
+    batches.step("gone", (1, channels[1]))
+    batches.step(*batches.events.get(timeout=10))
     assert "GPU 1 has lost its machine" in logged[0]
     assert head.problems == ["GPU 1 has no machine; the others go on"] and head.state == "ready"
     with pytest.raises(MoetoolError, match="all ranks are gone"):
-        batches._step("gone", (0, channels[0]))
-        batches._step(*batches.events.get(timeout=10))
+        batches.step("gone", (0, channels[0]))
+        batches.step(*batches.events.get(timeout=10))
     batches.ranks.dismiss()
 
 
@@ -355,8 +355,8 @@ def pair() -> Iterator[tuple[RankChannel, socket.socket]]:
 def test_who_takes_nothing_is_given_up(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[RankChannel, socket.socket]
 ) -> None:
-    monkeypatch.setattr(channel, "_TAKEN_S", 0.1)
-    monkeypatch.setattr(channel, "_LEAST_BYTES_S", 1e9)
+    monkeypatch.setattr(channel, "TAKEN_S", 0.1)
+    monkeypatch.setattr(channel, "LEAST_BYTES_S", 1e9)
     made = pair[0]
     heard: list[BaseException] = []
 

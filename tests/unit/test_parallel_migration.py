@@ -70,9 +70,9 @@ def test_a_disk_that_fails_is_told_to_who_waits_for_the_expert() -> None:
 def test_stages_of_a_generation_that_is_over_bring_nothing() -> None:
     shelf = Kept()
     with opened(shelf) as migration:
-        migration._stages.put((migration._epoch - 1, stage(2, 3)))  # taken from the queue as the generation ended
+        migration.ask(stage(3, 3))  # waits for version 2, which never is in force
+        migration.ask(stage(4, 2))
         migration.begin(4, [None, None])
-        migration._stages.put((migration._epoch - 1, stage(2, 3)))
         migration.ask(stage(5, 1))
         assert migration.wait(5, 10.0)
         assert shelf.held.keys() == {SPEC.expert_key(0, 1)} and migration.moved.from_disk == 1

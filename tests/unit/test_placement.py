@@ -229,8 +229,8 @@ def test_a_step_is_scored_as_the_placement_costs(linear: bool) -> None:
     problem = make_problem(make_spec(1, 9), cluster, seed=5, latency=latency)
     layer = Layer(tokens_GE=problem.demand.tokens_GLE[:, 0], room_G=np.array([4, 4, 5]), latency=latency)
     descent = Descent(layer, np.array([0, 0, 0, 1, 1, 1, 2, 2, 2]))
-    here, there = descent._candidates(range(3))
-    scores = descent._scores(here, there)
+    here, there = descent.candidates(range(3))
+    scores = descent.scores(here, there)
     for i in np.random.default_rng(0).choice(len(here), 12, replace=False).tolist():
         other = Descent(layer, descent.place())
         other.swap(int(here[i]), int(there[i]))

@@ -159,5 +159,5 @@ def test_results_that_join_their_link_ahead_of_time_change_nothing(
         )
     ]
     ahead = [simulate(world, mode, gap, 30, options).to_json() for mode, gap, options in runs]
-    monkeypatch.setattr(EventLoop, "_ahead_G", lambda self: [-np.inf] * len(self.cluster.gpus))
+    monkeypatch.setattr(EventLoop, "ahead_G", lambda self: [-np.inf] * len(self.cluster.gpus))
     assert [simulate(world, mode, gap, 30, options).to_json() for mode, gap, options in runs] == ahead

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moetool.cluster.frames import _HELLO, Frame, LinkError, _proof, pack
+from moetool.cluster.frames import HELLO, Frame, LinkError, pack, proof_of
 from moetool.cluster.links import Bucket, Links
 from moetool.cluster.listener import listen
 from moetool.cluster.transport import CallRefused, Channel, Listener
@@ -50,10 +50,10 @@ def _raw(listener: Listener) -> socket.socket:
 def _admitted(listener: Listener) -> socket.socket:
     """A caller that knows the token, as a plain socket."""
     sock = _raw(listener)
-    hello = sock.recv(len(_HELLO) + 32, socket.MSG_WAITALL)
-    nonces = hello[len(_HELLO) :] + b"n" * 32
-    sock.sendall(nonces[32:] + _proof(TOKEN, b"caller", nonces))
-    assert sock.recv(32, socket.MSG_WAITALL) == _proof(TOKEN, b"called", nonces)
+    hello = sock.recv(len(HELLO) + 32, socket.MSG_WAITALL)
+    nonces = hello[len(HELLO) :] + b"n" * 32
+    sock.sendall(nonces[32:] + proof_of(TOKEN, b"caller", nonces))
+    assert sock.recv(32, socket.MSG_WAITALL) == proof_of(TOKEN, b"called", nonces)
     return sock
 
 
@@ -114,7 +114,7 @@ def test_a_wrong_token_is_accepted_by_neither_side() -> None:
 
         def pose() -> None:
             sock, _ = false.accept()
-            sock.sendall(_HELLO + b"n" * 32)
+            sock.sendall(HELLO + b"n" * 32)
             sock.recv(64, socket.MSG_WAITALL)
             sock.sendall(b"p" * 32)
             sock.recv(1)
@@ -132,15 +132,15 @@ def test_a_wrong_token_is_accepted_by_neither_side() -> None:
 def test_an_overheard_handshake_helps_nobody() -> None:
     with _listener() as listener:
         sock = _raw(listener)
-        hello = sock.recv(len(_HELLO) + 32, socket.MSG_WAITALL)
-        nonces = hello[len(_HELLO) :] + b"n" * 32
-        heard = nonces[32:] + _proof(TOKEN, b"caller", nonces)
+        hello = sock.recv(len(HELLO) + 32, socket.MSG_WAITALL)
+        nonces = hello[len(HELLO) :] + b"n" * 32
+        heard = nonces[32:] + proof_of(TOKEN, b"caller", nonces)
         sock.sendall(heard)
         proof = sock.recv(32, socket.MSG_WAITALL)
         sock.close()
         for answer in (heard, nonces[32:] + proof):  # played again; the called one's proof sent as the caller's
             again = _raw(listener)
-            again.recv(len(_HELLO) + 32, socket.MSG_WAITALL)
+            again.recv(len(HELLO) + 32, socket.MSG_WAITALL)
             again.sendall(answer)
             assert _is_closed(again)
             again.close()

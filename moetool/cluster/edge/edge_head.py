@@ -23,7 +23,7 @@ from moetool.placement._placement_plan import Place
 T = TypeVar("T")
 _ENDED = "its process has ended"
 _TELL_S = 10.0  # for a worker to take in who holds what
-_BACKOFF_S = (1.0, 10.0)  # after the first start that failed, and at most
+RESTART_S = (1.0, 10.0)  # after the first start that failed, and at most
 
 
 class Processes(Protocol):
@@ -98,7 +98,7 @@ class EdgeHead:
         self._told = [-1] * len(settings)  # version of the table that each has heard
         self._died = [threading.Event() for _ in settings]
         self._closing = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
 
     # -- the cluster's life --------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class EdgeHead:
         for event in self._died:
             event.set()
         self._processes.close()
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join(5.0)
 
     # -- for whoever decides about placement -----------------------------------------------------------------------
@@ -221,7 +221,7 @@ class EdgeHead:
 
     def _thread(self, name: str, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, name=name, daemon=True)
-        self._threads.append(thread)
+        self.threads.append(thread)
         thread.start()
 
     def _on_death(self, n: int) -> None:
@@ -297,7 +297,7 @@ class EdgeHead:
 
     def _bring_back(self, n: int) -> None:
         """Start a server anew until it serves, and give it its experts back."""
-        wait, most = _BACKOFF_S
+        wait, most = RESTART_S
         waits_for_machine = False
         port = self._ports[n]  # its users find it where it was, if nobody has taken that
         while not self._closing.is_set():

@@ -41,7 +41,7 @@ class Peers:
         self.server = server
         self._token, self._limit_bytes = token, limit_bytes
         self._links = links or Links()
-        self._distance = tuple(distance)
+        self.distance = tuple(distance)
         self._clock = clock
         self._lock = threading.Lock()
         self._addresses: dict[int, tuple[str, int]] = {}
@@ -84,7 +84,7 @@ class Peers:
                 for n in servers
                 if n in self._addresses and n not in tried and self._away_until.get(n, now) <= now and n != self.server
             ]
-            return min(able, key=lambda n: (self._distance[n], self._load(n, pairs), n), default=None)
+            return min(able, key=lambda n: (self.distance[n], self._load(n, pairs), n), default=None)
 
     def expect(self, server: int, pairs: int) -> None:
         """So many pairs are about to be sent there (negative: are answered, or given up)."""

@@ -105,8 +105,8 @@ class PlacedRuntime(ExpertRuntime):
         self.spec = loaded.spec
         self._layers = loaded.layers
         self._slot_bytes, self._device = store.files.slot_bytes, store.copies.device
-        self._peers, self._meter = peers, meter
-        self._options = options or CallOptions()
+        self._peers, self.meter = peers, meter
+        self.options = options or CallOptions()
         self._changing = threading.Lock()
         self._holders = Holders(
             version=-1, servers_LE=tuple(((),) * num for num in self.spec.num_experts_L), peers=(None,)
@@ -139,7 +139,7 @@ class PlacedRuntime(ExpertRuntime):
             self._key(layer, expert), lambda: self._fetch(layer, expert, source) if elsewhere else None
         )
         if fetched:
-            self._meter.migrated(num_bytes)
+            self.meter.migrated(num_bytes)
         return ArrivedExpert(source=source if fetched else -1, bytes=num_bytes, seconds=time.monotonic() - began)
 
     def drop(self, layer: int, expert: int) -> None:
@@ -182,14 +182,14 @@ class PlacedRuntime(ExpertRuntime):
         for expert in [expert for expert in rows_of if expert >= layer.form.num_experts]:
             put(expert, inputs(expert, rows_of[expert]))  # it gives its input back: nothing to send for
         pairs = {expert: len(rows) for expert, rows in rows_of.items() if expert < layer.form.num_experts}
-        self._meter.needed(layer.index, pairs)
+        self.meter.needed(layer.index, pairs)
         waiting, tried = dict(pairs), defaultdict[int, set[int]](set)
         while waiting:
             here = [expert for expert in waiting if self._key(layer.index, expert) in self.holding]
             groups, nowhere = self._assign(layer, {e: n for e, n in waiting.items() if e not in here}, tried)
             calls = [self._call(layer, server, group, rows_of, inputs) for server, group in groups.items()]
             try:
-                if nowhere and not self._options.last_resort:
+                if nowhere and not self.options.last_resort:
                     raise MoetoolError(
                         f"no server gives expert {nowhere[0]} of layer {self.spec.layer_ids_L[layer.index]} just now"
                     )
@@ -227,7 +227,7 @@ class PlacedRuntime(ExpertRuntime):
         rows = {expert: inputs(expert, rows_of[expert]) for expert in pairs}
         began = time.monotonic()
         head = {"do": "compute", **rows_head(layer.index, rows)}
-        timeout_s = self._options.timeout_s
+        timeout_s = self.options.timeout_s
         return _Call(server, pairs, self._peers.call(server, head, [rows_bytes(rows)], timeout_s=timeout_s), began)
 
     def _collect(self, layer: MoeLayer, call: _Call, tried: Mapping[int, set[int]]) -> dict[int, torch.Tensor]:
@@ -236,19 +236,19 @@ class PlacedRuntime(ExpertRuntime):
         outputs: dict[int, torch.Tensor] = {}
         try:
             # The channel keeps the deadline; the second on top only saves from waiting for a bug in it for ever.
-            answer = call.answer.result(self._options.timeout_s + 1.0)
+            answer = call.answer.result(self.options.timeout_s + 1.0)
             outputs = read_rows(answer.head, answer.parts, self.spec)
             if answer.head["layer"] != layer.index or any(len(x) != call.pairs.get(e) for e, x in outputs.items()):
                 raise MoetoolError("the answer belongs to another question")
         except (MoetoolError, TimeoutError) as error:
             outputs = {}
-            self._meter.count("failed_calls")
+            self.meter.count("failed_calls")
             if not isinstance(error, CallRefused):
                 self._peers.failed(call.server)
         else:
             seconds = time.monotonic() - call.began
             self._peers.answered(call.server, every, seconds)
-            self._meter.called(call.server, sum(map(len, outputs.values())), seconds)
+            self.meter.called(call.server, sum(map(len, outputs.values())), seconds)
         finally:
             self._peers.expect(call.server, -every)
         for expert in call.pairs.keys() - outputs.keys():
@@ -284,11 +284,11 @@ class PlacedRuntime(ExpertRuntime):
                     if borrowed:
                         self.holding.give_back(keys)
                 pairs = sum(len(rows_of[expert]) for expert in found)
-                self._meter.computed(pairs, time.perf_counter() - began, own=own)
+                self.meter.computed(pairs, time.perf_counter() - began, own=own)
         if borrowed:
-            self._meter.count("last_resort", len(found))
+            self.meter.count("last_resort", len(found))
         elif own and len(found) < len(rows_of):
-            self._meter.count("late_drops", len(rows_of) - len(found))
+            self.meter.count("late_drops", len(rows_of) - len(found))
         return found
 
     def _compute_for_others(self, message: Frame) -> Frame:
@@ -327,7 +327,7 @@ class PlacedRuntime(ExpertRuntime):
     def _fetch(self, layer: int, expert: int, source: int) -> torch.Tensor | None:
         """The bytes of an expert from a peer; None where it does not give them whole."""
         head = {"do": "fetch", "layer": layer, "expert": expert}
-        timeout_s = self._options.fetch_timeout_s
+        timeout_s = self.options.fetch_timeout_s
         try:
             answer = self._peers.call(source, head, (), timeout_s=timeout_s, lane="fetch").result(timeout_s + 1.0)
         except (LinkError, CallRefused, TimeoutError):

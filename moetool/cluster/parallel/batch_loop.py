@@ -112,12 +112,12 @@ class BatchLoop:
                 try:
                     kind, value = self.events.get(timeout=min(_TICK_S, self.gather_s) if waits else _TICK_S)
                 except queue.Empty:
-                    self._step("tick", None)
+                    self.step("tick", None)
                     continue
                 if kind == "close":
                     self.reason = self.reason or "the engine was closed"
                     break
-                self._step(kind, value)
+                self.step(kind, value)
                 self.events.task_done()
         except MoetoolError as error:
             self.reason = first_line(error)
@@ -139,12 +139,14 @@ class BatchLoop:
                     value[3].set()
             self.requests.refuse_all(unheard, self.reason)
 
-    def _step(self, kind: str, value: Any) -> None:
-        self._handle(kind, value)
+    def step(self, kind: str, value: Any) -> None:
+        """Take in one event, end ranks that are silent, and begin what can begin."""
+        self.handle(kind, value)
         self.ranks.end_silent()
-        self._advance()
+        self.advance()
 
-    def _handle(self, kind: str, value: Any) -> None:
+    def handle(self, kind: str, value: Any) -> None:
+        """Take in one event and begin nothing."""
         match kind:
             case "submit":
                 self.requests.admit(value)
@@ -209,8 +211,8 @@ class BatchLoop:
                 if len(self._done) == len(self.ranks.members):
                     self._finish()
 
-    def _advance(self) -> None:
-        """Begin what can begin now."""
+    def advance(self) -> None:
+        """Begin what can begin now: a generation, a decision or a batch."""
         if self.state == "ready" and self.ranks.gone:
             raise MoetoolError("all ranks are gone, and none of them can be started again")
         if self.state == "starting" and len(self.ranks.there) == len(self._cluster.gpus) and not self.ranks.members:

@@ -60,9 +60,10 @@ class Facts:
 
 
 class RoutingPredictor:
-    """A way to foretell, and what it was measured to take.
+    """A way to predict the routing of requests that wait, and its measured cost.
 
     Attributes:
+        foretell: tokens [L, E] of a prompt and so many new tokens.
         token_s: seconds a prompt token, lately; 0 before the first.
         passed_over: decisions since it was asked.
     """
@@ -71,13 +72,13 @@ class RoutingPredictor:
         self.name = name
         self.token_s = 0.0
         self.passed_over = 0
-        self._foretell = foretell
+        self.foretell = foretell
 
     def measure(self, prompt: Sequence[int]) -> None:
         """Find out what it takes, before anybody waits for it: the second time, since the first may have to load."""
         for _ in range(2):
             began = time.perf_counter()
-            self._foretell(prompt, 0)
+            self.foretell(prompt, 0)
             self.token_s = (time.perf_counter() - began) / len(prompt)
 
     def demand(self, spec: ModelSpec, cluster: Cluster, batch: Sequence[Waiting]) -> tuple[np.ndarray, float]:
@@ -85,7 +86,7 @@ class RoutingPredictor:
         began = time.perf_counter()
         tokens_GLE = np.zeros((len(cluster.gpus), spec.num_layers, spec.num_experts))
         for one in batch:
-            tokens_GLE[one.gpu] += self._foretell(one.prompt, one.new_tokens)
+            tokens_GLE[one.gpu] += self.foretell(one.prompt, one.new_tokens)
         taken_s = time.perf_counter() - began
         token_s = taken_s / max(1, sum(len(one.prompt) for one in batch))
         stale = not self.token_s or self.passed_over  # what it took long ago, the machine perhaps busier

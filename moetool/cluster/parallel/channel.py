@@ -11,7 +11,7 @@ from moetool.cluster.listener import HANDSHAKE_S, Acceptor, listen
 
 _MOST_BYTES = 64 * 2**20
 _MOST_PEERS = 4096
-_TAKEN_S, _LEAST_BYTES_S = 5.0, 1e6
+TAKEN_S, LEAST_BYTES_S = 5.0, 1e6
 """Whoever takes nothing of a message for so long, or takes it slower, has gone."""
 
 
@@ -31,7 +31,7 @@ class RankChannel:
         text = json.dumps(message, separators=(",", ":")).encode()  # a part, since it may be longer than a head
         with self._sending:
             try:
-                by = time.monotonic() + _TAKEN_S + (len(text) + len(data)) / _LEAST_BYTES_S
+                by = time.monotonic() + TAKEN_S + (len(text) + len(data)) / LEAST_BYTES_S
                 self._connection.send(pack({}, [text, data]), [text, data], by)
             except LinkError:
                 self.close()  # half a message may be on its way; and whoever receives here is to know

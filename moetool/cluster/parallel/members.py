@@ -17,9 +17,9 @@ _FORM_S = 60.0
 """And one that then says nothing for so long and has not joined: while it reads experts it says that it is alive."""
 _TRIES = 5
 """So often a rank is started again that does not come to say hello; then it stays away."""
-_AGAIN_S = 0.5
+RETRY_S = 0.5
 """Before the second try; twice as long before each that follows."""
-_MACHINE_S = 5.0
+MACHINE_S = 5.0
 """So often it is looked whether there is a machine again for a rank whose own has gone."""
 
 
@@ -87,6 +87,7 @@ class Members:
         generation: its number.
         whole: whether all of them have joined it.
         joined: when each generation was whole.
+        starting: those whose new process is not there yet.
     """
 
     def __init__(self, num_gpus: int, launcher: Launcher, post: Callable[[str, Any], None]) -> None:
@@ -97,8 +98,8 @@ class Members:
         self.joined: dict[int, float] = {}
         self._num_gpus, self._launcher, self._post = num_gpus, launcher, post
         self._tries: dict[int, int] = {}  # of the ranks that are coming back
-        self._starting: set[int] = set()  # of those, whose new process is not there yet
-        self._homeless: set[int] = set()  # of those, for whom there is no machine
+        self.starting: set[int] = set()
+        self._homeless: set[int] = set()  # of those that are coming back: without a machine
         self._deadline: float | None = None
         self._over = threading.Event()
 
@@ -141,7 +142,7 @@ class Members:
         """A process has ended, perhaps before it has said hello."""
         if gpu in self.ranks:
             self.ranks[gpu].channel.close()
-        elif gpu in self._tries and gpu not in self._starting:  # else it is the process before, as is known
+        elif gpu in self._tries and gpu not in self.starting:  # else it is the process before, as is known
             self._start_again(gpu)
 
     def call(self, order: Mapping[str, Any]) -> None:
@@ -215,8 +216,8 @@ class Members:
         if tries == _TRIES:
             return  # it stays away, and the others go on
         self._tries[gpu] = tries + 1
-        self._starting.add(gpu)
-        wait_s = _AGAIN_S * 2 ** (tries - 1) if tries else 0.0
+        self.starting.add(gpu)
+        wait_s = RETRY_S * 2 ** (tries - 1) if tries else 0.0
         threading.Thread(target=self._restart, args=(gpu, wait_s), name=f"restart-{gpu}", daemon=True).start()
 
     def _restart(self, gpu: int, wait_s: float) -> None:
@@ -227,13 +228,13 @@ class Members:
                 if gpu not in self._homeless:
                     self._homeless.add(gpu)
                     self._post("waits", gpu)
-                wait_s = _MACHINE_S
+                wait_s = MACHINE_S
                 continue
             except Exception:
                 self._homeless.discard(gpu)
-                self._starting.discard(gpu)
+                self.starting.discard(gpu)
                 self._post("died", gpu)
             else:
                 self._homeless.discard(gpu)
-                self._starting.discard(gpu)
+                self.starting.discard(gpu)
             return

@@ -38,6 +38,7 @@ class Placing:
         error: of the control when it last failed; serving goes on without its decision.
         placed_GLE: the placement that the newest stage leads to.
         version: of that stage.
+        slots_G: experts that each GPU has room for, all layers together.
         deciding: when the decision was asked for that is under way; None: there is none.
     """
 
@@ -59,7 +60,7 @@ class Placing:
         self.version = 0
         self.deciding: float | None = None
         self._cluster, self._post = cluster, post
-        self._slots_G = cluster.slots_G(spec.slot_bytes)
+        self.slots_G = cluster.slots_G(spec.slot_bytes)
         self._exists_LE = np.arange(spec.num_experts) < np.array(spec.num_experts_L)[:, None]
         self._epoch = 0
         self._asked_for = -1  # the batch that was last decided about
@@ -138,7 +139,7 @@ class Placing:
         made = plan_stages(
             self.placed_GLE,
             decision.placed_GLE,
-            self._slots_G,
+            self.slots_G,
             version=self.version + 1,
             server_G=self._cluster.server_G,
         )

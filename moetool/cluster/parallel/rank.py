@@ -64,6 +64,12 @@ class Rank:
         store: where the head's store of process groups is.
         token: of the cluster.
 
+    Attributes:
+        loaded: the model.
+        shelf: the experts held here.
+        windows: the compute phases, in which experts may move.
+        transfer: brings experts here and gives them to other ranks.
+
     Raises:
         UsageError, MismatchError: as `load_lazy`.
         LinkError: the head cannot be reached.
@@ -85,9 +91,9 @@ class Rank:
         loaded = load_lazy(Checkpoint.open(model), parse_dtype(options.dtype), _device(options.device, gpu, server_G))
         assert loaded.files is not None
         use_threads(loaded.model.config.get_text_config(), options.threads)
-        self.spec, self._loaded = loaded.spec, loaded
-        self._shelf = Shelf(loaded.files, loaded.device)
-        self._windows = Windows(strict=options.migrate != "pipelined")
+        self.spec, self.loaded = loaded.spec, loaded
+        self.shelf = Shelf(loaded.files, loaded.device)
+        self.windows = Windows(strict=options.migrate != "pipelined")
         machine = EmulatedMachine(options.link_bytes_s, options.expert_token_s)
         # The base class wants a pool; experts here lie on the shelf, so it is the smallest there is.
         residency = Residency(build_policy("lru", loaded.spec, {}, MIN_SLOTS))
@@ -95,22 +101,20 @@ class Rank:
             loaded,
             residency,
             open_store(loaded, residency, 1),
-            self._shelf,
+            self.shelf,
             gpu=gpu,
             server_G=server_G,
-            windows=self._windows,
+            windows=self.windows,
             machine=machine,
         )
         self._batcher = open_batcher(loaded.model, max_requests=options.seats, kv_tokens=options.kv_tokens)
         self._batcher.on_forward = self._on_forward
-        self._migration = ExpertTransfer(
-            loaded.spec, self._shelf, gpu, host=self._host, token=token, windows=self._windows, machine=machine
+        self.transfer = ExpertTransfer(
+            loaded.spec, self.shelf, gpu, host=self._host, token=token, windows=self.windows, machine=machine
         )
         self._store = dist.TCPStore(store[0], store[1], None, False, timedelta(seconds=10))
         self._inbox: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._lockstep = Lockstep(
-            loaded.spec, gpu, self.runtime, self._batcher, self._migration, self._windows, self._say
-        )
+        self._lockstep = Lockstep(loaded.spec, gpu, self.runtime, self._batcher, self.transfer, self.windows, self._say)
         self._generation = 0
         self._members: list[int] = []
         self._placed_GLE = np.zeros((0, 0, 0), bool)
@@ -119,7 +123,7 @@ class Rank:
             {
                 "kind": "hello",
                 "gpu": gpu,
-                "migration": self._migration.address,
+                "migration": self.transfer.address,
                 "max_context": self._batcher.max_context,
                 "seats": self._batcher.max_requests,
                 "revision": loaded.spec.revision,
@@ -193,12 +197,12 @@ class Rank:
             pass
         finally:
             self._abort()
-            self._migration.close()
+            self.transfer.close()
             self.runtime.close()
             self._batcher.close()
             self._head.close()
-            self._shelf.close()
-            self._loaded.close()
+            self.shelf.close()
+            self.loaded.close()
 
     def _hold(self, message: dict[str, Any]) -> None:
         """Get ready for a generation: what ran is dropped, what is to be held is held."""
@@ -206,18 +210,18 @@ class Rank:
         self._generation, self._members = message["generation"], message["members"]
         self._placed_GLE = placed_of(message["holders"], len(message["peers"]))
         wanted = {self.spec.expert_key(*map(int, place)) for place in np.argwhere(self._placed_GLE[self.gpu])}
-        self._windows.strict = message["migrate"] != "pipelined"
-        self._migration.begin(message["version"], [tuple(peer) if peer else None for peer in message["peers"]])
-        for key in self._shelf.keys - wanted:
-            self._shelf.drop(key)
-        self._shelf.most = 0
+        self.windows.strict = message["migrate"] != "pipelined"
+        self.transfer.begin(message["version"], [tuple(peer) if peer else None for peer in message["peers"]])
+        for key in self.shelf.keys - wanted:
+            self.shelf.drop(key)
+        self.shelf.most = 0
         said = time.monotonic()
         for key in sorted(wanted):
-            self._shelf.load(key)
+            self.shelf.load(key)
             if time.monotonic() - said > _ALIVE_S:
                 said = time.monotonic()
                 self._say({"kind": "alive"})
-        self._windows.open(FOREVER)
+        self.windows.open(FOREVER)
         self._say({"kind": "holds"})
 
     def _join(self) -> None:
@@ -227,7 +231,7 @@ class Rank:
             self._generation,
             self._members.index(self.gpu),
             len(self._members),
-            device=self._loaded.device,
+            device=self.loaded.device,
             timeout_s=self._options.timeout_s,
             host=self._host,
         )

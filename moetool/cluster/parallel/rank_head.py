@@ -65,6 +65,10 @@ class RankHead:
         rank_options: of `RankOptions`, by name.
         options: how the head gathers batches.
 
+    Attributes:
+        loop: batches, generations and the placement in force, on the head's own thread.
+        launcher: of the ranks.
+
     Effects: `start` starts the ranks; `close` ends them.
     """
 
@@ -83,11 +87,11 @@ class RankHead:
         options = options or HeadOptions()
         self.model_name, self.tokenizer, self.vocab_size = model.name, model.tokenizer, model.vocab_size
         self.spec, self.cluster = model.spec, cluster
-        self._launcher, self._rank_options, self._host = launcher, dict(rank_options), options.host
+        self.launcher, self._rank_options, self._host = launcher, dict(rank_options), options.host
         self._migrate: str = self._rank_options.get("migrate", "overlap")
-        self._batches = BatchLoop(model.spec, cluster, options)
-        self._batches.ranks = Members(len(cluster.gpus), launcher, self._batches.post)
-        self._batches.placing = Placing(
+        self.loop = BatchLoop(model.spec, cluster, options)
+        self.loop.ranks = Members(len(cluster.gpus), launcher, self.loop.post)
+        self.loop.placing = Placing(
             model.spec,
             cluster,
             control,
@@ -95,7 +99,7 @@ class RankHead:
             self._migrate,
             costs=costs or Costs(model.spec, cluster),
             patience_s=options.patience_s,
-            post=self._batches.post,
+            post=self.loop.post,
         )
         self._store: Any = None
         self._listener: Acceptor | None = None
@@ -104,22 +108,27 @@ class RankHead:
     @property
     def state(self) -> State:
         """`starting`, `ready`, `draining` once it closes, or `failed`."""
-        return self._batches.state
+        return self.loop.state
 
     @property
     def problems(self) -> list[str]:
         """Why it has failed, or which ranks are missing."""
-        return self._batches.problems
+        return self.loop.problems
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Where the head listens, once started: for its ranks, and for their process groups."""
+        return [] if self._listener is None else [self._listener.address, (self._host, self._store.port)]
 
     @property
     def max_context(self) -> int:
         """Tokens of a prompt and its answer together."""
-        return self._batches.max_context
+        return self.loop.max_context
 
     @property
     def max_requests(self) -> int:
         """Requests of a batch."""
-        return self._batches.max_requests
+        return self.loop.max_requests
 
     @property
     def max_unbegun(self) -> int:
@@ -129,17 +138,17 @@ class RankHead:
     @property
     def batches(self) -> list[BatchRecord]:
         """Those that have run since `use`, the last hundred."""
-        return self._batches.records
+        return self.loop.records
 
     @property
     def control(self) -> BatchPlacer:
         """Who decides."""
-        return self._batches.placing.control
+        return self.loop.placing.control
 
     @property
     def decisions(self) -> list[Decision]:
         """What was decided since `use`, the last thousand."""
-        return self._batches.placing.decisions
+        return self.loop.placing.decisions
 
     # -- from any thread ---------------------------------------------------------------------------------------
 
@@ -166,7 +175,7 @@ class RankHead:
                 wait_for_workers=False,
                 master_listen_fd=sock.detach(),
             )
-        self._thread = threading.Thread(target=self._batches.run, name="head", daemon=True)
+        self._thread = threading.Thread(target=self.loop.run, name="head", daemon=True)
         self._thread.start()
         arguments = [
             {
@@ -181,17 +190,17 @@ class RankHead:
             for gpu in range(len(self.cluster.gpus))
         ]
         try:
-            self._launcher.launch(arguments, lambda gpu: self._batches.post("died", gpu))
+            self.launcher.launch(arguments, lambda gpu: self.loop.post("died", gpu))
             deadline = time.monotonic() + timeout_s
             while self.state == "starting":
-                late_s, there = time.monotonic() - deadline, len(self._batches.ranks.there)
+                late_s, there = time.monotonic() - deadline, len(self.loop.ranks.there)
                 if late_s > 0 and there < len(arguments):
                     raise MoetoolError(f"{there} of {len(arguments)} ranks came within {timeout_s:g} s")
                 if late_s > read_s:
                     raise MoetoolError(f"the ranks did not read their experts within {read_s:g} s")
                 time.sleep(0.02)
             if self.state == "failed":
-                raise MoetoolError(self._batches.reason)
+                raise MoetoolError(self.loop.reason)
         except BaseException:
             self.close()
             raise
@@ -203,14 +212,14 @@ class RankHead:
             MoetoolError: the engine has failed, or is closed meanwhile.
         """
         over = threading.Event()
-        self._batches.post("use", (control, placed_GLE, migrate or self._migrate, over))
+        self.loop.post("use", (control, placed_GLE, migrate or self._migrate, over))
         while not over.wait(0.1):
             self._require_going()
         self._require_going()
 
     def settle(self) -> None:
         """Wait until nothing runs or waits. Raises: as `use`."""
-        while not self._batches.idle:
+        while not self.loop.idle:
             self._require_going()
             time.sleep(0.005)
 
@@ -234,11 +243,11 @@ class RankHead:
         self.check(prompt, params)
         if params.seed is None:  # so that a retry draws what the first try would have
             params = replace(params, seed=secrets.randbits(63))
-        return self._batches.admit(RankRequest(prompt=list(prompt), params=params, sink=sink))
+        return self.loop.admit(RankRequest(prompt=list(prompt), params=params, sink=sink))
 
     def cancel(self, request: int) -> None:
         """Stop a request; its sink gets a last message unless it has ended already."""
-        self._batches.post("cancel", request)
+        self.loop.post("cancel", request)
 
     def prompt_logprobs(self, prompt: list[int], top: int) -> list[TokenLogprob | None]:
         """Log-probabilities of a prompt's tokens; waits for the batch that it is in. Raises: as `submit`."""
@@ -246,12 +255,12 @@ class RankHead:
         params = SamplingParams(max_tokens=0)
         self.check(prompt, params)
         answer: Future[list[TokenLogprob | None]] = Future()
-        self._batches.admit(RankRequest(prompt=list(prompt), params=params, score=answer, top=top))
+        self.loop.admit(RankRequest(prompt=list(prompt), params=params, score=answer, top=top))
         return answer.result()
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges by name."""
-        batches = self._batches
+        batches = self.loop
         requests, ranks, placing, began = batches.requests, batches.ranks, batches.placing, batches.began
         return {
             "tokens_prompt": requests.prompt,
@@ -273,7 +282,7 @@ class RankHead:
 
     def stats(self) -> dict[str, Any]:
         """The same for people, the last batches and decisions, and what things cost as far as that was measured."""
-        ranks, placing = self._batches.ranks, self._batches.placing
+        ranks, placing = self.loop.ranks, self.loop.placing
         return {
             "placement": self.control.placement,
             "ranks": ranks.members,
@@ -290,11 +299,11 @@ class RankHead:
     def close(self) -> None:
         """End the ranks and tell everybody who still waits."""
         if self.state != "failed":
-            self._batches.state = "draining"
-        self._batches.post("close", None)
+            self.loop.state = "draining"
+        self.loop.post("close", None)
         if self._thread is not None:
             self._thread.join(timeout=10.0)
-        self._launcher.close()
+        self.launcher.close()
         if self._listener is not None:
             self._listener.close()
         self._store = None
@@ -302,7 +311,7 @@ class RankHead:
     def _require_going(self) -> None:
         """Raises: MoetoolError: what is waited for will not come about any more."""
         if self.state in ("draining", "failed"):
-            raise MoetoolError(self._batches.reason or f"the engine is {self.state}")
+            raise MoetoolError(self.loop.reason or f"the engine is {self.state}")
 
     def _require_ready(self) -> None:
         if self.state != "ready":
@@ -315,9 +324,9 @@ class RankHead:
         try:
             hello, _ = channel.receive()
             gpu = hello["gpu"]
-            self._batches.post("hello", (gpu, channel, hello))
+            self.loop.post("hello", (gpu, channel, hello))
             while True:
                 message, _ = channel.receive()
-                self._batches.post("message", (gpu, channel, message))
+                self.loop.post("message", (gpu, channel, message))
         finally:
-            self._batches.post("gone", (gpu, channel))
+            self.loop.post("gone", (gpu, channel))
