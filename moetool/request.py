@@ -55,6 +55,7 @@ class SamplingParams:
         repetition_penalty: divides the logits of tokens of prompt and answer where they are positive, else multiplies.
         logit_bias: (token, what is added to its logit), each token once.
         grammar: tokens that it does not allow have no probability.
+        return_routes: outputs carry the experts that each token used.
     """
 
     max_tokens: int
@@ -70,6 +71,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Sequence[tuple[int, float]] = ()
     grammar: Grammar | None = None
+    return_routes: bool = False
 
     @property
     def penalizes(self) -> bool:
@@ -89,6 +91,8 @@ class Output(NamedTuple):
 
     `token` is None only in a message that ends a request without a token (cancelled, error, or max_tokens 0).
     The end-of-sequence token is reported as a token with finish `stop`.
+    With `return_routes`, `experts_THK` (uint8, or uint16 beyond 256 experts; all layers, zeros in dense ones) are those
+    of the tokens forwarded since the last output: the prompt's with the first token, then one row a token.
     """
 
     request: int
@@ -96,6 +100,7 @@ class Output(NamedTuple):
     logprob: TokenLogprob | None = None
     finish: Finish | None = None
     error: str | None = None
+    experts_THK: Any = None
 
 
 Sink = Callable[[Output], None]

@@ -114,6 +114,7 @@ def capture_remote(
                 "max_tokens": max_new_tokens,
                 "temperature": 0,
                 "return_token_ids": True,
+                "return_routed_experts": True,
             }
             response = server.ask("/v1/completions", body)
             holder = (response.get("choices") or [{}])[0] if isinstance(response, dict) else {}

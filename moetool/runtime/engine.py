@@ -25,6 +25,7 @@ from moetool.runtime.batching import Batcher
 from moetool.runtime.decoding import Batch
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.gate_log import ServeLog
+from moetool.runtime.request_routes import RequestRoutes
 from moetool.runtime.sampling import NOT_NUMBERS
 from moetool.runtime.sequential import Sequential
 from moetool.trace.segments import SegmentStatus
@@ -90,6 +91,7 @@ class Engine:
         self._log = log
         if log is not None:
             log.attach(loaded)
+        self._routes = RequestRoutes(loaded)
         self._sinks: dict[int, Sink] = {}
         self._scores: set[Future[list[TokenLogprob | None]]] = set()
         self._next_request = 0
@@ -124,6 +126,8 @@ class Engine:
             CapacityError: prompt and answer do not fit into the context.
         """
         self.batcher.check(prompt, params)
+        if params.return_routes:
+            self._routes.check()
 
     def submit(self, prompt: list[int], params: SamplingParams, sink: Sink) -> int:
         """Queue a request; its tokens go to `sink`, on the engine's thread.
@@ -136,7 +140,7 @@ class Engine:
             Unavailable: the engine is starting, draining or has failed.
         """
         self._require_ready()
-        self.batcher.check(prompt, params)
+        self.check(prompt, params)
         with self._wake:
             self._require_ready()
             request = self._take_number()
@@ -365,6 +369,7 @@ class Engine:
             self._at_begin = (batch.info, self.residency.counts, self.store.stats.stall_seconds)
         if self._log is not None:
             self._log.begin_forward(batch)
+        self._routes.begin_forward(batch)
         self.runtime.begin_forward(batch.info)
 
     def _add(self, request: int, prompt: list[int], params: SamplingParams) -> None:
@@ -372,6 +377,8 @@ class Engine:
             self._prompt_tokens += len(prompt)
             if self._log is not None:
                 self._log.add_request(request, len(prompt))
+            if params.return_routes:
+                self._routes.follow(request)
             self.batcher.add(request, prompt, params)
             _LOG.debug("request %d: %d prompt tokens, at most %d new", request, len(prompt), params.max_tokens)
 
@@ -413,6 +420,8 @@ class Engine:
             self._forwards += 1
             if self._log is not None:
                 self._log.end_forward(failed)
+            # A forward that raised ends all of its requests; one that did not may still fail to draw a token of one.
+            self._routes.end_forward(failed and ended.issuperset(self._in_forward))
         for request in self._in_forward:
             if request in ended:
                 self._end_request(request)
@@ -439,6 +448,8 @@ class Engine:
         )
 
     def _deliver(self, output: Output) -> None:
+        if output.request in self._routes:
+            output = self._routes.attach(output)
         sink = self._sinks.get(output.request)
         if output.finish is not None:
             self._sinks.pop(output.request, None)

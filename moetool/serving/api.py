@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from moetool.errors import MoetoolError
 from moetool.request import EngineLike, Grammar, SamplingParams, TokenLogprob
 from moetool.serving import http_errors as refusal
-from moetool.serving import openapi, token_routes
+from moetool.serving import openapi, routed_answers, token_routes
 from moetool.serving import unsupported_routes as absent
 from moetool.serving.access import Access, AccessRecord, RequireKey, record_of
 from moetool.serving.connections import Connections
@@ -183,7 +183,8 @@ async def _answer(
         if body.stream:
             return _EventStream(exchange, _events(exchange, reply, include_usage=body.include_usage), headers)
         with contextlib.closing(exchange):
-            return JSONResponse(await _attended(request.receive, _collect(exchange, reply)), headers=headers)
+            whole = await _attended(request.receive, _collect(exchange, reply))
+            return JSONResponse(await asyncio.to_thread(routed_answers.extend, whole, exchange, body), headers=headers)
     except ClientGone:
         return Response(status_code=499)  # "client closed request", which nobody sees
 
@@ -261,6 +262,7 @@ def _jobs(
                 repetition_penalty=body.repetition_penalty,
                 logit_bias=bias,
                 grammar=grammar,
+                return_routes=body.return_routed_experts,
             ),
         )
         for prompt in prompts

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from moetool.errors import MoetoolError
 from moetool.request import EngineLike, Finish, Output, SamplingParams, TokenLogprob, Unavailable
 from moetool.serving.access import AccessRecord
@@ -59,12 +61,14 @@ class Choice:
     """Turns the engine's messages about one choice into pieces.
 
     Attributes:
-        num_tokens: generated, with those that a stop string cut off.
+        tokens: generated, with those that a stop string cut off.
+        experts: of the tokens that were forwarded, where the job asks for them: arrays [T, H, K], one after the other.
         finished: no more messages are wanted.
     """
 
     def __init__(self, job: Job, vocabulary: Vocabulary, stops: Sequence[str]) -> None:
-        self.num_tokens = 0
+        self.tokens: list[int] = []
+        self.experts: list[np.ndarray] = []
         self.finished = False
         self._detokenizer = vocabulary.detokenizer(vocabulary.special - job.shown)
         self._stops = StopStrings(stops)
@@ -72,6 +76,11 @@ class Choice:
         self._scored: list[ScoredToken] = []  # those whose text is held back
         self._num_read = job.offset
         self._num_given = job.offset
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated."""
+        return len(self.tokens)
 
     def advance(self, output: Output) -> TextPiece:
         """Take one message.
@@ -85,7 +94,9 @@ class Choice:
             raise Unavailable(output.error or "the server stopped before the answer was finished")
         read = ""
         if output.token is not None:
-            self.num_tokens += 1
+            self.tokens.append(output.token)
+            if output.experts_THK is not None:
+                self.experts.append(output.experts_THK)
             # The token that ends a sequence is no part of its text, whether or not the tokenizer calls it special.
             if output.finish != "stop":
                 if self._wants_logprobs:

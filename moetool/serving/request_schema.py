@@ -172,6 +172,8 @@ class GenerationRequest(_Body):
     top_k: int = Field(default=0, ge=-1, le=2**31, description="0 and -1 keep all tokens")
     min_p: float = Field(default=0.0, ge=0, le=1)
     response_format: ResponseFormat | None = None
+    return_routed_experts: bool = Field(default=False, description="Experts of every token, as vLLM and SGLang do")
+    return_token_ids: bool = Field(default=False, description="Token ids of prompt and answer, as vLLM does")
 
     min_tokens: Annotated[Any, _Only(0)] = None
 
@@ -180,6 +182,13 @@ class GenerationRequest(_Body):
     def _for_streams(cls, value: StreamOptions, info: ValidationInfo) -> StreamOptions:
         if not info.data.get("stream"):
             raise ValueError("only allowed with stream")
+        return value
+
+    @field_validator("return_routed_experts", "return_token_ids")
+    @classmethod
+    def _with_whole_answers(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("stream"):
+            raise ValueError("not with stream; ask for the whole answer")
         return value
 
     @model_validator(mode="after")

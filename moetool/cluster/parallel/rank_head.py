@@ -231,6 +231,8 @@ class RankHead:
             raise UsageError(f"the prompt has token id {bad}, expected 0 to {self.vocab_size - 1}")
         if params.grammar is not None:
             raise UsageError("the ranks of --mode ep take no response_format and no forced tool call; leave them out")
+        if params.return_routes:
+            raise UsageError("the ranks of --mode ep give no routed experts; leave out return_routed_experts")
         if len(prompt) + params.max_tokens > self.max_context:
             raise CapacityError(
                 f"the prompt has {len(prompt):,} tokens and {params.max_tokens:,} more are asked for, but the context "

@@ -1,0 +1,83 @@
+"""The experts that the tokens of single requests use, for clients that ask for them with their answer."""
+
+import numpy as np
+
+from moetool.errors import MismatchError, UsageError
+from moetool.formats._model_facts import require_even, with_dense
+from moetool.models.loading import LoadedModel
+from moetool.request import Output
+from moetool.runtime.decoding import Batch
+from moetool.runtime.recording import GateRecorder
+from moetool.trace.rows import TokenBatch
+
+
+class RequestRoutes:
+    """Follows requests from their first forward to their last; the model is hooked only while one is followed.
+
+    All methods belong to the engine's thread.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._num_hidden = int(loaded.model.config.get_text_config().num_hidden_layers)
+        self._dtype = np.uint8 if loaded.spec.num_experts <= 256 else np.uint16
+        self._recorder: GateRecorder | None = None
+        self._batch: Batch | None = None
+        self._rows: dict[int, list[TokenBatch]] = {}  # not yet given out
+        self._positions: dict[int, int] = {}  # the next one to come
+
+    def __contains__(self, request: int) -> bool:
+        return request in self._rows
+
+    def check(self) -> None:
+        """Raises: UsageError where layers differ in their experts or top-k, which an array cannot hold."""
+        try:
+            require_even(self._loaded.spec, "routed_experts")
+        except MismatchError as error:
+            raise UsageError(str(error)) from None
+
+    def follow(self, request: int) -> None:
+        """Begin to follow a request. Effects: hooks the model if no other is followed."""
+        if self._recorder is None:
+            self._recorder = GateRecorder(self._loaded.model, self._loaded.layers, ())
+        self._rows[request], self._positions[request] = [], 0
+
+    def begin_forward(self, batch: Batch) -> None:
+        """A forward begins."""
+        if self._recorder is not None:
+            self._recorder.discard()
+            self._batch = batch
+
+    def end_forward(self, failed: bool) -> None:
+        """The forward that began has run, or has raised and leaves no rows."""
+        batch, self._batch = self._batch, None
+        if self._recorder is None or batch is None:
+            return
+        if failed:
+            self._recorder.discard()
+            return
+        rows, _ = self._recorder.take(batch)
+        for request, kept in self._rows.items():
+            # A request that lost its KV cache is forwarded again from its beginning.
+            mine = rows.select((rows.request_T == request) & (rows.position_T >= self._positions[request]))
+            if len(mine):
+                kept.append(mine)
+                self._positions[request] = int(mine.position_T[-1]) + 1
+
+    def attach(self, output: Output) -> Output:
+        """An output of a request that is followed, with its experts since the last one.
+
+        Effects: one that ends its request ends the following.
+        """
+        request = output.request
+        if self._rows[request] and output.token is not None:
+            experts_TS = TokenBatch.concatenate(self._rows[request]).experts_TS
+            experts_THK = with_dense(self._loaded.spec, experts_TS, self._num_hidden)
+            output = output._replace(experts_THK=experts_THK.astype(self._dtype))
+            self._rows[request] = []
+        if output.finish is not None:
+            del self._rows[request], self._positions[request]
+            if not self._rows and self._recorder is not None:
+                self._recorder.close()
+                self._recorder = None
+        return output
