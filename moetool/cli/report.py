@@ -100,6 +100,8 @@ def report(
     print(f"{out}: {source.spec.name}, {tables.count(len(page.encode()), 'B')}")
     if warning := caveat(made):
         print(f"  {warning}")
+    for one in answers(advice):
+        print(f"  {one.question} {one.answer}")
     for finding in said:
         print(f"  {finding.topic}: {finding.text}")
 

@@ -1,6 +1,7 @@
-"""What the measures mean for caching, prediction and placement, in sentences that are computed.
+"""What the measures mean for caching, prediction and placement, in computed sentences.
 
-Each sentence holds the numbers that it rests on, and the rule by which it was chosen over its opposite.
+Each sentence holds its numbers and the rule that chose it over its opposite. Best policies, pinning, prefetching and
+hot experts across tasks are the advice's (`moetool.report.advice_page`), with held-out evidence.
 """
 
 from collections.abc import Callable
@@ -9,13 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from moetool.report.measures import SHARES
-from moetool.report.trace_measures import BOUND, TraceMeasures
-from moetool.tuning.replay import ReplayRow
+from moetool.report.trace_measures import TraceMeasures
 
 TOPICS = ("caching", "prediction", "placement")
 FEW_USES = 20
-_QUARTER = SHARES.index(0.25)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +38,11 @@ class Finding:
 def findings(made: TraceMeasures) -> list[Finding]:
     """All that can be said of this trace, by topic."""
     looks: tuple[Callable[[TraceMeasures], Finding | None], ...] = (
-        _headroom,
-        _recency_or_frequency,
         _distances,
-        _frequency,
         _prompts,
-        _affinity,
         _repeats,
         _levels,
         _router,
-        _tasks,
         _hottest,
         _layers,
     )
@@ -68,49 +61,6 @@ def caveat(made: TraceMeasures) -> str | None:
     )
 
 
-def _headroom(made: TraceMeasures) -> Finding:
-    budget = _near_quarter(made)
-    rows = {row.policy: row for row in made.rows if row.budget_bytes == budget}
-    bound = rows.pop(BOUND)
-    share = f"{100 * budget / made.whole_bytes:.4g} % of the experts ({bound.slots:,} slots)"
-    if not rows:
-        text = f"With room for {share}, {BOUND} hits {_percent(bound)}; none that loads on demand makes fewer loads."
-        return Finding(topic="caching", text=text, rule="one policy was replayed, and it is the bound")
-    best = max(rows.values(), key=lambda row: row.counts.hit_rate)
-    points = 100 * (bound.counts.hit_rate - best.counts.hit_rate)
-    each = ", ".join(f"{name} {_percent(row)}" for name, row in rows.items())
-    text = f"With room for {share}, the hit rates are {each}, and {BOUND}, which knows the future, {_percent(bound)}. "
-    if points > 10:
-        text += (
-            f"{best.policy} leaves {points:.1f} points to gain: policies that foresee more than they have seen "
-            f"(foresight, or one with a predictor) are worth replaying."
-        )
-    else:
-        text += f"{best.policy} leaves {points:.1f} points: keeping experts more cleverly can gain little here."
-    return Finding(topic="caching", text=text, rule="worth it from 10 points below the bound")
-
-
-def _recency_or_frequency(made: TraceMeasures) -> Finding | None:
-    rows = {(row.policy, row.budget_bytes): row.counts.hit_rate for row in made.rows}
-    budgets = sorted({row.budget_bytes for row in made.rows})
-    if not {("lru", budgets[0]), ("lfu", budgets[0])} <= rows.keys():
-        return None
-    ahead = {"lru": [], "lfu": [], "neither": []}  # type: dict[str, list[str]]
-    for budget in budgets:
-        points = 100 * (rows["lru", budget] - rows["lfu", budget])
-        leader = "lru" if points > 1 else "lfu" if points < -1 else "neither"
-        ahead[leader].append(f"{100 * budget / made.whole_bytes:.4g}")
-    parts = [f"{name} leads at {_listed(shares)} % of the memory" for name, shares in ahead.items() if shares]
-    text = f"Recent use against frequent use: {'; '.join(parts)}. "
-    if ahead["lru"] and ahead["lfu"]:
-        text += "Which of the two to take depends on the memory; a policy that weighs both is worth a try."
-    elif ahead["lru"] or ahead["lfu"]:
-        text += "What was used last tells more." if ahead["lru"] else "What was used often tells more."
-    else:
-        text += "They tell the same."
-    return Finding(topic="caching", text=text, rule="a lead of more than 1 point of hit rate counts")
-
-
 def _distances(made: TraceMeasures) -> Finding | None:
     reuse, total = made.reuse, made.routes.spec.total_experts
     half, most = reuse.slots_for(0.5), reuse.slots_for(0.9)
@@ -127,21 +77,6 @@ def _distances(made: TraceMeasures) -> Finding | None:
     return Finding(topic="caching", text=text, rule="far: 90 % of the reuses need more than half of all experts")
 
 
-def _frequency(made: TraceMeasures) -> Finding:
-    covered = made.coverage.mixed[_QUARTER]
-    text = (
-        f"The 25 % most used experts of each layer take {percent(covered)} of the choices of "
-        f"{made.routes.others}, on which they were not counted (25 % if use were even). "
-    )
-    if covered >= 0.5:
-        text += "Pinning popular experts is a sound start."
-    elif covered >= 0.325:
-        text += "Popularity helps some; a fixed set of experts is a weak cache."
-    else:
-        text += "Popularity hardly tells experts apart; a fixed set serves little better than any other."
-    return Finding(topic="caching", text=text, rule="sound from twice the even share, some help from 1.3 times")
-
-
 def _prompts(made: TraceMeasures) -> Finding | None:
     share, tokens = made.reuse.prompt_share, made.reuse.prompt_tokens
     if share is None or tokens is None or tokens < 2:
@@ -152,22 +87,6 @@ def _prompts(made: TraceMeasures) -> Finding | None:
     else:
         text += "Prompts need a part of each layer: loading on demand, and a cache, pay there too."
     return Finding(topic="caching", text=text, rule="most: more than half of the experts")
-
-
-def _affinity(made: TraceMeasures) -> Finding | None:
-    found = made.affinity
-    if not len(found.match_M) or np.isnan(found.match_M).all():
-        return None
-    match, popular, chance = (float(np.nanmean(x)) for x in (found.match_M, found.popular_M, found.chance_M))
-    text = (
-        f"Affinity to the experts just chosen finds {percent(match)} of the next layer's on "
-        f"{made.routes.others}, popularity {percent(popular)}, chance {percent(chance)}. "
-    )
-    if match - popular >= 0.1:
-        text += "The path tells what comes: prefetching by it (duoserve, foresight, a trained predictor) can pay."
-    else:
-        text += "The path adds little to popularity: prefetching by affinity will mostly load what is not needed."
-    return Finding(topic="prediction", text=text, rule="pays from 10 points above popularity")
 
 
 def _repeats(made: TraceMeasures) -> Finding | None:
@@ -218,30 +137,6 @@ def _router(made: TraceMeasures) -> Finding | None:
     return Finding(topic="prediction", text=text, rule="sharper from half a bit")
 
 
-def _tasks(made: TraceMeasures) -> Finding:
-    found = made.coverage
-    rule = "its own placement from 5 points; blind within 5 points of the even share"
-    if not found.other:
-        text = "The trace has one task, so it cannot say whether another one would want other experts."
-        return Finding(topic="placement", text=text, rule="two tasks are needed")
-    own, other, mixed = (part[_QUARTER] for part in (found.own, found.other, found.mixed))
-    text = (
-        f"The 25 % most used experts of a task take {percent(own)} of its other requests' choices, "
-        f"{percent(other)} of another task's, and those of all tasks together {percent(mixed)}. "
-    )
-    if own - mixed >= 0.05:
-        text += "Tasks want experts of their own: a server for one task should hold that task's"
-    else:
-        text += "One placement serves all tasks about as well as one for each"
-    if abs(other - 0.25) <= 0.05:
-        text += ", and a placement made for another task is as good as blind."
-    elif other < 0.25:
-        text += ", and a placement made for another task is worse than a blind one."
-    else:
-        text += "; what one task uses is of some use to another."
-    return Finding(topic="placement", text=text, rule=rule)
-
-
 def _hottest(made: TraceMeasures) -> Finding:
     found, spec = made.popularity, made.routes.spec
     median, layer = float(np.median(found.uneven_L)), int(found.uneven_L.argmax())
@@ -275,19 +170,6 @@ def _layers(made: TraceMeasures) -> Finding | None:
     return Finding(topic="placement", text=text, rule="by layers from a ratio of 1.25")
 
 
-def _near_quarter(made: TraceMeasures) -> int:
-    """The replayed budget that is nearest to a quarter of all experts."""
-    return min(sorted({row.budget_bytes for row in made.rows}), key=lambda budget: abs(budget - made.whole_bytes / 4))
-
-
-def _percent(row: ReplayRow) -> str:
-    return f"{100 * row.counts.hit_rate:.1f} %"
-
-
 def percent(share: float) -> str:
     """A share as whole percent."""
     return f"{100 * share:.0f} %"
-
-
-def _listed(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -10,11 +10,22 @@ from moetool.report.figures.figure import Picture
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageTable:
-    """A table; the first column is text."""
+    """A table; the first column is text.
+
+    Attributes:
+        shares: columns of shares of 1, which get a bar behind each cell.
+        notes: lines below the table.
+    """
 
     caption: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    shares: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+    def bar(self, column: str, cell: str) -> float | None:
+        """Per cent of a cell that its bar covers; None without a bar."""
+        return 100 * float(cell) if column in self.shares and cell != "-" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ def test_the_page_is_written_and_its_sentences_printed(
     assert _run(monkeypatch, poor, "--out", page, "--policy", "lru", "--budget", "25%") == 0
     printed = capsys.readouterr().out
     assert printed.startswith(f"{page}: synthetic, ")
-    assert "  caching: With room for 25 % of the experts (4 slots), the hit rates are lru " in printed
+    assert "  Which cache policy? " in printed
     small = ("--policy", "lru", "--budget", "25%", "--set", "report.uses=2000", "--set", "report.affinity_layers=[3]")
     assert _run(monkeypatch, trace, "--out", page, *small) == 2
     assert "exists already" in capsys.readouterr().err

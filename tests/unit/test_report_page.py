@@ -154,18 +154,6 @@ def test_what_is_said_turns_with_the_numbers(made: TraceMeasures) -> None:
 
     assert {finding.topic for finding in findings(made)} == set(TOPICS)
     assert all(finding.rule for finding in findings(made))
-    half = [0.25 + 0.05 * i for i in range(17)]
-    apart = replace(made, coverage=replace(made.coverage, own=(0.6,) * 17, mixed=(0.5,) * 17, other=(0.26,) * 17))
-    alike = replace(made, coverage=replace(made.coverage, own=(0.52,) * 17, mixed=(0.5,) * 17, other=tuple(half)))
-    assert "as good as blind" in said(apart) and "experts of their own" in said(apart)
-    assert "One placement serves all tasks" in said(alike) and "of some use to another" in said(alike)
-    assert "60 % of its other requests" in said(apart)
-
-    telling = replace(made, affinity=replace(made.affinity, match_M=np.full(2, 0.8), popular_M=np.full(2, 0.3)))
-    silent = replace(made, affinity=replace(made.affinity, match_M=np.full(2, 0.3), popular_M=np.full(2, 0.3)))
-    assert "prefetching by it" in said(telling) and "finds 80 %" in said(telling)
-    assert "adds little to popularity" in said(silent)
-
     even = replace(made, popularity=replace(made.popularity, uneven_L=np.full(3, 1.2)))
     hot = replace(made, popularity=replace(made.popularity, uneven_L=np.full(3, 2.5)))
     assert "copies of experts buy little" in said(even) and "copy it" in said(hot)
