@@ -186,7 +186,6 @@ def section(advice: Advice) -> Section:
             ),
             *advice.unknown,
         ],
-        pictures=[],
         tables=[
             PageTable(
                 caption="What pays",

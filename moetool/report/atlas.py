@@ -171,7 +171,6 @@ def atlas_section(atlas: Atlas) -> Section:
     return Section(
         name="Experts",
         notes=notes,
-        pictures=[],
         tables=[PageTable(caption="Most specialised experts", columns=columns, rows=rows)] if rows else [],
     )
 

@@ -15,22 +15,19 @@ def page(plan: CachePlan, facts: Sequence[tuple[str, str]]) -> str:
     Args:
         facts: where the plan is from, as terms and texts.
     """
-    drawn = [frontier_sketch(plan).on("Memory and latency")] if plan.frontier else []
-    missing = [] if drawn else ["The plan has no frontier; plan with --frontier 8 to see one."]
+    name = "Memory and latency"
+    latency = Section(name=name, notes=["The plan has no frontier; plan with --frontier 8 to see one."])
+    if plan.frontier:
+        latency = Section(name=name, pictures=[frontier_sketch(plan).on(name)], tables=[_frontier_table(plan)])
     return render_sheet(
         title=f"Cache plan of {plan.spec.name}",
         heading=f"How the experts of {plan.spec.name} are cached",
         shape=shape_of(plan.spec),
         facts=facts,
         sections=[
-            Section(name="The choice", notes=[plan.reason], pictures=[], tables=[_memory_table(plan)]),
-            Section(
-                name="Memory and latency",
-                notes=missing,
-                pictures=drawn,
-                tables=[_frontier_table(plan)] if plan.frontier else [],
-            ),
-            Section(name="Candidates", notes=[], pictures=[], tables=[_evidence_table(plan)]),
+            Section(name="The choice", notes=[plan.reason], tables=[_memory_table(plan)]),
+            latency,
+            Section(name="Candidates", tables=[_evidence_table(plan)]),
         ],
     )
 

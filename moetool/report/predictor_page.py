@@ -22,7 +22,7 @@ def write_page(path: Path, rows: Sequence[Any]) -> None:
 def page(rows: Sequence[Any]) -> str:
     """The page as HTML, with everything in it."""
     names = ", ".join(dict.fromkeys(row.predictor for row in rows))
-    sections = [Section(name="At a glance", notes=[], pictures=[], tables=[_table(overview(rows))])]
+    sections = [Section(name="At a glance", tables=[_table(overview(rows))])]
     sections += [
         Section(
             name="A task not trained on" if group[0].unseen_task else "The task trained on",

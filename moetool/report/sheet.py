@@ -33,9 +33,9 @@ class Section:
     """A part of the page under a heading of its own."""
 
     name: str
-    notes: list[str]
-    pictures: list[Picture]
-    tables: list[PageTable]
+    notes: Sequence[str] = ()
+    pictures: Sequence[Picture] = ()
+    tables: Sequence[PageTable] = ()
 
     @property
     def id(self) -> str:

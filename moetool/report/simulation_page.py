@@ -5,9 +5,11 @@ from pathlib import Path
 
 from moetool import durable, tables
 from moetool.report import drawing
-from moetool.report.figures.simulation_runs import Run, interval, sketches
+from moetool.report.figures.simulation_runs import Run, sketches
 from moetool.report.sheet import PageTable, Section, render_sheet
-from moetool.simulation.simulation_results import percentile
+from moetool.simulation.simulation_results import interval, percentile
+
+_EQ4 = "Eq. 4 of Prism: seconds of remote calls saved over the horizon, against those of the moves."
 
 
 def require_drawable(path: Path) -> None:
@@ -45,6 +47,7 @@ def page(runs: Sequence[Run], facts: Sequence[tuple[str, str]], shape: str) -> s
         facts: what the runs have in common, as terms and texts.
         shape: the model in words.
     """
+    decided = _migration_tables(runs)
     return render_sheet(
         title="A simulated cluster",
         heading=f"What requests take on a simulated cluster of {len(runs[0][1].utilisation_G)} GPUs"
@@ -53,16 +56,9 @@ def page(runs: Sequence[Run], facts: Sequence[tuple[str, str]], shape: str) -> s
         shape=shape,
         facts=facts,
         sections=[
-            Section(name="Runs", notes=[], pictures=[], tables=[_runs_table(runs)]),
-            Section(name="Figures", notes=[], pictures=[sketch.on("Figures") for sketch in sketches(runs)], tables=[]),
-            Section(
-                name="Migrations",
-                notes=["Eq. 4 of Prism: seconds of remote calls saved over the horizon, against those of the moves."],
-                pictures=[],
-                tables=made,
-            )
-            if (made := _migration_tables(runs))
-            else Section(name="Migrations", notes=[], pictures=[], tables=[]),
+            Section(name="Runs", tables=[_runs_table(runs)]),
+            Section(name="Figures", pictures=[sketch.on("Figures") for sketch in sketches(runs)]),
+            Section(name="Migrations", notes=[_EQ4] if decided else [], tables=decided),
         ],
     )
 
@@ -113,15 +109,7 @@ def _migration_tables(runs: Sequence[Run]) -> list[PageTable]:
         PageTable(
             caption=", ".join(at.values()),
             columns=(
-                "at s",
-                "calls before",
-                "calls after",
-                "saved s",
-                "cost s",
-                "made",
-                "copies",
-                "moved",
-                "done at s",
+                *("at s", "calls before", "calls after", "saved s", "cost s", "made", "copies", "moved", "done at s"),
             ),
             rows=tuple(
                 (

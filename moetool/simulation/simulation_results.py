@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from moetool.placement._replacement_record import ReplacementRecord
 from moetool.simulation.event_loop import EventLoop
 
 PERCENTILES = (50, 90, 95, 99)
+_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Student's t for a two-sided 95 % interval, by degrees of freedom from 1."""
 _MIGRATION = (
     *("at_s", "calls_before", "calls_after", "saved_s", "cost_s", "worth_it", "made", "copies", "bytes", "done_s"),
 )
@@ -151,6 +155,15 @@ class Simulated:
 def percentile(ascending: Sequence[float], percent: float) -> float:
     """The least value that so many per cent of the values do not exceed (nearest rank)."""
     return ascending[max(0, math.ceil(percent / 100 * len(ascending)) - 1)]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and half of its 95 % confidence interval by Student's t; no interval of a single value."""
+    count = len(values)
+    if count < 2:
+        return float(values[0]), None
+    t = _T_95[count - 2] if count - 2 < len(_T_95) else 1.96
+    return float(np.mean(values)), t * float(np.std(values, ddof=1)) / math.sqrt(count)
 
 
 def collect(engine: EventLoop, mode: str, seed: int, migrations: Sequence[ReplacementRecord]) -> Simulated:

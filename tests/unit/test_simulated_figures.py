@@ -1,7 +1,5 @@
 """What figures of simulated runs are drawn from, against numbers made by hand."""
 
-import pytest
-
 from moetool.report.figures import simulation_runs as simulated
 from moetool.simulation.simulation_results import ServedRequest, Simulated
 
@@ -33,13 +31,6 @@ def _run(latencies_s: list[float], started_s: list[float] | None = None) -> Simu
         migrations=(),
         seconds=10.0,
     )
-
-
-def test_intervals_are_those_of_students_t() -> None:
-    assert simulated.interval([3.0]) == (3.0, 0.0)
-    mean, half = simulated.interval([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert mean == 3.0
-    assert half == pytest.approx(2.776 * (2.5 / 5) ** 0.5)  # standard deviation of 1 to 5 is the root of 2.5
 
 
 def test_bars_compare_modes_on_the_same_requests() -> None:

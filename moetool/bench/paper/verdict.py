@@ -6,15 +6,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-import numpy as np
-
 from moetool.errors import MoetoolError, UsageError, unknown_name
+from moetool.simulation.simulation_results import interval
 
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
 Answer = Literal["agrees", "differs", "undecided", "cannot be tested here"]
 ANSWERS: tuple[Answer, ...] = ("agrees", "differs", "undecided", "cannot be tested here")
-_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""Student's t for a two-sided 95 % interval, by degrees of freedom from 1."""
 _KINDS = ("less", "times", "minus")
 
 
@@ -90,15 +87,6 @@ class Verdict:
     why: str
     shown: tuple[tuple[str, float, float | None], ...] = ()
     unit: Mapping[str, str] = field(default_factory=dict)
-
-
-def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and half of its 95 % confidence interval by Student's t; no interval of a single value."""
-    count = len(values)
-    if count < 2:
-        return float(values[0]), None
-    t = _T_95[count - 2] if count - 2 < len(_T_95) else 1.96
-    return float(np.mean(values)), t * float(np.std(values, ddof=1)) / math.sqrt(count)
 
 
 def derive(values: Mapping[str, Sequence[float]], wanted: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, list]:

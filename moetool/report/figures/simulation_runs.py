@@ -7,7 +7,7 @@ import numpy as np
 
 from moetool.report.drawing import GREY, STYLES, heat, line
 from moetool.report.figures.figure import Sketch
-from moetool.simulation.simulation_results import Simulated
+from moetool.simulation.simulation_results import Simulated, interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 Run = tuple[dict[str, str], Simulated]
 _AXES = {"gpus": "GPUs", "bandwidth": "bandwidth of a link", "gap": "mean gap between a server's requests"}
-_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _MOST_LINES, _MOST_SERVERS = 6, 40
 
 
@@ -24,14 +23,6 @@ def sketches(runs: Sequence[Run]) -> list[Sketch]:
     along = _along(runs)
     drawn = [over_time(runs) if along is None else swept(runs, along), by_mode(runs), relative_along(runs, along)]
     return [sketch for sketch in (*drawn, by_round(runs), utilisation(runs), links(runs)) if sketch is not None]
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half of its 95 % confidence interval by Student's t; 0 for a single value."""
-    if len(values) < 2:
-        return float(values[0]), 0.0
-    t = _T_95[len(values) - 2] if len(values) <= len(_T_95) + 1 else 1.96
-    return float(np.mean(values)), t * float(np.std(values, ddof=1)) / len(values) ** 0.5
 
 
 def _along(runs: Sequence[Run]) -> str | None:
@@ -83,7 +74,7 @@ def swept(runs: Sequence[Run], along: str) -> Sketch:
 def _band(axes: "Axes", found_XR: Sequence[Sequence[float]], number: int, name: str) -> None:
     """A line through means, with their confidence intervals."""
     places = np.arange(len(found_XR))
-    mean_X, half_X = (np.array(part) for part in zip(*(interval(row) for row in found_XR), strict=True))
+    mean_X, half_X = np.array([(mean, half or 0.0) for mean, half in map(interval, found_XR)]).T
     line(axes, places, mean_X, number, name)
     if half_X.any():
         axes.fill_between(
@@ -179,7 +170,7 @@ def by_mode(runs: Sequence[Run]) -> Sketch | None:
             if len(names) * len(ratios) <= 12:
                 axes.bar_label(bars, fmt="%.3f", label_type="center", color="white", fontsize=8)
             if any(half for _, half in found):
-                mean, half = [m for m, _ in found], [h for _, h in found]
+                mean, half = [m for m, _ in found], [h or 0.0 for _, h in found]
                 axes.errorbar(at, mean, yerr=half, fmt="none", ecolor="#222222", capsize=3, elinewidth=1)
         axes.axhline(1.0, color=GREY, linewidth=0.8)
         axes.set_xticks(range(len(ratios)), list(ratios))
