@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moetool import tables
-from moetool.cli.flags import Device, HostMemory, Json, Model, Out, Overwrite, Recipe, listed
+from moetool.cli.flags import Device, HostMemory, Json, Model, Out, Overwrite, Recipe, Revision, listed
 from moetool.config import parse, parse_bytes, parse_settings
 from moetool.errors import UsageError
+from moetool.models.hub import with_revision
 
 if TYPE_CHECKING:
     from moetool.prompts.gather import Prompt
@@ -70,6 +71,7 @@ def capture(
     ] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
+    revision: Revision = None,
     recipe: Recipe = None,
 ) -> None:
     """Run a model over prompts and record what its routers do, token by token."""
@@ -77,6 +79,7 @@ def capture(
 
     if host_memory is not None and device_memory is None:
         raise UsageError("--host-memory is the tier below --device-memory: give that too, or leave both out")
+    model = with_revision(model, revision)
     values = parse_settings(settings)
     wanted = values.pop("data", {})
     if data_dir is not None and isinstance(wanted, dict):

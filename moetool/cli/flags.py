@@ -67,7 +67,15 @@ def _flags(ctx: typer.Context) -> dict[str, str]:
 
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="'reference', a folder in Hugging Face format, or a hub name.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="'reference', a folder in Hugging Face format, a .gguf file, or on the hub org/model or "
+        "org/model/FILE.gguf.",
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option("--revision", help="Branch, tag or commit of a model on the hub, e.g. main.")
 ]
 TraceDir = Annotated[Path, typer.Option("--trace", help="Folder of a trace.")]
 Out = Annotated[Path, typer.Option("--out", help="Where the result goes; it appears there whole or not at all.")]

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from moetool import durable, tables
-from moetool.cli.flags import Json
+from moetool.cli.flags import Json, Revision
 from moetool.errors import UsageError
+from moetool.models.hub import with_revision
 
 
 def register(app: typer.Typer) -> None:
@@ -45,6 +46,7 @@ def profile(
         str | None,
         typer.Option(help="Be such a peer at PORT of this machine, or HOST:PORT; on trusted networks only: no login."),
     ] = None,
+    revision: Revision = None,
     as_json: Json = False,
 ) -> None:
     """Measure what a model costs on this machine: experts, attention, loads from disk, link."""
@@ -56,6 +58,7 @@ def profile(
         return
     if model is None:
         raise UsageError("no model given: moetool profile MODEL --out profile.json")
+    model = with_revision(model, revision)
     from moetool.tuning.profile import ProfileOptions
     from moetool.tuning.profile import profile as run
 

@@ -12,9 +12,10 @@ import typer
 from moetool import garbage, tables
 from moetool.cli import cluster as cli_cluster
 from moetool.cli.cluster_command import ClusterCommand
-from moetool.cli.flags import ApiKey, Device, HostMemory, Model, Recipe
+from moetool.cli.flags import ApiKey, Device, HostMemory, Model, Recipe, Revision
 from moetool.config import parse, parse_bytes, parse_settings
 from moetool.errors import UsageError
+from moetool.models.hub import with_revision
 
 
 def register(app: typer.Typer) -> None:
@@ -74,11 +75,13 @@ def serve(
             "kv_tokens=8192. Repeatable.",
         ),
     ] = [],  # noqa: B006
+    revision: Revision = None,
     recipe: Recipe = None,
 ) -> None:
     """Serve a model through an OpenAI-compatible API, its experts in a pool smaller than the model."""
     from moetool.cache_plan import CachePlan
 
+    model = with_revision(model, revision)
     tls = {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
     endpoint = Endpoint(host, api_key, allowed_host, cors_origin, tls)
     if cluster is not None:

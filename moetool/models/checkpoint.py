@@ -16,6 +16,7 @@ from moetool.models.config_checks import check_config, warn_of_further_layers
 from moetool.models.conversion import TensorSource, sources
 from moetool.models.expert_files import ExpertFiles, ExpertWeights, slot_form, stored_bytes
 from moetool.models.gguf_weights import read_gguf
+from moetool.models.hub import snapshot_name
 from moetool.models.location import locate, locate_config
 from moetool.models.pack_quantized import PackQuantized
 from moetool.models.quantization_config import Quantization, quantization_of
@@ -145,7 +146,7 @@ class Checkpoint:
         spec = spec_of(
             self.skeleton,
             self.layers,
-            name=self.path.name,
+            name=snapshot_name(self.path) or self.path.name,
             revision=self.revision,
             expert_bytes_L=self._expert_bytes(),
         )

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 from moetool import assets
-from moetool.errors import UsageError, first_line, unknown_name
+from moetool.errors import UsageError, unknown_name
+from moetool.models.hub import HubName, download, parse_hub_name
 
 REFERENCE = "reference"
 
@@ -15,12 +16,13 @@ def shape_names() -> list[str]:
 
 
 def locate(model: str) -> Path:
-    """Where a model is: `reference`, a folder, a GGUF file, or a name on the Hugging Face hub.
+    """Where a model is: `reference`, a folder, a GGUF file, or a name on the Hugging Face hub (`HubName`).
 
     Effects: a hub name is downloaded to the hub's own cache, unless HF_HUB_OFFLINE is set.
 
     Raises:
         UsageError: there is no such model, or the folder is not one.
+        CapacityError, MismatchError, MoetoolError: as `moetool.models.hub.download`.
     """
     if model == REFERENCE:
         return assets.path("data", "reference-moe")
@@ -31,20 +33,10 @@ def locate(model: str) -> Path:
         if not (path / "config.json").is_file():
             raise UsageError(f"{path} is not a model: it has no config.json; give a folder in Hugging Face format")
         return path
-    if path.exists() or model.startswith((".", "~", "/")) or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        raise UsageError(
-            f"no model at {model!r}: give {REFERENCE!r}, a local folder, a .gguf file, or a hub name like org/model"
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-        return Path(snapshot_download(model, allow_patterns=patterns))
-    except Exception as error:  # the hub raises a dozen kinds, and each means that the model cannot be had
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(
-            f"cannot get {model!r} from the hub ({reason}); give a local folder or {REFERENCE!r}"
-        ) from None
+    name = _on_hub(
+        model, f"no model at {model!r}: give {REFERENCE!r}, a local folder, a .gguf file, or a hub name like org/model"
+    )
+    return download(name, weights=True)
 
 
 def locate_config(model: str) -> Path:
@@ -53,10 +45,11 @@ def locate_config(model: str) -> Path:
     Args:
         model: `reference`, the name of a shape, a folder, the path of a config.json, or a name on the Hugging Face hub.
 
-    Effects: of a hub name the config alone is downloaded, to the hub's own cache, unless HF_HUB_OFFLINE is set.
+    Effects: of a hub name config and tokenizer are downloaded to the hub's own cache, unless HF_HUB_OFFLINE is set.
 
     Raises:
         UsageError: there is no such config.
+        CapacityError, MoetoolError: as `moetool.models.hub.download`.
     """
     path = Path(model)
     if model in shape_names():
@@ -67,17 +60,17 @@ def locate_config(model: str) -> Path:
         return locate(model)
     if re.fullmatch(r"[\w.-]+", model) and not path.exists():
         raise unknown_name("shape", model, [REFERENCE, *shape_names()])
-    if path.exists() or model.startswith((".", "~", "/")) or not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        raise UsageError(
-            f"no config at {model!r}: give a folder with a config.json, that file, a hub name like org/model, or one "
-            f"of {', '.join([REFERENCE, *shape_names()])}"
-        )
-    from huggingface_hub import hf_hub_download
+    name = _on_hub(
+        model,
+        f"no config at {model!r}: give a folder with a config.json, that file, a hub name like org/model, or one of "
+        f"{', '.join([REFERENCE, *shape_names()])}",
+    )
+    return download(name, weights=bool(name.file))  # the config of a GGUF file is its header
 
-    try:
-        return Path(hf_hub_download(model, "config.json")).parent
-    except Exception as error:  # the hub raises a dozen kinds, and each means that the config cannot be had
-        raise UsageError(
-            f"cannot get the config of {model!r} from the hub ({first_line(error)}); give a local folder or one of "
-            f"{', '.join([REFERENCE, *shape_names()])}"
-        ) from None
+
+def _on_hub(model: str, problem: str) -> HubName:
+    """The name on the hub. Raises: UsageError with the problem where it can be none."""
+    name = parse_hub_name(model)
+    if name is None or Path(model).exists():
+        raise UsageError(problem)
+    return name

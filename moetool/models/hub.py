@@ -1,0 +1,464 @@
+"""Models on the Hugging Face hub: downloading only the files that moetool reads, so that an interruption loses nothing.
+
+Small files go through huggingface_hub. Weights are written beside their place in the hub's own cache, continued there
+by range requests whenever the same file is asked for again, and checked against the hub's sha256 when they are whole.
+"""
+
+import contextlib
+import errno
+import fcntl
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moetool import tables
+from moetool.durable import sha256_file
+from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError, first_line
+from moetool.json_files import read_json
+
+_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?P<file>/[\w./-]+\.gguf)?(?:@(?P<revision>[\w.-][\w./-]*))?")
+_INDEX = "model.safetensors.index.json"
+_SMALL = ("config.json", "generation_config.json", _INDEX)
+_TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("*.model", "*.tiktoken", "chat_template.*"),
+)
+_INDEX_BYTES = 64 << 20
+_WORKERS = 4  # downloads at a time, which an interruption leaves unfinished
+_TRIES = 5
+_KEPT_FREE = 64 << 20  # of the disk, for what else is written while a download runs
+
+
+class HubName(NamedTuple):
+    """A name on the hub: `org/name`, `org/name@revision`, or one of its GGUF files, `org/name/FILE.gguf`.
+
+    Attributes:
+        file: path of the GGUF file in the repository; empty for a model in Hugging Face format.
+        revision: branch, tag or commit; empty for the repository's main branch.
+    """
+
+    repository: str
+    file: str
+    revision: str
+
+    @property
+    def model(self) -> str:
+        """The name without a revision."""
+        return f"{self.repository}/{self.file}" if self.file else self.repository
+
+
+class _Blob(NamedTuple):
+    """A file of a repository: `sha256` is empty where the hub stores it in git."""
+
+    path: str
+    num_bytes: int
+    sha256: str
+
+
+def parse_hub_name(model: str) -> HubName | None:
+    """A name on the hub; None for what cannot be one."""
+    found = None if model.startswith((".", "~", "/")) else _NAME.fullmatch(model)
+    if found is None or ".." in re.split("[/@]", model):
+        return None
+    return HubName(found["repository"], (found["file"] or "")[1:], found["revision"] or "")
+
+
+def with_revision(model: str, revision: str | None) -> str:
+    """The name of a model at a revision. Raises: UsageError where only a name on the hub has one."""
+    if revision is None:
+        return model
+    name = parse_hub_name(model)
+    if name is None or Path(model).exists():
+        raise UsageError(f"--revision {revision!r} is for a name on the hub like org/model, not for {model!r}")
+    if name.revision or parse_hub_name(f"{model}@{revision}") is None:
+        raise UsageError(f"--revision {revision!r} does not go with {model!r}; give one branch, tag or commit")
+    return f"{model}@{revision}"
+
+
+def snapshot_name(path: Path) -> str | None:
+    """The model's name where a folder is a snapshot in the hub's cache, which itself is named by a commit."""
+    parents = path.parents
+    if len(parents) < 2 or parents[0].name != "snapshots" or not parents[1].name.startswith("models--"):
+        return None
+    return parents[1].name.rpartition("--")[2]
+
+
+def download(name: HubName, *, weights: bool) -> Path:
+    """Bring a model into the hub's cache, as far as it is not there.
+
+    Args:
+        weights: its weights too, not only its config and tokenizer.
+
+    Returns:
+        The folder of the snapshot, or the GGUF file in it.
+
+    Effects: takes memory on the disk of the hub's cache; progress on stderr. With HF_HUB_OFFLINE, or where the hub
+        cannot be reached, what the cache holds is used.
+
+    Raises:
+        UsageError: there is no such model or revision, it may not be read, or there are no weights that moetool reads.
+        CapacityError: the disk is too small.
+        MoetoolError: the hub cannot be reached.
+        MismatchError: what came is not what the hub says that it has.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import disable_progress_bars, logging
+
+    disable_progress_bars()
+    logging.set_verbosity_error()  # each try that fails would be a line
+    if constants.is_offline_mode():
+        return _cached(name, weights, "HF_HUB_OFFLINE is set: unset it to download")
+    try:
+        with _hub_errors(name):
+            return _Download(name, constants.HF_HUB_CACHE, constants.ENDPOINT).run(weights)
+    except _Unreachable as error:
+        path = _cached(name, weights, f"{error}; check the network and HF_ENDPOINT", MoetoolError)
+        tables.narrate(f"moetool: {error}; using {name.model} as the cache holds it")
+        return path
+
+
+class _Unreachable(MoetoolError):
+    """No answer from the hub."""
+
+
+class _Download:
+    """One model on its way into the cache."""
+
+    def __init__(self, name: HubName, cache: str, endpoint: str) -> None:
+        from huggingface_hub import HfApi
+
+        self._name = name
+        self._endpoint = endpoint
+        self._cache = Path(cache)
+        self._folder = self._cache / f"models--{name.repository.replace('/', '--')}"
+        self._revision = name.revision or "main"
+        self._api = HfApi(endpoint=endpoint, library_name="moetool")
+
+    def run(self, weights: bool) -> Path:
+        """The path of the snapshot or file."""
+        info = self._api.model_info(self._name.repository, revision=self._revision)
+        commit = str(info.sha)
+        entries: Any = self._api.list_repo_tree(self._name.repository, recursive=True, revision=commit)
+        files = {
+            entry.path: _Blob(entry.path, entry.size, _sha256(entry))
+            for entry in entries
+            if hasattr(entry, "blob_id")  # no folder
+        }
+        small = [path for path in files if _is_small(path)]
+        if self._name.file:
+            if self._name.file not in files:
+                raise UsageError(_no_such_gguf(self._name, files))
+            wanted = [self._name.file] if weights else []
+            small = []
+        else:
+            if "config.json" not in files:
+                raise UsageError(_no_such_gguf(self._name, files))
+            self._link(commit, small)
+            wanted = self._weights(commit, files) if weights else []
+        self._fetch([files[path] for path in wanted], commit)
+        self._link(commit, [*small, *wanted])
+        snapshot = self._folder / "snapshots" / commit
+        return snapshot / self._name.file if self._name.file else snapshot
+
+    def _link(self, commit: str, paths: Sequence[str]) -> None:
+        """Have huggingface_hub download what is small and put all in the snapshot."""
+        from huggingface_hub import snapshot_download
+
+        snapshot_download(
+            self._name.repository,
+            revision=self._revision,
+            allow_patterns=[re.sub(r"([*?[])", r"[\1]", path) for path in paths],
+            cache_dir=self._cache,
+            endpoint=self._endpoint,
+            library_name="moetool",
+        )
+        if not (self._folder / "snapshots" / commit).is_dir():
+            raise MoetoolError(f"{self._name.model} has changed on the hub while it was downloaded; try again")
+
+    def _weights(self, commit: str, files: dict[str, _Blob]) -> list[str]:
+        """The weight files that are read: those of the index, else the one file, else all of the folder."""
+        if _INDEX in files:
+            index = self._folder / "snapshots" / commit / _INDEX
+            weight_map = read_json(index, advice="choose another --revision", max_bytes=_INDEX_BYTES).get("weight_map")
+            named = sorted({str(file) for file in weight_map.values()}) if isinstance(weight_map, dict) else []
+            if lost := [file for file in named if file not in files]:
+                raise MismatchError(
+                    f"{self._name.model}: its {_INDEX} names {lost[0]}, which the repository does not hold; choose "
+                    "another --revision"
+                )
+        elif "model.safetensors" in files:
+            named = ["model.safetensors"]
+        else:
+            named = sorted(path for path in files if fnmatch(path, "*.safetensors") and "/" not in path)
+            named = [path for path in named if not path.startswith(("consolidated", "adapter"))]
+        if not named:
+            raise UsageError(
+                f"{self._name.model} has no .safetensors weights, and moetool reads no others but GGUF; look for a "
+                "conversion of it"
+            )
+        return named
+
+    def _fetch(self, files: Sequence[_Blob], commit: str) -> None:
+        """Download the weight files that the cache lacks, after a look at the disk."""
+        from huggingface_hub import constants
+
+        snapshot, blobs = self._folder / "snapshots" / commit, self._folder / "blobs"
+        missing = [file for file in files if not (snapshot / file.path).exists()]
+        missing = [file for file in missing if not (file.sha256 and (blobs / file.sha256).exists())]
+        here = {file.path: _size(blobs / f"{file.sha256}{_PARTIAL}") if file.sha256 else 0 for file in missing}
+        needed = sum(max(0, file.num_bytes - here[file.path]) for file in missing)
+        if not missing:
+            return
+        blobs.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(blobs).free) < needed + _KEPT_FREE:
+            raise self._full(needed, free)
+        total = sum(file.num_bytes for file in missing)
+        again = f", {tables.count(total - needed, 'B')} of them already here" if needed < total else ""
+        tables.narrate(
+            f"moetool: downloading {tables.numbered(len(missing), 'file')} of {self._name.model}@{commit[:12]}, "
+            f"{tables.count(total, 'B')}{again}, to {self._cache}"
+        )
+        # What git holds is small, and what is larger than HTTP gives goes by the hub's own protocol.
+        large = [file for file in missing if file.sha256 and file.num_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE]
+        try:
+            with tables.progress(f"downloading {self._name.model} (MB)", total // 10**6) as on_progress:
+                _Transfers(self._name.repository, commit, self._endpoint, blobs, on_progress).run(large)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise self._full(needed, shutil.disk_usage(blobs).free) from None
+            raise
+
+    def _full(self, needed: int, free: int) -> CapacityError:
+        return CapacityError(
+            f"{self._name.model} needs {tables.count(needed + _KEPT_FREE, 'B')} more on the disk of {self._cache}, "
+            f"which has {tables.count(free, 'B')} free; make room there, or set HF_HOME to a larger disk"
+        )
+
+
+_PARTIAL = ".moetool-partial"
+
+
+class _Stopped(Exception):
+    """Another download has failed, or the user has stopped all."""
+
+
+class _Transfers:
+    """Downloads of whole blobs, several at a time.
+
+    Effects: `blobs/SHA256` for each that is whole, `blobs/SHA256.moetool-partial` for each that is not.
+    """
+
+    def __init__(
+        self, repository: str, commit: str, endpoint: str, blobs: Path, on_progress: Callable[[int], None]
+    ) -> None:
+        from huggingface_hub.utils import build_hf_headers
+
+        self._repository = repository
+        self._commit = commit
+        self._endpoint = endpoint
+        self._blobs = blobs
+        self._on_progress = on_progress
+        self._headers = build_hf_headers(library_name="moetool")
+        self._done = 0
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+
+    def run(self, files: Sequence[_Blob]) -> None:
+        """Download all. Raises: what the first that fails raises."""
+        with ThreadPoolExecutor(_WORKERS) as threads:
+            running = [threads.submit(self._whole, file) for file in files]
+            try:
+                wait(running, return_when=FIRST_EXCEPTION)
+            finally:
+                self._stopping.set()  # of no effect on those that are done
+                for each in running:
+                    each.cancel()
+            errors = [each.exception() for each in running if each.done() and not each.cancelled()]
+        for error in errors:
+            if error is not None and not isinstance(error, _Stopped):
+                raise error
+
+    def _whole(self, file: _Blob) -> None:
+        partial, blob = self._blobs / f"{file.sha256}{_PARTIAL}", self._blobs / file.sha256
+        with partial.open("ab") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)  # of two processes one downloads
+            if not blob.exists():
+                self._add(stream.tell())
+                self._rest(file, stream)
+                stream.flush()
+                if (found := sha256_file(partial)) != file.sha256:
+                    stream.truncate(0)
+                    raise MismatchError(
+                        f"{self._repository}: {file.path} came with sha256 {found[:12]}, expected {file.sha256[:12]}; "
+                        "run the command again to download it anew"
+                    )
+                partial.replace(blob)
+            else:
+                partial.unlink(missing_ok=True)
+
+    def _rest(self, file: _Blob, stream: Any) -> None:
+        """Continue a file to its end, with some patience for connections that break."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub.file_download import http_get
+
+        url = hf_hub_url(self._repository, file.path, revision=self._commit, endpoint=self._endpoint)
+        failures = 0
+        while True:
+            before = stream.tell()
+            if before > file.num_bytes:
+                stream.truncate(0)
+                before = 0
+            try:
+                http_get(
+                    url,
+                    stream,
+                    resume_size=before,
+                    headers=dict(self._headers),
+                    expected_size=file.num_bytes,
+                    _tqdm_bar=_Bar(self._add),
+                )
+                return
+            except (_Stopped, MoetoolError):
+                raise
+            except Exception as error:
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                    raise
+                if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+                    raise
+                stream.flush()
+                failures = 0 if stream.tell() > before else failures + 1
+                if failures == _TRIES:
+                    raise MoetoolError(
+                        f"the download of {file.path} broke off at {tables.count(stream.tell(), 'B')} of "
+                        f"{tables.count(file.num_bytes, 'B')} ({first_line(error)}); run the command again to go on"
+                    ) from None
+                time.sleep(failures)
+
+    def _add(self, num_bytes: int) -> None:
+        if self._stopping.is_set():
+            raise _Stopped
+        with self._lock:
+            self._done += num_bytes
+            self._on_progress(self._done // 10**6)
+
+
+class _Bar:
+    """What huggingface_hub takes for a progress bar."""
+
+    def __init__(self, update: Callable[[int], None]) -> None:
+        self.update = update
+
+
+def _cached(name: HubName, weights: bool, why: str, kind: type[MoetoolError] = UsageError) -> Path:
+    """The model as the cache holds it. Raises: `kind` where it does not, with `why` no more can be had."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.repository.replace('/', '--')}"
+    reference = folder / "refs" / (name.revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else name.revision
+    snapshot = folder / "snapshots" / commit
+    path = snapshot / (name.file or "config.json")
+    if not commit or not path.is_file():
+        at = f" at {name.revision}" if name.revision else ""
+        raise kind(
+            f"cannot get {name.model!r}{at} from the hub: it is not in {constants.HF_HUB_CACHE}, and {why}; or give a "
+            "local folder or 'reference'"
+        )
+    if weights and not name.file and (lost := _lost(snapshot)):
+        raise kind(f"{name.model} lies in {constants.HF_HUB_CACHE} without {lost}, and {why}")
+    return path if name.file else snapshot
+
+
+def _lost(snapshot: Path) -> str:
+    """What a snapshot lacks of its weights; nothing where they are whole."""
+    index = snapshot / _INDEX
+    if not index.is_file():
+        return "" if any(snapshot.glob("*.safetensors")) else "its weights"
+    weight_map = read_json(index, advice="download the model again", max_bytes=_INDEX_BYTES).get("weight_map")
+    named = {str(file) for file in weight_map.values()} if isinstance(weight_map, dict) else set()
+    return next((file for file in sorted(named) if not (snapshot / file).is_file()), "")
+
+
+def _is_small(path: str) -> bool:
+    return "/" not in path and (path in _SMALL or any(fnmatch(path, pattern) for pattern in _TOKENIZER))
+
+
+def _no_such_gguf(name: HubName, files: dict[str, _Blob]) -> str:
+    offered = sorted(path for path in files if path.endswith(".gguf"))
+    if not offered:
+        return f"{name.model} is no model that moetool reads: it has no config.json and no .gguf file"
+    choices = ", ".join(f"{name.repository}/{path}" for path in offered[:4])
+    return f"{name.model} does not name one of its GGUF files; give one of {len(offered)}, such as {choices}"
+
+
+def _sha256(entry: Any) -> str:
+    """Of a file's bytes, as the hub says; empty for a file that git holds."""
+    digest = str(entry.lfs.sha256) if entry.lfs else ""
+    return digest if re.fullmatch("[0-9a-f]{64}", digest) else ""
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+@contextlib.contextmanager
+def _hub_errors(name: HubName) -> Iterator[None]:
+    """One line for each way in which the hub refuses.
+
+    Raises:
+        _Unreachable: it gave no answer, or one of its own failure.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    page = f"{constants.ENDPOINT}/{name.repository}"
+    try:
+        yield
+    except MoetoolError:
+        raise
+    except GatedRepoError:
+        raise UsageError(
+            f"cannot get {name.model!r} from the hub: it is gated; accept its terms at {page}, then log in with "
+            "'hf auth login' or set HF_TOKEN"
+        ) from None
+    except RevisionNotFoundError:
+        raise UsageError(
+            f"cannot get {name.model!r} from the hub: it has no revision {name.revision or 'main'!r}; see "
+            f"{page}/tree/main for its branches and commits"
+        ) from None
+    except RepositoryNotFoundError:
+        raise UsageError(
+            f"cannot get {name.model!r} from the hub: {constants.ENDPOINT} has no such model, or it is private; check "
+            "the name, or log in with 'hf auth login'"
+        ) from None
+    except HFValidationError as error:
+        raise UsageError(f"{name.model!r} is no name on the hub: {first_line(error)}") from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in (401, 403):
+            raise UsageError(
+                f"cannot get {name.model!r} from the hub: it answered {status}; log in with 'hf auth login', or set "
+                "HF_TOKEN to one that may read it"
+            ) from None
+        raise _Unreachable(f"the hub at {constants.ENDPOINT} answered {status}") from None
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CapacityError(
+                f"the disk of {constants.HF_HUB_CACHE} is full; make room there, or set HF_HOME to a larger disk"
+            ) from None
+        if type(error).__module__.startswith(("httpx", "httpcore")) or isinstance(error, ConnectionError):
+            raise _Unreachable(f"the hub at {constants.ENDPOINT} cannot be reached ({first_line(error)})") from None
+        raise

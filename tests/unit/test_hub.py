@@ -1,0 +1,175 @@
+"""Downloading from the hub: only what is read, whole or refused, continued after an interruption."""
+
+import hashlib
+import json
+import shutil
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError
+from moetool.models import hub as downloads
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.hub import HubName, parse_hub_name, with_revision
+from moetool.models.location import locate, locate_config
+from tests.hub import COMMIT, Hub, running
+
+NAME = "org/small-moe"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, reference: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """With the embedded model in two shards, among files that nobody needs."""
+    folder = tmp_path / "there"
+    shutil.copytree(reference, folder)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for number, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :])):
+        save_file({name: tensors[name] for name in part}, folder / f"model-{number}.safetensors", {"format": "pt"})
+        weight_map |= dict.fromkeys(part, f"model-{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    save_file({"a": torch.zeros(4)}, folder / "consolidated.safetensors")
+    for unwanted in ("pytorch_model.bin", "original/weights.pth", "onnx/model.safetensors", "README.md", "LICENSE.txt"):
+        (folder / unwanted).parent.mkdir(exist_ok=True)
+        (folder / unwanted).write_text("not needed")
+    with running(tmp_path / "cache", monkeypatch) as made:
+        made.folders[NAME] = folder
+        yield made
+
+
+def _downloaded(hub: Hub) -> set[str]:
+    return {path for path, _ in hub.gets}
+
+
+def test_only_the_files_that_are_read_come(hub: Hub, reference: Path) -> None:
+    with Checkpoint.open(NAME) as checkpoint:
+        assert checkpoint.spec.name == "qwen3_moe:small-moe" and checkpoint.name == NAME
+        assert checkpoint.revision == Checkpoint.open(reference).revision
+        assert checkpoint.tokenizer("hello")["input_ids"]
+    weights = {"model-0.safetensors", "model-1.safetensors"}
+    assert weights < _downloaded(hub)
+    assert not {"consolidated.safetensors", "pytorch_model.bin", "original/weights.pth"} & _downloaded(hub)
+    assert not {"onnx/model.safetensors", "README.md", "LICENSE.txt"} & _downloaded(hub)
+    hub.gets.clear()
+    locate(f"{NAME}@{COMMIT}")
+    assert not hub.gets
+
+
+def test_the_config_alone_needs_no_weights(hub: Hub) -> None:
+    checkpoint = Checkpoint.open(NAME, weights=False)
+    assert checkpoint.spec.num_layers and checkpoint.tokenizer is not None
+    assert not any(path.endswith(".safetensors") for path in _downloaded(hub))
+
+
+def test_one_gguf_file_is_asked_for_by_name(hub: Hub) -> None:
+    there = hub.folders[NAME]
+    (there / "config.json").unlink()
+    for quantization in ("Q4", "Q8"):
+        (there / f"m-{quantization}.gguf").write_bytes(quantization.encode() * 1000)
+    assert locate(f"{NAME}/m-Q4.gguf").read_bytes() == b"Q4" * 1000
+    assert _downloaded(hub) == {"m-Q4.gguf"}
+    with pytest.raises(UsageError, match=r"one of 2, such as org/small-moe/m-Q4.gguf, org/small-moe/m-Q8.gguf"):
+        locate(NAME)
+    with pytest.raises(UsageError, match=r"does not name one of its GGUF files"):
+        locate(f"{NAME}/m-Q5.gguf")
+
+
+def test_a_connection_that_breaks_is_continued_where_it_broke(hub: Hub) -> None:
+    hub.breaks["model-1.safetensors"] = [100_000, 50_000]
+    assert Checkpoint.open(NAME).index.tensors
+    assert [first for path, first in hub.gets if path == "model-1.safetensors"] == [0, 100_000, 150_000]
+
+
+def test_the_next_command_continues_what_an_earlier_one_left(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.breaks["model-1.safetensors"] = [100_000, *[0] * 40]
+    with pytest.raises(MoetoolError, match=r"model-1.safetensors broke off at 100.0 kB of .* again to go on") as caught:
+        locate(NAME)
+    assert "\n" not in str(caught.value)
+    hub.breaks.clear()
+    hub.gets.clear()
+    capsys.readouterr()
+    path = locate(NAME)
+    assert [(file, first) for file, first in hub.gets if file.endswith("1.safetensors")] == [
+        ("model-1.safetensors", 100_000)
+    ]
+    assert "100.0 kB of them already here" in capsys.readouterr().err
+    for number in range(2):
+        file = f"model-{number}.safetensors"
+        assert (path / file).read_bytes() == (hub.folders[NAME] / file).read_bytes()
+
+
+def test_bytes_that_are_not_the_hubs_are_never_used(hub: Hub, tmp_path: Path) -> None:
+    hub.spoils.add("model-0.safetensors")
+    with pytest.raises(MismatchError, match=r"model-0.safetensors came with sha256 \w{12}, expected \w{12}"):
+        locate(NAME)
+    hub.spoils.clear()
+    file = locate(NAME) / "model-0.safetensors"
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == file.resolve().name
+
+
+def test_a_disk_that_is_too_small_is_found_before_anything_comes(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(downloads.shutil, "disk_usage", lambda path: usage(0, 0, 1_000_000))
+    with pytest.raises(CapacityError, match=r"org/small-moe needs [\d.]+ MB more on the disk of .* 1.0 MB free"):
+        locate(NAME)
+    assert not any(path.endswith(".safetensors") for path in _downloaded(hub))
+
+
+def test_a_disk_that_fills_up_on_the_way_is_said(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", full)
+    with pytest.raises(CapacityError, match=r"; make room there, or set HF_HOME to a larger disk"):
+        locate(NAME)
+
+
+def test_what_the_hub_refuses_is_one_line_each(hub: Hub) -> None:
+    hub.folders["org/gated"] = hub.folders[NAME]
+    hub.gated.add("org/gated")
+    for model, said in (
+        ("nobody/nothing", "has no such model, or it is private"),
+        ("org/gated", "it is gated; accept its terms at http"),
+        (f"{NAME}@no-such-branch", "it has no revision 'no-such-branch'"),
+    ):
+        for find in (locate, locate_config):
+            with pytest.raises(UsageError) as caught:
+                find(model)
+            assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_without_the_hub_the_cache_is_used(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    path = locate(NAME)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert locate(NAME) == locate(f"{NAME}@{COMMIT}") == path
+    assert "cannot be reached" in capsys.readouterr().err
+    with pytest.raises(MoetoolError, match=r"cannot get 'org/other' .* cannot be reached .*; check the network"):
+        locate("org/other")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert locate(NAME) == path
+    with pytest.raises(UsageError, match=r"cannot get 'org/other' .* HF_HUB_OFFLINE is set: unset it"):
+        locate("org/other")
+    (path / "model-1.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"without model-1.safetensors, and HF_HUB_OFFLINE is set"):
+        locate(NAME)
+
+
+def test_names_on_the_hub() -> None:
+    assert parse_hub_name("a/b") == HubName("a/b", "", "")
+    assert parse_hub_name("a/b@refs/pr/1") == HubName("a/b", "", "refs/pr/1")
+    assert parse_hub_name("a/b/q/c.gguf@v1") == HubName("a/b", "q/c.gguf", "v1")
+    for wrong in ("a", "./a/b", "a/b/c", "/a/b", "a/b@../../x", "a/b@", "a/../c.gguf"):
+        assert parse_hub_name(wrong) is None, wrong
+    assert with_revision("a/b", "v1") == "a/b@v1"
+    with pytest.raises(UsageError, match=r"is for a name on the hub"):
+        with_revision("reference", "v1")
