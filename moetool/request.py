@@ -90,7 +90,8 @@ class Output(NamedTuple):
     """One message of the engine about a request: a token, or the end, or both.
 
     `token` is None only in a message that ends a request without a token (cancelled, error, or max_tokens 0).
-    The end-of-sequence token is reported as a token with finish `stop`.
+    The end-of-sequence token is reported as a token with finish `stop`. `reused` comes with the first token: so many
+    tokens of the prompt were in the KV cache.
     With `return_routes`, `experts_THK` (uint8, or uint16 beyond 256 experts; all layers, zeros in dense ones) are those
     of the tokens forwarded since the last output: the prompt's with the first token, then one row a token.
     """
@@ -101,6 +102,7 @@ class Output(NamedTuple):
     finish: Finish | None = None
     error: str | None = None
     experts_THK: Any = None
+    reused: int = 0
 
 
 Sink = Callable[[Output], None]

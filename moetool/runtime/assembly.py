@@ -61,6 +61,8 @@ class ServeOptions:
         kv_tokens: tokens that the KV cache holds, over all requests; the longest context of one.
         prefill_chunk: prompt tokens of one forward at most. A longer prompt takes several forwards, and each of them
             may need every expert.
+        prefix_caching: keep the KV cache of earlier prompts and answers while nothing else needs the room, and forward
+            only what of a new prompt differs from them.
         max_requests: requests that are forwarded together; the rest queue. 0 chooses 8 where not every expert has a
             slot, because each request more needs more experts at once; where all have one, up to 64, those beyond 8
             as far as the KV cache holds all of them at their full length.
@@ -84,6 +86,7 @@ class ServeOptions:
     dtype: str = "float32"
     kv_tokens: int = 4096
     prefill_chunk: int = 512
+    prefix_caching: bool = True
     max_requests: int = 0
     io_threads: int = 2
     threads: int = 0
@@ -225,6 +228,7 @@ def _batcher(loaded: LoadedModel, options: ServeOptions, *, resident: bool) -> B
         kv_tokens=options.kv_tokens,
         max_batch_tokens=max(options.prefill_chunk, most),
         unreserved=None if options.max_requests else _FEW_REQUESTS,
+        prefix_caching=options.prefix_caching,
     )
 
 

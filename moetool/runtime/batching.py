@@ -26,6 +26,7 @@ from moetool.runtime.decoding import (
     score_prompt,
 )
 from moetool.runtime.paged_attention import SequenceEnds, no_mask, paged_attention
+from moetool.runtime.prefix_pages import PrefixPages
 from moetool.runtime.sampling import Sampler
 from moetool.types import ForwardInfo, Phase
 
@@ -38,6 +39,7 @@ class _Request:
     prompt: list[int]
     params: SamplingParams
     done: int = 0  # new tokens that were reported
+    reused: int | None = None  # tokens of the prompt whose pages were there
     admitted: bool = False  # handed to the manager
 
     @property
@@ -58,6 +60,8 @@ class Batcher:
         max_batch_tokens: tokens of one forward; longer prompts arrive in chunks.
         unreserved: so many requests are let in however long they may get: where the KV cache turns out too small, one
             of them begins again. More than these only as far as it holds all at their full length.
+        prefix_caching: keep the pages of requests that have ended, and forward only what of a prompt has no page yet.
+            It has no effect where some layers have a sliding window.
 
     Attributes:
         kv_tokens: tokens that the KV cache holds.
@@ -77,6 +81,7 @@ class Batcher:
         kv_tokens: int,
         max_batch_tokens: int = 512,
         unreserved: int | None = None,
+        prefix_caching: bool = False,
     ) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, ContinuousBatchingConfig, GenerationConfig
 
@@ -98,7 +103,7 @@ class Batcher:
             max_batch_tokens=max_batch_tokens,
             max_requests_per_batch=max_requests,
             max_blocks_per_request=0,
-            allow_block_sharing=False,  # a shared prefix would not be forwarded, so its routing would go unseen
+            allow_block_sharing=prefix_caching,
             use_cuda_graph=False,
             use_async_batching=False,
             auto_switch_to_flash=False,  # looking for kernels may ask the hub
@@ -130,6 +135,11 @@ class Batcher:
     def waiting(self) -> int:
         """Requests that wait for one."""
         return len(self._requests) - self.running
+
+    @property
+    def evicted_pages(self) -> int:
+        """Pages of earlier requests that others needed."""
+        return self._pages.evicted
 
     @property
     def idle(self) -> bool:
@@ -173,6 +183,7 @@ class Batcher:
         prepared = False
         try:
             self._admit()
+            self._pages.begin_forward()
             prepared = self.processor.prepare_next_batch()
             self._leaving.clear()
             if not prepared:
@@ -221,6 +232,11 @@ class Batcher:
             num_inside += 1
             free_pages -= request.num_pages
 
+    def _may_reuse(self, name: str) -> bool:
+        """Whether a request may begin with pages that are there: one that wants its routes has to be forwarded."""
+        found = self._requests.get(int(name))
+        return found is not None and not found.params.return_routes
+
     def _build(self) -> None:
         from transformers.generation.continuous_batching.cb_logits_processors import (
             ContinuousBatchingLogitsProcessorList,
@@ -239,6 +255,7 @@ class Batcher:
             self._restore()
             raise UsageError(f"transformers cannot batch {type(self.model).__name__} continuously: {error}") from error
         self._manager.batch_processor = self.processor
+        self._pages = PrefixPages(self.processor.cache, self._may_reuse)
         self._leaving.clear()
         self.kv_tokens = int(self.processor.cache.num_blocks) * PAGE_TOKENS
         self.kv_bytes = int(self.processor.cache.cache_tensor.numel())
@@ -271,16 +288,18 @@ class Batcher:
     def _report(self, request: int, result: Any) -> Output:
         state = self._requests[request]
         if why := self._sampler.broken(str(request)):
+            self._pages.forget(str(request))
             self.cancel(request)
             return Output(request, None, finish="error", error=why)
         token = int(result.generated_tokens[-1])
         state.done += 1
+        reused = (state.reused or 0) if state.done == 1 else 0
         logprob = self._sampler.take(str(request), token)
         finish = finish_of(token, state.done, state.params, self._eos)
         if finish is not None:
             del self._requests[request]
             self._sampler.remove(str(request))
-        return Output(request, token, logprob, finish)
+        return Output(request, token, logprob, finish, reused=reused)
 
     def _before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if self.processor is None or "cache" not in kwargs:
@@ -290,7 +309,10 @@ class Batcher:
         iteration_T: list[int] = []
         for future in self.processor.inputs_and_outputs.requests_in_batch:
             request = int(future.state.request_id)
-            iteration = self._requests[request].done
+            found = self._requests[request]
+            if found.reused is None:
+                found.reused = int(future.state.position_offset) - future.query_length
+            iteration = found.done
             request_T += [request] * future.query_length
             # No token yet since the request was (re)started: a request whose KV was dropped for want of room is
             # forwarded again from its beginning, as a prompt.

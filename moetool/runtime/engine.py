@@ -100,7 +100,7 @@ class Engine:
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._forwards = self._failures = self._prompt_tokens = self._new_tokens = 0
+        self._forwards = self._failures = self._prompt_tokens = self._reused_tokens = self._new_tokens = 0
         self._forward_seconds = 0.0
         self._forward_began: float | None = None
         self._dense_bytes = sum(tensor.nbytes for tensor in loaded.model.parameters() if not tensor.is_meta)
@@ -232,6 +232,7 @@ class Engine:
             "queue_running": self.batcher.running,
             "queue_waiting": max(0, len(self._sinks) - self.batcher.running),
             "tokens_prompt": self._prompt_tokens,
+            "tokens_reused": self._reused_tokens,
             "tokens_generated": self._new_tokens,
             "forwards": self._forwards,
             "failures": self._failures,
@@ -261,7 +262,11 @@ class Engine:
             "forward_seconds": self._forward_seconds,
             "forwards": self._forwards,
             "failures": self._failures,
-            "tokens": {"prompt": self._prompt_tokens, "generated": self._new_tokens},
+            "tokens": {
+                "prompt": self._prompt_tokens,
+                "reused": self._reused_tokens,
+                "generated": self._new_tokens,
+            },
             "expert_bytes": {"stored": self.spec.slot_bytes, "slot": self.store.files.slot_bytes},
             "memory_bytes": {
                 "dense": self._dense_bytes,
@@ -290,6 +295,7 @@ class Engine:
         self._after_forward(failed, ended={output.request for output in outputs if output.finish is not None})
         for output in outputs:
             self._new_tokens += output.token is not None
+            self._reused_tokens += output.reused
             self._deliver(output)
         self._require_unchanged()
         if self._save is not None and time.monotonic() - self._saved > SAVE_SECONDS:

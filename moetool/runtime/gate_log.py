@@ -4,6 +4,9 @@
 failed: that one leaves no rows, though decisions were taken in it. The manifest counts such forwards. Under a policy
 that routes, the experts are those that the router chose, and a replay puts the same ones in their place.
 
+Tokens of a prompt that were in the KV cache are not forwarded and have no rows: the first row of a request has the
+position after them. The manifest counts them.
+
 The trace can be read at any time, and what a killed server leaves is read in the same way: it ends with the newest
 segment (`moetool.trace.segments`), and its manifest holds the digest of the decisions up to there.
 """
@@ -69,6 +72,8 @@ class ServeLog:
         self._batch: Batch | None = None
         self._digest = DecisionDigest()
         self._failed_forwards = 0
+        self._reused_tokens = 0
+        self._unseen: set[int] = set()  # requests that have had no forward
 
     @property
     def path(self) -> Path:
@@ -110,10 +115,15 @@ class ServeLog:
         """Take in a request."""
         assert self._writer is not None
         self._writer.add_request(request, prompt_tokens)
+        self._unseen.add(request)
 
     def begin_forward(self, batch: Batch) -> None:
         """A forward begins."""
         self._batch = batch
+        for request, position in zip(batch.info.request_T, batch.info.position_T, strict=True):
+            if request in self._unseen:
+                self._unseen.discard(request)
+                self._reused_tokens += position
 
     def on_step(self, forward: int, layer: int, step: Step) -> None:
         """A decision was taken."""
@@ -141,6 +151,7 @@ class ServeLog:
         """The policy has been told that a request has ended."""
         assert self._writer is not None
         self._writer.end_request(request)
+        self._unseen.discard(request)
 
     def status(self) -> SegmentStatus:
         """What became of the rows so far."""
@@ -161,7 +172,11 @@ class ServeLog:
             writer.close(self._decided())
 
     def _decided(self) -> dict[str, Any]:
-        return {"decisions": self._digest.hexdigest(), "failed_forwards": self._failed_forwards}
+        return {
+            "decisions": self._digest.hexdigest(),
+            "failed_forwards": self._failed_forwards,
+            "reused_tokens": self._reused_tokens,
+        }
 
 
 def _left_open(out: Path) -> bool:

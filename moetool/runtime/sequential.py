@@ -33,7 +33,13 @@ def one_at_a_time(config: Any) -> bool:
 
 
 def open_batcher(
-    model: Any, *, max_requests: int, kv_tokens: int, max_batch_tokens: int = 512, unreserved: int | None = None
+    model: Any,
+    *,
+    max_requests: int,
+    kv_tokens: int,
+    max_batch_tokens: int = 512,
+    unreserved: int | None = None,
+    prefix_caching: bool = False,
 ) -> "Batcher | Sequential":
     """The batcher that the model's family can be served by; arguments as for `Batcher`."""
     if one_at_a_time(model.config.get_text_config()):
@@ -44,6 +50,7 @@ def open_batcher(
         kv_tokens=kv_tokens,
         max_batch_tokens=max_batch_tokens,
         unreserved=unreserved,
+        prefix_caching=prefix_caching,
     )
 
 

@@ -33,6 +33,7 @@ class AccessRecord:
         status: of the response; 499 where the client went before there was one.
         seconds: from the request's head to the end of its response.
         prompt_tokens: over all prompts.
+        reused_tokens: of them, those that were in the KV cache.
         generated_tokens: over all choices.
         first_token_s: until the first token of any choice.
         error: why a stream that had begun ended early.
@@ -45,6 +46,7 @@ class AccessRecord:
     status: int = 499
     seconds: float = 0.0
     prompt_tokens: int | None = None
+    reused_tokens: int | None = None
     generated_tokens: int | None = None
     first_token_s: float | None = None
     error: str | None = None

@@ -274,7 +274,7 @@ async def _collect(exchange: Exchange, reply: Reply) -> dict[str, Any]:
     pieces: list[list[TextPiece]] = [[] for _ in exchange.choices]
     async for index, piece in exchange.pieces():
         pieces[index].append(piece)
-    return reply.whole(pieces, exchange.num_tokens)
+    return reply.whole(pieces, exchange.num_tokens, exchange.num_reused)
 
 
 async def _events(exchange: Exchange, reply: Reply, *, include_usage: bool) -> AsyncIterator[str]:
@@ -291,7 +291,7 @@ async def _events(exchange: Exchange, reply: Reply, *, include_usage: bool) -> A
             for choice in reply.deltas(index, piece):
                 yield _dump(reply.chunk([choice]) | no_usage)
         if include_usage:
-            yield _dump(reply.chunk([]) | {"usage": reply.usage(exchange.num_tokens)})
+            yield _dump(reply.chunk([]) | {"usage": reply.usage(exchange.num_tokens, exchange.num_reused)})
         yield "[DONE]"
     except MoetoolError as error:
         exchange.record.error = str(error)

@@ -63,12 +63,14 @@ class Choice:
     Attributes:
         tokens: generated, with those that a stop string cut off.
         experts: of the tokens that were forwarded, where the job asks for them: arrays [T, H, K], one after the other.
+        reused: tokens of its prompt that were in the KV cache.
         finished: no more messages are wanted.
     """
 
     def __init__(self, job: Job, vocabulary: Vocabulary, stops: Sequence[str]) -> None:
         self.tokens: list[int] = []
         self.experts: list[np.ndarray] = []
+        self.reused = 0
         self.finished = False
         self._detokenizer = vocabulary.detokenizer(vocabulary.special - job.shown)
         self._stops = StopStrings(stops)
@@ -97,6 +99,7 @@ class Choice:
             self.tokens.append(output.token)
             if output.experts_THK is not None:
                 self.experts.append(output.experts_THK)
+            self.reused += output.reused
             # The token that ends a sequence is no part of its text, whether or not the tokenizer calls it special.
             if output.finish != "stop":
                 if self._wants_logprobs:
@@ -162,6 +165,14 @@ class Exchange:
         """Tokens generated, over all choices."""
         return sum(choice.num_tokens for choice in self.choices)
 
+    @property
+    def num_reused(self) -> int:
+        """Prompt tokens that were in the KV cache; of several choices of one prompt the least counts."""
+        least: dict[int, int] = {}
+        for job, choice in zip(self.jobs, self.choices, strict=True):
+            least[id(job.prompt)] = min(choice.reused, least.get(id(job.prompt), choice.reused))
+        return sum(least.values())
+
     def submit(self, index: int) -> bool:
         """Hand a choice to the engine; gives whether it was taken. One that is not ends with an error."""
         job = self.jobs[index]
@@ -204,6 +215,7 @@ class Exchange:
         """Take back what waits, and cancel in the engine what is unfinished."""
         self._timer.cancel()
         self.record.generated_tokens = self.num_tokens
+        self.record.reused_tokens = self.num_reused
         self._frontend.forget(self)
         for index, request in self._ids.items():
             if not self.choices[index].finished:

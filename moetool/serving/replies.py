@@ -39,21 +39,23 @@ class Reply(ABC):
         self.num_prompt_tokens = num_prompt_tokens
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, pieces: Sequence[Sequence[TextPiece]], num_generated: int) -> Json:
+    def whole(self, pieces: Sequence[Sequence[TextPiece]], num_generated: int, num_reused: int) -> Json:
         """The answer of a request that does not stream, from the pieces of each choice."""
         choices = [self.choice(index, _join([self.prelude(index), *parts])) for index, parts in enumerate(pieces)]
-        return {**self._head, "object": self.object, "choices": choices, "usage": self.usage(num_generated)}
+        usage = self.usage(num_generated, num_reused)
+        return {**self._head, "object": self.object, "choices": choices, "usage": usage}
 
     def chunk(self, choices: list[Json]) -> Json:
         """One event of a stream."""
         return {**self._head, "object": self.chunk_object, "choices": choices}
 
-    def usage(self, num_generated: int) -> Json:
-        """The token counts."""
+    def usage(self, num_generated: int, num_reused: int) -> Json:
+        """The token counts; `num_reused` of the prompt were in the KV cache."""
         counts = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": num_generated,
             "total_tokens": self.num_prompt_tokens + num_generated,
+            "prompt_tokens_details": {"cached_tokens": num_reused},
         }
         return counts | ({"dropped_messages": self.num_dropped} if self.num_dropped else {})
 

@@ -1,0 +1,107 @@
+"""Prefix caching over the paged KV cache: pages of earlier prompts and answers, least recently used out first.
+
+transformers shares pages whose tokens, and all tokens before them, are the same. It keeps those that no request uses
+until memory runs short, and then drops all of them; here it drops as many as are needed.
+"""
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger
+
+
+class PrefixPages:
+    """Makes a paged cache of transformers evict unused pages one at a time.
+
+    Args:
+        cache: made with `allow_block_sharing`.
+        may_reuse: whether a request, by its name, may begin with pages that are there.
+
+    Attributes:
+        active: whether the cache shares pages: it does where every layer attends to the whole context.
+        evicted: pages so far.
+    """
+
+    def __init__(self, cache: Any, may_reuse: Callable[[str], bool]) -> None:
+        self.active = bool(cache.use_prefix_sharing)
+        self.evicted = 0
+        self._may_reuse = may_reuse
+        self._cache = cache
+        if not self.active:
+            return
+        (self._allocator,) = cache.cache_allocators.values()
+        self._ledger = _Ledger()
+        self._allocator.ledger = self._ledger
+        self._store, self._free_share = cache.can_store_request_tokens, cache.compute_free_capacity
+        self._match = cache.search_prefix_match
+        cache.search_prefix_match = self._search
+        cache.can_store_request_tokens = self._make_room
+        cache.compute_free_capacity = self._free_capacity
+
+    @property
+    def unused(self) -> int:
+        """Pages that are kept for prompts to come."""
+        return len(self._ledger.cached_blocks) if self.active else 0
+
+    def begin_forward(self) -> None:
+        """What is released from now on counts as used later than what was released before."""
+        if self.active:
+            self._ledger.clock += 1
+
+    def forget(self, request: str) -> None:
+        """Drop the pages of a request whose values may be wrong, except those that others use."""
+        if self.active:
+            self._cache.free_blocks(request, no_cache=True)
+
+    def _search(self, request: str, prompt: list[int]) -> int:
+        """`PagedAttentionCache.search_prefix_match`, for those that may."""
+        matched: int = self._match(request, prompt) if self._may_reuse(request) else 0
+        return matched
+
+    def _make_room(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        """`PagedAttentionCache.can_store_request_tokens`, which may evict."""
+        if self._store(state, request_len, dry_run):
+            return True
+        pool, index = self._cache.pool, self._allocator.index
+        free = pool.count_free_blocks(index) + pool.num_free_sectors * self._allocator.blocks_per_sector
+        missing = self._allocator.needs_new_blocks(state.request_id, state.current_len(), request_len) - free
+        if dry_run or missing > self.unused:
+            return False
+        victims = self._ledger.evict(missing)
+        self.evicted += len(victims)
+        pool.free_blocks(index, victims)
+        stored: bool = self._store(state, request_len)
+        return stored
+
+    def _free_capacity(self, relative: bool = True) -> float:
+        """`PagedAttentionCache.compute_free_capacity`, pages that may be evicted included."""
+        unused_bytes = self.unused * self._allocator.bytes_per_block
+        total_bytes = self._cache.num_sectors * self._cache.bytes_per_sector
+        return float(self._free_share(relative) + unused_bytes / (total_bytes if relative else 1))
+
+
+class _Ledger(BlockLedger):
+    """transformers' account of pages; knows in which order the unused ones were used last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = 0
+        self._order: dict[int, tuple[int, int]] = {}
+        self._released = 0
+
+    def release(self, block_id: int, no_cache: bool = False) -> bool:
+        freed: bool = super().release(block_id, no_cache)
+        self._released += 1
+        if block_id in self.cached_blocks:
+            # A request releases its pages from the first to the last; the last is of no use without those before it.
+            self._order[block_id] = (self.clock, -self._released)
+        return freed
+
+    def evict(self, count: int) -> list[int]:
+        """Forget so many unused pages."""
+        victims = heapq.nsmallest(count, self.cached_blocks, key=self._order.__getitem__)
+        for block in victims:
+            del self.cached_blocks[block], self._order[block]
+            del self.hash_to_block[self.block_to_hash.pop(block)]
+        return victims
