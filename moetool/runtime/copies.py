@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from moetool.errors import CapacityError, first_line
+from moetool.models.huge_pages import ask_for_huge_pages
 
 ALIGNMENT = 256
 """Of every expert in memory, on every device: kernels are chosen by it, and may add in another order if it differs."""
@@ -179,7 +180,10 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Aligned memory; the few bytes that aligning takes come on top."""
     try:
         # Zeros and not just room: what a budget takes is taken now, and no load pays for the first touch of a page.
-        memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device).zero_()
+        memory = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            ask_for_huge_pages(memory)
+        memory.zero_()
     except RuntimeError as error:
         raise CapacityError(
             f"{device} does not have {num_bytes:,} bytes for experts ({first_line(error)}); set a smaller "

@@ -1,4 +1,4 @@
-"""Products of few rows: the compiled kernel beside torch's product and oneDNN's prepacked one, and the memory's speed.
+"""Products of few rows: the compiled kernel beside torch's and oneDNN's prepacked product, without and with huge pages.
 
 pytest tests/bench/test_row_products.py -m slow -s
 """
@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moetool.models.row_products import MAX_ROWS, products
+from moetool.models.huge_pages import ask_for_huge_pages
+from moetool.models.row_products import products
 
 NUM_EXPERTS, OUTPUTS, INPUTS = 96, 1536, 2048  # gate and up of Qwen3-30B-A3B: 600 MB, more than any cache
 TOP_K, ROUNDS = 8, 30
@@ -28,15 +29,18 @@ def _median_s(run: Callable[[list[int]], object]) -> float:
 
 
 @pytest.mark.slow
-def test_bandwidth_of_few_rows() -> None:
+@pytest.mark.parametrize("huge", [False, True])
+def test_bandwidth_of_few_rows(huge: bool) -> None:
     torch.manual_seed(0)
     pool = torch.randn(NUM_EXPERTS, OUTPUTS, INPUTS).mul_(0.02).bfloat16()
+    if huge and not ask_for_huge_pages(pool, collapse=True):
+        pytest.skip("the system gives no huge pages")
     weights = list(pool)
     num_bytes = TOP_K * OUTPUTS * INPUTS * 2
-    print(f"\n{torch.get_num_threads()} threads, GB/s of weights, median of {ROUNDS}")
+    print(f"\n{torch.get_num_threads()} threads, huge pages {huge}, GB/s of weights, median of {ROUNDS}")
     print("rows  kernel  torch  oneDNN prepacked")
     packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 1) for weight in weights]
-    for num_rows in (MAX_ROWS, 2 * MAX_ROWS, 4 * MAX_ROWS):
+    for num_rows in (1, 2, 3, 4, 8):
         x = torch.randn(num_rows, INPUTS).bfloat16()
 
         def kernel(experts: list[int], x: torch.Tensor = x) -> object:

@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from moetool.models import row_products
-from moetool.models.row_products import MAX_ROWS, RowLinear, adopt, multiplies, products, takes
+from moetool.models.huge_pages import ask_for_huge_pages
+from moetool.models.row_products import (
+    MAX_ROWS,
+    RowLinear,
+    RowsOf,
+    adopt,
+    multiplies,
+    products,
+    scattered_products,
+    takes,
+)
 
 
 def _weights(count: int, rows: int = 512, columns: int = 576) -> list[torch.Tensor]:
@@ -43,6 +53,23 @@ def test_a_row_has_the_same_bits_in_any_company_and_with_any_number_of_threads()
                 assert torch.equal(alone, output)
     finally:
         torch.set_num_threads(before)
+
+
+def test_rows_are_taken_from_and_written_to_the_places_that_jobs_name() -> None:
+    first, second = _weights(2)
+    x = _rows(3)
+    jobs = [RowsOf(first, [2, 0], [0, 3]), RowsOf(second, [1, 2, 2], [4, 1, 2])]
+    made = scattered_products(x, jobs, 5)
+    expected = [(first, 2), (second, 2), (second, 2), (first, 0), (second, 1)]
+    for output, (weight, source) in zip(made, expected, strict=True):
+        assert torch.equal(output, products([x[source : source + 1]], [weight])[0][0])
+
+
+def test_weights_keep_their_values_in_huge_pages() -> None:
+    weight = torch.arange(2**22, dtype=torch.float32)
+    ask_for_huge_pages(weight, collapse=True)
+    assert torch.equal(weight, torch.arange(2**22, dtype=torch.float32))
+    assert not ask_for_huge_pages(weight[:4])  # holds no whole page
 
 
 def test_what_the_kernel_does_not_take_is_left_to_torch() -> None:
