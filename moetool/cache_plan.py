@@ -58,6 +58,8 @@ class CachePlan:
         policy: name of the cache policy.
         options: values of the policy's `Options`.
         slots: expert slots of the pool.
+        layer_slots: slots that each layer is guaranteed (`moetool.caching._residency.Residency`); none: one pool for
+            all layers.
         pinned: (layer, expert) of experts that never leave the device.
         prefetch_distance: how many layers ahead the policy prefetches (0: nothing).
         limits: of prefetching; None: none.
@@ -86,6 +88,7 @@ class CachePlan:
     policy: str
     options: dict[str, Any]
     slots: int
+    layer_slots: tuple[int, ...] = ()
     pinned: tuple[tuple[int, int], ...] = ()
     prefetch_distance: int
     limits: PrefetchLimits | None = None
@@ -127,6 +130,11 @@ class CachePlan:
         check.require_plain("options", self.options)
         check.require_whole("options.distance", getattr(options, "distance", 0), 0)
         check.require_whole("slots", slots, 1, spec.total_experts)
+        if self.layer_slots:
+            check.require_whole("layer_slots: layers", len(self.layer_slots), spec.num_layers, spec.num_layers)
+            for layer, (own, size) in enumerate(zip(self.layer_slots, spec.num_experts_L, strict=True)):
+                check.require_whole(f"layer_slots.{layer}", own, 1, size)
+            check.require_whole("layer_slots: in all", sum(self.layer_slots), 1, slots - len(self.pinned))
         check.require_whole("prefetch_distance", self.prefetch_distance, 0, check.MAX_LAYERS)
         check.require_whole("pinned: experts", len(self.pinned), 0, slots - 1)
         for i, (layer, expert) in enumerate(self.pinned):

@@ -14,7 +14,7 @@ import numpy as np
 from moetool.cache_plan import PrefetchLimits
 from moetool.caching._policy import MIN_SLOTS, Policy, SharedPredictor, build_policy
 from moetool.caching._residency import Counts, Residency, Step, StepKind
-from moetool.errors import CapacityError
+from moetool.errors import CapacityError, UsageError
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 Sink = Callable[[int, int, Step], None]
@@ -223,6 +223,7 @@ def open_pool(
     capacity_bytes: Sequence[int] | None = None,
     pinned: Collection[int] = (),
     limits: PrefetchLimits | None = None,
+    layer_slots: Sequence[int] = (),
 ) -> Pool:
     """The pool that these policies decide about, one for each device.
 
@@ -231,10 +232,13 @@ def open_pool(
         pinned: keys, each for its own device.
         limits: of prefetching, for all devices together: the bytes of a forward are shared out evenly, and recall is
             each device's own.
+        layer_slots: as for `Residency`.
 
-    Raises: as for `Residency`.
+    Raises: as for `Residency`; UsageError where several devices share the model and layers have slots of their own.
     """
     count = len(policies)
+    if layer_slots and count > 1:
+        raise UsageError(f"layers have slots of their own on one device only, and {count} share the model")
     if limits is not None and limits.forward_bytes is not None:
         limits = replace(limits, forward_bytes=limits.forward_bytes // count)
     residencies = [
@@ -245,6 +249,7 @@ def open_pool(
             pinned=[key for key in pinned if key % count == device],
             limits=limits,
             share=(device, count),
+            layer_slots=layer_slots,
         )
         for device, policy in enumerate(policies)
     ]

@@ -4,7 +4,7 @@ A policy says what to prefetch, in which order to load misses and whom to evict;
 answers into programs. It gets Python integers: an expert is one key, `ModelSpec.expert_key(layer, expert)`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
 import numpy as np
@@ -136,6 +136,15 @@ class Policy:
     def evict(self, locked: Collection[int]) -> int:
         """The resident to give up for a demand load; never one of `locked`. It is given up: `removed` follows."""
         raise NotImplementedError
+
+    def evict_among(self, candidates: Collection[int], residents: Set[int]) -> int:
+        """The one of `candidates` to give up for a demand load, where layers have slots of their own.
+
+        Args:
+            candidates: residents that may go; never empty.
+            residents: all of them but the pinned ones.
+        """
+        return self.evict(residents - set(candidates))
 
     def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
         """The resident to give up for prefetching `key`, or None if `key` is worth none of them."""

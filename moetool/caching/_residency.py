@@ -10,14 +10,14 @@ Pinned experts have slots of their own for good, and the policy never hears of t
 Where devices share a model (`moetool.caching._devices`), each has a `Residency` of its own, which deals with its
 experts only.
 
-A slot holds any expert of the model. A pool in bytes, for replay only, holds as many experts as their own sizes
-allow: a slot is then no more than the number of a place.
+A slot holds any expert of the model, unless layers have slots of their own (`layer_slots`). A pool in bytes, for
+replay only, holds as many experts as their own sizes allow: a slot is then no more than the number of a place.
 
 A `moetool.caching._policy.Policy` says what to prefetch, in which order to load misses and whom to evict.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -106,6 +106,9 @@ class Residency:
         limits: of prefetching.
         sink: is given every step with its forward and layer (-1 before the first), for logs and comparisons.
         capacity_bytes: makes it a pool in bytes; at least `num_slots` of the largest expert.
+        layer_slots: slots that each layer is guaranteed. A layer may use slots beyond them as long as no other layer
+            claims its own; then it is the layers beyond their guarantee that give experts up. Empty: one pool for all.
+            Where they add up to the pool, each layer has a pool of its own once all of them are full.
         share: (g, n): the device g of n. It computes and loads the experts whose key is g modulo n and no others. The
             policy hears of the whole event, since what it foretells may rest on all of the route, and may ask for what
             it likes: what is another device's is passed over. Its hits and misses are this device's.
@@ -126,6 +129,7 @@ class Residency:
         pinned: Collection[int] = (),
         limits: PrefetchLimits | None = None,
         share: tuple[int, int] = (0, 1),
+        layer_slots: Sequence[int] = (),
     ) -> None:
         if policy.num_slots < MIN_SLOTS:
             raise CapacityError(
@@ -148,6 +152,11 @@ class Residency:
         # One arithmetic for both kinds of pool: an expert takes its layer's size, which is 1 where it takes a slot.
         spec = policy.spec
         self._stride = spec.num_experts
+        if layer_slots:
+            assert capacity_bytes is None and share == (0, 1) and len(layer_slots) == spec.num_layers
+            assert min(layer_slots) >= 1 and sum(layer_slots) <= policy.num_slots
+        self._layer_slots = tuple(layer_slots)
+        self._resident_L: list[dict[int, None]] = [{} for _ in layer_slots]  # without the pinned
         if capacity_bytes is None:
             self._capacity, self._size_L = policy.num_slots, (1,) * spec.num_layers
             places = policy.num_slots
@@ -240,12 +249,12 @@ class Residency:
         wanted: set[int] = set()
         while to_load or to_compute:
             while to_load and not (policy.in_order and to_compute):
-                if (len(locked) + 1) * size > self._capacity:
-                    break  # the pool is full of experts that wait to be computed
+                if self._full_of(locked, event.layer, size):
+                    break  # of experts that wait to be computed
                 key = to_load.popleft()
                 evicted = -1
                 while self._room < size:
-                    evicted = policy.evict(locked)
+                    evicted = self._victim(locked, event.layer)
                     self._give_up(evicted, locked)
                 slot = self._place(key, size, prefetched=False)
                 steps.append(Step(StepKind.LOAD, key, slot, evicted))
@@ -316,6 +325,8 @@ class Residency:
             kept = locked | wanted
             evicted: int | None = -1
             while self._room < size and evicted is not None:
+                if self._layer_slots:
+                    kept = set(self._residents()) - set(self._candidates(kept, key // self._stride))
                 if len(kept) >= len(self.slot_of) - len(self._pinned):
                     return  # until another expert of the event is computed
                 # Where one has gone for it already, in a pool in bytes, it is worth the rest too.
@@ -332,6 +343,28 @@ class Residency:
             steps.append(Step(kind, key, slot, evicted))
             self._unused.add(key)
             self._counts.prefetch_loads += 1
+
+    def _residents(self) -> Set[int]:
+        return self.slot_of.keys() - self._pinned.keys()
+
+    def _full_of(self, locked: Collection[int], layer: int, size: int) -> bool:
+        """Whether nothing can go for another expert of the layer."""
+        if not self._layer_slots:
+            return (len(locked) + 1) * size > self._capacity
+        return self._room < size and not self._candidates(locked, layer)
+
+    def _victim(self, locked: Collection[int], layer: int) -> int:
+        if not self._layer_slots:
+            return self.policy.evict(locked)
+        return self.policy.evict_among(self._candidates(locked, layer), self._residents())
+
+    def _candidates(self, locked: Collection[int], layer: int) -> list[int]:
+        """Residents that may go for an expert of `layer`: those of layers beyond their guarantee, or at it, its own."""
+        found: list[int] = []
+        for other, residents in enumerate(self._resident_L):
+            if len(residents) > self._layer_slots[other] - (other == layer):
+                found += [key for key in residents if key not in locked]
+        return found
 
     def _renew_limits(self) -> None:
         """A forward begins: renew its bytes, and stop or try again by what became of the last prefetches."""
@@ -351,6 +384,8 @@ class Residency:
         self._room -= size
         slot = self._free.pop()  # that of the last one given up, if any was
         self.slot_of[key] = slot
+        if self._layer_slots:
+            self._resident_L[key // self._stride][key] = None
         self.policy.admit(key, prefetched)
         return slot
 
@@ -358,6 +393,8 @@ class Residency:
         if key in locked:
             raise ValueError(f"{type(self.policy).__module__} gave up expert {key}, which is still needed")
         self._free.append(self.slot_of.pop(key))
+        if self._layer_slots:
+            del self._resident_L[key // self._stride][key]
         self._room += self._size_L[key // self._stride]
         if key in self._unused:
             self._unused.discard(key)

@@ -1,6 +1,6 @@
-"""LFU: one pool for all layers, and the least often used expert goes first."""
+"""LFU: the least often used expert goes first."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from typing import Any
@@ -68,6 +68,9 @@ class Policy(policy.Policy):
                 for entry in held:
                     heappush(heap, entry)
                 return key
+
+    def evict_among(self, candidates: Collection[int], residents: Set[int]) -> int:
+        return min(candidates, key=lambda key: self._uses.get(key, (0, 0)))
 
     def _use(self, key: int) -> None:
         self._time += 1

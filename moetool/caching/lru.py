@@ -1,7 +1,7 @@
-"""LRU: one pool for all layers, and the least recently used expert goes first."""
+"""LRU: the least recently used expert goes first."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,24 +17,29 @@ class Options:
 class Policy(policy.Policy):
     """Evicts the expert whose last use is longest ago; loads on demand.
 
-    At batch 1 with at most (L-1)*K slots it hits nothing: before an expert comes round again, the other layers
-    have used that many others.
+    In one pool for all layers, at batch 1 with at most (L-1)*K slots, it hits nothing: before an expert comes round
+    again, the other layers have used that many others.
     """
 
     def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
-        self._order: OrderedDict[int, None] = OrderedDict()  # the residents, least recently used first
+        self._order: OrderedDict[int, int] = OrderedDict()  # residents, least recently used first, by time of use
+        self._time = 0
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
         for key in hits:
             self._order.move_to_end(key)
+            self._order[key] = self._time = self._time + 1
         return misses
 
     def admit(self, key: int, prefetched: bool) -> None:
-        self._order[key] = None
+        self._order[key] = self._time = self._time + 1
 
     def removed(self, key: int) -> None:
         del self._order[key]
 
     def evict(self, locked: Collection[int]) -> int:
         return next(key for key in self._order if key not in locked)
+
+    def evict_among(self, candidates: Collection[int], residents: Set[int]) -> int:
+        return min(candidates, key=self._order.__getitem__)

@@ -54,6 +54,13 @@ def plan_cache(
     draw: Annotated[
         Path | None, typer.Option(help="Draw that frontier of memory and latency: a .svg, .png or .pdf file.")
     ] = None,
+    pool: Annotated[
+        str,
+        typer.Option(
+            help="Form of the pool: one for all layers, or slots for each layer: layer (the same number), mixed (half "
+            "of that), reuse (by the hits they bring); auto: the best of them."
+        ),
+    ] = "auto",
     tune: Annotated[
         bool, typer.Option("--tune", help="Try prefetch distances, pinned experts and limits of prefetching too.")
     ] = False,
@@ -104,7 +111,7 @@ def plan_cache(
         DeviceBudget(
             parse_bytes(device_memory), dense, kv, options.kv_tokens, options.dtype, slot_bytes(checkpoint, options)
         ),
-        CacheSearch(profile=costs, timeline=timeline, target_tpot_s=target_s, frontier=frontier, tuned=tune),
+        CacheSearch(profile=costs, timeline=timeline, target_tpot_s=target_s, frontier=frontier, pool=pool, tuned=tune),
         NO_PREDICTOR if predictor is None else PlanPredictor.load(predictor, source),
     )
     plan.save(out)

@@ -26,7 +26,11 @@ def replay(
     profile: ProfileFile = None,
     order: Annotated[str, typer.Option(help="auto, sequential (one request after the other) or recorded.")] = "auto",
     pool: Annotated[
-        str, typer.Option(help="slots (each for any expert), bytes, or auto: bytes for imported traces.")
+        str,
+        typer.Option(
+            help="One pool for all layers: slots, or bytes for experts of several sizes (auto: bytes for imported "
+            "traces). layer: the same slots for each layer; mixed: half of the slots."
+        ),
     ] = "auto",
     settings: Annotated[
         list[str],

@@ -13,6 +13,7 @@ import torch
 from moetool import durable
 from moetool.cache_plan import CachePlan, PrefetchLimits
 from moetool.caching._devices import Learners, Pool, build_policies, open_pool, split_slots, without_pinned
+from moetool.caching._layer_slots import scaled_down
 from moetool.caching._policy import MIN_SLOTS, build_policy, policy_class
 from moetool.caching._residency import Residency
 from moetool.errors import CapacityError, MismatchError, UsageError
@@ -183,18 +184,20 @@ def build_engine(
         state = Path(options.state) if options.state else None
         if state is not None:
             durable.require_writable(state)
+        layer_slots = scaled_down(loaded.spec, plan.layer_slots, built.num_slots) if plan and from_plan else ()
         facts = {
             "policy": name,
             "options": asdict(built.options),
             "slots": slots,
             "devices": options.devices,
+            "layer_slots": layer_slots,
             "pinned": pinned,
             "prefetch": asdict(limits),
             "state": durable.sha256_file(state) if state is not None and restore_state(state, name, learned) else None,
         }
         _LOG.info("policy %s of %s: %s", name, checkpoint.name, facts)
         batcher = _batcher(loaded, options, resident=slots >= loaded.spec.total_experts)
-        residency = open_pool(policies, pinned=pinned, limits=limits)
+        residency = open_pool(policies, pinned=pinned, limits=limits, layer_slots=layer_slots)
         store = open_stores(loaded, residency, options.io_threads, options.host_memory_bytes or None)
         undo.callback(store.close)
         runtime = open_runtime(loaded, residency, store)

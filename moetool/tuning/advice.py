@@ -36,7 +36,8 @@ BANDWIDTHS: dict[str, float] = {
     "sata": 0.5e9,
 }
 DEVICE_MEMORY_BYTES_S = 1e12
-POOL = "one for all layers"
+POOLS = {"auto": "one for all layers", "layer": "slots for each layer"}
+"""Forms of the pool that are compared, by their names in a replay."""
 BOUND = "belady"
 
 
@@ -112,7 +113,7 @@ class MemoryLine:
     budget_bytes: int
     slots: int
     pinned: float
-    pool: str = POOL
+    pool: str = POOLS["auto"]
     policy: str | None = None
     hit_rate_chosen: float | None = None
     hit_rate: float | None = None
@@ -290,15 +291,19 @@ def _replayed(
             fitting[line.budget_bytes] = fits
         else:
             unknown.append(f"No policy fits into {100 * line.share:.4g} % of the experts: {', '.join(lost)}.")
-    rows: dict[tuple[int, str], ReplayRow] = {}
-    shown: dict[tuple[int, str], ReplayRow] = {}
+    rows: dict[tuple[int, str, str], ReplayRow] = {}
+    shown: dict[tuple[int, str, str], ReplayRow] = {}
+    layered = trace.spec.num_layers * trace.spec.slot_bytes
     for fits in dict.fromkeys(fitting.values()):  # the trace is read once for all budgets that hold the same policies
         budgets = [budget for budget, held in fitting.items() if held == fits]
         for found, policies, requests in ((rows, fits, chosen_on), (shown, (*fits, BOUND), scored_on)):
-            on_progress("replaying", len(rows) + len(shown), 2 * len(lines) * len(names) + len(lines))
-            setup = ReplaySetup(requests=requests, sequential=sequential)
-            for row in replay(trace, list(policies), budgets, setup):
-                found[row.budget_bytes, row.policy] = row
+            for pool in POOLS:
+                on_progress("replaying", len(rows) + len(shown), 4 * len(lines) * len(names) + len(lines))
+                setup = ReplaySetup(requests=requests, sequential=sequential, pool=pool)
+                asked = [name for name in policies if pool == "auto" or name != BOUND]
+                held = [budget for budget in budgets if pool == "auto" or budget >= layered]
+                for row in replay(trace, asked, held, setup) if held else ():
+                    found[row.budget_bytes, row.policy, pool] = row
     affinity = AffinityCounts(trace, used)
     made = []
     for done, line in enumerate(lines):
@@ -306,10 +311,12 @@ def _replayed(
         if line.budget_bytes not in fitting:
             made.append(line)
             continue
-        choice = best([rows[line.budget_bytes, name] for name in fitting[line.budget_bytes]])
-        held = {policy: row for (budget, policy), row in shown.items() if budget == line.budget_bytes}
+        tried = {(name, pool): row for (budget, name, pool), row in rows.items() if budget == line.budget_bytes}
+        choice = best(list(tried.values()))
+        pool = next(pool for (_, pool), row in tried.items() if row is choice)
+        found_here = {(name, form): row for (budget, name, form), row in shown.items() if budget == line.budget_bytes}
         ahead = look_ahead(trace, affinity, line.budget_bytes, ahead_on, sequential=sequential)
-        made.append(_line(trace, line, choice, held, ahead, options))
+        made.append(_line(trace, line, choice, pool, found_here, ahead, options))
     if all(line.lookahead is None for line in made):
         unknown.append("No forward has a single new token, so prefetching while decoding cannot be judged.")
     return made
@@ -319,11 +326,12 @@ def _line(
     trace: Trace,
     line: MemoryLine,
     choice: ReplayRow,
-    found: Mapping[str, ReplayRow],
+    pool: str,
+    found: Mapping[tuple[str, str], ReplayRow],
     ahead: Lookahead | None,
     options: AdviceOptions,
 ) -> MemoryLine:
-    spec, shown, bound = trace.spec, found[choice.policy], found[BOUND]
+    spec, shown, bound = trace.spec, found[choice.policy, pool], found[BOUND, "auto"]
     active = sum(k * size for k, size in zip(spec.top_k_L, spec.expert_bytes_L, strict=True))
     compute_s = options.compute_s or active / DEVICE_MEMORY_BYTES_S
     links = []
@@ -337,13 +345,17 @@ def _line(
         budget_bytes=line.budget_bytes,
         slots=shown.slots,
         pinned=line.pinned,
+        pool=POOLS[pool],
         policy=choice.policy,
         hit_rate_chosen=choice.counts.hit_rate,
         hit_rate=shown.counts.hit_rate,
         bound=bound.counts.hit_rate,
         loads=shown.loads_per_decode_token if decodes else None,
         bound_loads=bound.loads_per_decode_token if decodes else None,
-        rows={name: row.counts.hit_rate for name, row in found.items()},
+        rows={
+            name if form == "auto" else f"{name}, {POOLS[form]}": row.counts.hit_rate
+            for (name, form), row in found.items()
+        },
         lookahead=ahead,
         prefetch=tuple(links),
     )

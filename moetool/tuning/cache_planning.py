@@ -17,7 +17,7 @@ from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import repeated
 from moetool.tuning.candidates import Candidates, touched_bytes, tpot_s
 from moetool.tuning.frontier import budgets_between, frontier, least_budget
-from moetool.tuning.policy_tuning import PolicySetup, as_it_comes, tune
+from moetool.tuning.policy_tuning import PolicySetup, as_it_comes, divide, tune
 from moetool.tuning.replay import DEFAULT_MACHINE, ReplayRow, ReplaySetup
 from moetool.types import ModelSpec
 
@@ -116,7 +116,9 @@ class CacheSearch:
         target_tpot_s: plan for the least memory, up to the device's, in which the best policy as it comes takes at
             most this time per output token. It is met on the requests that the choice is made on; the plan's reason
             says whether it is on the others.
-        frontier: for so many budgets, from the smallest pool to all experts, the plan shows the best policy too.
+        frontier: for so many budgets, from the smallest pool to all experts, the plan shows the best policy too, in
+            one pool for all layers.
+        pool: its form (`moetool.tuning.policy_tuning.divide`); `auto`: the best.
         tuned: try prefetch distances, pinned experts and limits of prefetching (`moetool.tuning.policy_tuning`).
         seed: of the split of the requests.
     """
@@ -127,6 +129,7 @@ class CacheSearch:
     timeline: TimelineOptions = DEFAULT_MACHINE
     target_tpot_s: float | None = None
     frontier: int = 0
+    pool: str = "auto"
     tuned: bool = False
     seed: int = 0
 
@@ -179,7 +182,8 @@ def plan_cache(
         left_out = candidates.left_out(budget)
     candidates.winners([*budgets, budget])  # reads the trace once for all of them
     plain = as_it_comes(candidates, budget)
-    chosen = tune(candidates, budget, plain) if search.tuned else plain
+    divided = divide(candidates, budget, plain, search.pool)
+    chosen = tune(candidates, budget, divided) if search.tuned else divided
     (evidence,) = candidates.rows([budget], held_out, _BOUND)
     untuned = next(row for row in evidence if row.policy == plain.row.policy)
     points = frontier(candidates, budgets, budget, untuned, device_bytes) if search.frontier else []
@@ -194,6 +198,7 @@ def plan_cache(
         policy=choice.policy,
         options=chosen.options,
         slots=choice.slots,
+        layer_slots=chosen.layer_slots,
         pinned=tuple(divmod(key, spec.num_experts) for key in chosen.pinned),
         prefetch_distance=chosen.distance,
         limits=chosen.limits,
@@ -214,7 +219,8 @@ def plan_cache(
         frontier=tuple(point.to_json() for point in points),
         target_tpot_s=target_tpot_s,
         reason=_reason(choice.policy, evidence, len(used), len(held_out), left_out)
-        + (f"; {_tuning(chosen, untuned)}" if chosen is not plain else "")
+        + (f"; {_form(chosen.layer_slots, choice.slots)}" if chosen.layer_slots else "")
+        + (f"; {_tuning(chosen, untuned)}" if chosen is not divided else "")
         + (f"; {_target(target_tpot_s, choice, evidence)}" if target_tpot_s is not None else ""),
     )
 
@@ -261,6 +267,13 @@ def _reason(
         f"which knows the future and makes the fewest loads in all, {values[_BOUND]}"
         f"{f' (left out: {absent})' if absent else ''}"
     )
+
+
+def _form(layer_slots: Sequence[int], slots: int) -> str:
+    """How the pool is divided."""
+    shared = slots - sum(layer_slots)
+    rest = f" and all share {shared}" if shared else ""
+    return f"each layer has {min(layer_slots)} to {max(layer_slots)} slots of its own{rest}"
 
 
 def _tuning(setup: PolicySetup, untuned: ReplayRow) -> str:

@@ -3,8 +3,11 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
 from typing import Any
+
+import numpy as np
 
 from moetool import plugins
 from moetool.caching._devices import own_part, split_slots
@@ -12,6 +15,7 @@ from moetool.caching._policy import MIN_SLOTS, parse_options, policy_class, requ
 from moetool.costing.pricing import Prices, with_host_costs
 from moetool.errors import UsageError
 from moetool.trace.reader import Trace
+from moetool.tuning.layer_reuse import reuse_LE
 from moetool.tuning.replay import AS_RECORDED, ReplayRow, ReplaySetup, replay
 from moetool.types import ModelSpec
 
@@ -126,6 +130,20 @@ class Candidates:
         """The budget in which every candidate can keep every expert."""
         paid = self._predictor_bytes if any(self.pays(name) for name in self._names) else 0
         return self.spec.total_experts * self.spec.slot_bytes + paid
+
+    @cached_property
+    def reuse_LE(self) -> np.ndarray:
+        """What slots of each layer are worth on `used` (`moetool.tuning.layer_reuse.reuse_LE`)."""
+        return reuse_LE(self.trace, self.used)
+
+    def predicts(self, name: str) -> bool:
+        """Whether a policy looks ahead."""
+        return policy_class(name).uses() or bool(policy_class(name).prefetch_distance)
+
+    def slots_used(self, name: str, num_slots: int) -> int:
+        """How many of the slots that fit a policy makes use of."""
+        options = parse_options(name, self.options.get(name, {}))
+        return policy_class(name).slots_used(self.spec, options, num_slots)
 
     def pays(self, name: str) -> bool:
         """Whether a policy's predictor comes out of its budget."""

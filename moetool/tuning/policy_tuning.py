@@ -1,4 +1,4 @@
-"""Beyond a cache policy's defaults: how far ahead it prefetches, what is pinned, and what prefetching may cost."""
+"""Beyond a cache policy's defaults: slots by layer, prefetch distance, pinned experts, and limits of prefetching."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,10 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moetool.cache_plan import PrefetchLimits
+from moetool.caching._layer_slots import SHARES, by_value, equal_slots
 from moetool.caching._policy import MIN_SLOTS, parse_options, policy_class, slots_within
+from moetool.errors import unknown_name
 from moetool.tuning.candidates import Candidates, best, sees_far_enough
 from moetool.tuning.replay import ReplayRow
 
+FORMS = ("auto", "one", *SHARES, "reuse")
 _FARTHEST = 4
 _PINNED_SHARES = (8, 4, 2)  # one n-th of the slots
 _LEAST_RECALL = 0.5
@@ -21,12 +24,14 @@ class PolicySetup:
 
     Attributes:
         options: values for its `Options`.
+        layer_slots: slots that each layer is guaranteed; none: one pool for all layers.
         pinned: keys of experts that never leave the device.
         limits: of its prefetching; None: none.
         row: of the replay.
     """
 
     options: dict[str, Any]
+    layer_slots: tuple[int, ...] = ()
     pinned: tuple[int, ...] = ()
     limits: PrefetchLimits | None = None
     row: ReplayRow
@@ -40,7 +45,12 @@ class PolicySetup:
     def replay(self, candidates: Candidates, requests: frozenset[int]) -> ReplayRow:
         """The same on these requests."""
         options = {self.row.policy: self.options}
-        asked: dict[str, Any] = {"options": options, "pinned": self.pinned, "limits": self.limits}
+        asked: dict[str, Any] = {
+            "options": options,
+            "layer_slots": self.layer_slots,
+            "pinned": self.pinned,
+            "limits": self.limits,
+        }
         (row,) = candidates.replay([self.row.policy], [self.row.budget_bytes], requests, **asked)
         return row
 
@@ -49,6 +59,49 @@ def as_it_comes(candidates: Candidates, budget_bytes: int) -> PolicySetup:
     """The best candidate for a budget, with the options that it was given."""
     row = candidates.winners([budget_bytes])[budget_bytes]
     return PolicySetup(options=dict(candidates.options.get(row.policy, {})), row=row)
+
+
+def divide(candidates: Candidates, budget_bytes: int, base: PolicySetup, pool: str = "auto") -> PolicySetup:
+    """The best form of the pool, and the best candidate in it; `base` (of `as_it_comes`) where nothing is better.
+
+    Candidates that look ahead keep one pool, unless they are the best in it. Where there are fewer than two slots for
+    each layer, one pool is all that is tried.
+
+    Args:
+        pool: one of `FORMS`: `one` for all layers; slots for each layer, the same number (`layer`), half of that
+            (`mixed`), or by the reuse that they bring (`reuse`, `moetool.tuning.layer_reuse`); `auto` tries them all.
+
+    Raises:
+        UsageError: an unknown form.
+    """
+    if pool not in FORMS:
+        raise unknown_name("pool", pool, FORMS)
+    names = [
+        name for name in candidates.fitting(budget_bytes) if name == base.row.policy or not candidates.predicts(name)
+    ]
+    divided = [] if pool == "one" else _by_layer(candidates, names, budget_bytes, pool)
+    return _best([base, *divided] if pool in ("auto", "one") or not divided else divided)
+
+
+def _by_layer(candidates: Candidates, names: Sequence[str], budget_bytes: int, pool: str) -> list[PolicySetup]:
+    """These candidates with slots for each layer, where there are enough for all layers."""
+    spec, made = candidates.spec, []
+    rooms: dict[int, list[str]] = {}
+    for name in names:
+        rooms.setdefault(candidates.for_experts(name, budget_bytes), []).append(name)
+    for room, held in rooms.items():
+        slots = slots_within(spec, room)
+        if slots < 2 * spec.num_layers:  # then half of them leaves a layer none
+            continue
+        forms = [equal_slots(spec, slots, share) for name, share in SHARES.items() if pool in ("auto", name)]
+        if pool in ("auto", "reuse"):
+            forms.append(by_value(spec, slots, list(candidates.reuse_LE)))
+        for form in dict.fromkeys(forms):
+            fits = [name for name in held if candidates.slots_used(name, slots) >= sum(form)]
+            for row in candidates.replay(fits, [room], candidates.used, layer_slots=form) if fits else ():
+                options = dict(candidates.options.get(row.policy, {}))
+                made.append(PolicySetup(options=options, layer_slots=form, row=row))
+    return made
 
 
 def tune(candidates: Candidates, budget_bytes: int, base: PolicySetup) -> PolicySetup:
@@ -103,7 +156,9 @@ def _may_choose_distance(candidates: Candidates, name: str) -> bool:
 
 
 def _pinning(candidates: Candidates, base: PolicySetup) -> list[PolicySetup]:
-    """The base with more and more experts pinned, as far as the policy's own slots allow."""
+    """The base with more and more experts pinned, as far as the policy's own slots allow; not where layers have own."""
+    if base.layer_slots:
+        return []
     spec, name = candidates.spec, base.row.policy
     slots = slots_within(spec, base.row.budget_bytes)
     fewest = max(MIN_SLOTS, policy_class(name).min_slots(spec, parse_options(name, base.options)))

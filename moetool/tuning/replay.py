@@ -12,6 +12,7 @@ from typing import Any
 from moetool.cache_plan import PrefetchLimits
 from moetool.caching._decision_digest import DecisionDigest
 from moetool.caching._devices import build_policies, open_pool, split_bytes, split_slots, without_pinned
+from moetool.caching._layer_slots import SHARES, equal_slots
 from moetool.caching._policy import Policy, SharedPredictor, policy_class, slots_within
 from moetool.caching._residency import Counts, Step, StepKind
 from moetool.costing.costs import CostProfile
@@ -23,7 +24,7 @@ from moetool.models.families import require_substitutable
 from moetool.trace.reader import Trace
 from moetool.types import ForwardInfo, GateEvent, Phase
 
-POOLS = ("auto", "slots", "bytes")
+POOLS = ("auto", "slots", "bytes", *SHARES)
 DEFAULT_MACHINE = TimelineOptions()
 
 
@@ -130,7 +131,9 @@ class ReplaySetup:
         options: values for the `Options` of policies, by the policy's name. A profile gives the costs of host and
             link to policies that weigh them.
         pool: `slots` that each hold any expert, as in our server; `bytes`, where each expert takes its own size;
-            `auto`: bytes where the trace was imported.
+            `auto`: bytes where the trace was imported; `layer` and `mixed`: slots, of which each layer is guaranteed
+            the same number, with all or half of the slots. A policy that knows the future has one pool always.
+        layer_slots: guaranteed to each layer instead (`moetool.caching._residency.Residency`).
         limits: of prefetching, for every policy.
         pinned: keys of experts that take a slot each of every budget and keep it; a policy gets the slots that are
             left. Not in a pool in bytes.
@@ -144,6 +147,7 @@ class ReplaySetup:
     requests: frozenset[int] | None = None
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     pool: str = "auto"
+    layer_slots: Sequence[int] = ()
     limits: PrefetchLimits | None = None
     pinned: Collection[int] = ()
     profile: CostProfile | None = None
@@ -269,7 +273,12 @@ class _Run:
         self.columns = policies[0].columns
         self._digest = DecisionDigest()
         self._residency = open_pool(
-            policies, self._digest, capacity_bytes=capacity_bytes, pinned=setup.pinned, limits=setup.limits
+            policies,
+            self._digest,
+            capacity_bytes=capacity_bytes,
+            pinned=setup.pinned,
+            limits=setup.limits,
+            layer_slots=() if policies[0].needs_future else _layer_slots(policies[0], setup),
         )
         self._timeline = timeline
         self._bytes = [0, 0]  # prefill, decode
@@ -322,6 +331,12 @@ class _Run:
             elif kind is not StepKind.COMPUTE:
                 self._bytes[self._phase] += sizes[key // stride]
         return steps
+
+
+def _layer_slots(policy: Policy, setup: ReplaySetup) -> Sequence[int]:
+    if setup.pool in SHARES:
+        return equal_slots(policy.spec, policy.num_slots, SHARES[setup.pool])
+    return setup.layer_slots
 
 
 def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], setup: ReplaySetup) -> list[_Run]:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from moetool import plugins
 from moetool.caching._decision_digest import DecisionDigest
 from moetool.caching._devices import build_policies, open_pool, own_part
+from moetool.caching._layer_slots import equal_slots
 from moetool.caching._policy import MIN_SLOTS, Policy, build_policy, policy_class
 from moetool.caching._residency import Residency, Step, StepKind
 from moetool.errors import CapacityError
@@ -34,14 +35,14 @@ def least(name: str, spec: ModelSpec) -> int:
     return policy_class(name).min_slots(spec, plugins.load("policy", name).Options())
 
 
-def run(policies: list[Policy], stream: list) -> str:
+def run(policies: list[Policy], stream: list, layer_slots: tuple[int, ...] = ()) -> str:
     """Drive a policy, or one for each of several devices, checking each program as an executor would suffer it.
 
     Gives the digest of all decisions.
     """
     spec = policies[0].spec
     digest = DecisionDigest()
-    residency = open_pool(policies, digest)
+    residency = open_pool(policies, digest, layer_slots=layer_slots)
     in_slot: dict[int, int] = {}  # what an executor that only sees the steps believes
     needed = hits = loads = 0
     requests: list[int] = []
@@ -100,6 +101,23 @@ def test_programs_are_legal(name: str, num_slots: int, layers: int, top_k: int, 
     assert MIN_SLOTS <= used <= num_slots
     assert used == policy.num_slots
     assert run([policy], stream) == run([build(name, spec, num_slots, stream)], stream), "not deterministic"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not policy_class(name).needs_future])
+@settings(max_examples=15, deadline=None)
+@given(share=st.floats(0.2, 1), **streams)
+def test_programs_of_layers_with_slots_of_their_own_are_legal(
+    name: str, share: float, num_slots: int, layers: int, top_k: int, prompt_tokens: int, seed: int
+) -> None:
+    spec = make_spec(layers=layers, experts=8, top_k=top_k)
+    stream = list(
+        random_stream(spec, num_requests=2, prompt_tokens=prompt_tokens, new_tokens=5, seed=seed, signals=True)
+    )
+    policies = [build(name, spec, max(num_slots, least(name, spec)), stream) for _ in range(2)]
+    slots = (
+        equal_slots(spec, max(layers, int(policies[0].num_slots * share))) if policies[0].num_slots >= layers else ()
+    )
+    assert run(policies[:1], stream, slots) == run(policies[1:], stream, slots), "not deterministic"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.caching._layer_slots import equal_slots
 from moetool.learning.predictor import build
 from moetool.learning.tokens import Tokens
 from moetool.models.checkpoint import Checkpoint
@@ -69,6 +70,29 @@ def test_replay_decides_as_serve_did(
     assert row.counts == counts
     assert row.digest == trace.manifest["provenance"]["decisions"]
     assert counts.needed > 500
+
+
+@pytest.mark.parametrize("policy", ["lfru", "foresight"])
+def test_replay_decides_as_serve_did_with_slots_for_each_layer(
+    policy: str, reference: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    slots = equal_slots(Checkpoint.open(reference).spec, 60, 0.8)
+    made = engine(reference, tokenizer, policy, 60, log=log, layer_slots=slots)
+    for i, prompt in enumerate(PROMPTS):
+        made.submit(tokenizer(prompt)["input_ids"], SamplingParams(max_tokens=3 + 2 * i), lambda output: None)
+        made.step()
+    while not made.idle:
+        made.step()
+    counts = made.residency.counts
+    made.close()
+    trace = Trace(log)
+    budget = 60 * trace.spec.slot_bytes
+    (row,) = replay(trace, [policy], [budget], ReplaySetup(layer_slots=slots))
+    assert row.counts == counts and counts.kept
+    assert row.digest == trace.manifest["provenance"]["decisions"]
+    (one,) = replay(trace, [policy], [budget])
+    assert one.digest != row.digest
 
 
 @pytest.mark.parametrize("name", ["gate_ahead", "promoe", "lstm", "cascade", "activation_matrix"])

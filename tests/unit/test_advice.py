@@ -14,7 +14,7 @@ from moetool.formats._import import import_trace
 from moetool.report.advice_page import answers, memory_rows, page
 from moetool.trace.expert_counts import ExpertCounts, open_workload
 from moetool.trace.reader import Trace
-from moetool.tuning.advice import AdviceOptions, advise, sample
+from moetool.tuning.advice import POOLS, AdviceOptions, advise, sample
 from moetool.tuning.advice_counts import covered, halve
 from moetool.tuning.affinity_lookahead import AffinityCounts, Lookahead, look_ahead
 from moetool.tuning.replay import ReplaySetup, decisions, replay
@@ -45,7 +45,10 @@ def test_memory_lines_are_replays_of_held_out_requests(trace: Trace) -> None:
     chosen_on, scored_on = sample(trace, used, options.tokens), sample(trace, held_out, options.tokens)
     for line in found.lines:
         rows = replay(trace, ["lru", "lfu", "belady"], [line.budget_bytes], ReplaySetup(requests=scored_on))
-        assert line.rows == {row.policy: row.counts.hit_rate for row in rows}
+        own = ReplaySetup(requests=scored_on, pool="layer")
+        by_layer = replay(trace, ["lru", "lfu"], [line.budget_bytes], own)
+        expected = {row.policy: row.counts.hit_rate for row in rows}
+        assert line.rows == expected | {f"{row.policy}, {POOLS['layer']}": row.counts.hit_rate for row in by_layer}
         assert line.policy in ("lru", "lfu") and line.hit_rate == line.rows[line.policy]
         assert line.bound == line.rows["belady"] >= line.hit_rate
         before = replay(trace, [line.policy], [line.budget_bytes], ReplaySetup(requests=chosen_on))

@@ -20,7 +20,7 @@ from tests.plans import choose_cache
 from tests.profiles import flat, make_profile
 from tests.synthetic import MadeUpPredictor, make_spec, write_trace
 
-FIXED = {"dense_bytes": 3_000, "kv_bytes": 500}
+FIXED = {"dense_bytes": 3_000, "kv_bytes": 500, "pool": "one"}
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +147,8 @@ def test_pinning_in_a_pool_in_bytes_is_refused(tmp_path: Path) -> None:
 
 
 def test_tuning_pins_what_helps_and_shows_it_on_other_requests(trace: Trace) -> None:
-    plain = choose_cache(trace, 8_000, policies=["lru"])
-    plan = choose_cache(trace, 8_000, policies=["lru"], tuned=True)
+    plain = choose_cache(trace, 8_000, policies=["lru"], pool="one")
+    plan = choose_cache(trace, 8_000, policies=["lru"], pool="one", tuned=True)
     assert plan.slots == plain.slots == 8
     tried = {count: _pinned_bytes(trace, plan, count) for count in (0, 1, 2, 4)}
     assert tried[len(plan.pinned)] == min(tried.values()) < tried[0]

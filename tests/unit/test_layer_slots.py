@@ -1,0 +1,84 @@
+"""Slots that layers have of their own: how many, who goes for whom, and whether plans choose them."""
+
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moetool.caching._layer_slots import by_value, equal_slots, scaled_down
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency
+from moetool.errors import CapacityError
+from moetool.tuning.replay import ReplaySetup, replay
+from tests.plans import choose_cache
+from tests.synthetic import make_spec, random_stream, write_trace
+
+SPEC = make_spec(layers=3, experts=8, top_k=2)
+
+
+def test_slots_are_dealt_evenly_and_no_layer_has_more_than_experts() -> None:
+    assert equal_slots(SPEC, 10) == (4, 3, 3)
+    assert equal_slots(SPEC, 24) == (8, 8, 8)
+    assert equal_slots(SPEC, 10, 0.5) == (2, 2, 1)
+    with pytest.raises(CapacityError, match="2 expert slots leave some of the 3 layers"):
+        equal_slots(SPEC, 2)
+
+
+def test_slots_go_where_they_bring_the_most() -> None:
+    gains = np.array([[9, 5, 1, 0, 0, 0, 0, 0], [9, 0, 0, 12, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]], float)
+    assert by_value(SPEC, 8, list(gains)) == (2, 4, 2)  # the fourth slot of layer 1 is worth the second and third
+    assert scaled_down(SPEC, (8, 4, 2), 14) == (8, 4, 2)
+    assert scaled_down(SPEC, (8, 4, 2), 7) == (4, 2, 1)
+
+
+def test_full_layers_keep_to_their_own_slots() -> None:
+    """Against an LRU that is written out for each layer."""
+    residency = Residency(build_policy("lru", SPEC, {}, 12), layer_slots=(4, 4, 4))
+    plain: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(3)]
+    compared = 0
+    for info, events in random_stream(SPEC, num_requests=3, prompt_tokens=0, new_tokens=40, seed=1):
+        residency.begin_forward(info)
+        for event in events:
+            before = residency.counts.kept
+            full = all(len(layer) == 4 for layer in plain)
+            residency.event(event)
+            own = plain[event.layer]
+            needed = sorted(event.needed)
+            hits = [expert for expert in needed if expert in own]
+            for expert in (*hits, *(expert for expert in needed if expert not in own)):
+                own[expert] = None
+                own.move_to_end(expert)
+                if len(own) > 4:
+                    own.popitem(last=False)
+            if full and compared > 10:  # what was borrowed at first is given back by then
+                assert residency.counts.kept - before == len(hits)
+            compared += full
+        residency.end_forward(info)
+    assert compared > 200
+    held = [sum(key // SPEC.num_experts == layer for key in residency.slot_of) for layer in range(3)]
+    assert held == [4, 4, 4]
+
+
+def test_a_layer_takes_what_no_other_claims() -> None:
+    residency = Residency(build_policy("lru", SPEC, {}, 12), layer_slots=(2, 2, 2))
+    for info, events in random_stream(SPEC, num_requests=1, prompt_tokens=0, new_tokens=30, seed=2):
+        residency.begin_forward(info)
+        residency.event(events[0])  # a model of which only the first layer is asked
+        residency.end_forward(info)
+    assert len(residency.slot_of) == 8
+
+
+def test_a_plan_gives_layers_their_own_slots_where_one_pool_hits_nothing(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "t", SPEC, num_requests=6)
+    plan = choose_cache(trace, 6_000, policies=["lru"])
+    assert len(plan.layer_slots) == 3 and sum(plan.layer_slots) <= plan.slots
+    assert "of its own" in plan.reason
+    budget = [plan.budget_bytes]
+    requests = frozenset(plan.requests_held_out)
+    (own,) = replay(trace, ["lru"], budget, ReplaySetup(layer_slots=plan.layer_slots, requests=requests))
+    shown = next(row for row in plan.evidence if row["policy"] == "lru")
+    assert shown["hit_rate"] == own.counts.hit_rate
+    (layer,) = replay(trace, ["lru"], budget, ReplaySetup(pool="layer"))
+    (one,) = replay(trace, ["lru"], budget)
+    assert layer.counts.hit_rate > one.counts.hit_rate
