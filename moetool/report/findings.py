@@ -164,9 +164,9 @@ def _layers(made: TraceMeasures) -> Finding | None:
         f"{spec.layer_ids_L[high]} {effective_L[high]:.0f}. "
     )
     if ratio >= 1.25:
-        text += "Share memory out by layers (prism, or one pool for all), not alike."
+        text += "A placement should give layers different shares of memory (prism does)."
     else:
-        text += "Layers are alike: the same memory for each costs little."
+        text += "A placement may give every layer the same memory."
     return Finding(topic="placement", text=text, rule="by layers from a ratio of 1.25")
 
 
