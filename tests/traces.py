@@ -7,7 +7,7 @@ import numpy as np
 
 from moetool import durable
 from moetool.trace.reader import Trace
-from moetool.trace.rows import KEEP, TokenBatch
+from moetool.trace.rows import KEEP, SIGNALS, TokenBatch
 from moetool.trace.writer import TraceWriter
 from moetool.types import ModelSpec, Phase
 
@@ -26,6 +26,7 @@ SPEC = ModelSpec(
     renormalize=True,
 )
 AHEAD = 2
+EVERY = tuple(dict.fromkeys((*KEEP, *SIGNALS)))
 SEQUENTIAL = {"kind": "sequential"}
 
 
@@ -57,6 +58,9 @@ def rows(request: int, forward: int, iteration: int, positions: Sequence[int], s
         hidden_TH=draw.normal(size=(count, width)).astype(np.float16),
         ahead_TR=draw.normal(size=(count, spec.num_layers * AHEAD * spec.num_experts)).astype(np.float16),
         resident_TW=draw.normal(size=(count, spec.num_layers * spec.num_experts)).astype(np.float16),
+        scores_TF=draw.random((count, sum(spec.num_experts_L))).astype(np.float16),
+        logits32_TF=draw.normal(size=(count, sum(spec.num_experts_L))).astype(np.float32),
+        norms_TS=draw.random((count, sum(spec.top_k_L))).astype(np.float16),
     )
 
 
@@ -104,7 +108,7 @@ def write(
     forwards: Iterable[TokenBatch],
     lengths: Sequence[tuple[int, int]],
     *,
-    keep: Iterable[str] = KEEP,
+    keep: Iterable[str] = EVERY,
     composition: dict[str, str] = SEQUENTIAL,
     resident: float = 0.5,
 ) -> Trace:

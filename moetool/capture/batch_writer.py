@@ -116,6 +116,8 @@ class BatchWriter:
                 "prompt_id": item.prompt.prompt_id,
                 "prompt_tokens": len(item.ids),
                 "new_tokens": new,
+                "label": item.prompt.label,
+                "pair": item.prompt.pair,
                 "tokens": self._rows_of.pop(item.request),
             }
             for item, new in zip(self._plan.batches[batch], new_tokens, strict=True)

@@ -36,7 +36,7 @@ class CaptureOptions:
             leaves it at what `moetool.prompts.gather.tokens_to_decode` says.
         batch_size: prompts that are forwarded together: consecutive ones; the next batch begins when the last
             request of one has ended, so that the same call gives the same rows.
-        keep: columns to record, of `moetool.trace.rows.KEEP`.
+        keep: columns to record, of `KEEP` and `EXTRA` of `moetool.trace.rows`.
         ahead: for how many layers the column `ahead` looks ahead.
         resident: share of a layer's experts that the column `resident` takes to be resident.
         device: `cpu` or `cuda`.
@@ -174,7 +174,7 @@ def plan_capture(
         "prompts": _digest(batches),
         "max_new_tokens": _lengths(batches),
         "batch_size": options.batch_size,
-        "columns": ",".join([*columns, *(["embeddings"] if "embeddings" in options.keep else [])]),
+        "columns": ",".join([*columns, *(name for name in ("embeddings", "text") if name in options.keep)]),
         "ahead": options.ahead if "ahead" in options.keep else 0,
         **({"resident": options.resident} if "resident" in options.keep else {}),
         "device": options.device,

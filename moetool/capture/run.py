@@ -31,7 +31,7 @@ from moetool.runtime.recording import GateRecorder
 from moetool.runtime.sequential import Sequential, open_batcher
 from moetool.trace.reader import MANIFEST, Trace
 from moetool.trace.rows import TokenBatch
-from moetool.trace.writer import TraceWriter
+from moetool.trace.writer import TraceWriter, speller
 
 CHUNK_TOKENS, CHUNK_BYTES = 1024, 1 << 23
 """Rows that are converted and written at once, unless their batch ends earlier."""
@@ -228,7 +228,8 @@ def finish(stage: CaptureFolder, overwrite: bool, began: float) -> Captured:
                 stage.copy_to(writer)
                 size = plan.options.batch_size
                 composition = {"kind": "sequential"} if size == 1 else {"kind": "batch", "size": size}
-                writer.finish(composition=composition, provenance=provenance(plan))
+                spell = speller(plan.checkpoint.tokenizer)
+                writer.finish(composition=composition, provenance=provenance(plan), spell=spell)
             except BaseException:
                 writer.abort()
                 raise

@@ -44,7 +44,11 @@ def capture(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are forwarded together.")] = 1,
     keep: Annotated[
-        str, typer.Option(help="Columns, with commas between: topk, logits, embeddings, hidden, ahead, resident.")
+        str,
+        typer.Option(
+            help="Columns, with commas between: topk, logits, embeddings, hidden, ahead, resident, scores, logits32, "
+            "norms, text (see moetool guide traces)."
+        ),
     ] = "topk,logits",
     ahead: Annotated[int, typer.Option(min=1, help="For how many layers the column 'ahead' looks ahead.")] = 3,
     resident: Annotated[

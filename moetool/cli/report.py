@@ -30,7 +30,8 @@ def report(
         list[str],
         typer.Option(
             "--set",
-            help="report.choices, report.uses, report.tokenizer=MODEL, ..., and POLICY.OPTION. Repeatable.",
+            help="report.choices, report.uses, report.tokenizer=MODEL, report.by=label, ..., and POLICY.OPTION. "
+            "Repeatable.",
         ),
     ] = [],  # noqa: B006
     served: Annotated[

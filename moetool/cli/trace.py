@@ -102,7 +102,7 @@ def sample(
 def split(
     path: Dir,
     out: Out,
-    by: Annotated[str, typer.Option(help="task or request.")],
+    by: Annotated[str, typer.Option(help="task, label or request.")],
     share: Annotated[
         list[str] | None, typer.Option(help="Shares of the requests, such as 0.8 or 0.6,0.2; the rest is a part too.")
     ] = None,

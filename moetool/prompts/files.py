@@ -17,6 +17,7 @@ DOCUMENT_END = "<|endoftext|>"
 _BOM = b"\xef\xbb\xbf"
 _SNIFF_BYTES = 1 << 24
 _PARQUET_ROWS = 1024
+_FIELDS = ("prompt", "messages", "answer", "task", "id", "label", "pair")
 _CHAT = 'messages like [{"role": "user", "content": "…"}]'
 
 
@@ -31,6 +32,8 @@ class PromptRow(NamedTuple):
     task: str | None
     prompt_id: str
     messages: tuple[tuple[str, str], ...] = ()
+    label: str = ""
+    pair: str = ""
 
 
 def _read_jsonl(file: Path) -> Iterator[PromptRow]:
@@ -75,7 +78,7 @@ def _read_parquet(file: Path) -> Iterator[PromptRow]:
             found = parquet.schema_arrow.names
             if not {"prompt", "messages"} & set(found):
                 raise _refusal(str(file), f"has the columns {', '.join(found) or 'none'}", "a column 'prompt'")
-            columns = [name for name in ("prompt", "messages", "answer", "task", "id") if name in found]
+            columns = [name for name in _FIELDS if name in found]
             for batch in parquet.iter_batches(_PARQUET_ROWS, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
@@ -137,7 +140,7 @@ def _decode(line: bytes, file: Path, offset: int) -> str:
 
 
 def plain(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
-    """A row in the fields of our own files: `prompt` or `messages`, and perhaps `answer`, `task` and `id`.
+    """A row in the fields of our own files: `prompt` or `messages`, and perhaps others of `_FIELDS`.
 
     Raises:
         MismatchError: it has no prompt, or one that is no text.
@@ -157,6 +160,8 @@ def plain(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
         answer=_optional(row, "answer", where),
         task=_optional(row, "task", where) or None,
         prompt_id=_optional(row, "id", where) or str(number),
+        label=_optional(row, "label", where) or "",
+        pair=_optional(row, "pair", where) or "",
     )
 
 
@@ -182,6 +187,8 @@ def _chat(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
         task=_optional(row, "task", where) or None,
         prompt_id=_optional(row, "id", where) or str(number),
         messages=tuple(said),
+        label=_optional(row, "label", where) or "",
+        pair=_optional(row, "pair", where) or "",
     )
 
 

@@ -39,6 +39,8 @@ class Prompt:
         text: what the model reads; never blank. Of a chat, the contents of its messages.
         messages: (role, content) of a chat, which the model's chat template makes the tokens from.
         answer: the reference answer, where there is one.
+        label: of its row, whatever that says of it; empty where the file has none.
+        pair: what it has in common with the prompts that it is to be compared with; empty where there are none.
         output: how many tokens its data set wants decoded: `answer`, as many as the answer has, a number, or None.
         input_tokens: its data set wants it cut after so many tokens; None leaves it whole.
     """
@@ -49,6 +51,8 @@ class Prompt:
     text: str
     messages: tuple[tuple[str, str], ...] = ()
     answer: str | None = None
+    label: str = ""
+    pair: str = ""
     output: Literal["answer"] | int | None = None
     input_tokens: int | None = None
 
@@ -335,6 +339,8 @@ def _of_file(file: Path) -> _Source:
                 text=row.text,
                 messages=row.messages,
                 answer=row.answer,
+                label=row.label,
+                pair=row.pair,
             )
             yield prompt, row.text
 

@@ -1,11 +1,12 @@
 """What each expert is for: the tasks and tokens that choose it more than others do; dead and duplicate experts."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from moetool.report.sample import SampledRoutes, task_names
+from moetool.report.sample import SampledRoutes
 from moetool.report.sheet import PageTable, Section
 from moetool.trace.reader import Trace
 
@@ -34,6 +35,8 @@ class ExpertEntry:
         uses: tokens that chose it.
         tasks: by lift, those with some share of its uses.
         tokens: by lift; empty where a trace withholds token ids.
+        saliency: mean over its tokens of its weight times the norm of its output (REAP); None without norms, or
+            without tokens.
     """
 
     layer: int
@@ -41,6 +44,7 @@ class ExpertEntry:
     uses: int
     tasks: tuple[Lift, ...]
     tokens: tuple[Lift, ...]
+    saliency: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,17 +70,24 @@ def draw_atlas(trace: Trace, routes: SampledRoutes, tokenizer: Any = None) -> At
     """Count who chooses each expert, over the requests that a report counts.
 
     Args:
-        tokenizer: of transformers, to spell tokens; their ids without one.
+        tokenizer: of transformers, to spell tokens; the trace's own text, or their ids, without one.
+
+    Source: Lasby et al., "REAP the Experts" (2025), for the saliency.
     """
     spec = routes.spec
-    named = task_names(trace)
+    named = {request: routes.tasks[task] for request, task in zip(routes.requests, routes.task_B, strict=True)}
+    vocabulary = trace.vocabulary if tokenizer is None else {}
+    salient = {"weights", "norms"} <= trace.columns
     tasks = list(routes.tasks)
     wanted = np.array(routes.requests)
     parts = []
-    for batch in trace.batches():
+    for batch in trace.batches(["weights", "norms"] if salient else ()):
         mine = batch.select(np.isin(batch.request_T, wanted))
-        parts.append((mine.request_T, mine.token_id_T, mine.experts_TS))
-    request_T, token_T, experts_TS = (np.concatenate(column) for column in zip(*parts, strict=True))
+        scaled_TS = mine.experts_TS
+        if mine.weights_TS is not None and mine.norms_TS is not None:
+            scaled_TS = mine.weights_TS.astype(np.float32) * mine.norms_TS.astype(np.float32)
+        parts.append((mine.request_T, mine.token_id_T, mine.experts_TS, scaled_TS))
+    request_T, token_T, experts_TS, scaled_TS = (np.concatenate(column) for column in zip(*parts, strict=True))
     task_T = np.array([tasks.index(named[request]) for request in request_T.tolist()])
     known = bool((token_T >= 0).all())
     words, word_T = np.unique(token_T, return_inverse=True)
@@ -84,6 +95,7 @@ def draw_atlas(trace: Trace, routes: SampledRoutes, tokenizer: Any = None) -> At
     for place, (layer, num_experts) in enumerate(zip(spec.layer_ids_L, spec.num_experts_L, strict=True)):
         chosen_TK = experts_TS[:, routes.columns(place)].astype(np.int64)
         uses_E = np.bincount(chosen_TK.ravel(), minlength=num_experts)
+        sum_E = np.bincount(chosen_TK.ravel(), scaled_TS[:, routes.columns(place)].ravel(), num_experts)
         by_task = _joint(chosen_TK, task_T, num_experts, len(tasks))
         by_word = _joint(chosen_TK, word_T, num_experts, len(words)) if known else {}
         task_share, word_share = (np.bincount(x) / len(x) for x in (task_T, word_T))
@@ -98,8 +110,10 @@ def draw_atlas(trace: Trace, routes: SampledRoutes, tokenizer: Any = None) -> At
                     uses=uses,
                     tasks=tuple(Lift(name=tasks[i], uses=n, lift=lift) for i, n, lift in tasks_of),
                     tokens=tuple(
-                        Lift(name=_spelled(int(words[i]), tokenizer), uses=n, lift=lift) for i, n, lift in words_of
+                        Lift(name=_spelled(int(words[i]), tokenizer, vocabulary), uses=n, lift=lift)
+                        for i, n, lift in words_of
                     ),
+                    saliency=float(sum_E[expert] / uses) if salient and uses else None,
                 )
             )
         duplicates += [(layer, a, b, share) for a, b, share in _alike(chosen_TK, uses_E)]
@@ -143,8 +157,9 @@ def _alike(chosen_TK: np.ndarray, uses_E: np.ndarray) -> list[tuple[int, int, fl
     return [(a, b, round(float(share_EE[a, b]), 4)) for a, b in pairs.tolist()]
 
 
-def _spelled(token: int, tokenizer: Any) -> str:
-    return str(token) if tokenizer is None else repr(tokenizer.decode([token]))[1:-1]
+def _spelled(token: int, tokenizer: Any, vocabulary: Mapping[int, str]) -> str:
+    text = tokenizer.decode([token]) if tokenizer is not None else vocabulary.get(token)
+    return str(token) if text is None else repr(text)[1:-1]
 
 
 def atlas_section(atlas: Atlas) -> Section:
@@ -168,11 +183,26 @@ def atlas_section(atlas: Atlas) -> Section:
         for one in shown
     )
     columns = ("layer / expert", "tokens", "tasks (times the average)", "tokens (times the average)")
-    return Section(
-        name="Experts",
-        notes=notes,
-        tables=[PageTable(caption="Most specialised experts", columns=columns, rows=rows)] if rows else [],
-    )
+    tables = [PageTable(caption="Most specialised experts", columns=columns, rows=rows)] if rows else []
+    scored = sorted((one for one in atlas.entries if one.saliency is not None), key=lambda one: one.saliency or 0.0)
+    if scored:
+        mean = float(np.mean([one.saliency for one in scored]))
+        notes.append(
+            "Saliency is the mean over an expert's tokens of its weight times the norm of its output (REAP): experts "
+            "with little of it change the layer's output least when they are pruned."
+        )
+        tables.append(
+            PageTable(
+                caption="Least salient experts",
+                columns=("layer / expert", "tokens", "saliency", "of the mean"),
+                rows=tuple(
+                    (f"{one.layer} / {one.expert}", f"{one.uses:,}", f"{saliency:.4g}", f"{saliency / mean:.2f}")
+                    for one in scored[:_SHOWN]
+                    if (saliency := one.saliency) is not None
+                ),
+            )
+        )
+    return Section(name="Experts", notes=notes, tables=tables)
 
 
 def _listed(lifts: tuple[Lift, ...]) -> str:

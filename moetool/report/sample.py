@@ -22,6 +22,7 @@ class ReportOptions:
         affinity_layers: layers, by their absolute ids, whose affinity to the next layer is drawn; by default the pairs
             with the strongest, the median and the weakest affinity.
         seed: of the samples.
+        by: `task`, or the `label` that prompts have in their file: what experts are compared between.
         tokenizer: model whose tokenizer spells the tokens of the expert atlas; their ids without one.
     """
 
@@ -31,8 +32,11 @@ class ReportOptions:
     affinity_layers: tuple[int, ...] = ()
     seed: int = 0
     tokenizer: str | None = None
+    by: str = "task"
 
     def __post_init__(self) -> None:
+        if self.by not in ("task", "label"):
+            raise UsageError(f"by is {self.by!r}, expected task or label")
         for name in ("choices", "uses", "score_requests"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}, expected 1 or more")
@@ -102,9 +106,13 @@ class SampledRoutes:
         return half_T
 
 
-def task_names(trace: Trace) -> dict[int, str]:
-    """What each request of the trace is called by: its task, with the dataset where two have a task of that name."""
+def task_names(trace: Trace, by: str = "task") -> dict[int, str]:
+    """What each request of the trace is called by: its task, with the dataset where two have a task of that name; or
+    its label.
+    """
     rows = trace.requests.to_pylist()
+    if by == "label":
+        return {row["request"]: row["label"] or "no label" for row in rows}
     datasets: dict[str, set[str]] = {}
     for row in rows:
         datasets.setdefault(row["task"], set()).add(row["dataset"])
@@ -146,7 +154,7 @@ def read_routes(trace: Trace, options: ReportOptions) -> SampledRoutes:
         UsageError: the trace has no tokens, or no two of any task.
         MismatchError: it is damaged.
     """
-    spec, named = trace.spec, task_names(trace)
+    spec, named = trace.spec, task_names(trace, options.by)
     table = [row for row in trace.requests.to_pylist() if row["tokens"]]
     if not table:
         raise UsageError(f"nothing to report: {trace.path} has no tokens; capture more prompts")

@@ -1,5 +1,6 @@
 """Running the experts of a model from a pool that may be smaller than one event."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -7,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from moetool.caching._devices import Pool
 from moetool.caching._residency import Step, StepKind
@@ -66,6 +68,7 @@ class ExpertRuntime:
         self._host = HostCompute(store)
         self.uses_L = [0] * loaded.spec.num_layers
         self.misses_L = [0] * loaded.spec.num_layers
+        self._watching: dict[int, OrderedDict[int, Callable[[torch.Tensor], None]]] = {}  # by layer, by handle
         self._info: ForwardInfo | None = None
         self._chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._needs = residency.policy.columns
@@ -100,6 +103,13 @@ class ExpertRuntime:
             self.residency.end_forward(self._info)
             self._info = None
 
+    def watch_products(self, layer: MoeLayer, on_products: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """Call `on_products` with the outputs [T, K, D] of a layer's chosen experts, before their weights."""
+        watching = self._watching.setdefault(layer.index, OrderedDict())  # a handle refers to it weakly
+        handle = RemovableHandle(watching)
+        watching[handle.id] = on_products
+        return handle
+
     def close(self) -> None:
         """End the store's threads and leave the model's routers alone."""
         self._signals.close()
@@ -119,6 +129,8 @@ class ExpertRuntime:
         if (routed := self.residency.route(event)) is not None:
             event, index_TK, weights_TK = self._reroute(event, routed, index_TK, weights_TK)
         products = self._products(layer, event, index_TK, lambda experts, places: hidden_TD[places // top_k])
+        for on_products in tuple(self._watching.get(layer.index, {}).values()):
+            on_products(products.view(num_tokens, top_k, -1))
         weighted = products * weights_TK.reshape(-1, 1)  # in the wider type of the two
         return weighted.view(num_tokens, top_k, -1).sum(dim=1).to(hidden_TD.dtype)
 
@@ -304,10 +316,9 @@ class ExpertRuntime:
                 yield expert, lambda x=x: x  # type: ignore[misc]
 
     def _bind(self, layer: MoeLayer) -> None:
+        layer.experts.moetool_binding = (self, layer)
         if layer.form.call is Call.INTERFACE:
-            # transformers dispatches by a name on the config; the instance says whose pool serves it.
-            layer.experts.moetool_binding = (self, layer)
-            return
+            return  # transformers dispatches by a name on the config; the instance says whose pool serves it
         forwards: dict[Call, Callable[..., torch.Tensor]] = {
             Call.EXPERTS: self._experts,
             Call.SCALED: self._scaled,

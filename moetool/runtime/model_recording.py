@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from moetool.runtime.decoding import Batch
 from moetool.runtime.recording import GateRecorder
 from moetool.trace.reader import MANIFEST
 from moetool.trace.rows import TokenBatch
-from moetool.trace.writer import TraceWriter
+from moetool.trace.writer import TraceWriter, speller
 from moetool.types import ForwardInfo, ModelSpec, Phase
 
-KEEP = ("topk", "logits", "embeddings", "hidden", "ahead")
+KEEP = ("topk", "logits", "embeddings", "hidden", "ahead", "scores", "logits32", "norms", "text")
 _HELD_TOKENS = 1024
 
 
@@ -114,8 +114,8 @@ class ModelRecorder:
             self._write_embeddings(rows.select(keep_T), embeddings_TD[keep_T])
         self._writer.append(rows.select(keep_T))
 
-    def finish(self, dataset: str, provenance: dict[str, Any]) -> None:
-        """Write what is held, and the requests."""
+    def finish(self, dataset: str, provenance: dict[str, Any], spell: Callable[[int], str] | None = None) -> None:
+        """Write what is held, and the requests; `spell` gives the text of a token."""
         self.flush()
         for request in range(self.requests):
             rows = self._length[request]
@@ -127,7 +127,7 @@ class ModelRecorder:
                 prompt_tokens=self._prompt_tokens[request],
                 new_tokens=rows - self._prompt_tokens[request],
             )
-        self._writer.finish(composition={"kind": "log"}, provenance=provenance)
+        self._writer.finish(composition={"kind": "log"}, provenance=provenance, spell=spell)
 
     def _begin(self, num_rows: int) -> None:
         self._mine = list(range(self.requests, self.requests + num_rows))
@@ -187,6 +187,7 @@ def record(
     keep: Sequence[str] = ("topk",),
     task: str = "recorded",
     drop_tokens: bool = False,
+    tokenizer: Any = None,
     overwrite: bool = False,
 ) -> Iterator[ModelRecorder]:
     """Record the routing of every forward that the block makes the model run, as a trace.
@@ -203,6 +204,7 @@ def record(
         keep: what to record besides the experts and their weights: of `KEEP`.
         task: of the requests; `label` of what the block is given changes it.
         drop_tokens: leave out token ids: they spell what people wrote.
+        tokenizer: of the model; needed to keep `text`.
         overwrite: replace a trace that is there.
 
     Yields:
@@ -216,6 +218,8 @@ def record(
     """
     if unknown := set(keep) - set(KEEP):
         raise UsageError(f"cannot keep {', '.join(sorted(unknown))}: known are {', '.join(KEEP)}")
+    if "text" in keep and (tokenizer is None or drop_tokens):
+        raise UsageError("to keep text, give record the tokenizer, and leave drop_tokens out")
     if not hasattr(model, "config"):
         raise UsageError(f"{type(model).__name__} is no transformers model, expected a causal language model")
     out = Path(out)
@@ -235,7 +239,9 @@ def record(
             if not running.tokens:
                 raise UsageError("nothing was recorded: the block ran no forward of this model")
             running.finish(
-                "recorded", {"model": spec.name, "versions": {"moetool": __version__}, "recorded": "in code"}
+                "recorded",
+                {"model": spec.name, "versions": {"moetool": __version__}, "recorded": "in code"},
+                None if tokenizer is None else speller(tokenizer),
             )
         except BaseException:
             writer.abort()

@@ -10,10 +10,13 @@ from torch.utils.hooks import RemovableHandle
 
 from moetool.models import families
 from moetool.models.router_hooks import logits_ahead, read_logits, to_float16, watch
+from moetool.models.router_scores import SelectionScores, watch_norms
 from moetool.models.spec import MoeLayer
 from moetool.runtime.decoding import Batch
 from moetool.runtime.resident_gates import ResidentForward
 from moetool.trace.rows import TokenBatch
+
+_FROM_LOGITS = frozenset({"logits", "logits32", "scores"})
 
 
 class GateRecorder:
@@ -22,14 +25,16 @@ class GateRecorder:
     The experts and weights are those that were really used (`moetool.models.router_hooks.watch`).
 
     Args:
-        keep: `logits`, `hidden`, `ahead`, `resident` and `embeddings` besides the experts and their weights.
+        keep: `logits`, `hidden`, `ahead`, `resident`, `scores`, `logits32`, `norms` and `embeddings` besides the
+            experts and their weights.
         ahead: for how many layers `ahead` looks ahead.
         resident: share of a layer's experts that `resident` takes to be resident.
 
     Effects: adds forward hooks, which `close` removes.
 
     Raises:
-        UsageError: `resident` is asked of a model that it cannot be told of (`moetool.runtime.resident_gates`).
+        UsageError: a column is asked of a model that cannot give it (`moetool.runtime.resident_gates`,
+            `moetool.models.router_scores`).
     """
 
     def __init__(
@@ -39,7 +44,10 @@ class GateRecorder:
         self._held: list[tuple[Batch, dict[str, list[torch.Tensor]], torch.Tensor | None]] = []
         self._experts: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
-        self._logits: list[torch.Tensor] | None = [] if "logits" in keep else None
+        self._keep = keep
+        self._scores = SelectionScores(model, layers) if "scores" in keep else None
+        self._logits: list[torch.Tensor] | None = [] if keep & _FROM_LOGITS else None
+        self._norms: list[torch.Tensor] | None = [] if "norms" in keep else None
         self._hidden: list[torch.Tensor] | None = [] if "hidden" in keep else None
         self._ahead: list[torch.Tensor] | None = [] if "ahead" in keep else None
         self._resident: list[torch.Tensor] | None = [] if "resident" in keep else None
@@ -53,7 +61,9 @@ class GateRecorder:
         self._family = families.known(model.config.get_text_config().model_type)
         for layer in layers:
             self._handles.append(watch(layer, self._on_routes))
-            if keep & {"logits", "hidden", "ahead"}:
+            if self._norms is not None:
+                self._handles.append(watch_norms(layer, self._norms.append))
+            if keep & {*_FROM_LOGITS, "hidden", "ahead"}:
                 self._handles.append(layer.router.register_forward_hook(self._on_router(layer), with_kwargs=True))
         if "embeddings" in keep:
             self._handles.append(model.get_input_embeddings().register_forward_hook(self._on_embedding))
@@ -99,7 +109,11 @@ class GateRecorder:
         held, self._held = self._held, []
         batches = [batch for batch, _, _ in held]
         joined = {name: _join([columns[name] for _, columns, _ in held]) for name in held[0][1]}
+        logits_TF = joined.pop("logits", None)
         halves = {name: to_float16(values) for name, values in joined.items() if name != "experts"}
+        if logits_TF is not None and "logits" in self._keep:
+            halves["logits"] = to_float16(logits_TF)
+        wide = None if logits_TF is None or "logits32" not in self._keep else logits_TF.float().cpu().numpy()
         sizes = [len(batch.token_id_T) for batch in batches]
         rows = TokenBatch(
             request_T=_chain((batch.info.request_T for batch in batches), np.int32),
@@ -114,6 +128,9 @@ class GateRecorder:
             hidden_TH=halves.get("hidden"),
             ahead_TR=halves.get("ahead"),
             resident_TW=halves.get("resident"),
+            scores_TF=None if self._scores is None or logits_TF is None else self._scores(logits_TF),
+            logits32_TF=wide,
+            norms_TS=halves.get("norms"),
         )
         embeddings = [embedding for _, _, embedding in held if embedding is not None]
         return rows, torch.cat(embeddings).float().cpu().numpy() if embeddings else None
@@ -127,6 +144,7 @@ class GateRecorder:
             "hidden": self._hidden,
             "ahead": self._ahead,
             "resident": self._resident,
+            "norms": self._norms,
         }
         return {name: tensors for name, tensors in columns.items() if tensors is not None}
 

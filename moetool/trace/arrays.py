@@ -12,7 +12,10 @@ from moetool.types import ModelSpec
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_WIDTHS = {"experts": "top_k_L", "weights": "top_k_L", "logits": "num_experts_L"}
+_WIDTHS = {
+    **dict.fromkeys(("experts", "weights", "norms"), "top_k_L"),
+    **dict.fromkeys(("logits", "logits32", "scores"), "num_experts_L"),
+}
 
 
 def require_layers(spec: ModelSpec, column: str) -> None:
@@ -25,7 +28,10 @@ def require_layers(spec: ModelSpec, column: str) -> None:
 
 
 def by_layer(spec: ModelSpec, column: str, batches: Iterable[TokenBatch]) -> np.ndarray:
-    """A column of a trace as [T, L, K] (`experts`, `weights`) or [T, L, E] (`logits`), tokens in the trace's order.
+    """A column of a trace, tokens in the trace's order.
+
+    Returns:
+        [T, L, K] of `experts`, `weights` and `norms`; [T, L, E] of `logits`, `logits32` and `scores`.
 
     Raises:
         MismatchError: as `require_layers`.

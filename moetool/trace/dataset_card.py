@@ -22,7 +22,11 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "hidden": ("float16[{H}]", "the hidden state that each router saw"),
     "ahead": ("float16[{R}]", "logits of the next {ahead} layers' routers on the same hidden state"),
     "resident": ("float16[{W}]", "logits of the next layer's router if only resident experts had been computed"),
+    "scores": ("float16[{F}]", "what the router ranks by: scores of all experts plus its correction bias"),
+    "logits32": ("float32[{F}]", "router logits in float32"),
+    "norms": ("float16[{S}]", "Euclidean norm of each chosen expert's output, before its weight"),
     "embeddings": ("float16[{D}]", "iterations/*.parquet: mean output of the embedding layer over an iteration"),
+    "text": ("string", "vocabulary.parquet: the text of each token id that occurs"),
 }
 """Type and meaning of each column; letters in brackets are widths."""
 
@@ -81,7 +85,8 @@ configs:
 {_span(spec.num_experts_L)} experts, top-{_span(spec.top_k_L)}; router scores by {spec.score_function}. Batches: \
 {" ".join(str(value) for value in contents["composition"].values())}. Trace schema {schema_version} of moetool.
 
-`requests.parquet` has a row for each request: dataset, task, prompt_id, prompt_tokens, new_tokens and tokens (rows).
+`requests.parquet` has a row for each request: dataset, task, prompt_id, prompt_tokens, new_tokens, label, pair and
+tokens (rows).
 `tokens/*.parquet` has a row for each forwarded token, in the order of the forwards:
 
 {columns_table(spec, list(contents["columns"]), int(contents["ahead"]))}

@@ -66,8 +66,8 @@ class TraceDiff:
 def diff(a: Trace, b: Trace) -> TraceDiff:
     """Compare two traces token by token.
 
-    Requests belong together by dataset, task and prompt; their tokens as long as their ids are the same. Where ids are
-    withheld, the tokens of the prompt are compared.
+    Requests belong together by their pair id, or by dataset, task and prompt where they have none; their tokens as
+    long as their ids are the same. Where ids are withheld, the tokens of the prompt are compared.
 
     Raises:
         MismatchError: the models have other shapes, or no request is in both.
@@ -110,7 +110,7 @@ def _pairs(a: Trace, b: Trace) -> tuple[dict[int, int], int, int]:
         seen: dict[tuple[str, str, str], int] = {}
         found = {}
         for row in trace.requests.to_pylist():
-            key = (row["dataset"], row["task"], row["prompt_id"])
+            key = ("", "", row["pair"]) if row["pair"] else (row["dataset"], row["task"], row["prompt_id"])
             seen[key] = seen.get(key, -1) + 1
             found[(*key, seen[key])] = row["request"]
         return found

@@ -14,11 +14,11 @@ import numpy as np
 from moetool import durable
 from moetool.errors import UsageError, unknown_name
 from moetool.trace.reader import MANIFEST, Trace
-from moetool.trace.rows import KEEP, SIGNALS, TokenBatch
+from moetool.trace.rows import EXTRA, KEEP, SIGNALS, TokenBatch
 from moetool.trace.writer import TraceWriter
 from moetool.types import ModelSpec
 
-SPLIT_BY = ("task", "request")
+SPLIT_BY = ("task", "label", "request")
 SPLIT = "split.json"
 _OF_THE_WHOLE = ("decisions", "failed_forwards", "capture")  # they are about all of its requests
 
@@ -89,9 +89,9 @@ def split(
     """The parts of a trace, each a trace in a folder of `out`, with its requests in their order and numbered anew.
 
     Args:
-        by: `task`: a part for each task, by its name; `request`: parts `0`, `1`, ... of the given shares, what is left
-            of 1 being the last. Requests go to the part that is furthest behind its share, so that every part is
-            evenly spread.
+        by: `task` or `label`: a part for each, by its name; `request`: parts `0`, `1`, ... of the given shares, what
+            is left of 1 being the last. Requests go to the part that is furthest behind its share, so that every part
+            is evenly spread.
         shares: of `request` only; above 0, together at most 1.
 
     Effects: writes `out`, whole or not at all; `split.json` in it says what the parts are.
@@ -102,8 +102,8 @@ def split(
     """
     if by not in SPLIT_BY:
         raise unknown_name("--by", by, SPLIT_BY)
-    part_of = _by_task(trace, shares) if by == "task" else _by_share(trace, shares)
-    names = list(dict.fromkeys(sorted(part_of.values()) if by == "task" else map(str, range(_count(shares)))))
+    part_of = _by_share(trace, shares) if by == "request" else _by_name(trace, by, shares)
+    names = list(dict.fromkeys(sorted(part_of.values()) if by != "request" else map(str, range(_count(shares)))))
     if empty := [name for name in names if name not in part_of.values()]:
         raise UsageError(f"part {empty[0]} of {trace.path} would have no request, of {len(part_of)} in all")
     durable.require_absent(out, overwrite, SPLIT)
@@ -132,19 +132,21 @@ def request_numbers(trace: Trace) -> list[int]:
     return requests
 
 
-def _by_task(trace: Trace, shares: Sequence[float]) -> dict[int, str]:
-    """The part of each request: its task, as the name of a folder; with the dataset where two have such a task."""
+def _by_name(trace: Trace, by: str, shares: Sequence[float]) -> dict[int, str]:
+    """The part of each request: its task or label, as a folder's name; with the dataset where two have such a one."""
     if shares:
-        raise UsageError("--share is for --by request; leave it out with --by task")
+        raise UsageError(f"--share is for --by request; leave it out with --by {by}")
     rows = trace.requests.to_pylist()
+    if not any(row[by] for row in rows):
+        raise UsageError(f"no request of {trace.path} has a {by}; capture prompts of a file with a field {by!r}")
     names: dict[tuple[str, str], str] = {}
-    for key in sorted({(row["dataset"], row["task"]) for row in rows}, key=lambda key: key[::-1]):
-        name = re.sub(r"[^\w.-]+", "_", key[1]).strip(".") or "task"
+    for key in sorted({(row["dataset"], row[by]) for row in rows}, key=lambda key: key[::-1]):
+        name = re.sub(r"[^\w.-]+", "_", key[1]).strip(".") or f"no-{by}"
         whole = re.sub(r"[^\w.-]+", "_", "-".join(key)).strip(".")
         taken = {other.casefold() for other in (*names.values(), SPLIT)}
         fitting = (each for each in (name, whole, *(f"{whole}-{i}" for i in range(2, len(rows) + 3))))
         names[key] = next(each for each in fitting if each.casefold() not in taken)
-    return {row["request"]: names[row["dataset"], row["task"]] for row in rows}
+    return {row["request"]: names[row["dataset"], row[by]] for row in rows}
 
 
 def _count(shares: Sequence[float]) -> int:
@@ -166,7 +168,7 @@ def _by_share(trace: Trace, shares: Sequence[float]) -> dict[int, str]:
 
 def part_writer(stack: ExitStack, folder: Path, spec: ModelSpec, columns: frozenset[str], like: Trace) -> TraceWriter:
     """A writer of some columns, made as those of `like` were; abandoned when the stack unwinds before its end."""
-    keep = {"topk", *(columns & set(KEEP))}
+    keep = {"topk", *(columns & {*KEEP, *EXTRA})}
     writer = TraceWriter(folder, spec, keep, like.ahead or 1, weights="weights" in columns, resident=like.resident)
     stack.callback(writer.abort)
     return writer
@@ -218,7 +220,9 @@ def copy_requests(
 
 def _finish(writer: TraceWriter, trace: Trace, made: dict[str, Any]) -> None:
     kept = {name: value for name, value in trace.manifest["provenance"].items() if name not in _OF_THE_WHOLE}
-    writer.finish(composition=trace.manifest["composition"], provenance={**kept, **made})
+    writer.finish(
+        composition=trace.manifest["composition"], provenance={**kept, **made}, spell=trace.vocabulary.__getitem__
+    )
 
 
 def _cut_spec(spec: ModelSpec, layers: int) -> ModelSpec:
@@ -237,6 +241,9 @@ def _cut_rows(rows: TokenBatch, spec: ModelSpec, layers: int) -> TokenBatch:
         "weights_TS": top,
         "logits_TF": wide,
         "hidden_TH": layers * spec.hidden_size,
+        "scores_TF": wide,
+        "logits32_TF": wide,
+        "norms_TS": top,
     }
     cut = {name: column[:, :width] for name, width in widths.items() if (column := getattr(rows, name)) is not None}
     return replace(rows, **cut)

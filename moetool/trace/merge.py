@@ -57,10 +57,12 @@ def merge(traces: Sequence[Trace], out: Path, *, overwrite: bool = False) -> tup
                 }
             )
             number += len(there)
+        spelled = {token: text for trace in traces for token, text in trace.vocabulary.items()}
         models = {trace.manifest["provenance"].get("model") for trace in traces} - {None}
         writer.finish(
             composition=_composition(traces),
             provenance={**({"model": min(models)} if len(models) == 1 else {}), "merged": merged, "notes": notes},
+            spell=spelled.__getitem__,
         )
     return Trace(out), notes
 

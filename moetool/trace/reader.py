@@ -20,7 +20,7 @@ is said in `moetool.trace.version`: traces of an older minor version are read, t
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ from moetool.trace.rows import (
     KEEP,
     REQUESTS,
     SIGNALS,
+    SINCE_1_4,
+    VOCABULARY,
     TokenBatch,
     embedding_schema,
     require_values,
@@ -55,6 +57,7 @@ MANIFEST = "manifest.json"
 BATCH_TOKENS = 8192
 COMPOSITIONS = ("sequential", "batch", "log", "mixed")
 _REQUESTS = "requests.parquet"
+_VOCABULARY = "vocabulary.parquet"
 _ROWS_A_BYTE = 64
 """More rows than that in a byte of Parquet are made to fill the memory, not to say anything."""
 
@@ -90,11 +93,11 @@ class _Manifest:
     def validate(self) -> None:
         """Raises: MismatchError, naming the field."""
         for name, file in self.files.items():
-            known = re.fullmatch(r"(requests|requests-\d+|(tokens|iterations)/[\w-]+)\.parquet", name)
+            known = re.fullmatch(r"(requests|requests-\d+|vocabulary|(tokens|iterations)/[\w-]+)\.parquet", name)
             check.require(bool(known), "files", name, f"{_REQUESTS}, tokens/… or iterations/…")
             check.require_whole(f"files.{name}.bytes", file.bytes, 0)
         check.require(self.requests_file in self.files, "files", "others", _REQUESTS)
-        unknown = sorted(set(self.columns) - {*COLUMNS, "embeddings"})
+        unknown = sorted(set(self.columns) - {*COLUMNS, "embeddings", "text"})
         check.require(not unknown, "columns", ", ".join(unknown), "columns of traces")
         missing = sorted(set(ALWAYS) - set(self.columns))
         check.require(not missing, "columns", f"no {', '.join(missing)}", "it in every trace")
@@ -180,7 +183,7 @@ class Trace:
                 )
         self._intact: set[str] = set()
         self._requests_file = facts.requests_file
-        self.requests = self._read(self._requests_file, REQUESTS)
+        self.requests = self._read(self._requests_file, REQUESTS, empty=SINCE_1_4)
         self._validate_requests(facts.requests)
 
     def _validate_requests(self, expected: int) -> None:
@@ -307,10 +310,22 @@ class Trace:
         require_layers(self.spec, column)
         return by_layer(self.spec, column, self.batches(() if column == "experts" else [column]))
 
+    @property
+    def vocabulary(self) -> dict[int, str]:
+        """The text of each token that occurs, where `text` was kept; else empty."""
+        if "text" not in self.columns:
+            return {}
+        table = self._read(_VOCABULARY, VOCABULARY)
+        return dict(zip(table["token_id"].to_pylist(), table["text"].to_pylist(), strict=True))
+
     def to_pandas(self) -> Any:
-        """A DataFrame with a row for each expert that a token uses in a layer (`moetool.trace.arrays.long_table`)."""
+        """A DataFrame with a row for each expert that a token uses in a layer (`moetool.trace.arrays.long_table`),
+        and its token's text where that was kept."""
         weights = self.columns & {"weights"}
-        return long_table(self.spec, self.requests, self.batches(weights)).to_pandas()
+        table = long_table(self.spec, self.requests, self.batches(weights)).to_pandas()
+        if spelled := self.vocabulary:
+            table.insert(table.columns.get_loc("token_id") + 1, "text", table["token_id"].map(spelled))
+        return table
 
     def embeddings(self) -> Iterator[tuple[int, int, np.ndarray]]:
         """(request, iteration, embedding_D float16) of every iteration."""
@@ -340,10 +355,10 @@ class Trace:
         columns = set(columns)
         embeddings = _Embeddings(self, requests) if "embeddings" in columns else None
         columns.discard("embeddings")
-        groups = self._by_request(columns) if sequential else self.recorded_forwards(columns)
+        groups = self._by_request(columns, requests) if sequential else self.recorded_forwards(columns)
         forward_id = 0
         for rows in groups:
-            if requests is not None:
+            if requests is not None and not sequential:
                 rows = rows.select(np.isin(rows.request_T, list(requests)))
                 if not len(rows):
                     continue
@@ -405,8 +420,10 @@ class Trace:
                 f"{order[nxt]}; capture again"
             )
 
-    def _by_request(self, columns: Iterable[str]) -> Iterator[TokenBatch]:
+    def _by_request(self, columns: Iterable[str], requests: frozenset[int] | None) -> Iterator[TokenBatch]:
         for whole in self.whole_requests(columns):
+            if requests is not None and int(whole.request_T[0]) not in requests:
+                continue
             cuts = np.flatnonzero(np.diff(whole.iteration_T)) + 1
             starts = [0, *cuts.tolist(), len(whole)]
             for start, end in itertools.pairwise(starts):
@@ -416,10 +433,13 @@ class Trace:
         """The files of a folder that the manifest knows; whatever else lies there is not of this trace."""
         return [name for name in sorted(self._files) if name.startswith(prefix)]
 
-    def _read(self, name: str, schema: pa.Schema) -> pa.Table:
-        file = self._verify(name)
+    def _read(self, name: str, schema: pa.Schema, empty: Sequence[str] = ()) -> pa.Table:
+        """A small file. `empty`: text columns that may be missing, and are empty then."""
+        file, whole = self._verify(name), schema
         try:
             with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+                there = parquet.schema_arrow.names
+                schema = pa.schema([field for field in whole if field.name in there or field.name not in empty])
                 _require_schema(file, schema, parquet.schema_arrow)
                 if parquet.metadata.num_rows > _ROWS_A_BYTE * self._files[name][0]:
                     raise pa.ArrowInvalid(f"{parquet.metadata.num_rows:,} rows in {self._files[name][0]:,} bytes")
@@ -430,11 +450,14 @@ class Trace:
                 require_values(field.name, column, flat)
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise MismatchError(f"{file} is damaged ({first_line(error)}); capture again") from error
+        for at, field in enumerate(whole):
+            if field.name not in schema.names:
+                table = table.add_column(at, field, pa.array([""] * len(table), field.type))
         return table
 
 
 def _require_schema(file: Path, expected: pa.Schema, found: pa.Schema) -> None:
-    wrong = [f.name for f in expected if f.name not in found.names or found.field(f.name).type != f.type]
+    wrong = [f.name for f in expected if found.names.count(f.name) != 1 or found.field(f.name).type != f.type]
     if wrong:
         raise MismatchError(f"{file} does not fit its manifest (column {', '.join(wrong)}); capture again")
 

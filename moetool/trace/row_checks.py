@@ -134,6 +134,11 @@ class RowChecks:
 
     def _check_numbers(self, rows: TokenBatch, name: str, values: np.ndarray) -> None:
         """Compares float16 as integers: as numbers NumPy takes them one by one."""
+        if values.dtype != np.float16:
+            wrong = np.isnan(values) | (values == np.inf)
+            if wrong.any():
+                raise self._no_number(rows, name, values, wrong, "a finite number")
+            return
         bits = values.view(np.uint16)
         if name == "weights":
             if int(bits.max()) < _INF_16:
@@ -146,11 +151,16 @@ class RowChecks:
             wrong = ((bits >= _INF_16) & (bits < _MINUS_ZERO_16)) | (bits > _MINUS_INF_16)
             expected = "a finite number"
         if wrong.any():
-            at, column = (int(i[0]) for i in np.nonzero(wrong))
-            raise MismatchError(
-                f"{self._path}: the column {name} holds {values[at, column]} for request {rows.request_T[at]} at "
-                f"position {rows.position_T[at]}, expected {expected}; capture again"
-            )
+            raise self._no_number(rows, name, values, wrong, expected)
+
+    def _no_number(
+        self, rows: TokenBatch, name: str, values: np.ndarray, wrong: np.ndarray, expected: str
+    ) -> MismatchError:
+        at, column = (int(i[0]) for i in np.nonzero(wrong))
+        return MismatchError(
+            f"{self._path}: the column {name} holds {values[at, column]} for request {rows.request_T[at]} at "
+            f"position {rows.position_T[at]}, expected {expected}; capture again"
+        )
 
     def _wrong(
         self, rows: TokenBatch, wrong_T: np.ndarray, name: str, values_T: np.ndarray, expected: str

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,10 @@ from moetool.trace.version import SCHEMA_VERSION
 from moetool.types import ModelSpec
 
 KEEP = ("topk", "logits", "embeddings", "hidden", "ahead", "resident")
-SIGNALS = ("logits", "hidden", "ahead", "resident")
+"""What a capture can keep for policies and predictors."""
+EXTRA = ("scores", "logits32", "norms", "text")
+"""What it can keep besides, for people."""
+SIGNALS = ("logits", "hidden", "ahead", "resident", "scores", "logits32", "norms")
 """Columns of tokens/ beside the routes, which a trace may hold."""
 
 REQUESTS = pa.schema(
@@ -23,9 +26,14 @@ REQUESTS = pa.schema(
         ("prompt_id", pa.string()),
         ("prompt_tokens", pa.int32()),
         ("new_tokens", pa.int32()),
+        ("label", pa.string()),  # of the prompt file; empty where it has none
+        ("pair", pa.string()),  # shared by requests that belong together; empty where there is none
         ("tokens", pa.int32()),  # rows of this request in tokens/
     ]
 )
+SINCE_1_4 = ("label", "pair")
+"""Columns of requests that older traces lack; there they are empty."""
+VOCABULARY = pa.schema([("token_id", pa.int32()), ("text", pa.string())])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,7 +44,7 @@ class TokenBatch:
         request_T, forward_T, iteration_T, position_T, token_id_T int32; phase_T uint8 (`Phase`);
         experts_TS uint16 and weights_TS float16 with S = sum of top_k_L; logits_TF float16 with F = sum of
         num_experts_L; hidden_TH float16 with H = L * D; ahead_TR float16 with R = L * A * E; resident_TW float16 with
-        W = L * E. `None` where not recorded or not asked for.
+        W = L * E; scores_TF float16; logits32_TF float32; norms_TS float16. `None` where not recorded or not asked for.
         A token id of -1 was withheld.
     """
 
@@ -52,6 +60,9 @@ class TokenBatch:
     hidden_TH: np.ndarray | None = None
     ahead_TR: np.ndarray | None = None
     resident_TW: np.ndarray | None = None
+    scores_TF: np.ndarray | None = None
+    logits32_TF: np.ndarray | None = None
+    norms_TS: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.request_T)
@@ -59,7 +70,7 @@ class TokenBatch:
     def select(self, index: Any) -> "TokenBatch":
         """The rows that `index` (a slice, a mask or an index array) picks."""
         picked: dict[str, Any] = {
-            f.name: None if (column := getattr(self, f.name)) is None else column[index] for f in fields(self)
+            name: None if (column := getattr(self, name)) is None else column[index] for name in TokenBatch.__slots__
         }
         return TokenBatch(**picked)
 
@@ -67,9 +78,9 @@ class TokenBatch:
     def concatenate(batches: Sequence["TokenBatch"]) -> "TokenBatch":
         """The rows of several batches, one after the other. All must have the same columns."""
         joined: dict[str, Any] = {}
-        for f in fields(TokenBatch):
-            parts = [getattr(batch, f.name) for batch in batches]
-            joined[f.name] = None if parts[0] is None else np.concatenate(parts)
+        for name in TokenBatch.__slots__:
+            parts = [getattr(batch, name) for batch in batches]
+            joined[name] = None if parts[0] is None else np.concatenate(parts)
         return TokenBatch(**joined)
 
 
@@ -86,6 +97,9 @@ COLUMNS = {
     "hidden": "hidden_TH",
     "ahead": "ahead_TR",
     "resident": "resident_TW",
+    "scores": "scores_TF",
+    "logits32": "logits32_TF",
+    "norms": "norms_TS",
 }
 ALWAYS = ("request", "forward", "phase", "iteration", "position", "token_id", "experts")
 
@@ -98,6 +112,9 @@ def _widths(spec: ModelSpec, ahead: int) -> dict[str, int]:
         "hidden": spec.num_layers * spec.hidden_size,
         "ahead": spec.num_layers * ahead * spec.num_experts,
         "resident": spec.num_layers * spec.num_experts,
+        "scores": sum(spec.num_experts_L),
+        "logits32": sum(spec.num_experts_L),
+        "norms": sum(spec.top_k_L),
     }
 
 
@@ -109,6 +126,7 @@ def token_schema(spec: ModelSpec, columns: Iterable[str], ahead: int) -> pa.Sche
         "phase": pa.uint8(),
         "experts": pa.list_(pa.uint16(), widths["experts"]),
         **{name: pa.list_(pa.float16(), widths[name]) for name in ("weights", *SIGNALS)},
+        "logits32": pa.list_(pa.float32(), widths["logits32"]),
     }
     offsets = {
         "moetool.top_k_offsets": [0, *np.cumsum(spec.top_k_L).tolist()],

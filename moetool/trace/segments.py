@@ -460,6 +460,8 @@ def _request_table(requests: list[tuple[int, _Counts]]) -> pa.Table:
         [str(request) for request, _ in requests],
         [counts.prompt_tokens for _, counts in requests],
         [counts.new_tokens for _, counts in requests],
+        [""] * len(requests),
+        [""] * len(requests),
         [counts.rows for _, counts in requests],
     ]
     arrays = [pa.array(values, field.type) for values, field in zip(columns, REQUESTS, strict=True)]

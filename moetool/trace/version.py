@@ -14,6 +14,8 @@ A version is `major.minor`. A manifest of before minor versions has the major nu
     1.2  the column `resident`, and in the manifest always the share of the experts that it is for
     1.3  the manifest says whether the trace is closed, and which requests had not ended after its last row; of a log
          that is not closed the requests are in `requests-N.parquet`
+    1.4  the columns `scores`, `logits32` and `norms`; requests have `label` and `pair`, empty in older traces;
+         `vocabulary.parquet`, where `text` is kept
 """
 
 import re
@@ -23,7 +25,7 @@ from typing import Any
 
 from moetool.errors import MismatchError
 
-MAJOR, MINOR = 1, 3
+MAJOR, MINOR = 1, 4
 SCHEMA_VERSION = f"{MAJOR}.{MINOR}"
 
 
@@ -63,4 +65,8 @@ def _to_1_3(manifest: dict[str, Any]) -> dict[str, Any]:
     return {"closed": True, "running": [], **manifest}
 
 
-_STEPS: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (_to_1_1, _to_1_2, _to_1_3)
+def _to_1_4(manifest: dict[str, Any]) -> dict[str, Any]:
+    return manifest
+
+
+_STEPS: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (_to_1_1, _to_1_2, _to_1_3, _to_1_4)

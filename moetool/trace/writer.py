@@ -3,7 +3,7 @@
 import json
 import queue
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from moetool.trace.dataset_card import CARD, card
 from moetool.trace.rows import (
     ALWAYS,
     COLUMNS,
+    EXTRA,
     KEEP,
     REQUESTS,
     SIGNALS,
+    VOCABULARY,
     TokenBatch,
     embedding_schema,
     to_array,
@@ -40,15 +42,20 @@ def token_columns(keep: Collection[str], *, weights: bool = True) -> list[str]:
         weights: whether the experts' weights are known.
 
     Raises:
-        UsageError: something else than `KEEP`.
+        UsageError: something else than `KEEP` and `EXTRA`.
     """
-    if unknown := set(keep) - set(KEEP):
-        raise UsageError(f"cannot keep {', '.join(sorted(unknown))}: known are {', '.join(KEEP)}")
+    if unknown := set(keep) - {*KEEP, *EXTRA}:
+        raise UsageError(f"cannot keep {', '.join(sorted(unknown))}: known are {', '.join((*KEEP, *EXTRA))}")
     return [
         *ALWAYS,
         *(["weights"] if weights else []),
         *(column for column in SIGNALS if column in keep),
     ]
+
+
+def speller(tokenizer: Any) -> Callable[[int], str]:
+    """The text of each token by itself, by a tokenizer of transformers; parts of characters show as U+FFFD."""
+    return lambda token: str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
 
 def parquet_options(schema: pa.Schema) -> dict[str, Any]:
@@ -106,7 +113,7 @@ class TraceWriter:
 
     Args:
         folder: an empty folder; a `durable.staged_directory`, so that a killed run leaves no trace.
-        keep: which of `KEEP` to record; `topk` always is.
+        keep: which of `KEEP` and `EXTRA` to record; `topk` always is.
         ahead: for how many layers the column `ahead` looks ahead, where it is kept.
         weights: whether the weights of the experts are known.
         resident: share of a layer's experts that the column `resident` takes to be resident, where it is kept.
@@ -132,7 +139,8 @@ class TraceWriter:
         self._spec = spec
         self._tokens_parts = _Parts(folder / "tokens", token_schema(spec, self.columns, self.ahead))
         self._iterations = _Parts(folder / "iterations", embedding_schema(spec)) if "embeddings" in self.keep else None
-        self._requests: list[tuple[int, str, str, str, int, int]] = []  # all that grows with the requests
+        self._token_ids: set[int] = set()  # where their text is kept
+        self._requests: list[tuple[int, str, str, str, int, int, str, str]] = []  # all that grows with the requests
         self._rows_of: dict[int, int] = {}
         self._tokens = 0
         self._queue: queue.Queue[tuple[_Parts, dict[str, np.ndarray]] | None] = queue.Queue(maxsize=64)
@@ -141,10 +149,19 @@ class TraceWriter:
         self._thread.start()
 
     def add_request(
-        self, request: int, *, dataset: str, task: str, prompt_id: str, prompt_tokens: int, new_tokens: int
+        self,
+        request: int,
+        *,
+        dataset: str,
+        task: str,
+        prompt_id: str,
+        prompt_tokens: int,
+        new_tokens: int,
+        label: str = "",
+        pair: str = "",
     ) -> None:
         """Record one request; its rows in tokens/ may have been appended before or come later."""
-        self._requests.append((request, dataset, task, prompt_id, prompt_tokens, new_tokens))
+        self._requests.append((request, dataset, task, prompt_id, prompt_tokens, new_tokens, label, pair))
 
     def add_embedding(self, request: int, iteration: int, embedding_D: np.ndarray) -> None:
         """Record the mean output of the embedding layer over one iteration of a request, if embeddings are kept."""
@@ -172,16 +189,25 @@ class TraceWriter:
         for request, rows in zip(*np.unique(batch.request_T, return_counts=True), strict=True):
             self._rows_of[int(request)] = self._rows_of.get(int(request), 0) + int(rows)
         self._tokens += len(batch)
+        if "text" in self.keep:
+            self._token_ids.update(np.unique(batch.token_id_T[batch.token_id_T >= 0]).tolist())
         columns = {name: getattr(batch, COLUMNS[name]) for name in self._tokens_parts.schema.names}
         self._queue.put((self._tokens_parts, columns))
 
-    def finish(self, *, composition: dict[str, Any], provenance: dict[str, Any]) -> None:
+    def finish(
+        self,
+        *,
+        composition: dict[str, Any],
+        provenance: dict[str, Any],
+        spell: Callable[[int], str] | None = None,
+    ) -> None:
         """Write what is queued, the requests and the manifest.
 
         Args:
             composition: how batches were composed: `{"kind": "sequential"}`, `{"kind": "batch", "size": 8}`
                 (batches by prompt index) or `{"kind": "log"}` (as clients came).
             provenance: model, data, versions and options, for people and for checks.
+            spell: the text of a token; needed where `text` is kept.
 
         Raises:
             MoetoolError: anything could not be written.
@@ -198,6 +224,13 @@ class TraceWriter:
                 self._folder / "requests.parquet",
                 **parquet_options(REQUESTS),
             )
+            if spell is not None and "text" in self.keep:
+                ids = sorted(self._token_ids)
+                pq.write_table(
+                    pa.table([pa.array(ids, pa.int32()), pa.array(map(spell, ids), pa.string())], schema=VOCABULARY),
+                    self._folder / "vocabulary.parquet",
+                    **parquet_options(VOCABULARY),
+                )
             files = {
                 str(file.relative_to(self._folder)): file_facts(file)
                 for file in sorted(self._folder.rglob("*.parquet"))
@@ -206,7 +239,7 @@ class TraceWriter:
                 self._folder,
                 self._spec,
                 {
-                    "columns": [*self.columns, *(["embeddings"] if "embeddings" in self.keep else [])],
+                    "columns": [*self.columns, *(name for name in ("embeddings", "text") if name in self.keep)],
                     "ahead": self.ahead,
                     "resident": self.resident,
                     "composition": composition,

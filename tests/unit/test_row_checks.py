@@ -59,6 +59,8 @@ def setting(name: str, index: Any, value: Any) -> Callable[[TokenBatch], None]:
         ("hidden_TH", (0, 0), -np.nan, "the column hidden holds nan"),
         ("ahead_TR", (0, 0), np.nan, "the column ahead holds nan"),
         ("resident_TW", (0, 0), np.nan, "the column resident holds nan"),
+        ("logits32_TF", (0, 3), np.nan, "the column logits32 holds nan"),
+        ("norms_TS", (0, 0), np.inf, "the column norms holds inf"),
         ("position_T", 0, 0, "positions of request 0 go from 2 to 0, expected them to rise"),
         ("iteration_T", slice(None), -1, r"iterations of request \d go from 0 to -1"),
         ("token_id_T", 0, -2, "the token id of request 0 .* is -2, expected -1 or more"),
@@ -128,7 +130,7 @@ def test_counts_that_disagree_are_refused(tmp_path: Path) -> None:
     refused("model spec.*num_experts_L", spec={**whole["spec"], "num_experts_L": "eight"})
     table = pq.read_table(trace.path / "requests.parquet")
     tokens = table["tokens"].to_pylist()
-    moved = table.set_column(6, "tokens", pa.array([tokens[0] + 1, tokens[1] - 1], pa.int32()))
+    moved = table.set_column(8, "tokens", pa.array([tokens[0] + 1, tokens[1] - 1], pa.int32()))
     _replace(trace.path, "requests.parquet", moved, whole)
     with pytest.raises(MismatchError, match="holds 5 of the 6 tokens of request 0"):
         list(Trace(trace.path).batches())

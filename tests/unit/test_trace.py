@@ -15,13 +15,13 @@ from moetool.trace import reader as trace_module
 from moetool.trace import writer as trace_writer
 from moetool.trace.events import router_scores
 from moetool.trace.reader import Trace
-from moetool.trace.rows import TokenBatch
+from moetool.trace.rows import SIGNALS, TokenBatch
 from moetool.types import ForwardInfo, GateEvent, Phase
 from tests import traces
 from tests.traces import SPEC
 
 LENGTHS = [(20, 10), (5, 8), (1, 1), (30, 3)]
-COLUMNS = ("weights", "logits", "hidden", "ahead", "resident")
+COLUMNS = ("weights", *SIGNALS)
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_every_column_comes_back(batched: Trace) -> None:
     read = TokenBatch.concatenate(list(batched.batches(COLUMNS)))
     assert same(read, TokenBatch.concatenate(traces.together(LENGTHS)))
     assert len(read) == batched.num_tokens
-    assert batched.columns == {*trace_module.ALWAYS, "weights", "logits", "hidden", "ahead", "resident", "embeddings"}
+    assert batched.columns == {*trace_module.ALWAYS, "weights", *traces.EVERY} - {"topk"}
 
 
 def test_columns_that_were_not_asked_for_are_none(batched: Trace) -> None:
@@ -89,6 +89,8 @@ def test_requests_and_embeddings_come_back(batched: Trace) -> None:
             "prompt_id": str(i),
             "prompt_tokens": prompt,
             "new_tokens": new,
+            "label": "",
+            "pair": "",
             "tokens": prompt + new - 1,
         }
         for i, (prompt, new) in enumerate(LENGTHS)

@@ -22,14 +22,14 @@ def test_the_card_is_the_hubs_and_lists_every_column(tmp_path: Path) -> None:
     for field in pq.read_schema(file):
         width = f"[{field.type.list_size}]" if hasattr(field.type, "list_size") else ""
         kind = field.type.value_type if width else field.type
-        kind = {"halffloat": "float16"}.get(str(kind), str(kind))
+        kind = {"halffloat": "float16", "float": "float32"}.get(str(kind), str(kind))
         assert f"| `{field.name}` | {kind}{width} |" in card.text
     assert f"{trace.num_tokens:,} forwarded tokens of 2 requests" in card.text
     trace.verify()
 
 
 def test_every_column_of_the_schema_has_a_meaning() -> None:
-    assert set(MEANINGS) == {*COLUMNS, "embeddings"}
+    assert set(MEANINGS) == {*COLUMNS, "embeddings", "text"}
 
 
 def test_the_schema_page_lists_every_column() -> None:
