@@ -58,7 +58,7 @@ class Checkpoint:
         self.weights = weights
         self._direct = direct
         self._opened: weakref.WeakSet[Shards] = weakref.WeakSet()
-        self._gguf = read_gguf(path) if path.is_file() else None
+        self._gguf = read_gguf(path, whole=weights) if path.is_file() else None
         self.quantization: Quantization | None
         if self._gguf is not None:
             self._content, self.raw, self.quantization = self._gguf.content, self._gguf.config, self._gguf.weights

@@ -1,59 +1,42 @@
-"""GGUF files as llama.cpp writes them: config, tensors and weights of the architectures whose layout is known here.
+"""GGUF files as llama.cpp writes them: config, tensors and weights of a model.
 
-One file holds all. The experts of a layer lie stacked, [experts, out, in / block * bytes], so that one is a contiguous
-slice, which is read in place. transformers parses the header and unpacks the blocks.
+The experts of a layer lie stacked, [experts, out, bytes of a row], so that one is a contiguous slice of each of its
+tensors, which is read in place.
 """
 
 import json
-import re
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from moetool.errors import MismatchError, UsageError, first_line
+from moetool.errors import MismatchError, UsageError
+from moetool.models.ggml_blocks import GgmlCodec, Undo
+from moetool.models.gguf_architectures import Architecture, Metadata, common_config, find_architecture
+from moetool.models.gguf_header import FLOATS, GgufHeader, GgufTensor, read_gguf_header
 from moetool.models.quantization_config import Quantization
-from moetool.models.tensor_index import FileStamp, Tensor, TensorIndex
-from moetool.models.value_scaling import CHUNK
-from moetool.models.weight_format import Codec, Stored, StoredWeight, as_dense
+from moetool.models.tensor_index import Tensor, TensorIndex
+from moetool.models.weight_format import StoredWeight, as_dense
 
-SUFFIX = ".gguf"
-_FLOATS = {0: "F32", 1: "F16", 30: "BF16"}  # ggml's numbers of types
-_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}
-"""Architectures whose tensors llama.cpp renames and stacks, and changes in no other way."""
-_NAMES = (
-    (r"token_embd\.", "model.embed_tokens."),
-    (r"output_norm\.", "model.norm."),
-    (r"output\.", "lm_head."),
-    (r"blk\.(\d+)\.attn_(q|k|v)\.", r"model.layers.\1.self_attn.\2_proj."),
-    (r"blk\.(\d+)\.attn_output\.", r"model.layers.\1.self_attn.o_proj."),
-    (r"blk\.(\d+)\.attn_(q|k)_norm\.", r"model.layers.\1.self_attn.\2_norm."),
-    (r"blk\.(\d+)\.attn_norm\.", r"model.layers.\1.input_layernorm."),
-    (r"blk\.(\d+)\.ffn_norm\.", r"model.layers.\1.post_attention_layernorm."),
-    (r"blk\.(\d+)\.ffn_gate_inp\.", r"model.layers.\1.mlp.gate."),
-    (r"blk\.(\d+)\.ffn_gate_inp_shexp\.", r"model.layers.\1.mlp.shared_expert_gate."),
-    (r"blk\.(\d+)\.ffn_(gate|up|down)_shexp\.", r"model.layers.\1.mlp.shared_expert.\2_proj."),
-    (r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.", r"model.layers.\1.mlp.experts.*.\2_proj."),
-    (r"blk\.(\d+)\.ffn_(gate|up|down)\.", r"model.layers.\1.mlp.\2_proj."),
-)
+_EXPERTS = (("gate_up_proj", ("gate", "up")), ("gate_up_proj", ("gate_up",)), ("down_proj", ("down",)))
+"""Parameters of the experts, and the tensors that make them."""
 
 
-@dataclass(frozen=True, slots=True)
-class GgmlCodec:
-    """Blocks of a ggml type."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufPart:
+    """Tensors that make one weight.
 
-    ggml_type: int
+    Attributes:
+        tensors: by role, their ggml names.
+        shape: of the weight.
+    """
+
+    tensors: Mapping[str, str]
+    shape: tuple[int, ...]
+    undo: Undo | None = None
+    interleaved: bool = False
     transposed: bool = False
-
-    def into(self, stored: Stored, out: torch.Tensor) -> None:
-        from transformers.integrations.gguf.dequant import dequantize
-
-        blocks, step = stored["blocks"], max(1, CHUNK // out.shape[-1])
-        for first in range(0, len(out), step):
-            rows = blocks[first : first + step].contiguous()
-            out[first : first + step] = dequantize(rows, self.ggml_type).view(len(rows), -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,43 +44,26 @@ class GgufWeights(Quantization):
     """The weights of a GGUF file.
 
     Attributes:
-        types: number of the ggml type of each tensor, by the name that it has in the index.
-        shapes: of the weights that the tensors hold.
+        parts: by name of the weight.
+        kinds: ggml types of its tensors, by ggml's names.
     """
 
-    types: Mapping[str, int]
-    shapes: Mapping[str, tuple[int, ...]]
+    parts: Mapping[str, GgufPart]
+    kinds: Mapping[str, int]
 
     def claim(
         self, tensors: Mapping[str, Tensor], files: Sequence[Path], read: Callable[[Tensor], bytes]
     ) -> dict[str, StoredWeight]:
-        found = {}
-        for name, tensor in tensors.items():
-            whole = self._whole(name, tensor)
-            if "*" not in name:
-                found[name] = whole
-                continue
-            count = whole.shape[0]
-            for expert in range(count):
-                single = whole.share(expert, count, whole.shape[1:])
-                single = StoredWeight(
-                    name=name.replace("*", str(expert)),
-                    shape=single.shape,
-                    tensors=single.tensors,
-                    codec=single.codec,
-                    format=single.format,
-                )
-                found[single.name] = single
-        return found
+        return {name: self._weight(name, part, tensors) for name, part in self.parts.items()}
 
-    def _whole(self, name: str, tensor: Tensor) -> StoredWeight:
-        kind = self.types[name]
-        if kind in _FLOATS:
-            return as_dense(name, tensor)
-        codec: Codec = GgmlCodec(kind)
-        return StoredWeight(
-            name=name, shape=self.shapes[name], tensors={"blocks": tensor}, codec=codec, format=f"gguf_{kind}"
-        )
+    def _weight(self, name: str, part: GgufPart, tensors: Mapping[str, Tensor]) -> StoredWeight:
+        mine = {role: tensors[stored] for role, stored in part.tensors.items()}
+        kinds = tuple((role, self.kinds[stored]) for role, stored in part.tensors.items())
+        if len(kinds) == 1 and kinds[0][1] in FLOATS and part.undo is None and not part.transposed:
+            (tensor,) = mine.values()
+            return as_dense(name, tensor._replace(shape=part.shape))
+        codec = GgmlCodec(kinds, part.undo, part.transposed, part.interleaved)
+        return StoredWeight(name=name, shape=part.shape, tensors=mine, codec=codec, format="gguf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +73,7 @@ class GgufFile:
     Attributes:
         config: of the model, as a config.json would have it.
         content: identifies it.
-        index: its tensors, by the names of a Hugging Face checkpoint; `*` stands for an expert.
-        weights: how they are stored.
+        index: its tensors, by ggml's names.
     """
 
     config: dict[str, Any]
@@ -117,112 +82,102 @@ class GgufFile:
     weights: GgufWeights
 
 
-def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file.
+def read_gguf(path: Path, *, whole: bool = True) -> GgufFile:
+    """Read the header of a GGUF file, or of all that its model is split over.
+
+    Args:
+        whole: whether the files must be as long as their headers say.
 
     Raises:
-        UsageError: its architecture is none that is read, or transformers cannot parse GGUF.
+        UsageError: its architecture is none that is read, or it holds tensors that its architecture does not have.
         MismatchError: it is damaged.
     """
+    header = read_gguf_header(path)
+    if whole:
+        header.require_whole()
+    name = header.metadata.get("general.architecture")
+    meta = Metadata(str(name), header.metadata, frozenset(header.tensors))
     try:
-        from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
-    except ImportError:
-        raise UsageError(f"{path} needs a transformers that reads GGUF files; upgrade it") from None
-    stamp = FileStamp.of(path.stat())
-    try:
-        metadata, _ = read_gguf_metadata(str(path))
-    except Exception as error:  # a damaged header fails in any way
-        raise MismatchError(f"{path} is not a GGUF file that transformers reads: {first_line(error)}") from None
-    architecture = metadata["general.architecture"]
-    if architecture not in _TYPES:
-        raise UsageError(
-            f"{path} is of the architecture {architecture!r}; moetool reads GGUF files of {' and '.join(_TYPES)}: give "
-            "the model in Hugging Face format"
-        )
-    try:
-        header = GgufHeader.from_file(str(path))
-    except ValueError as error:  # a type of blocks that transformers does not unpack
-        raise UsageError(f"cannot read {path}: {first_line(error)}") from None
-    except Exception as error:
-        raise MismatchError(f"{path} is a damaged GGUF file: {first_line(error)}; download the model again") from None
-    try:
-        config = _config(metadata, architecture, [info.name for info in header.tensors])
-    except Exception as error:
-        raise MismatchError(f"{path} is a damaged GGUF file: {first_line(error)}; download the model again") from None
-    tensors: dict[str, Tensor] = {}
-    types, shapes, end = {}, {}, 0
-    for info in sorted(header.tensors, key=lambda info: info.offset):
-        if info.offset < end:
-            raise MismatchError(f"{path}: {info.name} overlaps the tensor before it; download the model again")
-        end = info.offset + info.nbytes
-        name = _renamed(info.name)
-        if name is None or info.name in ("rope_freqs.weight",):
-            continue
-        shape = info.shape
-        if info.ggml_type not in _FLOATS:
-            rows = torch.Size(shape[:-1]).numel()
-            shape = (*shape[:-1], info.nbytes // rows)
-        tensors[name] = Tensor(
-            0, header.data_start + info.offset, info.nbytes, shape, _FLOATS.get(info.ggml_type, "U8")
-        )
-        types[name], shapes[name] = info.ggml_type, info.shape
-    if stamp.num_bytes < header.data_start + end:
-        raise MismatchError(
-            f"{path} is cut short: it has {stamp.num_bytes:,} bytes, expected {header.data_start + end:,}; download "
-            "the model again"
-        )
+        architecture = find_architecture(meta)
+        config = {"model_type": architecture.family, **common_config(meta), **architecture.config(meta)}
+        parts = _parts(header, meta, architecture)
+    except UsageError as error:
+        raise UsageError(f"{path} {error}") from None
+    except KeyError as error:
+        raise MismatchError(f"{path} is a damaged GGUF file: it lacks {error}; download the model again") from None
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:  # values of the wrong kind
+        raise MismatchError(f"{path} is a damaged GGUF file: {error}; download the model again") from None
+    kinds = {stored: tensor.kind for stored, tensor in header.tensors.items()}
+    tensors = {stored: _tensor(tensor) for stored, tensor in header.tensors.items()}
     return GgufFile(
         config=config,
-        content=json.dumps([config, sorted(types.items())], sort_keys=True, default=str).encode(),
-        index=TensorIndex((path,), (stamp,), tensors),
-        weights=GgufWeights(method="gguf", groups=(), types=types, shapes=shapes),
+        content=json.dumps([config, sorted(kinds.items())], sort_keys=True).encode(),
+        index=TensorIndex(header.files, header.stamps, tensors),
+        weights=GgufWeights(method="gguf", groups=(), parts=parts, kinds=kinds),
     )
 
 
-def _renamed(name: str) -> str | None:
-    for pattern, target in _NAMES:
-        renamed, count = re.subn(f"^{pattern}", target, name)
-        if count:
-            return renamed
-    return None
+def _tensor(tensor: GgufTensor) -> Tensor:
+    if tensor.kind in FLOATS:
+        return Tensor(tensor.file, tensor.offset, tensor.num_bytes, tensor.shape, FLOATS[tensor.kind])
+    rows = tensor.shape[:-1]
+    return Tensor(tensor.file, tensor.offset, tensor.num_bytes, (*rows, tensor.num_bytes // math.prod(rows)), "U8")
 
 
-def _config(metadata: Mapping[str, Any], architecture: str, names: Sequence[str]) -> dict[str, Any]:
-    def value(name: str, default: Any = None) -> Any:
-        return (
-            metadata[f"{architecture}.{name}"] if default is None else metadata.get(f"{architecture}.{name}", default)
-        )
+def _parts(header: GgufHeader, meta: Metadata, architecture: Architecture) -> dict[str, GgufPart]:
+    """The weights of the model, and the tensors that make them."""
+    left = {name: tensor.shape for name, tensor in header.tensors.items() if not _predicts_further(name, meta)}
+    found = {}
+    for layer in range(meta.num_layers):
+        for target, leaves, undo in architecture.joined(meta):
+            names = [f"blk.{layer}.{leaf}" for leaf in leaves]
+            if left.keys() >= set(names):
+                shape = undo.shape(*(left.pop(name) for name in names))
+                tensors = dict(zip(leaves, names, strict=True))
+                found[f"model.layers.{layer}.{target}"] = GgufPart(tensors=tensors, shape=shape, undo=undo)
+        root = f"model.layers.{layer}.{architecture.experts}"
+        for end, suffix in ((".weight", ""), (".bias", "_bias")):
+            for target, leaves in _EXPERTS:
+                names = [f"blk.{layer}.ffn_{leaf}_exps{end}" for leaf in leaves]
+                if left.keys() >= set(names):
+                    shapes = [left.pop(name) for name in names]
+                    tensors = dict(zip(leaves, names, strict=True))
+                    found[f"{root}.{target}{suffix}"] = _expert_part(tensors, shapes, architecture.interleaved)
+    changed = architecture.undo(meta)
+    for name, shape in left.items():
+        parameter = architecture.renamed(name)
+        if parameter is None:
+            raise UsageError(
+                f"holds {name}, which moetool does not read in files of the architecture {meta.architecture}: give the "
+                "model in Hugging Face format"
+            )
+        change = next((change for end, change in changed.items() if parameter.endswith(end)), None)
+        found[parameter] = GgufPart(tensors={"blocks": name}, shape=_whole_shape(parameter, shape), undo=change)
+    return found
 
-    heads, hidden = value("attention.head_count"), value("embedding_length")
-    config = {
-        "model_type": _TYPES[architecture],
-        "architectures": [{"qwen2moe": "Qwen2MoeForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}[architecture]],
-        "vocab_size": metadata["tokenizer.ggml.tokens"],
-        "hidden_size": hidden,
-        "num_hidden_layers": value("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": value("attention.head_count_kv"),
-        "head_dim": value("attention.key_length", hidden // heads),
-        "intermediate_size": value("feed_forward_length", value("expert_feed_forward_length")),
-        "moe_intermediate_size": value("expert_feed_forward_length"),
-        "num_experts": value("expert_count"),
-        "num_experts_per_tok": value("expert_used_count"),
-        "norm_topk_prob": architecture == "qwen3moe",  # llama.cpp's graph fixes it
-        "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
-        "rope_theta": value("rope.freq_base", 10000.0),
-        "max_position_embeddings": value("context_length"),
-        "tie_word_embeddings": "output.weight" not in names,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
-        "dtype": "bfloat16",
-    }
-    if architecture == "qwen2moe":
-        config["shared_expert_intermediate_size"] = value("expert_shared_feed_forward_length")
-    if (factor := metadata.get(f"{architecture}.rope.scaling.factor")) is not None:
-        config["rope_scaling"] = {
-            "rope_type": metadata[f"{architecture}.rope.scaling.type"],
-            "factor": factor,
-            "original_max_position_embeddings": value("rope.scaling.original_context_length"),
-        }
-    return config
+
+def _predicts_further(name: str, meta: Metadata) -> bool:
+    """Whether a tensor is of a layer that predicts further tokens."""
+    return name.startswith("blk.") and int(name.split(".")[1]) >= meta.num_layers
+
+
+def _expert_part(tensors: dict[str, str], shapes: list[tuple[int, ...]], interleaved: bool) -> GgufPart:
+    """The experts of a layer: [experts, out, in], or where rows of gate and up alternate [experts, in, out]."""
+    experts, rows, *columns = shapes[0]
+    shape = (experts, rows * len(shapes), *columns)
+    transposed = interleaved and len(shape) == 3
+    return GgufPart(
+        tensors=tensors,
+        shape=(experts, *shape[:0:-1]) if transposed else shape,
+        interleaved=interleaved,
+        transposed=transposed,
+    )
+
+
+def _whole_shape(parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a parameter, dimensions of one included, which llama.cpp leaves out."""
+    if parameter.endswith(("conv.weight", "conv1d.weight")) and len(shape) == 2:
+        return (shape[0], 1, shape[1])
+    if parameter.endswith(("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")):
+        return (1, shape[-1])
+    return shape

@@ -1,6 +1,7 @@
 """Which weight formats are tested with which family, against what the format's own library or writer says."""
 
 from moetool.models.families import FAMILIES, INFERRED
+from moetool.models.gguf_architectures import ARCHITECTURES
 
 FORMATS = ("dense", "fp8_block", "fp8_scaled", "mxfp4", "nvfp4", "gptq", "awq", "int4", "gguf")
 
@@ -8,9 +9,9 @@ _QUANTIZED = {
     "deepseek_v3": ("fp8_block",),
     "gpt_oss": ("mxfp4",),
     "mixtral": ("gptq", "awq"),
-    "qwen2_moe": ("gguf",),
-    "qwen3_moe": ("fp8_block", "fp8_scaled", "nvfp4", "gptq", "int4", "gguf"),
+    "qwen3_moe": ("fp8_block", "fp8_scaled", "nvfp4", "gptq", "int4"),
 }
+_GGUF = {"deepseek_v2", *(architecture.family for architecture in ARCHITECTURES.values())}
 INFERRED_AND_RUN = (
     *("aria_text", "granitemoe_swa", "hy_v4", "inkling_text", "kolibri1", "minimax_m3_vl_text", "qwen4_exp_text"),
 )
@@ -23,6 +24,6 @@ def format_table() -> dict[str, dict[str, bool]]:
     for name in sorted({*FAMILIES, *INFERRED, *INFERRED_AND_RUN}):
         family = FAMILIES.get(name)
         runs = name in INFERRED_AND_RUN if family is None or family.inferred else not family.refused
-        tested = {*_QUANTIZED.get(name, ()), *(["dense"] if runs else [])}
+        tested = {*_QUANTIZED.get(name, ()), *(["dense"] if runs else []), *(["gguf"] if name in _GGUF else [])}
         table[name] = {format: format in tested for format in FORMATS}
     return table

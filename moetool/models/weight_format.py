@@ -75,7 +75,8 @@ def unpack(codec: Codec, stored: Stored, shape: Sequence[int], dtype: torch.dtyp
     Args:
         shape: of the weight.
     """
-    if len(shape) > 2 and not isinstance(codec, Dense):  # stacked
+    stacked = len(shape) > 2 and max(tensor.dim() for tensor in stored.values()) >= len(shape)
+    if stacked and not isinstance(codec, Dense):
         shares = zip(*(tensor.unbind() for tensor in stored.values()), strict=True)
         return torch.stack([unpack(codec, dict(zip(stored, s, strict=True)), shape[1:], dtype) for s in shares])
     natural = tuple(shape[::-1]) if codec.transposed else tuple(shape)

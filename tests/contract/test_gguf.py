@@ -1,5 +1,6 @@
 """Models in GGUF files are served as plain transformers runs what the gguf package says is in them."""
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moetool.errors import MismatchError, MoetoolError, UsageError
+from moetool.errors import MismatchError, UsageError
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.gguf_weights import GgmlCodec
+from moetool.models.ggml_blocks import GgmlCodec
 from moetool.models.loading import load_full, load_lazy
-from tests import families
+from tests import families, gguf_oracle
+from tests.greedy import generated, prompts, served
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "gguf"
 gguf = pytest.importorskip("gguf")
 
 _TYPES = {"gate": "Q4_0", "up": "Q8_0", "down": "Q4_1"}
@@ -83,7 +86,7 @@ def _add(writer: Any, name: str, tensor: torch.Tensor, kind: str) -> torch.Tenso
 
 @pytest.mark.parametrize("family", _ARCHITECTURES)
 def test_weights_are_those_of_the_gguf_package(family: str, tmp_path: Path) -> None:
-    """To the bit, in memory and as serve reads each expert; with them plain transformers gives the same logits."""
+    """To the bit, in memory and as serve reads each expert; with them serve gives transformers' tokens."""
     path, twin = _written(family, tmp_path)
     ours, theirs = load_full(Checkpoint.open(path), torch.float32), load_full(Checkpoint.open(twin), torch.float32)
     expected, found = theirs.model.state_dict(), ours.model.state_dict()
@@ -97,17 +100,73 @@ def test_weights_are_those_of_the_gguf_package(family: str, tmp_path: Path) -> N
         slot = torch.empty(loaded.files.slot_bytes, dtype=torch.uint8)
         assert loaded.files.read_into(3, slot) == loaded.spec.slot_bytes < theirs.spec.slot_bytes
         loaded.close()
-    tokens = torch.tensor([[5, 9, 12, 33, 7]])
-    with torch.inference_mode():
-        assert torch.allclose(ours.model(tokens).logits, theirs.model(tokens).logits, rtol=0, atol=1e-5)
     assert ours.spec.num_experts_L == theirs.spec.num_experts_L and ours.spec.top_k_L == theirs.spec.top_k_L
+    greedy = generated(theirs.model, prompts(4))
+    for policy in ("lru", "promoe", "moesys"):
+        greedy.require_same(served(path, policy, prompts(4)))
+    greedy.require_same(served(path, "lru", prompts(4), host_experts=12))
+
+
+@pytest.mark.parametrize("name", gguf_oracle.MODELS)
+def test_what_llama_cpp_converts_is_the_model_it_came_from(name: str) -> None:
+    """Weights to the bit, logits, and the tokens that serve gives out of the smallest pool."""
+    dense, path = gguf_oracle.build(name), GOLDEN / f"{name}.gguf"
+    full = load_full(Checkpoint.open(path), torch.float32)
+    expected, found = dense.state_dict(), full.model.state_dict()
+    assert expected.keys() == found.keys()
+    for key, weight in expected.items():
+        if key.endswith("A_log"):  # stored as its exponential
+            assert torch.allclose(found[key], weight, rtol=0, atol=1e-6)
+        else:
+            assert torch.equal(found[key], weight), key
+    tokens = torch.tensor([prompts(12)[-1] * 3])
+    with torch.inference_mode():
+        theirs, ours = (model(tokens, use_cache=False).logits for model in (dense, full.model))
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
+    generated(dense, prompts(3)).require_same(served(path, "lru", prompts(3)))
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    """Served as the one file that they were cut from; a missing or foreign part is refused by name."""
+    whole = GOLDEN / "qwen3moe.gguf"
+    reader = gguf.GGUFReader(whole)
+    files = [tmp_path / f"m-{i + 1:05}-of-00003.gguf" for i in range(3)]
+    for number, file in enumerate(files):
+        writer = gguf.GGUFWriter(file, "qwen3moe")
+        for field in reader.fields.values() if number == 0 else ():
+            if not field.name.startswith(("GGUF.", "general.architecture")):
+                kinds = field.types
+                writer.add_key_value(field.name, field.contents(), kinds[0], kinds[1] if len(kinds) > 1 else None)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 3)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::3]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    assert served(files[1], "lru", prompts(2)) == served(whole, "lru", prompts(2))
+    one, split = (Checkpoint.open(file, weights=False) for file in (whole, files[0]))
+    assert one.spec.expert_bytes_L == split.spec.expert_bytes_L
+    files[2].rename(tmp_path / "kept")
+    with pytest.raises(UsageError, match=r"m-00003-of-00003\.gguf is missing"):
+        Checkpoint.open(files[0])
+    shutil.copy(files[1], files[2])
+    with pytest.raises(MismatchError, match="says that it is file 2 of 3, expected 3 of 3"):
+        Checkpoint.open(files[0])
 
 
 def test_the_header_alone_is_enough_for_a_profile(tmp_path: Path) -> None:
     path, _ = _written("qwen3_moe", tmp_path)
-    whole, alone = Checkpoint.open(path), Checkpoint.open(path, weights=False)
+    whole = Checkpoint.open(path)
+    begin = min(tensor.offset for tensor in whole.index.tensors.values())
+    (tmp_path / "header.gguf").write_bytes(path.read_bytes()[:begin])
+    alone = Checkpoint.open(tmp_path / "header.gguf", weights=False)
     assert alone.spec.expert_bytes_L == whole.spec.expert_bytes_L
     assert alone.slot_bytes(torch.bfloat16) == 3 * 64 * 32 * 2
+    with pytest.raises(MismatchError, match=r"header\.gguf is cut short"):
+        Checkpoint.open(tmp_path / "header.gguf")
 
 
 def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
@@ -116,11 +175,16 @@ def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
     for number, (content, error, reason) in enumerate(
         (
             (data[:-100], MismatchError, "is cut short"),
-            (data[:200], MoetoolError, "GGUF"),
-            (b"GGML" + data[4:], MismatchError, "GGUF magic"),
-            (data.replace(b"qwen3moe", b"llama4xx"), UsageError, "architecture 'llama4xx'"),
+            (data[:200], MismatchError, "ends at byte 200, inside its header"),
+            (b"GGML" + data[4:], MismatchError, "does not begin with GGUF"),
+            (data.replace(b"qwen3moe", b"llama4xx"), UsageError, "architecture 'llama4xx', expected one of deepseek2"),
+            (data.replace(b"embedding_length", b"embedding_lengtx"), MismatchError, "lacks 'qwen3moe.embedding_length"),
+            (data.replace(b"ffn_gate_inp", b"ffn_gate_inq"), UsageError, "holds blk.0.ffn_gate_inq.weight, which"),
+            (data.replace(b"expert_count", b"expert_counx"), UsageError, "has no experts"),
+            (data.replace(b"blk.1.ffn_up_exps", b"blk.0.ffn_up_exps"), MismatchError, "is there twice"),
         )
     ):
+        assert content != data, reason
         file = tmp_path / f"{number}.gguf"
         file.write_bytes(content)
         with pytest.raises(error, match=reason) as caught:
@@ -128,14 +192,30 @@ def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
         assert str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
+def _kinds() -> list[str]:
+    """The types of blocks that the gguf package unpacks."""
+    found = []
+    for kind, (values, num_bytes) in gguf.GGML_QUANT_SIZES.items():
+        with contextlib.suppress(NotImplementedError):
+            gguf.dequantize(np.zeros((1, num_bytes), dtype=np.uint8), kind)
+            found += [kind.name] if values > 1 else []
+    return found
+
+
+@pytest.mark.parametrize("kind", _kinds())
 def test_blocks_are_unpacked_as_the_gguf_package_does(kind: str) -> None:
-    """Blocks of random bits, with scales that are numbers."""
+    """Blocks of random bits."""
     quantized = gguf.GGMLQuantizationType[kind]
     num_values, num_bytes = gguf.GGML_QUANT_SIZES[quantized]
     draw = np.random.default_rng(3)
     blocks = draw.integers(0, 256, (6, 4 * num_bytes), dtype=np.uint8)
-    theirs = torch.from_numpy(gguf.dequantize(blocks, quantized))
+    with np.errstate(all="ignore"):
+        theirs = torch.from_numpy(gguf.dequantize(blocks, quantized))
     out = torch.empty(6, 4 * num_values)
-    GgmlCodec(quantized.value).into({"blocks": torch.from_numpy(blocks)}, out)
+    GgmlCodec((("blocks", quantized.value),)).into({"blocks": torch.from_numpy(blocks)}, out)
     assert torch.allclose(out, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_published_types_are_among_them() -> None:
+    k_quants = {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"}
+    assert {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", *k_quants} <= set(_kinds())

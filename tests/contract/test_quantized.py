@@ -12,16 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moetool import plugins
-from moetool.caching._policy import MIN_SLOTS, build_policy, parse_options, policy_class
-from moetool.caching._residency import Residency
+from moetool.caching._policy import policy_class
 from moetool.errors import MismatchError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy
-from moetool.request import SamplingParams
-from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.runtime.expert_store import open_store
-from moetool.runtime.sequential import open_batcher
 from tests import families, quantized
+from tests.greedy import Greedy, generated, prompts, served
 from tests.quantized import GROUP, compressed, compressed_config
 
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -90,7 +86,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any], Callable[[str], quantized.Writer |
 }
 NAMES = [*FORMATS, "gpt_oss-mxfp4"]
 ALL_POLICIES = ("deepseek_v3-fp8_block", "gpt_oss-mxfp4", "mixtral-gptq", "qwen3_moe-mixed")
-PROMPTS = [[(7 * i + 3 * k) % 60 + 3 for i in range(3 + k)] for k in range(4)]
+PROMPTS = prompts(4)
 
 
 @dataclass
@@ -99,30 +95,13 @@ class Case:
 
     path: Path
     twin: Path
-    expected: list[list[int]]
-    gaps: list[list[float]]
+    expected: Greedy
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder = tmp_path_factory.mktemp(request.param)
-    path, twin = written(request.param, folder)
-    model = load_full(Checkpoint.open(twin), torch.float32).model
-    expected, gaps = [], []
-    for prompt in PROMPTS:
-        made = model.generate(
-            torch.tensor([prompt]),
-            max_new_tokens=6,
-            do_sample=False,
-            eos_token_id=-1,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        expected.append(made.sequences[0, len(prompt) :].tolist())
-        best = [logits[0].topk(2).values for logits in made.logits]
-        gaps.append([float(top[0] - top[1]) for top in best])
-    return Case(path, twin, expected, gaps)
+    path, twin = written(request.param, tmp_path_factory.mktemp(request.param))
+    return Case(path, twin, generated(load_full(Checkpoint.open(twin), torch.float32).model, PROMPTS))
 
 
 def written(name: str, folder: Path) -> tuple[Path, Path]:
@@ -135,62 +114,18 @@ def written(name: str, folder: Path) -> tuple[Path, Path]:
     return folder / "m", quantized.quantize(folder / "dense", folder / "m", config, writer)
 
 
-def _served(path: Path, policy: str, *, host_experts: int | None = None, products: bool = True) -> list[list[int]]:
-    """The greedy tokens of all prompts, out of the policy's smallest pool."""
-    loaded = load_lazy(Checkpoint.open(path), torch.float32, products=products)
-    files, spec = loaded.files, loaded.spec
-    assert files is not None
-    kind = policy_class(policy)
-    slots = max(MIN_SLOTS, kind.min_slots(spec, parse_options(policy, {})))
-    made = build_policy(policy, spec, {}, slots, predictor=families.counted(spec) if kind.needs_predictor else None)
-    residency = Residency(made)
-    host = None if host_experts is None else host_experts * (files.stored_bytes + 256)
-    store = open_store(loaded, residency, num_threads=2, host_memory_bytes=host)
-    runtime = ExpertRuntime(loaded, residency, store)
-    batcher = open_batcher(loaded.model, max_requests=1, kv_tokens=64)
-    found: list[list[int]] = [[] for _ in PROMPTS]
-    try:
-        batcher.on_forward = lambda batch: runtime.begin_forward(batch.info)
-        for i, prompt in enumerate(PROMPTS):
-            batcher.add(i, prompt, SamplingParams(max_tokens=6, ignore_eos=True))
-            while not batcher.idle:
-                for output in batcher.step():
-                    assert output.error is None, output.error
-                    assert output.token is not None
-                    found[output.request].append(output.token)
-                runtime.end_forward()
-        stats = store.stats
-        stored = set(spec.expert_bytes_L)
-        if len(stored) == 1:
-            (each,) = stored
-            assert stats.bytes_read == stats.reads * each and stats.host_bytes == stats.host_hits * each
-        assert stats.reads > slots
-    finally:
-        batcher.close()
-        runtime.close()
-        loaded.close()
-    return found
-
-
-def _require_same(found: list[list[int]], case: Case) -> None:
-    """Equal tokens, or a first difference where the two best were as good as equal."""
-    for ours, theirs, gaps in zip(found, case.expected, case.gaps, strict=True):
-        differing = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
-        assert not differing or gaps[differing[0]] < 1e-4, (ours, theirs)
-
-
 def test_every_policy_generates_what_transformers_does(case: Case) -> None:
     every = case.path.parent.name.startswith(tuple(ALL_POLICIES))
     for policy in plugins.names("policy") if every else ("lru", "promoe"):
         kind = policy_class(policy)
         if kind.lossless and not kind.needs_future:
-            _require_same(_served(case.path, policy), case)
+            case.expected.require_same(served(case.path, policy, PROMPTS))
 
 
 def test_slots_as_stored_and_host_memory_change_nothing(case: Case) -> None:
-    _require_same(_served(case.path, "lru", products=False), case)
-    _require_same(_served(case.path, "lru", host_experts=12), case)
-    _require_same(_served(case.path, "hybrimoe", host_experts=12), case)
+    case.expected.require_same(served(case.path, "lru", PROMPTS, products=False))
+    case.expected.require_same(served(case.path, "lru", PROMPTS, host_experts=12))
+    case.expected.require_same(served(case.path, "hybrimoe", PROMPTS, host_experts=12))
 
 
 def test_weights_in_memory_are_those_of_the_writer(case: Case) -> None:

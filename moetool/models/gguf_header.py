@@ -1,0 +1,190 @@
+"""The headers of GGUF files: what they say of the model, and where each tensor lies.
+
+A model may be split over files named `NAME-00001-of-00003.gguf`; the first one's header describes the model.
+"""
+
+import math
+import re
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moetool.errors import MismatchError, UsageError
+from moetool.models.tensor_index import FileStamp
+
+FLOATS = {0: "F32", 1: "F16", 30: "BF16"}
+"""ggml's numbers of the types that are plain numbers."""
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+_MOST_BYTES = 2**28  # of a header; those of published models have a few million
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+class GgufTensor(NamedTuple):
+    """A tensor's place in a file: `offset` counts from the start of the file, `kind` is its ggml type."""
+
+    file: int
+    offset: int
+    num_bytes: int
+    shape: tuple[int, ...]
+    kind: int
+
+
+class GgufHeader(NamedTuple):
+    """What the headers of a model's files say.
+
+    Attributes:
+        metadata: by key; of a list of strings its length.
+        tensors: by ggml's names.
+        num_bytes: that the header of each file says it has at least.
+    """
+
+    files: tuple[Path, ...]
+    stamps: tuple[FileStamp, ...]
+    metadata: dict[str, Any]
+    tensors: dict[str, GgufTensor]
+    num_bytes: tuple[int, ...]
+
+    def require_whole(self) -> None:
+        """Raises: MismatchError where a file is shorter than its header says."""
+        for file, stamp, expected in zip(self.files, self.stamps, self.num_bytes, strict=True):
+            if stamp.num_bytes < expected:
+                raise MismatchError(
+                    f"{file} is cut short: it has {stamp.num_bytes:,} bytes, expected {expected:,}; download the model "
+                    "again"
+                )
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Read the header of a GGUF file, or of all files that its model is split over.
+
+    Raises:
+        MismatchError: one is damaged, or they do not belong together.
+        UsageError: one is missing, or holds tensors of a type that is not read.
+    """
+    files = _files(path)
+    metadata: dict[str, Any] = {}
+    tensors: dict[str, GgufTensor] = {}
+    stamps, sizes = [], []
+    for number, file in enumerate(files):
+        stamps.append(FileStamp.of(file.stat()))
+        found, mine, num_bytes = _read(file, number)
+        if (place := (found.get("split.no", 0), found.get("split.count", 1) or 1)) != (number, len(files)):
+            raise MismatchError(
+                f"{file} says that it is file {place[0] + 1} of {place[1]}, expected {number + 1} of {len(files)}; "
+                "download the model again"
+            )
+        if repeated := sorted(mine.keys() & tensors.keys()):
+            raise MismatchError(f"{file}: {repeated[0]} is in another file too; download the model again")
+        metadata = metadata or found
+        tensors |= mine
+        sizes.append(num_bytes)
+    if (count := metadata.get("split.tensors.count", len(tensors))) != len(tensors):
+        raise MismatchError(f"{path} has {len(tensors)} tensors, expected {count}; download the model again")
+    return GgufHeader(files, tuple(stamps), metadata, tensors, tuple(sizes))
+
+
+def _files(path: Path) -> tuple[Path, ...]:
+    match = _SPLIT.fullmatch(path.name)
+    if match is None:
+        return (path,)
+    files = tuple(path.with_name(f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf") for i in range(int(match[3])))
+    for file in files:
+        if not file.is_file():
+            raise UsageError(f"{file} is missing, a part of the model that {path.name} belongs to; download it too")
+    return files
+
+
+class _Reader:
+    """Reads values from the start of a file on, and never beyond its end.
+
+    Raises:
+        MismatchError: the file ends early, or says that something is larger than can be.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        with file.open("rb") as stream:
+            self._data = stream.read(_MOST_BYTES)
+        self.place = 0
+
+    def error(self, problem: str) -> MismatchError:
+        return MismatchError(f"{self._file} is a damaged GGUF file: {problem}; download the model again")
+
+    def take(self, count: int) -> bytes:
+        if count > len(self._data) - self.place:
+            raise self.error(f"it ends at byte {len(self._data):,}, inside its header")
+        self.place += count
+        return self._data[self.place - count : self.place]
+
+    def number(self, form: str) -> Any:
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def text(self) -> str:
+        try:
+            return self.take(self.number("<Q")).decode()
+        except UnicodeDecodeError:
+            raise self.error("a name in it is no text") from None
+
+    def value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind == _STRING:
+            return self.text()
+        if kind != _ARRAY:
+            raise self.error(f"it has a value of type {kind}")
+        kind, count = self.number("<I"), self.number("<Q")
+        if kind in _SCALARS:
+            form = f"<{count}{_SCALARS[kind][1]}" if count <= _MOST_BYTES else ""
+            return list(struct.unpack(form, self.take(struct.calcsize(form)))) if form else self.take(count)
+        if kind != _STRING:
+            raise self.error(f"it has a list of type {kind}")
+        for _ in range(count):
+            self.take(self.number("<Q"))
+        return count
+
+
+def _read(file: Path, number: int) -> tuple[dict[str, Any], dict[str, GgufTensor], int]:
+    """Metadata, tensors, and the bytes that the file should have."""
+    reader = _Reader(file)
+    if reader.take(4) != b"GGUF":
+        raise MismatchError(f"{file} is not a GGUF file: it does not begin with GGUF; download the model again")
+    if (version := reader.number("<I")) not in (2, 3):
+        raise UsageError(f"{file} is a GGUF file of version {version}, expected 2 or 3; convert the model again")
+    num_tensors, num_values = reader.number("<Q"), reader.number("<Q")
+    metadata = {}
+    for _ in range(num_values):
+        key = reader.text()
+        metadata[key] = reader.value(reader.number("<I"))
+    found = []
+    for _ in range(num_tensors):
+        name, dims = reader.text(), reader.number("<I")
+        if dims > 4:
+            raise reader.error(f"{name} has {dims} dimensions")
+        shape = tuple(reader.number("<Q") for _ in range(dims))[::-1]  # ggml names the fastest-moving one first
+        found.append((name, shape, reader.number("<I"), reader.number("<Q")))
+    alignment = metadata.get("general.alignment", 32)
+    if not (isinstance(alignment, int) and alignment > 0):
+        raise reader.error(f"its alignment is {alignment!r}")
+    start = end = -(-reader.place // alignment) * alignment
+    tensors: dict[str, GgufTensor] = {}
+    for name, shape, kind, offset in sorted(found, key=lambda entry: entry[3]):
+        if name in tensors or start + offset < end:
+            raise reader.error(f"{name} is there twice, or overlaps the tensor before it")
+        tensors[name] = GgufTensor(number, start + offset, _num_bytes(file, name, shape, kind), shape, kind)
+        end = start + offset + tensors[name].num_bytes
+    return metadata, tensors, end
+
+
+def _num_bytes(file: Path, name: str, shape: tuple[int, ...], kind: int) -> int:
+    from gguf import GGML_QUANT_SIZES
+
+    values, num_bytes = GGML_QUANT_SIZES.get(kind, (0, 0))
+    if not values:
+        raise UsageError(f"{file}: {name} is of ggml type {kind}, which the installed gguf package does not know")
+    if not shape or shape[-1] % values:
+        raise MismatchError(
+            f"{file}: {name} has rows of {shape[-1] if shape else 0} numbers, expected a multiple of {values}; "
+            "download the model again"
+        )
+    return math.prod(shape) // values * int(num_bytes)

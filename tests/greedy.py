@@ -1,0 +1,105 @@
+"""Greedy tokens, by plain transformers and as a model is served out of a pool, and whether they are the same."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from moetool.caching._policy import MIN_SLOTS, build_policy, parse_options, policy_class
+from moetool.caching._residency import Residency
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import load_lazy
+from moetool.request import SamplingParams
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.expert_store import open_store
+from moetool.runtime.sequential import open_batcher
+from tests import families
+
+TIE = 1e-4
+"""Logits of the two best tokens that are as good as equal."""
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Prompts of different lengths, of the tiny models' tokens."""
+    return [[(7 * i + 3 * k) % 60 + 3 for i in range(3 + k % 12)] for k in range(count)]
+
+
+class Greedy(NamedTuple):
+    """The tokens of some prompts, and for each by how much its logit exceeded the next one's."""
+
+    tokens: list[list[int]]
+    gaps: list[list[float]]
+
+    def require_same(self, found: list[list[int]]) -> int:
+        """Require equal tokens, or a first difference where two were as good as equal; gives how many such ties."""
+        ties = 0
+        for ours, theirs, gaps in zip(found, self.tokens, self.gaps, strict=True):
+            differing = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
+            assert not differing or gaps[differing[0]] < TIE, (ours, theirs)
+            ties += bool(differing)
+        return ties
+
+
+def generated(model: Any, prompts: Sequence[list[int]], max_tokens: int = 6) -> Greedy:
+    """What transformers generates."""
+    tokens, gaps = [], []
+    for prompt in prompts:
+        made = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens.append(made.sequences[0, len(prompt) :].tolist())
+        best = [logits[0].topk(2).values for logits in made.logits]
+        gaps.append([float(top[0] - top[1]) for top in best])
+    return Greedy(tokens, gaps)
+
+
+def served(
+    path: Path,
+    policy: str,
+    prompts: Sequence[list[int]],
+    *,
+    max_tokens: int = 6,
+    host_experts: int | None = None,
+    products: bool = True,
+) -> list[list[int]]:
+    """The greedy tokens of all prompts, out of the policy's smallest pool; what was read is what is stored."""
+    loaded = load_lazy(Checkpoint.open(path), torch.float32, products=products)
+    files, spec = loaded.files, loaded.spec
+    assert files is not None
+    kind = policy_class(policy)
+    slots = max(MIN_SLOTS, kind.min_slots(spec, parse_options(policy, {})))
+    made = build_policy(policy, spec, {}, slots, predictor=families.counted(spec) if kind.needs_predictor else None)
+    residency = Residency(made)
+    host = None if host_experts is None else host_experts * (files.stored_bytes + 256)
+    store = open_store(loaded, residency, num_threads=2, host_memory_bytes=host)
+    runtime = ExpertRuntime(loaded, residency, store)
+    batcher = open_batcher(loaded.model, max_requests=1, kv_tokens=64)
+    found: list[list[int]] = [[] for _ in prompts]
+    try:
+        batcher.on_forward = lambda batch: runtime.begin_forward(batch.info)
+        for i, prompt in enumerate(prompts):
+            batcher.add(i, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+            while not batcher.idle:
+                for output in batcher.step():
+                    assert output.error is None, output.error
+                    assert output.token is not None
+                    found[output.request].append(output.token)
+                runtime.end_forward()
+        stats = store.stats
+        stored = set(spec.expert_bytes_L)
+        if len(stored) == 1:
+            (each,) = stored
+            assert stats.bytes_read == stats.reads * each and stats.host_bytes == stats.host_hits * each
+        assert stats.reads > slots
+    finally:
+        batcher.close()
+        runtime.close()
+        loaded.close()
+    return found
