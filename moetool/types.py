@@ -340,3 +340,8 @@ class Cluster:
             if set(link.between) == names:
                 return link.bytes_s, link.latency_s
         return self.link_bytes_s, self.link_latency_s
+
+    def round_trip_s(self, a: int, b: int, num_bytes: float) -> float:
+        """Seconds of so many bytes from one server to another and as many back."""
+        bytes_s, latency_s = self.link(a, b)
+        return 2 * (latency_s + num_bytes / bytes_s)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moetool.cluster.parallel.batch_placement import BatchPlacer
+from moetool.cluster.parallel.batch_placement import BatchReplacement
 from moetool.cluster.parallel.rank import Rank, build_rank
 from moetool.cluster.parallel.rank_head import RankedModel, RankHead
 from moetool.cluster.parallel.rank_options import HeadOptions
@@ -71,7 +71,7 @@ def open_head(
     tokenizer: Any,
     *,
     gpus: int = 3,
-    control: BatchPlacer | None = None,
+    control: BatchReplacement | None = None,
     placed_GLE: np.ndarray | None = None,
     launcher: Any = None,
     slots: int = 256,
@@ -85,7 +85,7 @@ def open_head(
         RankedModel(name=str(reference), spec=spec, tokenizer=tokenizer, vocab_size=4096),
         cluster,
         striped(spec, gpus) if placed_GLE is None else placed_GLE,
-        control or BatchPlacer("offline", spec, cluster),
+        control or BatchReplacement("offline", spec, cluster),
         launcher or ThreadRanks(),
         rank_options={"kv_tokens": 1024, "threads": 1, **options},
         options=HeadOptions(gather_s=gather_s),

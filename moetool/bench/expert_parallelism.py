@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from moetool import durable
-from moetool.cluster.parallel.batch_placement import BatchPlacer, Facts, RoutingPredictor, measured_latency
+from moetool.cluster.parallel.batch_placement import BatchCosts, BatchReplacement, RoutingPredictor, measured_latency
 from moetool.cluster.parallel.members import Launcher
 from moetool.cluster.parallel.rank_head import RankHead
 from moetool.cluster.parallel.rank_options import RankOptions
@@ -91,7 +91,7 @@ class Variant:
 
     Attributes:
         name: in tables.
-        placement: as of `BatchPlacer`.
+        placement: as of `BatchReplacement`.
         predictors: names of those that it may ask.
         planner: that places anew.
         migrate: how experts move.
@@ -260,7 +260,7 @@ def bench_parallel(
         for number in range(options.rounds):
             turn = number % len(chosen)
             for one in [*chosen[turn:], *chosen[:turn]]:
-                control = BatchPlacer(
+                control = BatchReplacement(
                     one.placement,
                     spec,
                     room,
@@ -374,7 +374,9 @@ class _Subject:
             tokens_GLE[gpu[request]] += tokens_LE
         demand = Demand(spec=self._spec, cluster=room, tokens_GLE=tokens_GLE)
         row_s, byte_s = self._options.expert_token_s, 1.0 / self._options.link_bytes_s
-        latency = measured_latency(room, self._spec, tokens_GLE, Facts(row_s=row_s, byte_s_GG=byte_s, move_bytes_s=1.0))
+        latency = measured_latency(
+            room, self._spec, tokens_GLE, BatchCosts(row_s=row_s, byte_s_GG=byte_s, move_bytes_s=1.0)
+        )
         problem = Problem(demand=demand, latency=latency, seed=self._options.seed)
         return planner.place("director", problem, planner.quick_options("director"))
 

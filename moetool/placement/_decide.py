@@ -12,11 +12,12 @@ import numpy as np
 
 from moetool.errors import CapacityError, MismatchError
 from moetool.placement import _planner as planner
-from moetool.placement._demand import Demand, per_server
+from moetool.placement._demand import Demand
 from moetool.placement._latency import Latency, layers_s, unit_latency
 from moetool.placement._migration import order_moves, windows
 from moetool.placement._placement_plan import MigrationPlan, Move, PlacementPlan
 from moetool.placement._planner import Problem
+from moetool.placement._scoring import remote_call_s, remote_calls
 from moetool.types import Cluster, ModelSpec
 
 SEES: Mapping[str, str] = {
@@ -271,19 +272,6 @@ def _added_bytes(in_force: InForce, new_GLE: np.ndarray) -> np.ndarray:
     """Bytes of experts that each GPU gets anew."""
     copies_GL = (new_GLE & ~in_force.placed_GLE).sum(axis=2)
     return copies_GL @ np.array(in_force.spec.expert_bytes_L)
-
-
-def remote_calls(cluster: Cluster, tokens_GLE: np.ndarray, placed_GLE: np.ndarray) -> float:
-    """Prism's Eq. 2 in calls: (token, expert) pairs whose expert no GPU of the token's own server has."""
-    held_NLE = per_server(cluster, placed_GLE) > 0
-    return float((per_server(cluster, tokens_GLE) * ~held_NLE).sum())
-
-
-def remote_call_s(cluster: Cluster, token_bytes: float) -> float:
-    """A token's way to another server and back, without the computing: the mean over pairs of servers."""
-    links = [cluster.link(a, b) for a in range(len(cluster.servers)) for b in range(a)]
-    ways = [2 * (latency_s + token_bytes / bytes_s) for bytes_s, latency_s in links]
-    return float(np.mean(ways)) if ways else 0.0
 
 
 def plan_migration(

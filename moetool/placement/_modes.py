@@ -25,7 +25,7 @@ Predict = Callable[[Batch], Demand]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModeScore:
+class PlacementModeScore:
     """A mode on a stream.
 
     Attributes:
@@ -70,7 +70,7 @@ def run_stream(
     *,
     predictor: "Predictor | None" = None,
     setting: "Setting | None" = None,
-) -> list[ModeScore]:
+) -> list[PlacementModeScore]:
     """Serve batches of held-out requests, every other one of each trace; the rest is the history.
 
     Source: DIRECTOR § III and § VIII-B for the modes. The paper's reactive baseline sees the current and recent
@@ -124,7 +124,7 @@ def modes(
     latency: Latency,
     predict: Predict | None = None,
     seed: int = 0,
-) -> list[ModeScore]:
+) -> list[PlacementModeScore]:
     """Each mode on the same batches."""
     past = replace(history[0], tokens_GLE=np.sum([demand.tokens_GLE for demand in history], axis=0))
     problem = Problem(demand=past, latency=latency, seed=seed)
@@ -149,7 +149,7 @@ def modes(
     means = {mode: mean(placed) for mode, placed in plans.items()}
     gain = means["vanilla"] - means["proactive"]
     return [
-        ModeScore(
+        PlacementModeScore(
             mode=mode,
             latency=means[mode],
             share_of_truth=(means["vanilla"] - means[mode]) / gain if gain else 1.0,

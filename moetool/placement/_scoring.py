@@ -8,6 +8,7 @@ import numpy as np
 from moetool.placement._demand import per_server
 from moetool.placement._latency import along, flows, hull, knots
 from moetool.placement._planner import Problem, layer_slots
+from moetool.types import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +132,18 @@ def score(
         copies=float(placed_GLE.sum() / problem.spec.total_experts),
         unit=latency.unit,
     )
+
+
+def remote_calls(cluster: Cluster, tokens_GLE: np.ndarray, placed_GLE: np.ndarray) -> float:
+    """Prism's Eq. 2 in calls: (token, expert) pairs whose expert no GPU of the token's own server has."""
+    held_NLE = per_server(cluster, placed_GLE) > 0
+    return float((per_server(cluster, tokens_GLE) * ~held_NLE).sum())
+
+
+def remote_call_s(cluster: Cluster, token_bytes: float) -> float:
+    """Seconds of a token to another server and back, without computing: the mean over pairs of servers."""
+    ways = [cluster.round_trip_s(a, b, token_bytes) for a in range(len(cluster.servers)) for b in range(a)]
+    return float(np.mean(ways)) if ways else 0.0
 
 
 def balancedness(load_LG: np.ndarray) -> dict[str, float]:

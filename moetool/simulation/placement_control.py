@@ -58,7 +58,7 @@ def find_mode(name: str) -> PlacementMode:
     return PlacementMode(planner=name, sees="past")
 
 
-class PlacementControl:
+class SimulatedReplacement:
     """Places anew at ticks (`moetool.simulation.event_loop`), or before each round where requests come in rounds.
 
     While experts are on the move nothing is decided.

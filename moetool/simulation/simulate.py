@@ -10,15 +10,16 @@ from moetool import config
 from moetool.costing.costs import CostProfile
 from moetool.errors import MismatchError, UsageError
 from moetool.placement import _planner as planner
-from moetool.placement._decide import InForce, ReplacementCosts, Replanner, remote_call_s
+from moetool.placement._decide import InForce, ReplacementCosts, Replanner
 from moetool.placement._demand import Batch, Demand, count_experts, held_out, one_model, planned_share, read_demand
 from moetool.placement._modes import Predict, calibrated
 from moetool.placement._placement_plan import PlacementPlan
 from moetool.placement._planner import Problem
 from moetool.placement._recall import Recall
+from moetool.placement._scoring import remote_call_s
 from moetool.simulation.arrivals import read_arrivals
 from moetool.simulation.event_loop import EventLoop, LoopOptions, SimulatedMachines
-from moetool.simulation.placement_control import PlacementControl, find_mode
+from moetool.simulation.placement_control import SimulatedReplacement, find_mode
 from moetool.simulation.replica_choice import Routing
 from moetool.simulation.simulated_costs import (
     AssumedCosts,
@@ -172,7 +173,7 @@ def simulate(
     """Simulate a mode.
 
     Source: Prism § IV-C and DIRECTOR § VIII-B; deviations at `moetool.simulation.event_loop.EventLoop` and
-    `moetool.simulation.placement_control.PlacementControl`.
+    `moetool.simulation.placement_control.SimulatedReplacement`.
 
     Args:
         arrivals: as of `moetool.simulation.arrivals.read_arrivals`.
@@ -216,7 +217,7 @@ def simulate(
             raise MismatchError("the plan is for another cluster; plan for this one with: moetool plan placement")
         placed_GLE = inputs.plan.placed_GLE
     network = make_network(cluster, size, options.links)
-    control = PlacementControl(
+    control = SimulatedReplacement(
         chosen.sees,
         InForce(spec=spec, cluster=cluster, placed_GLE=placed_GLE),
         ReplacementCosts(latency=latency, call_s=remote_call_s(cluster, size)),

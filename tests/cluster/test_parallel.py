@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("ray")
 
 from moetool.cluster.launch import Where
-from moetool.cluster.parallel.batch_placement import BatchPlacer
+from moetool.cluster.parallel.batch_placement import BatchReplacement
 from moetool.cluster.parallel.rank_head import RankHead
 from moetool.cluster.parallel.rank_launch import RayRanks
 from tests.ranks import Answers, open_head, striped
@@ -35,7 +35,7 @@ def head(reference: Path, tokenizer: Any) -> Iterator[RankHead]:
 def test_a_rank_is_lost_under_load(head: RankHead, tokenizer: Any, sign: signal.Signals) -> None:
     eventually(lambda: head.metrics()["ranks"] == GPUS, within_s=120)
     head.settle()
-    head.use(BatchPlacer("offline", head.spec, head.cluster), striped(head.spec, GPUS))
+    head.use(BatchReplacement("offline", head.spec, head.cluster), striped(head.spec, GPUS))
     prompts = [tokenizer(text)["input_ids"] for text in ("The capital of", "def add(a, b):", "12 + 30 =", "Once upon")]
     answers = Answers(head)
     calm = answers.wait([answers.ask(prompt, 60) for prompt in prompts], timeout_s=120)

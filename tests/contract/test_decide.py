@@ -9,7 +9,7 @@ import pytest
 from moetool.cluster.edge.protocol import WorkerStats
 from moetool.cluster.edge.replacement import as_array, places_of
 from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
-from moetool.cluster.parallel.batch_placement import BatchPlacer, Facts
+from moetool.cluster.parallel.batch_placement import BatchCosts, BatchReplacement
 from moetool.errors import CapacityError
 from moetool.placement._decide import (
     Decision,
@@ -18,14 +18,14 @@ from moetool.placement._decide import (
     ReplacementCosts,
     Replanner,
     decide,
-    remote_call_s,
 )
 from moetool.placement._demand import Demand
 from moetool.placement._latency import unit_latency
 from moetool.placement._modes import follow
 from moetool.placement._replacement_record import ReplacementRecord
+from moetool.placement._scoring import remote_call_s
 from moetool.simulation.event_loop import EventLoop, SimulatedMachines
-from moetool.simulation.placement_control import PlacementControl
+from moetool.simulation.placement_control import SimulatedReplacement
 from moetool.simulation.replica_choice import Routing
 from moetool.simulation.simulated_costs import Computing, make_network
 from moetool.simulation.simulation_options import SimulationOptions
@@ -128,7 +128,7 @@ def by_simulator(planner: str, call_s: float) -> Eq4:
         computing=Computing(name="test", dense=[0.0] * 99, expert=[0.0] * 99),
         bytes_per_token=SPEC.hidden_size * 2,
     )
-    control = PlacementControl(
+    control = SimulatedReplacement(
         "past",
         InForce(spec=SPEC, cluster=CLUSTER, placed_GLE=begun()),
         ReplacementCosts(latency=unit_latency(CLUSTER), call_s=call_s),
@@ -196,11 +196,11 @@ def by_edge(planner: str, call_s: float) -> Eq4:
 
 def by_ranks(planner: str, call_s: float) -> Eq4:
     """The head of ranks between two batches."""
-    control = BatchPlacer("reactive", SPEC, CLUSTER, planner_name=planner, always=True)
+    control = BatchReplacement("reactive", SPEC, CLUSTER, planner_name=planner, always=True)
     control.saw(served())
     byte_s = call_s / (2 * 2 * SPEC.hidden_size)
-    facts = Facts(row_s=1.0, byte_s_GG=byte_s, row_bytes=2.0 * SPEC.hidden_size, move_bytes_s=1e5)
-    decision = control.decide([], begun(), facts)
+    costs = BatchCosts(row_s=1.0, byte_s_GG=byte_s, row_bytes=2.0 * SPEC.hidden_size, move_bytes_s=1e5)
+    decision = control.decide([], begun(), costs)
     assert decision is not None
     return of_decision(decision)
 

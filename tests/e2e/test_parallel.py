@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moetool.cluster.parallel import members
-from moetool.cluster.parallel.batch_placement import BatchPlacer, Facts, Waiting, replacement_costs
+from moetool.cluster.parallel.batch_placement import BatchCosts, BatchReplacement, Waiting, replacement_costs
 from moetool.cluster.parallel.rank_head import RankHead
 from moetool.errors import CapacityError, UsageError
 from moetool.models.checkpoint import Checkpoint
@@ -25,7 +25,7 @@ GPUS = 3
 TEXTS = ["The capital of France", "def add(a, b):", "12 + 30 =", "Once upon", "the court found", "import os"]
 
 
-class Restless(BatchPlacer):
+class Restless(BatchReplacement):
     """Places at random before every batch, whatever it costs."""
 
     def __init__(self, head: RankHead) -> None:
@@ -40,7 +40,7 @@ class Restless(BatchPlacer):
     def looks_ahead(self) -> bool:
         return True
 
-    def decide(self, batch: Sequence[Waiting], placed_GLE: np.ndarray, facts: Facts) -> Decision:
+    def decide(self, batch: Sequence[Waiting], placed_GLE: np.ndarray, costs: BatchCosts) -> Decision:
         new_GLE = np.zeros_like(placed_GLE)
         for layer in range(self._spec.num_layers):
             order = self._rng.permutation(self._spec.num_experts)
@@ -51,7 +51,7 @@ class Restless(BatchPlacer):
         return decide(
             Observed(tokens_GLE=tokens_GLE, horizon_tokens=1.0, source="nothing"),
             InForce(spec=self._spec, cluster=self._cluster, placed_GLE=placed_GLE),
-            replacement_costs(self._cluster, self._spec, tokens_GLE, facts),
+            replacement_costs(self._cluster, self._spec, tokens_GLE, costs),
             Replanner(planner="uniform", weighs="latency", always=True),
             new_GLE,
         )
@@ -111,7 +111,7 @@ def test_ranks_give_a_single_machines_logits(head: RankHead, prompts: Any, alone
     if placement == "one has all":
         placed_GLE[:] = False
         placed_GLE[1] = True
-    head.use(BatchPlacer("offline", head.spec, head.cluster), placed_GLE)
+    head.use(BatchReplacement("offline", head.spec, head.cluster), placed_GLE)
     _same_as_alone(head, prompts, alone)
     record = head.batches[-1]
     uses = record.tokens_GLE.sum()
@@ -145,7 +145,7 @@ def test_text_is_the_same_while_experts_move(head: RankHead, prompts: Any, alone
 
 def test_a_rank_that_dies_is_done_without_and_taken_back(head: RankHead, prompts: Any, alone: Any) -> None:
     head.loop.placing.slots_G = (256,) * GPUS
-    head.use(BatchPlacer("offline", head.spec, head.cluster), striped(head.spec, GPUS))
+    head.use(BatchReplacement("offline", head.spec, head.cluster), striped(head.spec, GPUS))
     answers = Answers(head)
     seeded = {"temperature": 1.0, "seed": 7}
     calm = answers.wait([answers.ask(prompts[0], 32), answers.ask(prompts[1], 32, **seeded)])
@@ -167,7 +167,7 @@ def test_a_rank_that_dies_is_done_without_and_taken_back(head: RankHead, prompts
 
 def test_an_expert_that_never_arrives_costs_a_generation_and_no_rank(head: RankHead, prompts: Any) -> None:
     """A piece of it keeps a compute phase open, and the other ranks are in the all-to-all that follows."""
-    head.use(BatchPlacer("offline", head.spec, head.cluster), striped(head.spec, GPUS))
+    head.use(BatchReplacement("offline", head.spec, head.cluster), striped(head.spec, GPUS))
     answers = Answers(head)
     calm = answers.wait([answers.ask(prompt, 32) for prompt in prompts[:3]])
     answers.tokens.clear()

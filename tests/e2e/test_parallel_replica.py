@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.cluster.parallel.batch_placement import BatchPlacer, Facts, Waiting
+from moetool.cluster.parallel.batch_placement import BatchCosts, BatchReplacement, Waiting
 from moetool.cluster.parallel.rank_head import RankedModel, RankHead
 from moetool.cluster.parallel.rank_options import HeadOptions
 from moetool.cluster.parallel.startup import open_predictors
@@ -25,7 +25,7 @@ GPUS, SEATS = 2, 2
 DRAW = torch.Generator().manual_seed(5)
 
 
-class Watched(BatchPlacer):
+class Watched(BatchReplacement):
     """Keeps what it was asked, and what the predictor said of it."""
 
     def __init__(self, spec: ModelSpec, folders: Sequence[Path]) -> None:
@@ -34,10 +34,10 @@ class Watched(BatchPlacer):
         self.asked: list[list[Waiting]] = []
         self.demands_GLE: list[np.ndarray] = []
 
-    def decide(self, batch: Sequence[Waiting], placed_GLE: np.ndarray, facts: Facts) -> Decision | None:
+    def decide(self, batch: Sequence[Waiting], placed_GLE: np.ndarray, costs: BatchCosts) -> Decision | None:
         self.asked.append(list(batch))
         self.demands_GLE.append(self.predictors[0].demand(self._spec, self._cluster, batch)[0])
-        return super().decide(batch, placed_GLE, facts)
+        return super().decide(batch, placed_GLE, costs)
 
 
 @dataclass
@@ -69,7 +69,7 @@ def head(made: Made) -> Iterator[RankHead]:
         RankedModel(name=str(made.model), spec=made.spec, tokenizer=None, vocab_size=64),
         cluster,
         striped(made.spec, GPUS),
-        BatchPlacer("offline", made.spec, cluster),
+        BatchReplacement("offline", made.spec, cluster),
         ThreadRanks(),
         rank_options={"kv_tokens": 256, "threads": 1, "seats": SEATS},
         options=HeadOptions(gather_s=0.2, patience_s=60.0),

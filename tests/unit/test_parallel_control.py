@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from moetool.cluster.parallel.batch_placement import (
-    BatchPlacer,
-    Facts,
+    BatchCosts,
+    BatchReplacement,
     RoutingPredictor,
     Waiting,
     measured_latency,
 )
-from moetool.cluster.parallel.placement_state import Placing
-from moetool.cluster.parallel.rank_costs import Costs, Said
+from moetool.cluster.parallel.placement_state import PlacementState
+from moetool.cluster.parallel.rank_costs import Costs, GivenCosts
 from moetool.cluster.parallel.startup import ParallelOptions, open_predictors, read_settings, uniform, with_buffer
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.placement._decide import Decision
@@ -26,7 +26,7 @@ from tests.synthetic import make_spec
 
 SPEC = make_spec(1, 4)
 CLUSTER = make_cluster([[3, 3]], slot_bytes=SPEC.slot_bytes)
-FACTS = Facts(row_s=1e-3, byte_s_GG=1e-9, move_bytes_s=1e6)
+FACTS = BatchCosts(row_s=1e-3, byte_s_GG=1e-9, move_bytes_s=1e6)
 BATCH = [Waiting(prompt=[1, 2], new_tokens=1, gpu=0), Waiting(prompt=[3], new_tokens=1, gpu=1)]
 
 
@@ -49,26 +49,26 @@ def wanting(*experts: int, tokens: int = 100) -> RoutingPredictor:
     return RoutingPredictor("cascade", foretell)
 
 
-def decide(control: BatchPlacer, facts: Facts = FACTS, before: np.ndarray | None = None) -> Decision | None:
+def decide(control: BatchReplacement, costs: BatchCosts = FACTS, before: np.ndarray | None = None) -> Decision | None:
     """From a placement that has 0 and 1 together."""
-    return control.decide(BATCH, placed([0, 1], [2, 3]) if before is None else before, facts)
+    return control.decide(BATCH, placed([0, 1], [2, 3]) if before is None else before, costs)
 
 
 def test_vanilla_and_offline_stay_as_they_are() -> None:
     for name in ("vanilla", "offline"):
-        control = BatchPlacer(name, SPEC, CLUSTER)
+        control = BatchReplacement(name, SPEC, CLUSTER)
         control.saw(np.ones((2, 1, 4)))
         assert not control.decides and decide(control) is None
 
 
 def test_reactive_places_for_the_last_batch_and_proactive_for_the_next() -> None:
-    reactive = BatchPlacer("reactive", SPEC, CLUSTER)
+    reactive = BatchReplacement("reactive", SPEC, CLUSTER)
     assert decide(reactive) is None  # it has seen nothing
     reactive.saw(np.array([[[50, 50, 0, 0]], [[50, 50, 0, 0]]]))
     found = decide(reactive)
     assert found is not None and found.saw == "batch" and found.made
     assert sorted(found.placed_GLE[:, 0, :2].sum(axis=1)) == [1, 1] or found.placed_GLE[:, 0, :2].all()
-    proactive = BatchPlacer("proactive", SPEC, CLUSTER, predictors=[wanting(2, 3)])
+    proactive = BatchReplacement("proactive", SPEC, CLUSTER, predictors=[wanting(2, 3)])
     proactive.saw(np.array([[[50, 50, 0, 0]], [[50, 50, 0, 0]]]))
     found = decide(proactive)
     assert found is not None and found.saw == "cascade" and found.made
@@ -77,7 +77,7 @@ def test_reactive_places_for_the_last_batch_and_proactive_for_the_next() -> None
 
 
 def test_both_sides_of_a_decision() -> None:
-    control = BatchPlacer("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1)])
+    control = BatchReplacement("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1)])
     found = decide(control)
     assert found is not None
     # 200 tokens of 0 and 200 of 1, all on GPU 0: 400 ms. Apart, or with copies: 200 ms.
@@ -85,23 +85,23 @@ def test_both_sides_of_a_decision() -> None:
     gets_G = (found.placed_GLE & ~placed([0, 1], [2, 3])).sum(axis=(1, 2)) * SPEC.slot_bytes
     assert found.cost_s == pytest.approx(gets_G.max() / 1e6)
     assert found.migration.bytes == gets_G.sum()
-    dear = Facts(row_s=1e-3, byte_s_GG=1e-9, move_bytes_s=gets_G.max() / 0.3)
+    dear = BatchCosts(row_s=1e-3, byte_s_GG=1e-9, move_bytes_s=gets_G.max() / 0.3)
     refused = decide(control, dear)
     assert refused is not None and refused.cost_s == pytest.approx(0.3) and not refused.made
-    hidden = decide(control, Facts(row_s=1e-3, byte_s_GG=1e-9, move_bytes_s=gets_G.max() / 0.3, free_s=0.25))
+    hidden = decide(control, BatchCosts(row_s=1e-3, byte_s_GG=1e-9, move_bytes_s=gets_G.max() / 0.3, free_s=0.25))
     assert hidden is not None and hidden.made == (hidden.cost_s < hidden.gain_s)
     spent_s = hidden.predict_s + refused.plan_s  # while it is decided, as long as it took the last time, less is left
     assert hidden.cost_s == pytest.approx(0.05 + spent_s) and spent_s > 0
     free = replace(FACTS, move_bytes_s=1e12, added_byte_s=0.3 / gets_G.sum())  # and all the same batches waited
     slow = decide(control, free)
     assert slow is not None and slow.cost_s == pytest.approx(0.3) and not slow.made
-    always = BatchPlacer("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1)], always=True)
+    always = BatchReplacement("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1)], always=True)
     found = decide(always, dear)
     assert found is not None and found.made
 
 
 def test_nothing_moves_for_nothing() -> None:
-    control = BatchPlacer("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1)], always=True)
+    control = BatchReplacement("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1)], always=True)
     first = decide(control)
     assert first is not None
     again = decide(control, before=first.placed_GLE)
@@ -111,7 +111,7 @@ def test_nothing_moves_for_nothing() -> None:
 def test_the_better_predictor_is_asked_where_it_costs_less_than_the_gain() -> None:
     replica = wanting(2, 3)
     replica.name = "replica"
-    control = BatchPlacer("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1), replica])
+    control = BatchReplacement("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1), replica])
     found = decide(control)
     assert found is not None and found.saw == "replica"  # once, to measure it
     replica.token_s = 1.0  # three tokens: 3 s
@@ -125,7 +125,7 @@ def test_the_better_predictor_is_asked_where_it_costs_less_than_the_gain() -> No
 def test_the_better_predictor_is_not_asked_for_what_would_come_too_late() -> None:
     replica = wanting(2, 3)
     replica.name, replica.token_s = "replica", 0.01  # three tokens: 30 ms, for a gain of 200
-    control = BatchPlacer("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1), replica])
+    control = BatchReplacement("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1), replica])
     for within_s, saw in ((0.02, "cascade"), (60.0, "replica")):
         found = decide(control, replace(FACTS, within_s=within_s))
         assert found is not None and found.saw == saw
@@ -135,7 +135,7 @@ def test_the_better_predictor_is_not_asked_for_what_would_come_too_late() -> Non
 def test_a_predictor_that_was_found_too_dear_is_measured_again() -> None:
     replica = wanting(2, 3)
     replica.name, replica.token_s = "replica", 10.0  # as it was when something else kept the machine busy
-    control = BatchPlacer("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1), replica])
+    control = BatchReplacement("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1), replica])
     saw = []
     for _ in range(40):
         found = decide(control)
@@ -147,8 +147,8 @@ def test_a_predictor_that_was_found_too_dear_is_measured_again() -> None:
 def test_layers_cost_what_the_system_model_says() -> None:
     tokens_GLE = np.zeros((2, 1, 4))
     tokens_GLE[0, 0] = [10, 0, 4, 0]
-    facts = Facts(row_s=2.0, byte_s_GG=0.25 / SPEC.hidden_size, move_bytes_s=1.0)
-    latency = measured_latency(CLUSTER, SPEC, tokens_GLE, facts)
+    costs = BatchCosts(row_s=2.0, byte_s_GG=0.25 / SPEC.hidden_size, move_bytes_s=1.0)
+    latency = measured_latency(CLUSTER, SPEC, tokens_GLE, costs)
     # 10 rows at home, 4 away: computing 2 s a row on the fuller GPU, a second for each row that is sent, both ways.
     assert layers_s(latency, CLUSTER, tokens_GLE, placed([0, 1], [2, 3])) == pytest.approx(20 + 2 * 4)
 
@@ -174,7 +174,7 @@ def test_settings_are_sorted_and_strange_ones_refused(tmp_path: object) -> None:
     with pytest.raises(UsageError, match="did you mean 'reactive'"):
         read_settings({"placement": "reactiv"})
     with pytest.raises(UsageError, match="--predictor"):
-        BatchPlacer("proactive", SPEC, CLUSTER)
+        BatchReplacement("proactive", SPEC, CLUSTER)
     with pytest.raises((UsageError, MismatchError)):
         open_predictors([str(tmp_path)], SPEC)
     assert ParallelOptions().placement == "offline"
@@ -182,17 +182,17 @@ def test_settings_are_sorted_and_strange_ones_refused(tmp_path: object) -> None:
 
 def test_a_decision_is_carried_out_once_or_dropped_when_it_is_late() -> None:
     said: queue.Queue[tuple[str, tuple[int, int, object]]] = queue.Queue()
-    control = BatchPlacer("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1)], always=True)
+    control = BatchReplacement("proactive", SPEC, CLUSTER, predictors=[wanting(0, 1)], always=True)
     before = placed([0, 1], [2, 3])
 
-    def open_placing(migrate: str) -> Placing:
-        return Placing(
+    def open_placing(migrate: str) -> PlacementState:
+        return PlacementState(
             SPEC,
             CLUSTER,
             control,
             before,
             migrate,
-            costs=Costs(SPEC, CLUSTER, said=Said(row_s=1e-3, link_bytes_s=1e9)),
+            costs=Costs(SPEC, CLUSTER, said=GivenCosts(row_s=1e-3, link_bytes_s=1e9)),
             patience_s=1.0,
             post=lambda kind, value: said.put((kind, value)),
         )
@@ -228,14 +228,14 @@ def test_a_control_that_fails_does_not_end_serving() -> None:
     def broken(prompt: Sequence[int], new_tokens: int) -> np.ndarray:
         raise MismatchError("no such token")
 
-    control = BatchPlacer("proactive", SPEC, CLUSTER, predictors=[RoutingPredictor("cascade", broken)])
-    placing = Placing(
+    control = BatchReplacement("proactive", SPEC, CLUSTER, predictors=[RoutingPredictor("cascade", broken)])
+    placing = PlacementState(
         SPEC,
         CLUSTER,
         control,
         placed([0, 1], [2, 3]),
         "overlap",
-        costs=Costs(SPEC, CLUSTER, said=Said(row_s=1e-3, link_bytes_s=1e9)),
+        costs=Costs(SPEC, CLUSTER, said=GivenCosts(row_s=1e-3, link_bytes_s=1e9)),
         patience_s=1.0,
         post=lambda kind, value: said.put((kind, value)),
     )

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moetool.cluster.parallel.batch_placement import Facts, measured_latency
+from moetool.cluster.parallel.batch_placement import BatchCosts, measured_latency
 from moetool.cluster.parallel.batch_records import BatchRecord, slope
-from moetool.cluster.parallel.rank_costs import Costs, Said
+from moetool.cluster.parallel.rank_costs import Costs, GivenCosts
 from moetool.cluster.parallel.request_ranks import Seating
 from moetool.costing.costs import CostProfile, Curve
 from moetool.errors import MismatchError, UsageError
@@ -38,40 +38,40 @@ def profile_of(**compute: Any) -> CostProfile:
     return replace(made, compute=tuple(replace(costs, expert=expert, **compute) for costs in made.compute))
 
 
-def comp_s(facts: Facts, rows: float = 1.0) -> float:
+def comp_s(costs: BatchCosts, rows: float = 1.0) -> float:
     """Of so many rows, where a source has 10 rows of one expert and 30 of another."""
     tokens_GLE = np.zeros((2, 1, 4))
     tokens_GLE[0, 0, 0], tokens_GLE[1, 0, 2] = 10, 30
-    return float(measured_latency(CLUSTER, SPEC, tokens_GLE, facts).comp(rows))
+    return float(measured_latency(CLUSTER, SPEC, tokens_GLE, costs).comp(rows))
 
 
 def test_a_row_costs_what_is_said_or_measured_or_what_the_profile_has() -> None:
     profile = profile_of()
     by_profile = Costs(SPEC, CLUSTER, profile=profile)
-    assert comp_s(by_profile.facts(**NOW)) == pytest.approx((0.020 + 0.040) / 40)  # a product for each source
+    assert comp_s(by_profile.expected(**NOW)) == pytest.approx((0.020 + 0.040) / 40)  # a product for each source
     by_profile.note(record(), 0.0, 2)
-    assert comp_s(by_profile.facts(**NOW)) == pytest.approx(0.2 * 2 / 100)
+    assert comp_s(by_profile.expected(**NOW)) == pytest.approx(0.2 * 2 / 100)
     by_profile.note(record(expert_s=0.4), 0.0, 2)
-    assert comp_s(by_profile.facts(**NOW)) == pytest.approx(0.006)  # half of it is the newest batch's
-    said = Costs(SPEC, CLUSTER, profile=profile, said=Said(row_s=7.0))
+    assert comp_s(by_profile.expected(**NOW)) == pytest.approx(0.006)  # half of it is the newest batch's
+    said = Costs(SPEC, CLUSTER, profile=profile, said=GivenCosts(row_s=7.0))
     said.note(record(), 0.0, 2)
-    assert comp_s(said.facts(**NOW)) == 7.0
-    assert comp_s(Costs(SPEC, CLUSTER).facts(**NOW)) == pytest.approx(1e-6)
+    assert comp_s(said.expected(**NOW)) == 7.0
+    assert comp_s(Costs(SPEC, CLUSTER).expected(**NOW)) == pytest.approx(1e-6)
 
 
 def test_links_cost_what_is_said_or_measured_or_what_the_cluster_has() -> None:
     costs = Costs(SPEC, CLUSTER)
-    assert costs.facts(**NOW).byte_s_GG == pytest.approx(np.array([[0, 1e-8], [1e-8, 0]]))
-    assert costs.facts(**NOW).move_bytes_s == pytest.approx(1e8)
+    assert costs.expected(**NOW).byte_s_GG == pytest.approx(np.array([[0, 1e-8], [1e-8, 0]]))
+    assert costs.expected(**NOW).move_bytes_s == pytest.approx(1e8)
     costs.note(record(byte_s=5e-8, moved_bytes=300), 0.1, 2)
-    assert costs.facts(**NOW).byte_s_GG == pytest.approx(np.array([[0, 5e-8], [5e-8, 0]]))
-    assert costs.facts(**NOW).move_bytes_s == pytest.approx(3000)
+    assert costs.expected(**NOW).byte_s_GG == pytest.approx(np.array([[0, 5e-8], [5e-8, 0]]))
+    assert costs.expected(**NOW).move_bytes_s == pytest.approx(3000)
     profiled = Costs(SPEC, CLUSTER, profile=replace(profile_of(), link=Curve(x=(0.0, 1e6), y=(0.5, 2.5))))
-    assert profiled.facts(**NOW).byte_s_GG == pytest.approx(np.array([[0, 2e-6], [2e-6, 0]]))
-    said = Costs(SPEC, CLUSTER, said=Said(link_bytes_s=1e3, move_bytes_s=9.0))
+    assert profiled.expected(**NOW).byte_s_GG == pytest.approx(np.array([[0, 2e-6], [2e-6, 0]]))
+    said = Costs(SPEC, CLUSTER, said=GivenCosts(link_bytes_s=1e3, move_bytes_s=9.0))
     said.note(record(byte_s=5e-8, moved_bytes=300), 0.1, 2)
-    assert said.facts(**NOW).byte_s_GG == pytest.approx(np.array([[0, 1e-3], [1e-3, 0]]))
-    assert said.facts(**NOW).move_bytes_s == 9.0
+    assert said.expected(**NOW).byte_s_GG == pytest.approx(np.array([[0, 1e-3], [1e-3, 0]]))
+    assert said.expected(**NOW).move_bytes_s == 9.0
 
 
 def test_links_that_differ_keep_their_ratios_when_they_are_measured() -> None:
@@ -79,9 +79,9 @@ def test_links_that_differ_keep_their_ratios_when_they_are_measured() -> None:
         [[3], [3], [3]], link_bytes_s=1e8, links=(Link(between=("s0", "s1"), bytes_s=1e6, latency_s=0.0),)
     )
     costs = Costs(SPEC, cluster)
-    before = costs.facts(**NOW).byte_s_GG
+    before = costs.expected(**NOW).byte_s_GG
     costs.note(record(byte_s=1e-5), 0.0, 3)
-    after = costs.facts(**NOW).byte_s_GG
+    after = costs.expected(**NOW).byte_s_GG
     assert isinstance(before, np.ndarray) and isinstance(after, np.ndarray)
     assert after[0, 1] / after[0, 2] == pytest.approx(before[0, 1] / before[0, 2]) == pytest.approx(100)
     assert after[~np.eye(3, dtype=bool)].mean() == pytest.approx(1e-5)
@@ -89,23 +89,23 @@ def test_links_that_differ_keep_their_ratios_when_they_are_measured() -> None:
 
 def test_experts_move_for_nothing_in_what_is_left_of_the_compute_phases() -> None:
     costs = Costs(SPEC, CLUSTER)
-    assert costs.facts(0.2, 3.0, overlaps=True).free_s == 0.0  # nothing tells how long a batch takes
+    assert costs.expected(0.2, 3.0, overlaps=True).free_s == 0.0  # nothing tells how long a batch takes
     costs.note(record(), 0.0, 2)
-    facts = costs.facts(0.2, 3.0, overlaps=True)
-    assert facts.free_s == pytest.approx(0.8 * 0.5) and facts.within_s == pytest.approx(3.8)
-    assert costs.facts(0.2, 3.0, overlaps=False).free_s == 0.0
-    assert costs.facts(5.0, 3.0, overlaps=True).free_s == 0.0
+    known = costs.expected(0.2, 3.0, overlaps=True)
+    assert known.free_s == pytest.approx(0.8 * 0.5) and known.within_s == pytest.approx(3.8)
+    assert costs.expected(0.2, 3.0, overlaps=False).free_s == 0.0
+    assert costs.expected(5.0, 3.0, overlaps=True).free_s == 0.0
 
 
 def test_what_batches_have_waited_for_experts_is_what_moving_costs_until_that_is_forgotten() -> None:
     costs = Costs(SPEC, CLUSTER)
     costs.note(record(moved_bytes=1000, ready_s=0.3, waited_s=0.1), 0.1, 2)
-    assert costs.facts(**NOW).added_byte_s == pytest.approx(4e-4)
+    assert costs.expected(**NOW).added_byte_s == pytest.approx(4e-4)
     costs.note(record(moved_bytes=500, ready_s=0.0), 0.1, 2)
-    assert costs.facts(**NOW).added_byte_s == pytest.approx(0.2 / 1000)
+    assert costs.expected(**NOW).added_byte_s == pytest.approx(0.2 / 1000)
     for _ in range(10):
         costs.note(record(), 0.0, 2)
-    assert costs.facts(**NOW).added_byte_s == pytest.approx(0.2 / 1000 * 0.9**10)
+    assert costs.expected(**NOW).added_byte_s == pytest.approx(0.2 / 1000 * 0.9**10)
 
 
 def test_a_profile_of_another_data_type_is_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from moetool.cluster.frames import FrameConnection, LinkError
 from moetool.cluster.parallel import channel, members
-from moetool.cluster.parallel.batch_placement import BatchPlacer
+from moetool.cluster.parallel.batch_placement import BatchReplacement
 from moetool.cluster.parallel.channel import RankChannel
 from moetool.cluster.parallel.members import Members
 from moetool.cluster.parallel.rank_head import RankedModel, RankHead
@@ -68,7 +68,7 @@ def open_head(starts: str = "round_robin") -> tuple[RankHead, list[Told]]:
         RankedModel(name="model", spec=SPEC, tokenizer=None, vocab_size=16),
         CLUSTER,
         np.array([[[True, True, False, False]], [[False, False, True, True]]]),
-        BatchPlacer("offline", SPEC, CLUSTER),
+        BatchReplacement("offline", SPEC, CLUSTER),
         Launched(),
         rank_options={},
         options=HeadOptions(seating=Seating(server_G=(0, 0), starts=starts), gather_s=0.0),
@@ -200,7 +200,7 @@ def test_nobody_waits_for_what_a_head_that_has_ended_would_have_done(state: str)
     with pytest.raises(MoetoolError, match="the engine was closed"):
         head.settle()
     with pytest.raises(MoetoolError, match="the engine was closed"):
-        head.use(BatchPlacer("offline", SPEC, CLUSTER), head.loop.placing.placed_GLE)
+        head.use(BatchReplacement("offline", SPEC, CLUSTER), head.loop.placing.placed_GLE)
 
 
 def test_a_request_is_retried_three_times() -> None:

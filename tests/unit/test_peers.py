@@ -2,7 +2,7 @@
 
 import pytest
 
-from moetool.cluster.edge.peers import Peers, distances
+from moetool.cluster.edge.peers import Peers
 from moetool.cluster.frames import LinkError
 from tests.clusters import make_cluster
 
@@ -64,4 +64,4 @@ def test_who_is_gone_is_not_asked() -> None:
 
 def test_distance_is_that_of_the_links() -> None:
     cluster = make_cluster([[1], [1]], link_bytes_s=100.0, link_latency_s=0.25)
-    assert distances(cluster, 0, 50)[1] == 2 * (0.25 + 0.5)
+    assert cluster.round_trip_s(0, 1, 50) == 2 * (0.25 + 0.5)

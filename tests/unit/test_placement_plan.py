@@ -12,11 +12,12 @@ from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.formats import ktransformers, sglang, tensorrt_llm, vllm_ascend
 from moetool.placement._cluster_file import load_cluster
 from moetool.placement._comparing import Setting, compare, open_traces, plan_placement, score_plan
-from moetool.placement._decide import plan_migration, remote_call_s
+from moetool.placement._decide import plan_migration
 from moetool.placement._demand import planned_share, read_demand
 from moetool.placement._migration import order_moves, windows
 from moetool.placement._placement_plan import MigrationPlan, Move, PlacementPlan, experts_of
 from moetool.placement._planner import place
+from moetool.placement._scoring import remote_call_s
 from moetool.placement.director import Options
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, Link

@@ -12,7 +12,7 @@ import pytest
 from moetool import assets
 from moetool.errors import MismatchError, MoetoolError, UsageError
 from moetool.prompts import gather as prompts
-from moetool.prompts import puzzles
+from tests import prompt_puzzles as puzzles
 
 NAMES = ["arithmetic", "ascii_words", "chat", "code", "encyclopedia", "exam", "narratives"]
 BOM = b"\xef\xbb\xbf"

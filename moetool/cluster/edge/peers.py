@@ -10,7 +10,6 @@ from typing import Any
 from moetool.cluster.frames import Frame, LinkError
 from moetool.cluster.links import Links
 from moetool.cluster.transport import Channel
-from moetool.types import Cluster
 
 _BACKOFF_S = (1.0, 30.0)  # after the first failure, and at most
 _SHARE = 0.2  # of the newest call in the average
@@ -134,12 +133,3 @@ class Peers:
 
     def _load(self, server: int, pairs: int) -> float:
         return (self._outstanding[server] + pairs) * self._pair_s.get(server, 0.0)
-
-
-def distances(cluster: Cluster, server: int, hidden_bytes: int) -> tuple[float, ...]:
-    """What moving one hidden state from a server to each other and back costs, in seconds."""
-    costs = []
-    for other in range(len(cluster.servers)):
-        bytes_s, latency_s = cluster.link(server, other)
-        costs.append(2 * (latency_s + hidden_bytes / bytes_s))
-    return tuple(costs)

@@ -18,9 +18,10 @@ from moetool.cluster.edge.scheduler_state import Kept, reading
 from moetool.cluster.launch import WorkerDied
 from moetool.errors import CapacityError, MoetoolError, UsageError, first_line, unknown_name
 from moetool.placement import _planner as planner
-from moetool.placement._decide import Decision, Replanner, decide, remote_calls
+from moetool.placement._decide import Decision, Replanner, decide
 from moetool.placement._placement_plan import Move, Place
 from moetool.placement._replacement_record import ReplacementRecord
+from moetool.placement._scoring import remote_calls
 from moetool.types import Cluster, ModelSpec
 
 _SAVE_S = 30.0

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moetool.cluster.cluster_options import ClusterOptions
-from moetool.cluster.edge.peers import distances
 from moetool.cluster.edge.placed_experts import CallOptions
 from moetool.cluster.edge.worker import WorkerSettings
 from moetool.errors import CapacityError, UsageError
@@ -58,6 +57,7 @@ def worker_settings(
         raise UsageError(f"port {endpoints.port} leaves none for the last server; choose a lower one with --port")
     slots_G, server_G = plan.cluster.slots_G(spec.slot_bytes), plan.cluster.server_G
     settings = []
+    servers = range(len(plan.cluster.servers))
     for n, server in enumerate(plan.cluster.servers):
         capacity = min(spec.total_experts, sum(slots for g, slots in enumerate(slots_G) if server_G[g] == n))
         held = held_by(plan, n)
@@ -66,7 +66,7 @@ def worker_settings(
                 f"the plan gives server {server.name} {len(held)} experts, and its memory holds {capacity} of "
                 f"{spec.slot_bytes:,} bytes; plan again with: moetool plan placement"
             )
-        links = {o: plan.cluster.link(n, o) for o in range(len(plan.cluster.servers)) if o != n}
+        links = {o: plan.cluster.link(n, o) for o in servers if o != n}
         settings.append(
             WorkerSettings(
                 server=n,
@@ -79,7 +79,7 @@ def worker_settings(
                 port=endpoints.port + n if endpoints.port else 0,
                 toward=endpoints.toward,
                 token=token,
-                distance=distances(plan.cluster, n, 4 * spec.hidden_size),
+                distance=tuple(plan.cluster.round_trip_s(n, m, 4 * spec.hidden_size) for m in servers),
                 links=links if cluster.emulate_links else {},
                 options=options,
                 calls=CallOptions(

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from moetool.cluster.parallel.batch_placement import BatchPlacer, Waiting
+from moetool.cluster.parallel.batch_placement import BatchReplacement, Waiting
 from moetool.cluster.parallel.batch_records import BatchRecord, record_of
 from moetool.cluster.parallel.channel import RankChannel
 from moetool.cluster.parallel.members import Members
-from moetool.cluster.parallel.placement_state import Placing
+from moetool.cluster.parallel.placement_state import PlacementState
 from moetool.cluster.parallel.rank_options import HeadOptions
 from moetool.cluster.parallel.request_ranks import Seating
 from moetool.cluster.parallel.requests import RankRequest, Requests
@@ -53,7 +53,7 @@ class BatchLoop:
         self.max_context = self.max_requests = 0
         self.requests = Requests()
         self.ranks: Members
-        self.placing: Placing
+        self.placing: PlacementState
         self.records: list[BatchRecord] = []
         self.batch = -1
         self.began: float | None = None
@@ -299,7 +299,7 @@ class BatchLoop:
         self.began, self._ended, self._done = None, now, {}
         self.requests.refuse_running("the request was lost by its rank")  # which said that all had ended
 
-    def _use(self, control: BatchPlacer, placed_GLE: np.ndarray, migrate: str, over: threading.Event) -> None:
+    def _use(self, control: BatchReplacement, placed_GLE: np.ndarray, migrate: str, over: threading.Event) -> None:
         if self.began is not None or self.requests.pending or self.placing.deciding is not None:
             self.events.put(("use", (control, placed_GLE, migrate, over)))
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What the head of ranks observes for a decision whether to place anew: the last batch, or the batch that waits."""
+"""Re-placement between two batches of ranks, from the last batch or from the batch that waits."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from moetool.types import Cluster, ModelSpec
 
 PLACEMENTS = tuple(mode for mode, sees in SEES.items() if sees != "prediction")
 Foretell = Callable[[Sequence[int], int], np.ndarray]
-"""Uses [L, E] of experts by a request, from its prompt and the number of tokens it will make."""
+"""Expert uses [L, E] of a request, from its prompt and the number of new tokens."""
 
 _FORGET = 0.5
 _ASK_AGAIN = 32
@@ -33,8 +33,8 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What things cost, for both sides of a decision.
+class BatchCosts:
+    """Measured costs of ranks, for both sides of a decision about the next batch.
 
     Attributes:
         row_s: seconds that an expert takes for one row; 0 where only `expert` says.
@@ -75,14 +75,14 @@ class RoutingPredictor:
         self.foretell = foretell
 
     def measure(self, prompt: Sequence[int]) -> None:
-        """Find out what it takes, before anybody waits for it: the second time, since the first may have to load."""
+        """Measure its cost before a batch waits for it: the second call, since the first may load files."""
         for _ in range(2):
             began = time.perf_counter()
             self.foretell(prompt, 0)
             self.token_s = (time.perf_counter() - began) / len(prompt)
 
     def demand(self, spec: ModelSpec, cluster: Cluster, batch: Sequence[Waiting]) -> tuple[np.ndarray, float]:
-        """tokens_GLE that a batch will need, and the seconds that it took to say."""
+        """Predicted tokens_GLE of a batch, and the seconds that predicting took."""
         began = time.perf_counter()
         tokens_GLE = np.zeros((len(cluster.gpus), spec.num_layers, spec.num_experts))
         for one in batch:
@@ -95,11 +95,11 @@ class RoutingPredictor:
         return tokens_GLE, taken_s
 
     def cost_s(self, batch: Sequence[Waiting]) -> float:
-        """What it is expected to take."""
+        """Expected seconds for a batch."""
         return self.token_s * sum(len(one.prompt) for one in batch)
 
 
-class BatchPlacer:
+class BatchReplacement:
     """Places anew between two batches.
 
     Args:
@@ -162,77 +162,79 @@ class BatchPlacer:
         return SEES[self.placement] == "queue"
 
     def saw(self, tokens_GLE: np.ndarray) -> None:
-        """What the last batch needed."""
+        """Note the routing of the last batch."""
         self._last_GLE = tokens_GLE.astype(np.float64)
 
-    def decide(self, batch: Sequence[Waiting], placed_GLE: np.ndarray, facts: Facts) -> Decision | None:
+    def decide(self, batch: Sequence[Waiting], placed_GLE: np.ndarray, costs: BatchCosts) -> Decision | None:
         """Whether to place anew for the batch that comes; None where nothing is known of it."""
         if not self.looks_ahead:
             if not self.decides or self._last_GLE is None or not self._last_GLE.any():
                 return None
-            return self._weigh("batch", self._last_GLE, placed_GLE, facts)
+            return self._weigh("batch", self._last_GLE, placed_GLE, costs)
         decision: Decision | None = None
         for number, predictor in enumerate(self.predictors if batch else ()):
-            if decision is not None and number and not self._worth(predictor, batch, decision, facts):
+            if decision is not None and number and not self._worth(predictor, batch, decision, costs):
                 predictor.passed_over += 1
                 continue
             tokens_GLE, taken_s = predictor.demand(self._spec, self._cluster, batch)
             predict_s, planned_s = (0.0, 0.0) if decision is None else (decision.predict_s, decision.plan_s)
-            decision = self._weigh(predictor.name, tokens_GLE, placed_GLE, facts, predict_s + taken_s, planned_s)
+            decision = self._weigh(predictor.name, tokens_GLE, placed_GLE, costs, predict_s + taken_s, planned_s)
         return decision
 
-    def _worth(self, predictor: RoutingPredictor, batch: Sequence[Waiting], so_far: Decision, facts: Facts) -> bool:
+    def _worth(
+        self, predictor: RoutingPredictor, batch: Sequence[Waiting], so_far: Decision, costs: BatchCosts
+    ) -> bool:
         """Whether to know better than a decision does, by what that was measured to take."""
         if not predictor.token_s or predictor.passed_over >= _ASK_AGAIN:
             return True
         cost_s = predictor.cost_s(batch)
-        return so_far.gain_s > cost_s and so_far.predict_s + 2 * so_far.plan_s + cost_s <= facts.within_s
+        return so_far.gain_s > cost_s and so_far.predict_s + 2 * so_far.plan_s + cost_s <= costs.within_s
 
     def _weigh(
         self,
         source: str,
         tokens_GLE: np.ndarray,
         placed_GLE: np.ndarray,
-        facts: Facts,
+        costs: BatchCosts,
         predict_s: float = 0.0,
         planned_s: float = 0.0,
     ) -> Decision:
-        """Decide from what was seen or foretold.
+        """Decide from what was seen or predicted.
 
         Args:
-            planned_s: seconds of planning before, for what was foretold less well.
+            planned_s: seconds of planning before, for a worse prediction.
         """
         spec, cluster = self._spec, self._cluster
-        costs = replacement_costs(cluster, spec, tokens_GLE, facts, predict_s + planned_s + self._plan_s)
+        sides = replacement_costs(cluster, spec, tokens_GLE, costs, predict_s + planned_s + self._plan_s)
         tokens = float(tokens_GLE.sum()) / sum(spec.top_k_L)
         observed = Observed(tokens_GLE=tokens_GLE, horizon_tokens=tokens, source=source)
         began = time.perf_counter()
-        decision = decide(observed, InForce(spec=spec, cluster=cluster, placed_GLE=placed_GLE), costs, self._replanner)
+        decision = decide(observed, InForce(spec=spec, cluster=cluster, placed_GLE=placed_GLE), sides, self._replanner)
         self._plan_s = time.perf_counter() - began
         return replace(decision, predict_s=predict_s, plan_s=planned_s + self._plan_s)
 
 
 def replacement_costs(
-    cluster: Cluster, spec: ModelSpec, tokens_GLE: np.ndarray, facts: Facts, plan_s: float = 0.0
+    cluster: Cluster, spec: ModelSpec, tokens_GLE: np.ndarray, costs: BatchCosts, plan_s: float = 0.0
 ) -> ReplacementCosts:
     """The ranks' costs as a decision reckons with them; a remote call is a row's way to another server and back."""
-    latency = measured_latency(cluster, spec, tokens_GLE, facts)
+    latency = measured_latency(cluster, spec, tokens_GLE, costs)
     apart_GG = np.not_equal.outer(cluster.server_G, cluster.server_G)
-    byte_s = np.broadcast_to(np.asarray(facts.byte_s_GG, np.float64), apart_GG.shape)[apart_GG]
+    byte_s = np.broadcast_to(np.asarray(costs.byte_s_GG, np.float64), apart_GG.shape)[apart_GG]
     return ReplacementCosts(
         latency=latency,
         call_s=2 * latency.token_bytes * float(byte_s.mean()) if byte_s.size else 0.0,
-        move_bytes_s=facts.move_bytes_s,
-        added_byte_s=facts.added_byte_s,
-        free_s=facts.free_s,
+        move_bytes_s=costs.move_bytes_s,
+        added_byte_s=costs.added_byte_s,
+        free_s=costs.free_s,
         plan_s=plan_s,
     )
 
 
-def measured_latency(cluster: Cluster, spec: ModelSpec, tokens_GLE: np.ndarray, facts: Facts) -> Latency:
+def measured_latency(cluster: Cluster, spec: ModelSpec, tokens_GLE: np.ndarray, costs: BatchCosts) -> Latency:
     """The ranks as planners see them."""
-    row_s, row_bytes = facts.row_s or _row_s(tokens_GLE, facts.expert), facts.row_bytes or 4.0 * spec.hidden_size
-    return linear_latency(cluster, row_s, facts.byte_s_GG, row_bytes, "measured")
+    row_s, row_bytes = costs.row_s or _row_s(tokens_GLE, costs.expert), costs.row_bytes or 4.0 * spec.hidden_size
+    return linear_latency(cluster, row_s, costs.byte_s_GG, row_bytes, "measured")
 
 
 def _row_s(tokens_GLE: np.ndarray, expert: Curve | None) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from moetool.cluster.parallel.batch_placement import BatchPlacer, Waiting
+from moetool.cluster.parallel.batch_placement import BatchReplacement, Waiting
 from moetool.cluster.parallel.batch_records import BatchRecord
 from moetool.cluster.parallel.rank_costs import Costs
 from moetool.cluster.parallel.replica_routing import holders_of, without
@@ -20,7 +20,7 @@ _KEPT = 1000
 """Decisions that are remembered."""
 
 
-class Placing:
+class PlacementState:
     """Has the control decide beside the batch that runs, and turns decisions into stages; for the head's thread.
 
     Args:
@@ -46,7 +46,7 @@ class Placing:
         self,
         spec: ModelSpec,
         cluster: Cluster,
-        control: BatchPlacer,
+        control: BatchReplacement,
         placed_GLE: np.ndarray,
         migrate: str,
         *,
@@ -66,11 +66,11 @@ class Placing:
         self._asked_for = -1  # the batch that was last decided about
         self._next: Decision | None = None  # to be carried out when the batch has ended
         self.costs, self._patience_s = costs, patience_s
-        self.control: BatchPlacer
+        self.control: BatchReplacement
         self.placed_GLE: np.ndarray
         self.use(control, placed_GLE, migrate)
 
-    def use(self, control: BatchPlacer, placed_GLE: np.ndarray, migrate: str) -> None:
+    def use(self, control: BatchReplacement, placed_GLE: np.ndarray, migrate: str) -> None:
         """Begin anew; what was measured stays, but for what moving has cost."""
         self.costs.forget_moving()
         self.control, self._planned_GLE, self.placed_GLE = control, placed_GLE, placed_GLE
@@ -100,11 +100,11 @@ class Placing:
         """
         self._asked_for, self.deciding = batch, time.monotonic()
         control, placed_GLE, epoch = self.control, self.placed_GLE, self._epoch
-        facts = self.costs.facts(elapsed_s, self._patience_s, overlaps=self._migrate != "stop")
+        costs = self.costs.expected(elapsed_s, self._patience_s, overlaps=self._migrate != "stop")
 
         def decide() -> None:
             try:
-                found: Any = control.decide(waiting, placed_GLE, facts)
+                found: Any = control.decide(waiting, placed_GLE, costs)
             except Exception as error:
                 found = first_line(error)
             self._post("decided", (epoch, batch, found))

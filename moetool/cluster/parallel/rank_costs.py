@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from moetool.cluster.parallel.batch_placement import Facts
+from moetool.cluster.parallel.batch_placement import BatchCosts
 from moetool.cluster.parallel.batch_records import BatchRecord
 from moetool.costing.costs import CostProfile, Curve
 from moetool.placement._latency import profiled_latency
@@ -21,7 +21,7 @@ _LINK_BYTES = (1e5, 1e6)  # between which a measured link's rate is taken from i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class GivenCosts:
     """Costs that are said and not measured; 0 leaves one to be measured.
 
     Attributes:
@@ -62,13 +62,13 @@ class Costs:
         spec: ModelSpec,
         cluster: Cluster,
         *,
-        said: Said | None = None,
+        said: GivenCosts | None = None,
         profile: CostProfile | None = None,
         device: str = "cpu",
         dtype: str = "float32",
         row_bytes: float = 0.0,
     ) -> None:
-        self._said = said or Said()
+        self._said = said or GivenCosts()
         self._row_bytes = row_bytes or 4.0 * spec.hidden_size
         self._expert: Curve | None = None
         links = [[cluster.link(a, b)[0] for b in cluster.server_G] for a in cluster.server_G]
@@ -106,7 +106,7 @@ class Costs:
         """Experts move in another way from now on."""
         self._waited_s = self._moved_bytes = 0.0
 
-    def facts(self, elapsed_s: float | None, within_s: float, *, overlaps: bool) -> Facts:
+    def expected(self, elapsed_s: float | None, within_s: float, *, overlaps: bool) -> BatchCosts:
         """What a decision is made of.
 
         Args:
@@ -123,7 +123,7 @@ class Costs:
         byte_s_GG = self._links()
         away = byte_s_GG[byte_s_GG > 0]
         rate = 1.0 / float(away.mean()) if away.size else float("inf")
-        return Facts(
+        return BatchCosts(
             row_s=self._said.row_s or self._row_s or (0.0 if self._expert is not None else _UNKNOWN_ROW_S),
             expert=self._expert,
             byte_s_GG=byte_s_GG,

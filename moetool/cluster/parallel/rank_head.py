@@ -13,11 +13,11 @@ import numpy as np
 
 from moetool.cluster.listener import Acceptor
 from moetool.cluster.parallel.batch_loop import BatchLoop
-from moetool.cluster.parallel.batch_placement import BatchPlacer
+from moetool.cluster.parallel.batch_placement import BatchReplacement
 from moetool.cluster.parallel.batch_records import BatchRecord
 from moetool.cluster.parallel.channel import RankChannel, open_listener
 from moetool.cluster.parallel.members import Launcher, Members
-from moetool.cluster.parallel.placement_state import Placing
+from moetool.cluster.parallel.placement_state import PlacementState
 from moetool.cluster.parallel.rank_costs import Costs
 from moetool.cluster.parallel.rank_options import HeadOptions
 from moetool.cluster.parallel.requests import RankRequest
@@ -77,7 +77,7 @@ class RankHead:
         model: RankedModel,
         cluster: Cluster,
         placed_GLE: np.ndarray,
-        control: BatchPlacer,
+        control: BatchReplacement,
         launcher: Launcher,
         *,
         rank_options: Mapping[str, Any],
@@ -91,7 +91,7 @@ class RankHead:
         self._migrate: str = self._rank_options.get("migrate", "overlap")
         self.loop = BatchLoop(model.spec, cluster, options)
         self.loop.ranks = Members(len(cluster.gpus), launcher, self.loop.post)
-        self.loop.placing = Placing(
+        self.loop.placing = PlacementState(
             model.spec,
             cluster,
             control,
@@ -141,7 +141,7 @@ class RankHead:
         return self.loop.records
 
     @property
-    def control(self) -> BatchPlacer:
+    def control(self) -> BatchReplacement:
         """Who decides."""
         return self.loop.placing.control
 
@@ -205,7 +205,7 @@ class RankHead:
             self.close()
             raise
 
-    def use(self, control: BatchPlacer, placed_GLE: np.ndarray, migrate: str | None = None) -> None:
+    def use(self, control: BatchReplacement, placed_GLE: np.ndarray, migrate: str | None = None) -> None:
         """Begin anew with another control, placement and way to migrate, when nothing runs; records begin anew.
 
         Raises:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from moetool import config
-from moetool.cluster.parallel.batch_placement import PLACEMENTS, BatchPlacer, RoutingPredictor
+from moetool.cluster.parallel.batch_placement import PLACEMENTS, BatchReplacement, RoutingPredictor
 from moetool.cluster.parallel.members import Launcher
-from moetool.cluster.parallel.rank_costs import Costs, Said
+from moetool.cluster.parallel.rank_costs import Costs, GivenCosts
 from moetool.cluster.parallel.rank_head import RankedModel, RankHead
 from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
 from moetool.cluster.parallel.request_ranks import Seating
@@ -47,7 +47,7 @@ class ParallelOptions:
         always: place anew whether that is expected to pay or not.
         starts: on which rank a request's tokens start (`Seating`); as the plan says, if not said.
         cost_row_s, cost_link_bytes_s, cost_move_bytes_s: what decisions reckon with in place of what is measured
-            (`moetool.cluster.parallel.rank_costs.Said`).
+            (`moetool.cluster.parallel.rank_costs.GivenCosts`).
         gather_s: how long a batch that is not full waits for more requests.
         patience_s: how long a batch waits for a decision about it that is under way; one that comes later is dropped.
         seed: of planners.
@@ -159,7 +159,7 @@ def open_head(
     cluster = plan.cluster
     moves = options.placement in ("reactive", "proactive")
     room = with_buffer(cluster, spec, options.buffer_experts) if moves else cluster
-    control = BatchPlacer(
+    control = BatchReplacement(
         options.placement,
         spec,
         room,
@@ -184,7 +184,7 @@ def open_head(
         costs=Costs(
             spec,
             cluster,
-            said=Said(
+            said=GivenCosts(
                 row_s=options.cost_row_s,
                 link_bytes_s=options.cost_link_bytes_s,
                 move_bytes_s=options.cost_move_bytes_s,

@@ -1,6 +1,6 @@
 """The two embedded prompt sets that are generated: arithmetic, and words drawn in block letters.
 
-`python -m moetool.prompts.puzzles` writes them to data/prompts/ again, byte for byte.
+`python -m tests.prompt_puzzles` writes them to data/prompts/ again, byte for byte.
 """
 
 import json
