@@ -3,10 +3,14 @@
 import gc
 import logging
 import os
+import shutil
 import sys
+import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("HF_HOME", os.path.expanduser("~/.cache/huggingface"))  # noqa: PTH111
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="moetool-tests-")  # what serving keeps
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +20,11 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # sums are compared to the bit; more threads may add in another order
+
+
+def pytest_unconfigure() -> None:
+    """Remove what serving kept."""
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

@@ -40,6 +40,7 @@ EXAMPLES = {
     "models": ("moetool models --json",),
     "data": ("moetool data",),
     "doctor": ("moetool doctor",),
+    "cache": ("moetool cache", "moetool cache --remove all"),
     "demo": ("moetool demo --out moetool-demo",),
     "guide": ("moetool guide", "moetool guide quickstart"),
     "plan cache": (

@@ -32,6 +32,7 @@ from moetool.cli import (
     simulation,
     trace,
     training,
+    user_cache,
 )
 from moetool.cli.flags import Quiet, Verbose, listening
 from moetool.errors import CapacityError, MoetoolError
@@ -63,7 +64,7 @@ _ORDER = (
         "report",
         "trace",
     ),
-    *("profile", "reference", "models", "data", "doctor", "demo", "guide"),
+    *("profile", "reference", "models", "data", "doctor", "cache", "demo", "guide"),
 )
 
 
@@ -92,7 +93,7 @@ app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
 app.add_typer(reference_app, name="reference")
-for commands in (advise, capture, training, replay, serving, simulation, report, machine, guide):
+for commands in (advise, capture, training, replay, serving, simulation, report, machine, user_cache, guide):
     commands.register(app)
 for commands in (cache_plans, placement):
     commands.register(plan_app)

@@ -34,7 +34,7 @@ def serve(
         str | None,
         typer.Option(help="What the servers of --cluster do: edge (if not said), or ep: expert parallelism."),
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="Cache policy; the plan's (or auto), or lru.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Cache policy, or auto (default: the plan's, else auto).")] = None,
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor; the plan's.")] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Costs of a machine, by 'moetool profile'; for --mode ep.")
@@ -118,11 +118,6 @@ def serve(
     if plan is not None:
         cli_cluster.require_no_placement(plan)
     if policy == "auto":
-        if plan is None:
-            raise UsageError(
-                "--policy auto is what replay found best on a trace, and there is no plan that says so; make one with "
-                "moetool plan cache, and give it with --plan"
-            )
         policy = None
     chosen = CachePlan.load(plan) if plan is not None else None
     values = endpoint.settle(parse_settings(settings))
@@ -135,7 +130,7 @@ def serve(
     _require_api_key(api_key)
     from moetool.models.checkpoint import Checkpoint
     from moetool.runtime.assembly import build_engine
-    from moetool.runtime.automatic import choose
+    from moetool.runtime.automatic import AUTO, choose
     from moetool.serving import server
     from moetool.serving.server_options import ServerOptions
     from moetool.serving.status_line import status_line
@@ -151,13 +146,14 @@ def serve(
             values,
             device_memory_bytes=chosen.device_memory_bytes if chosen is not None and memory is None else memory,
             process_memory_bytes=None if process_memory is None else parse_bytes(process_memory),
+            policy=policy or (chosen.policy if chosen is not None else AUTO),
         )
         options = setup.options
         engine = build_engine(
             checkpoint,
             options=options,
             plan=chosen,
-            policy=policy,
+            policy=setup.policy if chosen is None else policy,
             predictor=predictor,
             device_memory_bytes=setup.device_memory_bytes if chosen is None else memory,
             log=log,
@@ -176,7 +172,7 @@ def serve(
         f", {tables.count(engine.store.host_pool_bytes, 'B')} in host memory" if engine.store.host_pool_bytes else ""
     )
     tables.narrate(
-        f"moetool: {model} under {policy or (chosen.policy if chosen else 'lru')}: {slots} of "
+        f"moetool: {model} under {setup.policy}: {slots} of "
         f"{engine.spec.total_experts} experts fit{among} ({tables.count(engine.store.pool_bytes, 'B')}{below})"
     )
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from moetool.runtime.expert_store import ExpertStore, open_store
 from moetool.runtime.gate_log import ServeLog
 from moetool.runtime.policy_state import restore_state, save_state
 from moetool.runtime.sequential import Sequential, open_batcher
+from moetool.runtime.warm_start import WarmStart
 from moetool.trace.rows import KEEP
 from moetool.trace.segments import SegmentLimits
 
@@ -76,6 +77,8 @@ class ServeOptions:
             which are unpacked for each product.
         policy: options of the cache policy.
         prefetch: limits of its prefetching; the plan's, or none, if not said.
+        warm_start: keep residents and statistics in the user's cache folder and begin with them next
+            time (`moetool cache`); not while a gate log is written, so that its replay begins as the server did.
         state: file that what the policy learns is kept in from one run to the next (empty: none).
         log_segment_s: seconds after which what `--log` records is closed into a segment, which others can read and a
             kill leaves.
@@ -94,6 +97,7 @@ class ServeOptions:
     products: bool = True
     policy: dict[str, Any] = field(default_factory=dict)
     prefetch: PrefetchLimits | None = None
+    warm_start: bool = False
     state: str = ""
     log_segment_s: float = 10.0
 
@@ -193,13 +197,20 @@ def build_engine(
             "layer_slots": layer_slots,
             "pinned": pinned,
             "prefetch": asdict(limits),
-            "state": durable.sha256_file(state) if state is not None and restore_state(state, name, learned) else None,
+            "state": None,
         }
+        if state is not None and restore_state(state, name, learned) is not None:
+            facts["state"] = durable.sha256_file(state)
         _LOG.info("policy %s of %s: %s", name, checkpoint.name, facts)
         batcher = _batcher(loaded, options, resident=slots >= loaded.spec.total_experts)
         residency = open_pool(policies, pinned=pinned, limits=limits, layer_slots=layer_slots)
         store = open_stores(loaded, residency, options.io_threads, options.host_memory_bytes or None)
         undo.callback(store.close)
+        save: Callable[[], None] | None = None if state is None else partial(save_state, state, name, learned)
+        if options.warm_start and log is None and state is None and isinstance(residency, Residency):
+            warm = WarmStart(loaded.spec, name, learned, residency.slot_of.keys)
+            _begin_with(warm.restore(), residency, store)
+            save = warm.save
         runtime = open_runtime(loaded, residency, store)
         undo.callback(runtime.close)
         engine = Engine(
@@ -217,10 +228,18 @@ def build_engine(
                 facts,
                 SegmentLimits(seconds=options.log_segment_s),
             ),
-            save=None if state is None else partial(save_state, state, name, learned),
+            save=save,
         )
         undo.pop_all()
     return engine
+
+
+def _begin_with(keys: Sequence[int], residency: Residency, store: ExpertStore | Stores) -> None:
+    """Start to load experts into slots that are free; what has a demand goes ahead of them."""
+    assert isinstance(store, ExpertStore)
+    for key in keys[-residency.policy.num_slots :]:
+        if (step := residency.bring(key)) is not None:
+            store.load(step.key, step.slot, prefetch=True)
 
 
 def _batcher(loaded: LoadedModel, options: ServeOptions, *, resident: bool) -> Batcher | Sequential:

@@ -1,7 +1,7 @@
 """What a policy has learned while serving, kept from one run of a server to the next: one safetensors file."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from moetool.errors import MismatchError, MoetoolError, first_line
 from moetool.types import ModelSpec
 
 _KIND = "moetool_policy_state"
+_RESIDENTS = "residents"
 
 
 class Learned(Protocol):
@@ -25,17 +26,22 @@ class Learned(Protocol):
     def restore(self, state: Mapping[str, np.ndarray]) -> None: ...
 
 
-def save_state(path: Path, name: str, policy: Learned) -> None:
-    """Write what the policy `name` has learned, as a whole or not at all; nothing where it learns nothing.
+def save_state(path: Path, name: str, policy: Learned, residents: Sequence[int] | None = None) -> None:
+    """Write what the policy `name` has learned, as a whole or not at all; nothing where there is nothing.
+
+    Args:
+        residents: keys of experts, to be kept beside it.
 
     Raises:
         MoetoolError: the disk failed. The former file is still there.
     """
     arrays = policy.state()
+    if residents is not None:
+        arrays = {**arrays, _RESIDENTS: np.asarray(residents, np.int64)}
     if not arrays:
         return
     metadata = {"kind": _KIND, "policy": name, "revision": policy.spec.revision}
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         safetensors.numpy.save_file(arrays, partial, metadata)
         with partial.open("rb+") as stream:
@@ -46,14 +52,17 @@ def save_state(path: Path, name: str, policy: Learned) -> None:
         raise MoetoolError(f"cannot save what {name} has learned to {path}: {first_line(error)}") from error
 
 
-def restore_state(path: Path, name: str, policy: Learned) -> bool:
-    """Give the policy `name` what an earlier run has learned; gives whether there was anything.
+def restore_state(path: Path, name: str, policy: Learned) -> list[int] | None:
+    """Give the policy `name` what an earlier run has learned.
+
+    Returns:
+        The residents that were kept beside it; None where there is no file.
 
     Raises:
         MismatchError: the file is another policy's or model's, or damaged.
     """
     if not path.exists():
-        return False
+        return None
     advice = "remove it to begin afresh"
     try:
         require_regular(path)
@@ -73,7 +82,17 @@ def restore_state(path: Path, name: str, policy: Learned) -> bool:
         for array_name, array in arrays.items():
             if array.dtype.kind == "f" and not (array < np.inf).all():  # -inf is no trust at all
                 raise ValueError(f"{array_name} has values that are no finite numbers")
-        policy.restore(arrays)
+        residents = _residents(arrays, policy.spec) if _RESIDENTS in arrays else []
+        if arrays:
+            policy.restore(arrays)
     except (ValueError, KeyError) as error:
         raise MismatchError(f"{path} does not fit these options of {name} ({first_line(error)}); {advice}") from None
-    return True
+    return residents
+
+
+def _residents(arrays: dict[str, np.ndarray], spec: ModelSpec) -> list[int]:
+    """Take the residents out of a file's arrays. Raises: ValueError where they are no experts of the model."""
+    keys: list[int] = arrays.pop(_RESIDENTS).tolist()
+    if len(set(keys)) != len(keys) or not all(0 <= key < spec.total_experts for key in keys):
+        raise ValueError("residents has keys that are no experts of the model, or one twice")
+    return keys

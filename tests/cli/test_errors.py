@@ -78,6 +78,7 @@ def test_every_command_explains_itself(run: Run) -> None:
         "serve",
         "profile",
         "doctor",
+        "cache",
         "demo",
         "trace info",
         "trace import",
@@ -154,7 +155,6 @@ def test_several_devices(run: Run, trace: Path, tmp_path: Path) -> None:
 
 
 def test_the_best_policy_by_name(run: Run, trace: Path, tmp_path: Path) -> None:
-    _one_line(run("serve", "reference", "--policy", "auto", "--port", 0), 2, "moetool plan cache", "--plan")
     replaying = ("replay", "--trace", trace, "--policy", "auto,belady", "--budget", "4MB", "--json")
     code, printed, told = run(*replaying)
     assert code == 0

@@ -151,7 +151,7 @@ def test_damaged_policy_state_is_refused(tmp_path: Path) -> None:
     policy = build_policy("foresight", SPEC, options, 12)
     file = tmp_path / "state"
     save_state(file, "foresight", policy)
-    assert restore_state(file, "foresight", build_policy("foresight", SPEC, options, 12))
+    assert restore_state(file, "foresight", build_policy("foresight", SPEC, options, 12)) == []
     with safetensors.safe_open(file, framework="numpy") as stored:
         metadata = stored.metadata()
     arrays = safetensors.numpy.load_file(file)

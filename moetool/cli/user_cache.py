@@ -1,0 +1,47 @@
+"""The command `moetool cache`: what serving keeps of models between runs."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from moetool import tables
+from moetool.cli.flags import Json
+from moetool.errors import unknown_name
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `moetool`."""
+    app.command()(cache)
+
+
+def cache(
+    remove: Annotated[str | None, typer.Option(metavar="MODEL|all", help="Remove what is kept of a model.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List or remove what 'moetool serve' keeps of models to start warm."""
+    from moetool.runtime.warm_start import cache_folder, kept_models
+
+    kept = kept_models()
+    if remove is not None:
+        chosen = kept if remove == "all" else [one for one in kept if one.model == remove]
+        if not chosen and remove != "all":
+            raise unknown_name("model in the cache", remove, [one.model for one in kept])
+        for one in chosen:
+            one.path.unlink(missing_ok=True)
+        tables.narrate(f"moetool: removed {tables.numbered(len(chosen), 'file')} from {cache_folder()}")
+        return
+    if as_json:
+        facts = [{"model": k.model, "path": str(k.path), "bytes": k.num_bytes, "changed": k.changed} for k in kept]
+        tables.print_json(facts)
+        return
+    rows = [
+        [
+            k.model,
+            tables.count(k.num_bytes, "B"),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(k.changed)),
+            str(k.path),
+        ]
+        for k in kept
+    ]
+    tables.print_table(f"kept in {cache_folder()}", ["model", "size", "date", "path"], rows, 1)
