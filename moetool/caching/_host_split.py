@@ -19,11 +19,13 @@ class HostCosts:
         load_s: seconds to load one expert.
         host_s: seconds to compute one expert for one token on the host.
         host_token_s: seconds that each further token adds to that.
+        host: whether the host computes at all; without, everything is loaded whatever the costs.
     """
 
     load_s: float = 0.0
     host_s: float = 0.0
     host_token_s: float = 0.0
+    host: bool = True
 
     def __post_init__(self) -> None:
         if min(self.load_s, self.host_s, self.host_token_s) < 0 or (self.load_s > 0) != (self.host_s > 0):
@@ -34,8 +36,8 @@ class HostCosts:
 
     @property
     def splits(self) -> bool:
-        """Whether costs are given, so that the host may compute."""
-        return self.load_s > 0
+        """Whether the host may compute, and costs are given."""
+        return self.host and self.load_s > 0
 
     def seconds(self, num_tokens: int) -> float:
         """Seconds that the host takes for one expert."""

@@ -130,11 +130,12 @@ def _print(chosen: "Paper", tested: Sequence["Tested"], quick: bool) -> None:
             "; ".join(_value(name, mean, half, one.verdict.unit[name]) for name, mean, half in one.verdict.shown)
             or "-",
             f"{one.verdict.answer}: {one.verdict.why}",
+            one.verdict.size or "-",
         ]
         for one in tested
     ]
     title = "claims, and what was found: mean ± 95 % interval over seeds"
-    tables.print_table(title, ["", "the paper says", "printed", "found", "verdict"], rows, num_text=5)
+    tables.print_table(title, ["", "the paper says", "printed", "found", "verdict", "size"], rows, num_text=6)
     for one in tested:
         if one.claim.here:
             print(f"{one.claim.id}, here: {one.claim.here}")

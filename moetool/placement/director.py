@@ -19,8 +19,8 @@ from moetool.placement.smartmoe import balance
 
 _BISECTIONS = 20
 _QUICK_KICKS, _QUICK_RELAXATION = 1, 256
-QUICK = {"kicks": 0, "relaxation": 0}
-"""Options for placing anew while serving: without the steps that take most of the time."""
+QUICK = {"quick": True}
+"""Options for placing anew while serving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +97,12 @@ def place_layer(options: Options, seed: int, task: tuple[Layer, int]) -> np.ndar
     if layer.tokens_GE.size <= options.relaxation:
         starts.append(round_layer(layer, _relaxed(layer, options.binary_search, starts[0]), rng))
     return improve(layer, starts, rng, options.kicks)[1]
+
+
+def round_relaxation(layer: Layer, rng: np.random.Generator) -> np.ndarray:
+    """The GPU of each expert by the printed algorithm alone, int64 [E]."""
+    start = balance(layer.tokens_GE.sum(axis=0), layer.room_G, np.array(layer.latency.speed_G))
+    return round_layer(layer, _relaxed(layer, True, start), rng)
 
 
 def _relaxed(layer: Layer, binary_search: bool, start: np.ndarray) -> np.ndarray:

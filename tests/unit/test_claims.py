@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from moetool import plugins
 from moetool.bench.paper.assumed_machine import AssumedMachine
@@ -10,9 +11,12 @@ from moetool.bench.paper.claims import Sizes, choose, names, parse_paper, read_p
 from moetool.bench.paper.paper_run import run_paper
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
 from moetool.bench.paper.verdict import Check, Found, Verdict, derive, interval, judge
-from moetool.bench.paper.workbench import Workbench
+from moetool.bench.paper.workbench import Workbench, requests_of
 from moetool.costing.pricing import Prices
 from moetool.errors import UsageError
+from moetool.learning.predictor import build
+from moetool.learning.tokens import Tokens
+from moetool.trace.reader import Trace
 from tests.synthetic_routes import make_spec, write_trace
 
 PAPERS = ("director", "duoserve", "finemoe", "prism", "smoe")
@@ -52,9 +56,13 @@ def test_a_verdict_follows_from_values() -> None:
     wrong = _judge(check, ours=[2.0, 2.1, 1.9], theirs=[1.0, 1.1, 0.9])
     assert (wrong.answer, wrong.why) == ("differs", "not ours < theirs")
     assert _judge(check, ours=[1.0, 2.0], theirs=[1.5, 1.9]).answer == "undecided"
-    assert _judge(check, ours=[1.0], theirs=[1.0]).answer == "differs"
+    assert _judge(check, ours=[1.0, 1.0], theirs=[1.0, 1.0]).answer == "undecided"  # no effect
+    near = _judge(check, ours=[1.0, 1.001, 0.999], theirs=[1.005, 1.006, 1.004])
+    assert near.answer == "undecided"  # a difference of half a per cent is none
+    alone = _judge(check, ours=[1.0], theirs=[2.0])
+    assert (alone.answer, alone.why) == ("undecided", "one run: ours < theirs")
     # Paired: what varies from seed to seed in both alike hides nothing.
-    assert _judge(check, ours=[1.0, 50.0, 9.0], theirs=[1.2, 50.2, 9.21]).answer == "agrees"
+    assert _judge(check, ours=[1.0, 50.0, 9.0], theirs=[2.2, 51.2, 10.21]).answer == "agrees"
 
 
 def test_bounds_and_extremes() -> None:
@@ -68,7 +76,49 @@ def test_bounds_and_extremes() -> None:
     assert [name for name, _, _ in found.shown] == ["gain", "x", "gap"]
     assert (found.unit["gain"], found.unit["x"], found.unit["gap"]) == ("%", "x", "s")
     assert _judge(Check(at_least={"gain": 0.6}), gain, **values).answer == "differs"
-    assert _judge(Check(at_most={"gain": float("inf")}), gain, a=[1.0], b=[0.0], c=[0.0]).answer == "differs"  # 0 / 0
+    for nothing in (0.0, 0.3):  # a share of nothing is no number, and no answer
+        values = {"a": [1.0, 1.0], "b": [0.0, 0.0], "c": [nothing, nothing]}
+        assert _judge(Check(at_most={"gain": 1.0}), gain, **values).answer == "undecided"
+
+
+def test_sizes_are_told_beside_directions() -> None:
+    values = {"a": [1.0, 1.1], "b": [3.0, 3.1]}
+    found = Found(values=values, what="latency", unit="s", on="")
+    wanted = {"x": {"times": ("b", "a")}}
+    check = Check(at_least={"x": 1.5})
+
+    def size(*printed: float) -> str:
+        return judge(check, found, wanted, size={"x": printed}).size
+
+    assert size(2.0) == size(4.0) == "x as printed"
+    assert size(6.0, 8.0) == "x smaller, by 2.1x" and size(1.0) == "x larger, by 2.9x"
+    assert judge(check, found, wanted).size == ""
+
+
+def test_what_the_assumed_machine_rules_out_cannot_be_tested() -> None:
+    values = {"a": [1.0, 1.1], "b": [1.05, 1.15]}
+    found = Found(values=values, what="latency", unit="s", on="")
+    wanted = {"x": {"times": ("b", "a")}}
+    for ceiling, answer in ((1.06, "cannot be tested here"), (1.5, "differs")):
+        verdict = judge(Check(at_least={"x": 1.42}), found, wanted, ceiling={"x": ceiling})
+        assert verdict.answer == answer
+        if ceiling == 1.06:
+            assert verdict.why == "x cannot be more than 1.06 on the assumed machine, and 1.42 is asked for"
+
+
+def test_two_predictors_of_one_class_are_two_replays(tmp_path: Path) -> None:
+    trace = Trace(write_trace(tmp_path / "trace", make_spec(2), num_requests=4))
+    stage = Workbench(sizes=Sizes(), machine=AssumedMachine(), work=tmp_path)
+    requests = frozenset(requests_of(trace))
+    made = []
+    for seed in (0, 1):
+        predictor = build("popularity", trace.spec)
+        experts_TPK = torch.randint(0, 8, (50, 2, 2), generator=torch.Generator().manual_seed(seed))
+        predictor.count(Tokens(experts_TPK=experts_TPK, request_T=torch.zeros(50, dtype=torch.int64)))
+        made.append(predictor)
+    assert repr(made[0]) == repr(made[1])
+    rows = [stage.replayed(trace, "promoe", 6 * trace.spec.slot_bytes, requests, predictor=one) for one in made]
+    assert rows[0].digest != rows[1].digest
 
 
 def test_what_was_not_measured_is_named() -> None:

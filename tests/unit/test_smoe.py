@@ -304,3 +304,19 @@ def test_programs_are_legal_after_routing(slots: int, seed: int, alpha: float) -
             assert done == [spec.expert_key(event.layer, expert) for expert in event.needed]
         residency.end_forward(info)
     assert residency.counts.hosted or slots > 6
+
+
+@pytest.mark.parametrize("policy", ["smoe", "hybrimoe"])
+def test_a_host_that_is_switched_off_computes_nothing(policy: str) -> None:
+    spec = make_spec(experts=8, top_k=4)
+    hosted = []
+    for host in (True, False):
+        options = {"load_s": 4.0, "host_s": 1.0, "host": host}
+        residency = Residency(build_policy(policy, spec, options, 9))
+        for info, events in random_stream(spec, num_requests=1, prompt_tokens=0, new_tokens=9, seed=3, signals=True):
+            residency.begin_forward(info)
+            for event in events:
+                residency.event(event)
+            residency.end_forward(info)
+        hosted.append(residency.counts.hosted)
+    assert hosted[0] > 0 == hosted[1]

@@ -57,6 +57,8 @@ class Claim:
         options: of that.
         derive: values that follow from measured ones (`moetool.bench.paper.verdict.derive`).
         check: what has to hold for the claim to agree.
+        size: the printed numbers by the names of values, shares and multiples as numbers.
+        ceiling: the most that values can be on the assumed machine (`moetool.bench.paper.verdict.judge`).
         here: how the miniature is unlike the paper, where that may matter.
     """
 
@@ -68,6 +70,8 @@ class Claim:
     options: Mapping[str, Any] = field(default_factory=dict)
     derive: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     check: Check
+    size: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    ceiling: Mapping[str, float] = field(default_factory=dict)
     here: str = ""
 
 

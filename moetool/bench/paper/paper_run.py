@@ -45,6 +45,7 @@ class Tested:
             "check": {name: value for name, value in asdict(claim.check).items() if value},
             "verdict": verdict.answer,
             "why": verdict.why,
+            "size": verdict.size,
             "found": [{"name": n, "mean": m, "half_95": h, "unit": verdict.unit[n]} for n, m, h in verdict.shown],
             "values": {} if self.found is None else {name: list(v) for name, v in self.found.values.items()},
             "on": "" if self.found is None else self.found.on,
@@ -102,7 +103,7 @@ def run_paper(
             if out is not None and fresh:
                 drawn[key] = _draw(out, claim, found)
             seconds = time.perf_counter() - began if fresh else 0.0
-            verdict = judge(claim.check, found, claim.derive)
+            verdict = judge(claim.check, found, claim.derive, size=claim.size, ceiling=claim.ceiling)
             pictures = drawn.get(key, ())
             tested.append(Tested(claim=claim, verdict=verdict, found=found, seconds=seconds, pictures=pictures))
         on_progress(number + 1)

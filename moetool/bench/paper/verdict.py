@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Literal
 
 from moetool.errors import MoetoolError, UsageError, unknown_name
@@ -13,6 +14,10 @@ Curve = tuple[tuple[float, ...], tuple[float, ...]]
 Answer = Literal["agrees", "differs", "undecided", "cannot be tested here"]
 ANSWERS: tuple[Answer, ...] = ("agrees", "differs", "undecided", "cannot be tested here")
 _KINDS = ("less", "times", "minus")
+_LEAST_EFFECT = 0.01
+"""Of two values that a claim orders: a smaller difference, as a share of the larger, is none."""
+_FACTOR = 1.5
+"""A value is as large as a printed one if neither is more than this many times the other."""
 
 
 class CannotTestError(MoetoolError):
@@ -76,21 +81,27 @@ class Verdict:
     """A claim beside what was found.
 
     Attributes:
-        answer: `agrees` if every relation holds beyond the spread over the seeds, `differs` if one is turned round
-            beyond it, `undecided` if the spread leaves one open.
+        answer: on the direction. `agrees` if every relation holds beyond the spread over the seeds, `differs` if one is
+            turned round beyond it, `undecided` if the spread leaves one open, two values are less than 1 % apart, or
+            there is one run only.
         why: the relation that decided, or what is missing.
+        size: how the values compare with the printed ones (within a factor of 1.5 or not); empty where the paper
+            prints none.
         shown: name, mean and half of the 95 % confidence interval (None with one run), of what the claim is about.
         unit: of those; by name, since what is derived may have another.
     """
 
     answer: Answer
     why: str
+    size: str = ""
     shown: tuple[tuple[str, float, float | None], ...] = ()
     unit: Mapping[str, str] = field(default_factory=dict)
 
 
 def derive(values: Mapping[str, Sequence[float]], wanted: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, list]:
     """Values that follow from others, seed by seed: `less = [a, b]` is 1 - b/a, `times` a/b, `minus` a - b.
+
+    A share of 0, or a multiple of it, is NaN.
 
     Raises:
         UsageError: another kind, not two names, or one that was not measured.
@@ -104,8 +115,14 @@ def derive(values: Mapping[str, Sequence[float]], wanted: Mapping[str, Mapping[s
             raise UsageError(f"{name!r} is derived of {len(pair)} values, expected two")
         first, second = (require(made, one) for one in pair)
         for a, b in zip(first, second, strict=True):
-            value = a - b if kind == "minus" else b / a if kind == "less" and a else a / b if b else math.nan
-            made.setdefault(name, []).append(1 - value if kind == "less" else value)
+            below = a if kind == "less" else b
+            if kind == "minus":
+                value = a - b
+            elif below == 0:
+                value = math.nan
+            else:
+                value = 1 - b / a if kind == "less" else a / b
+            made.setdefault(name, []).append(value)
     return made
 
 
@@ -116,18 +133,32 @@ def require(values: Mapping[str, Sequence[float]], name: str) -> Sequence[float]
     return values[name]
 
 
-def judge(check: Check, found: Found, wanted: Mapping[str, Mapping[str, Sequence[str]]]) -> Verdict:
+def judge(
+    check: Check,
+    found: Found,
+    wanted: Mapping[str, Mapping[str, Sequence[str]]],
+    *,
+    size: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    ceiling: Mapping[str, float] = MappingProxyType({}),
+) -> Verdict:
     """Compare a claim with what was found.
+
+    Args:
+        size: printed values by name, one or several of which ours should be as large as.
+        ceiling: the most that a value can be on the assumed machine, whatever the policy. Where a bound of the check
+            lies above it, the claim cannot be tested here.
 
     Raises:
         UsageError: the claim names what was not measured.
     """
     values = derive(found.values, wanted)
-    relations: list[tuple[str, list[float], bool]] = []  # in words, by how much it holds for each seed, strictly
+    relations: list[tuple[str, list[float], float]] = []  # in words, by how much it holds, and has to, for each seed
 
     def below(low: str, high: str) -> None:
-        gaps = [b - a for a, b in zip(require(values, low), require(values, high), strict=True)]
-        relations.append((f"{low} < {high}", gaps, True))
+        lows, highs = require(values, low), require(values, high)
+        gaps = [b - a for a, b in zip(lows, highs, strict=True)]
+        least = _LEAST_EFFECT * max(map(abs, (*lows, *highs)))
+        relations.append((f"{low} < {high}", gaps, least))
 
     for low, high in pairwise(check.order):
         below(low, high)
@@ -138,33 +169,58 @@ def judge(check: Check, found: Found, wanted: Mapping[str, Mapping[str, Sequence
     for bounds, sign in ((check.at_least, 1), (check.at_most, -1)):
         for name, bound in bounds.items():
             relation = f"{name} {'≥' if sign > 0 else '≤'} {bound:g}"
-            relations.append((relation, [sign * (value - bound) for value in require(values, name)], False))
+            relations.append((relation, [sign * (value - bound) for value in require(values, name)], 0.0))
     units = {name: _unit(wanted[name], found.unit) if name in wanted else found.unit for name in values}
     names = [*check.names, *wanted]
     if (check.lowest or check.highest) and not check.among:
         names += found.values
     shown = tuple((name, *interval(values[name])) for name in dict.fromkeys(names))
-    failed = [words for words, gaps, strict in relations if _holds(gaps, strict) is False]
-    open_ = [words for words, gaps, strict in relations if _holds(gaps, strict) is None]
-    if failed:
-        answer: Answer = "differs"
-        why = "not " + ", nor ".join(failed)
+    beyond = [
+        f"{name} cannot be more than {most:g} on the assumed machine, and {check.at_least[name]:g} is asked for"
+        for name, most in ceiling.items()
+        if name in check.at_least and check.at_least[name] > most
+    ]
+    failed = [words for words, gaps, least in relations if _holds(gaps, least) is False]
+    open_ = [words for words, gaps, least in relations if _holds(gaps, least) is None]
+    if beyond:
+        answer: Answer = "cannot be tested here"
+        why = "; ".join(beyond)
+    elif failed:
+        answer, why = "differs", "not " + ", nor ".join(failed)
     elif open_:
-        answer, why = "undecided", "within the spread over seeds: " + ", ".join(open_)
+        one = len(next(iter(found.values.values()))) == 1
+        answer, why = "undecided", ("one run: " if one else "within the spread over seeds: ") + ", ".join(open_)
     else:
         answer, why = "agrees", ", ".join(words for words, _, _ in relations)
-    return Verdict(answer=answer, why=why, shown=shown, unit=units)
+    return Verdict(answer=answer, why=why, size=_sizes(values, size), shown=shown, unit=units)
 
 
-def _holds(gaps: Sequence[float], strict: bool) -> bool | None:
-    """Whether a relation holds over the seeds; None if their spread leaves it open."""
-    if not all(map(math.isfinite, gaps)):
-        return False
+def _holds(gaps: Sequence[float], least: float) -> bool | None:
+    """Whether a relation holds over the seeds by `least` or more; None if that is open."""
+    if len(gaps) < 2 or not all(map(math.isfinite, gaps)):
+        return None
     mean, half = interval(gaps)
-    low, high = mean - (half or 0.0), mean + (half or 0.0)
-    if low > 0 or (low == 0 and not strict):
-        return True
-    return False if high < 0 or low == high else None
+    assert half is not None
+    if mean - half > 0 or (least == 0 and mean - half >= 0):
+        return True if mean >= least else None
+    return False if mean + half < 0 and -mean >= least else None
+
+
+def _sizes(values: Mapping[str, Sequence[float]], printed: Mapping[str, Sequence[float]]) -> str:
+    """Mean values beside the printed ones, in words."""
+    words = []
+    for name, theirs in printed.items():
+        mean = sum(require(values, name)) / len(values[name])
+        low, high = min(theirs), max(theirs)
+        if low / _FACTOR <= mean <= high * _FACTOR:
+            words.append(f"{name} as printed")
+        elif mean <= 0 or not math.isfinite(mean):
+            words.append(f"{name} none, printed {low:g}")
+        elif mean < low:
+            words.append(f"{name} smaller, by {low / mean:.2g}x")
+        else:
+            words.append(f"{name} larger, by {mean / high:.2g}x")
+    return ", ".join(words)
 
 
 def _unit(how: Mapping[str, Sequence[str]], unit: str) -> str:

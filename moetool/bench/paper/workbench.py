@@ -178,8 +178,7 @@ class Workbench:
         machine = machine or self.machine
         profile, timeline = machine.profile(trace.spec)
         timeline = replace(timeline, synchronous=synchronous)
-        asked = [str(trace.path), policy, budget, machine, timeline, sorted(requests), sorted(more.items(), key=str)]
-        key = repr(asked)
+        key = repr([str(trace.path), policy, budget, machine, timeline, sorted(requests), _identified(more)])
 
         def make() -> Any:
             setup = ReplaySetup(requests=requests, profile=profile, timeline=timeline, **more)
@@ -199,6 +198,15 @@ class Workbench:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+
+def _identified(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Values by name, with a predictor's content in place of the predictor: all of a class look alike."""
+
+    def content(one: Any) -> Any:
+        return (one.sha256 or id(one)) if isinstance(one, Predictor) else one
+
+    return sorted((name, content(one)) for name, one in values.items())
 
 
 def requests_of(trace: Trace) -> list[int]:

@@ -50,6 +50,7 @@ class Options:
         node: GPUs of a node.
         room: of all GPUs together, as a multiple of the experts.
         gpu_link, node_link: bytes a second between GPUs of a node and between nodes.
+        move_s: to move an expert to a GPU, beside what its link takes; 0: no time.
         runs: by name.
         arrivals: as of `moetool simulate`.
         measure: mean `latency`, `throughput` in tokens a second, or `unevenness`, the standard deviation of the
@@ -64,6 +65,7 @@ class Options:
     room: float = 1.25
     gpu_link: float = 200e9
     node_link: float = 25e9
+    move_s: float = 0.0
     runs: Mapping[str, ModeRun]
     arrivals: str = "every:100us"
     measure: Literal["latency", "throughput", "unevenness"] = "latency"
@@ -123,7 +125,8 @@ def _cluster(trace: Trace, size: int, options: Options) -> Cluster:
         raise UsageError(f"{size} GPUs in nodes of {options.node}, expected two GPUs or more in nodes of one or more")
     spec = trace.spec
     slots = int(np.ceil(options.room * spec.total_experts / size))
-    gpu = Gpu(memory_bytes=slots * spec.slot_bytes, host_to_device_bytes_s=400e9)
+    move_bytes_s = spec.slot_bytes / options.move_s if options.move_s else 400e9
+    gpu = Gpu(memory_bytes=slots * spec.slot_bytes, host_to_device_bytes_s=move_bytes_s)
     servers = tuple(
         Server(name=f"node{n}", gpus=(gpu,) * min(options.node, size - first), gpu_link_bytes_s=options.gpu_link)
         for n, first in enumerate(range(0, size, options.node))
