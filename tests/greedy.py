@@ -13,7 +13,7 @@ from moetool.models.loading import load_lazy
 from moetool.request import SamplingParams
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import open_store
-from moetool.runtime.sequential import open_batcher
+from moetool.runtime.own_caches import open_batcher
 from tests import families
 
 TIE = 1e-4

@@ -18,7 +18,7 @@ from moetool.runtime.decoding import Batch
 from moetool.runtime.device_stores import open_stores
 from moetool.runtime.engine import Engine
 from moetool.runtime.expert_forward import ExpertRuntime
-from moetool.runtime.sequential import Sequential, open_batcher
+from moetool.runtime.own_caches import OwnCaches, open_batcher
 from moetool.types import ForwardInfo, GateEvent
 
 _SPARE_TOKENS = 64  # whole pages of the cache, and room to spare
@@ -187,7 +187,7 @@ class _Plain:
     """A model without a pool, driven like an engine."""
 
     def __init__(self, model: Any, workload: Workload) -> None:
-        self.batcher = Sequential(model, kv_tokens=workload.kv_tokens)
+        self.batcher = OwnCaches(model, kv_tokens=workload.kv_tokens)
         self._sink: Callable[[Output], None] = lambda _: None
         self._requests = 0
 

@@ -19,8 +19,8 @@ from moetool.errors import CapacityError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import use_threads
 from moetool.prompts.gather import Prompt, tokens_to_decode
+from moetool.runtime.own_caches import own_cache
 from moetool.runtime.resident_gates import decoder_layers
-from moetool.runtime.sequential import one_at_a_time
 from moetool.tables import count, numbered
 from moetool.trace.rows import embedding_schema, token_schema
 from moetool.trace.writer import token_columns
@@ -161,7 +161,7 @@ def plan_capture(
         CapacityError: no prompt fits into the model's context.
     """
     columns = token_columns(options.keep)
-    if one_at_a_time(checkpoint.config):
+    if own_cache(checkpoint.config):
         options = replace(options, batch_size=1)
     options = replace(options, threads=use_threads(checkpoint.config, options.threads))
     spec = checkpoint.spec

@@ -27,8 +27,8 @@ from moetool.prompts.gather import Prompt
 from moetool.request import SamplingParams
 from moetool.runtime.batching import Batcher
 from moetool.runtime.decoding import Batch
+from moetool.runtime.own_caches import OwnCaches, open_batcher
 from moetool.runtime.recording import GateRecorder
-from moetool.runtime.sequential import Sequential, open_batcher
 from moetool.trace.reader import MANIFEST, Trace
 from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter, speller
@@ -261,7 +261,7 @@ class _Run:
         # The embedding's mean over an iteration that came in chunks: (iteration, sum, tokens) by request.
         self._embedding: dict[int, tuple[int, np.ndarray, int]] = {}
         size = plan.options.batch_size
-        self._batcher: Batcher | Sequential = open_batcher(
+        self._batcher: Batcher | OwnCaches = open_batcher(
             loaded.model, max_requests=size, kv_tokens=size * (plan.width + 16)
         )
         self._batcher.on_forward = self._on_forward

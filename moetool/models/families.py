@@ -65,7 +65,7 @@ class Family:
         renormalize: whether the top-k weights are divided by their sum; None where the checkpoint's config says.
         exception: why the weights do not follow from the recorded logits by that rule; empty where they do.
         fixed: why experts cannot be substituted although the rule holds; empty where they can.
-        one_at_a_time: why transformers' continuous batching cannot serve it; empty where it can.
+        own_cache: why transformers' paged cache cannot hold it, so that each request keeps its own; empty where it can.
         refused: why it can be neither captured nor served; empty where it can.
         notes: what else a person has to know.
         probabilities: whether the router returns probabilities in place of logits.
@@ -78,7 +78,7 @@ class Family:
     renormalize: bool | None = None
     exception: str = ""
     fixed: str = ""
-    one_at_a_time: str = ""
+    own_cache: str = ""
     refused: str = ""
     notes: str = ""
     probabilities: bool = False
@@ -92,8 +92,8 @@ class Family:
 
     @property
     def served(self) -> str:
-        """`in batches`, `one at a time` or `no`."""
-        return "no" if self.refused else "one at a time" if self.one_at_a_time else "in batches"
+        """`in batches` or `no`."""
+        return "no" if self.refused else "in batches"
 
     @property
     def weight_rule(self) -> str:
@@ -112,9 +112,7 @@ class Family:
             "served": self.served,
             "substitution": self.substitutable,
             "weights": "by its router" if self.inferred else self.weight_rule,
-            "remarks": "; ".join(
-                filter(None, (self.refused, self.exception, self.fixed, self.one_at_a_time, self.notes))
-            ),
+            "remarks": "; ".join(filter(None, (self.refused, self.exception, self.fixed, self.own_cache, self.notes))),
         }
 
     def rule(self, config: Any, router: Any) -> Rule:
@@ -136,7 +134,7 @@ _OWN_CODE = "transformers has no class of its own for it, and moetool never runs
 
 _ALL = (
     Family(name="afmoe", score="sigmoid", renormalize=True),
-    Family(name="bailing_hybrid", score="sigmoid", one_at_a_time=_LINEAR),
+    Family(name="bailing_hybrid", score="sigmoid", own_cache=_LINEAR),
     Family(name="cohere2_moe", renormalize=True),
     Family(
         name="dbrx",
@@ -147,12 +145,12 @@ _ALL = (
     Family(name="deepseek", refused=f"{_OWN_CODE}; deepseek_v2 checkpoints are the nearest that moetool reads"),
     Family(name="deepseek_v2", renormalize=False),
     Family(name="deepseek_v3", score="sigmoid"),
-    Family(name="deepseek_v32", score="sigmoid", one_at_a_time=_INDEXED),
+    Family(name="deepseek_v32", score="sigmoid", own_cache=_INDEXED),
     Family(
         name="deepseek_v4",
         score="sqrtsoftplus",
         renormalize=True,
-        one_at_a_time=_EAGER,
+        own_cache=_EAGER,
         routers=("DeepseekV4HashRouter",),
         notes="the first layers choose experts by token id (a hash table), whatever their logits",
     ),
@@ -161,40 +159,40 @@ _ALL = (
     Family(name="ernie4_5_moe", renormalize=True),
     Family(name="exaone_moe", score="sigmoid"),
     Family(name="flex_olmo"),
-    Family(name="flint", score="sigmoid", one_at_a_time=_EAGER),
+    Family(name="flint", score="sigmoid", own_cache=_EAGER),
     Family(
         name="gemma4_text",
         renormalize=True,
         probabilities=True,
-        one_at_a_time="its layers' caches have different widths, and the paged cache has one",
+        own_cache="its layers' caches have different widths, and the paged cache has one",
         exception="each expert's weight is also multiplied by a learned scale",
         notes="logits are recorded as logarithms of the router's probabilities",
     ),
     Family(name="glm4_moe", score="sigmoid"),
     Family(name="glm4_moe_lite", score="sigmoid"),
-    Family(name="glm_moe_dsa", score="sigmoid", one_at_a_time=_INDEXED),
-    Family(name="gpt_oss", renormalize=True, one_at_a_time=_EAGER),
+    Family(name="glm_moe_dsa", score="sigmoid", own_cache=_INDEXED),
+    Family(name="gpt_oss", renormalize=True, own_cache=_EAGER),
     Family(name="granitemoe", renormalize=True),
-    Family(name="granitemoehybrid", renormalize=True, one_at_a_time=_LINEAR),
+    Family(name="granitemoehybrid", renormalize=True, own_cache=_LINEAR),
     Family(name="granitemoeshared", renormalize=True),
     Family(name="hunyuan_v1_moe", renormalize=True),
     Family(name="hy_v3", score="sigmoid", renormalize=True),
-    Family(name="jamba", renormalize=False, one_at_a_time=_LINEAR),
+    Family(name="jamba", renormalize=False, own_cache=_LINEAR),
     Family(
         name="jetmoe",
         renormalize=True,
-        one_at_a_time="it repeats keys and values in an order of its own after they are cached",
+        own_cache="it repeats keys and values in an order of its own after they are cached",
         fixed="its router hands out sorted tokens, not a choice that could be changed",
         notes="the experts of its attention stay in memory; those of its feed-forward layers are captured and served",
     ),
-    Family(name="kimi_linear", score="sigmoid", one_at_a_time=_LINEAR),
+    Family(name="kimi_linear", score="sigmoid", own_cache=_LINEAR),
     Family(name="laguna", score="sigmoid", renormalize=True),
-    Family(name="lfm2_moe", score="sigmoid", one_at_a_time=_CONVOLUTION),
+    Family(name="lfm2_moe", score="sigmoid", own_cache=_CONVOLUTION),
     Family(
         name="llama4_text",
         score="sigmoid",
         renormalize=False,
-        one_at_a_time=_CHUNKED,
+        own_cache=_CHUNKED,
         fixed="its router hands out scaled inputs, not a choice that could be changed",
         notes="its weights multiply the input of an expert, not its output",
     ),
@@ -204,20 +202,20 @@ _ALL = (
         notes="its zero-compute experts are numbered after the others; one takes a slot and reads nothing",
     ),
     Family(name="mellum"),
-    Family(name="mimo_v2_flash", score="sigmoid", one_at_a_time=_EAGER),
-    Family(name="minimax", renormalize=True, one_at_a_time=_LINEAR),
+    Family(name="mimo_v2_flash", score="sigmoid", own_cache=_EAGER),
+    Family(name="minimax", renormalize=True, own_cache=_LINEAR),
     Family(name="minimax_m2", score="sigmoid", renormalize=True),
     Family(
         name="mistral4", refused="transformers builds it only with its vision tower, not as a language model by itself"
     ),
     Family(name="mixtral", renormalize=True),
-    Family(name="nemotron_h", score="sigmoid", one_at_a_time=_LINEAR),
+    Family(name="nemotron_h", score="sigmoid", own_cache=_LINEAR),
     Family(name="olmoe"),
     Family(name="phimoe", exception="sparsemixer masks the logits anew for each of the two experts"),
     Family(name="qwen2_moe"),
-    Family(name="qwen3_5_moe_text", renormalize=True, one_at_a_time=_LINEAR),
+    Family(name="qwen3_5_moe_text", renormalize=True, own_cache=_LINEAR),
     Family(name="qwen3_moe"),
-    Family(name="qwen3_next", one_at_a_time=_LINEAR),
+    Family(name="qwen3_next", own_cache=_LINEAR),
     Family(name="solar_open", score="sigmoid"),
     Family(
         name="step3p7", refused="transformers builds it only with its vision tower, not as a language model by itself"
@@ -226,7 +224,7 @@ _ALL = (
     Family(
         name="zaya",
         renormalize=False,
-        one_at_a_time=_CONVOLUTION,
+        own_cache=_CONVOLUTION,
         exception="its router may skip all experts; the logit of skipping is not recorded",
         notes="a token that skips is counted as using expert 0, with weight 0",
     ),
@@ -247,7 +245,7 @@ INFERRED = (
 def unlisted(name: str, **known: Any) -> Family:
     """A family that the table does not list."""
     return Family(
-        name=name, inferred=True, one_at_a_time="inferred from its modules, so the paged cache is not used", **known
+        name=name, inferred=True, own_cache="inferred from its modules, so the paged cache is not used", **known
     )
 
 

@@ -28,8 +28,8 @@ from moetool.runtime.engine import Engine
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore, open_store
 from moetool.runtime.gate_log import ServeLog
+from moetool.runtime.own_caches import OwnCaches, open_batcher
 from moetool.runtime.policy_state import restore_state, save_state
-from moetool.runtime.sequential import Sequential, open_batcher
 from moetool.runtime.warm_start import WarmStart
 from moetool.trace.rows import KEEP
 from moetool.trace.segments import SegmentLimits
@@ -242,7 +242,7 @@ def _begin_with(keys: Sequence[int], residency: Residency, store: ExpertStore | 
             store.load(step.key, step.slot, prefetch=True)
 
 
-def _batcher(loaded: LoadedModel, options: ServeOptions, *, resident: bool) -> Batcher | Sequential:
+def _batcher(loaded: LoadedModel, options: ServeOptions, *, resident: bool) -> Batcher | OwnCaches:
     most = options.max_requests or (_MANY_REQUESTS if resident else _FEW_REQUESTS)
     return open_batcher(
         loaded.model,

@@ -25,9 +25,9 @@ from moetool.runtime.batching import Batcher
 from moetool.runtime.decoding import Batch
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.gate_log import ServeLog
+from moetool.runtime.own_caches import OwnCaches
 from moetool.runtime.request_routes import RequestRoutes
 from moetool.runtime.sampling import NOT_NUMBERS
-from moetool.runtime.sequential import Sequential
 from moetool.trace.segments import SegmentStatus
 from moetool.types import ForwardInfo
 
@@ -60,7 +60,7 @@ class Engine:
         loaded: LoadedModel,
         tokenizer: Any,
         runtime: ExpertRuntime,
-        batcher: Batcher | Sequential,
+        batcher: Batcher | OwnCaches,
         *,
         model_name: str,
         log: ServeLog | None = None,

@@ -26,8 +26,8 @@ from moetool.request import SamplingParams
 from moetool.runtime.decoding import Batch
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore, open_store
+from moetool.runtime.own_caches import open_batcher
 from moetool.runtime.recording import GateRecorder
-from moetool.runtime.sequential import open_batcher
 from moetool.trace.rows import TokenBatch
 from moetool.types import ForwardInfo, ModelSpec, Phase
 from tests import families
@@ -209,7 +209,7 @@ def test_requests_get_the_tokens_of_generate(case: Case) -> None:
             runtime.end_forward()
         batcher.close()
     assert found == expected
-    assert batcher.max_requests == (1 if FAMILIES[case.name].one_at_a_time else 3)
+    assert batcher.max_requests == 3
 
 
 def _decode(

@@ -89,7 +89,7 @@ def test_an_inferred_family_computes_what_transformers_does(name: str, tmp_path:
     loaded.close()
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-6 * float(theirs.abs().max()))
     family = known(name)
-    assert family is not None and family.inferred and family.one_at_a_time
+    assert family is not None and family.inferred and family.own_cache
     assert bool(family.exception) == (name == "inkling_text")  # whose router takes more than hidden states
 
 

@@ -14,8 +14,8 @@ from moetool.cluster.parallel.staged_migration import MigrationStage
 from moetool.errors import first_line
 from moetool.request import Output, SamplingParams
 from moetool.runtime.batching import Batcher
+from moetool.runtime.own_caches import OwnCaches
 from moetool.runtime.sampling import NOT_NUMBERS
-from moetool.runtime.sequential import Sequential
 from moetool.types import ModelSpec
 
 FOREVER = float("inf")
@@ -40,7 +40,7 @@ class Lockstep:
         spec: ModelSpec,
         gpu: int,
         runtime: ParallelRuntime,
-        batcher: Batcher | Sequential,
+        batcher: Batcher | OwnCaches,
         migration: ExpertTransfer,
         windows: Windows,
         say: Callable[[dict[str, Any]], None],

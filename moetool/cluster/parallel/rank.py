@@ -31,7 +31,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_device, parse_dtype, use_threads
 from moetool.runtime.decoding import Batch
 from moetool.runtime.expert_store import open_store
-from moetool.runtime.sequential import open_batcher
+from moetool.runtime.own_caches import open_batcher
 
 _ALIVE_S = 5.0
 """While it reads experts a rank says so often that it is alive."""

@@ -1,4 +1,4 @@
-"""Decoding one request at a time: the contract of the batcher, with one request in every forward."""
+"""Requests with caches of their own: one in every forward, or several that meet at the MoE layers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,15 +10,15 @@ from moetool.errors import CapacityError, UsageError
 from moetool.request import Output, SamplingParams
 from moetool.runtime.batching import Batcher
 from moetool.runtime.decoding import Batch
-from moetool.runtime.sequential import Sequential, open_batcher
+from moetool.runtime.own_caches import OwnCaches, open_batcher
 from moetool.types import Phase
 
 PROMPTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said"]
 
 
 @pytest.fixture
-def batcher(full: Any) -> Iterator[Sequential]:
-    batcher = Sequential(full.model, kv_tokens=256)
+def batcher(full: Any) -> Iterator[OwnCaches]:
+    batcher = OwnCaches(full.model, kv_tokens=256)
     yield batcher
     batcher.close()
 
@@ -28,7 +28,7 @@ def ids(tokenizer: Any) -> list[list[int]]:
     return [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
 
 
-def _run(batcher: Sequential | Batcher) -> dict[int, list[Output]]:
+def _run(batcher: OwnCaches | Batcher) -> dict[int, list[Output]]:
     outputs: dict[int, list[Output]] = {}
     while not batcher.idle:
         for output in batcher.step():
@@ -40,7 +40,7 @@ def _tokens(outputs: list[Output]) -> list[int]:
     return [o.token for o in outputs if o.token is not None]
 
 
-def test_requests_run_one_after_the_other(batcher: Sequential, ids: list[list[int]]) -> None:
+def test_requests_run_one_after_the_other(batcher: OwnCaches, ids: list[list[int]]) -> None:
     seen: list[Batch] = []
     batcher.on_forward = seen.append
     for i, prompt in enumerate(ids):
@@ -61,7 +61,7 @@ def test_requests_run_one_after_the_other(batcher: Sequential, ids: list[list[in
         assert (second.iteration_T, third.iteration_T) == ((1,), (2,))
 
 
-def test_tokens_and_samples_are_those_of_the_batch(full: Any, batcher: Sequential, ids: list[list[int]]) -> None:
+def test_tokens_and_samples_are_those_of_the_batch(full: Any, batcher: OwnCaches, ids: list[list[int]]) -> None:
     draws = [
         SamplingParams(max_tokens=8, temperature=0.0, logprobs=2),
         SamplingParams(max_tokens=8, temperature=0.9, top_p=0.9, seed=3),
@@ -82,7 +82,7 @@ def test_tokens_and_samples_are_those_of_the_batch(full: Any, batcher: Sequentia
     assert first is not None and other is not None and first.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
-def test_a_failure_takes_only_its_own_request(full: Any, batcher: Sequential, ids: list[list[int]]) -> None:
+def test_a_failure_takes_only_its_own_request(full: Any, batcher: OwnCaches, ids: list[list[int]]) -> None:
     def blow(module: Any, args: Any) -> None:
         hook.remove()
         raise RuntimeError("the fuse is blown")
@@ -95,7 +95,7 @@ def test_a_failure_takes_only_its_own_request(full: Any, batcher: Sequential, id
     assert len(_tokens(outputs[1])) == 4
 
 
-def test_cancelled_requests_leave(batcher: Sequential, ids: list[list[int]]) -> None:
+def test_cancelled_requests_leave(batcher: OwnCaches, ids: list[list[int]]) -> None:
     for i in range(3):
         batcher.add(i, ids[i], SamplingParams(max_tokens=4, ignore_eos=True))
     batcher.step()
@@ -106,7 +106,7 @@ def test_cancelled_requests_leave(batcher: Sequential, ids: list[list[int]]) -> 
     assert list(outputs) == [2] and len(_tokens(outputs[2])) == 4
 
 
-def test_scores_do_not_disturb_the_running_request(batcher: Sequential, full: Any, ids: list[list[int]]) -> None:
+def test_scores_do_not_disturb_the_running_request(batcher: OwnCaches, full: Any, ids: list[list[int]]) -> None:
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     batcher.add(0, ids[0], params)
     alone = _tokens(_run(batcher)[0])
@@ -118,7 +118,7 @@ def test_scores_do_not_disturb_the_running_request(batcher: Sequential, full: An
     assert tokens + _tokens(_run(batcher)[1]) == alone
 
 
-def test_what_cannot_run_is_refused(batcher: Sequential) -> None:
+def test_what_cannot_run_is_refused(batcher: OwnCaches) -> None:
     with pytest.raises(UsageError, match="the prompt is empty"):
         batcher.check([], SamplingParams(max_tokens=1))
     with pytest.raises(CapacityError, match="250 tokens and 7 more are asked for, but the context holds 256"):
@@ -129,3 +129,87 @@ def test_families_that_can_be_batched_are(full: Any) -> None:
     batcher = open_batcher(full.model, max_requests=2, kv_tokens=64)
     assert isinstance(batcher, Batcher) and batcher.max_requests == 2
     batcher.close()
+
+
+@pytest.fixture
+def three(full: Any) -> Iterator[OwnCaches]:
+    batcher = OwnCaches(full.model, max_requests=3, kv_tokens=256)
+    yield batcher
+    batcher.close()
+
+
+def test_several_meet_at_every_moe_layer(full: Any, three: OwnCaches, batcher: OwnCaches, ids: list[list[int]]) -> None:
+    seen: list[Batch] = []
+    rows: list[int] = []
+    hook = full.layers[2].experts.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
+    three.on_forward = seen.append
+    params = [
+        SamplingParams(max_tokens=4 + i, temperature=0.8 * i, seed=i, logprobs=1, ignore_eos=True) for i in range(3)
+    ]
+    for i, prompt in enumerate(ids):
+        three.add(i, prompt, params[i])
+    together = _run(three)
+    hook.remove()
+    assert rows == [sum(map(len, ids)), 3, 3, 3, 2, 1] == [len(b.token_id_T) for b in seen]
+    assert seen[0].info.position_T == tuple(position for prompt in ids for position in range(len(prompt)))
+    assert seen[1].info.position_T == tuple(map(len, ids)) and seen[1].info.request_T == (0, 1, 2)
+    for i, prompt in enumerate(ids):
+        batcher.add(i, prompt, params[i])
+    assert {i: _tokens(outputs) for i, outputs in together.items()} == {i: _tokens(o) for i, o in _run(batcher).items()}
+
+
+def test_requests_come_and_go_while_others_run(three: OwnCaches, ids: list[list[int]]) -> None:
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    three.add(0, ids[0], params)
+    alone = _tokens(_run(three)[0])
+    three.add(1, ids[1], params)
+    three.step()
+    three.add(2, ids[0], params)
+    three.step()
+    three.cancel(1)
+    for i in range(3, 6):
+        three.add(i, ids[0], params)
+    outputs = _run(three)
+    assert sorted(outputs) == [2, 3, 4, 5] and three.running == 0
+    assert all(_tokens(outputs[i])[-5:] == alone[-5:] for i in outputs)
+
+
+def test_as_many_run_as_their_caches_have_room_for(three: OwnCaches, ids: list[list[int]]) -> None:
+    seen: list[Batch] = []
+    three.on_forward = seen.append
+    for i in range(3):
+        three.add(i, ids[0], SamplingParams(max_tokens=100, ignore_eos=True))
+    three.step()
+    assert set(seen[0].info.request_T) == {0, 1} and (three.running, three.waiting) == (2, 1)
+
+
+@pytest.mark.parametrize("module", ["experts", "self_attn"])
+def test_a_failure_ends_the_forward_and_nothing_else(
+    full: Any, three: OwnCaches, ids: list[list[int]], module: str
+) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    three.add(9, ids[0], params)
+    alone = _tokens(_run(three)[9])
+
+    def blow(*args: Any) -> None:
+        hook.remove()
+        raise RuntimeError("the fuse is blown")
+
+    places = {"experts": full.layers[3].experts, "self_attn": full.model.model.layers[3].self_attn}
+    hook = places[module].register_forward_pre_hook(blow)
+    for i in range(2):
+        three.add(i, ids[i], params)
+    first = three.step()
+    assert [(o.request, o.finish, o.error) for o in first] == [(i, "error", "the fuse is blown") for i in (0, 1)]
+    three.add(9, ids[0], params)
+    assert _tokens(_run(three)[9]) == alone
+
+
+def test_the_model_is_left_as_it_was(full: Any) -> None:
+    before = [type(module) for module in full.model.modules()]
+    batcher = OwnCaches(full.model, max_requests=2, kv_tokens=64)
+    for i in range(2):
+        batcher.add(i, [50 + i], SamplingParams(max_tokens=2, ignore_eos=True))
+    _run(batcher)
+    batcher.close()
+    assert [type(module) for module in full.model.modules()] == before

@@ -1,0 +1,259 @@
+"""Batches of requests that each keep a transformers cache of their own, for families that the paged cache cannot hold.
+
+Linear and chunked attention, states of fixed size and attention sinks have no place in transformers' paged cache; with
+the model's own attention and its own cache they run like in `generate`. The forwards of the requests meet at every MoE
+layer (`moetool.runtime.meeting`), so that experts are loaded and multiplied once for all.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from moetool.models import families
+from moetool.request import Output, SamplingParams
+from moetool.runtime.batching import Batcher
+from moetool.runtime.decoding import (
+    Batch,
+    check_request,
+    context_of,
+    eos_ids,
+    finish_of,
+    kv_cache_bytes,
+    score_prompt,
+)
+from moetool.runtime.meeting import Meeting
+from moetool.runtime.sampling import Sampler
+from moetool.types import ForwardInfo, Phase
+
+
+def own_cache(config: Any) -> bool:
+    """Whether the paged cache cannot hold the family, by its text config."""
+    family = families.known(config.model_type)
+    return family is not None and bool(family.own_cache)
+
+
+def open_batcher(
+    model: Any,
+    *,
+    max_requests: int,
+    kv_tokens: int,
+    max_batch_tokens: int = 512,
+    unreserved: int | None = None,
+    prefix_caching: bool = False,
+) -> "Batcher | OwnCaches":
+    """The batcher that the model's family can be served by; arguments as for `Batcher`."""
+    if own_cache(model.config.get_text_config()):
+        return OwnCaches(model, max_requests=max_requests, kv_tokens=kv_tokens, max_batch_tokens=max_batch_tokens)
+    return Batcher(
+        model,
+        max_requests=max_requests,
+        kv_tokens=kv_tokens,
+        max_batch_tokens=max_batch_tokens,
+        unreserved=unreserved,
+        prefix_caching=prefix_caching,
+    )
+
+
+@dataclass(slots=True)
+class _Request:
+    number: int
+    prompt: list[int]
+    params: SamplingParams
+    answer: list[int] = field(default_factory=list)
+    cache: Any = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it has at its full length."""
+        return len(self.prompt) + self.params.max_tokens
+
+    @property
+    def coming(self) -> list[int]:
+        """Tokens of its next forward: the prompt, whole, or the newest one."""
+        return self.answer[-1:] or self.prompt
+
+
+class OwnCaches:
+    """Continuous batching with a cache for each request; otherwise as `Batcher`.
+
+    Requests begin in the order in which they came, as far as their caches at full length fit. A prompt is forwarded as
+    a whole, whatever its length.
+
+    Args:
+        model: a transformers model in memory.
+        max_requests: requests that are forwarded together; the rest queue.
+        kv_tokens: tokens that the caches have to hold, over all requests together.
+        max_batch_tokens: tokens of one forward, unless a single prompt has more.
+
+    Attributes:
+        kv_bytes: an upper bound of the bytes of the caches, which grow with the requests.
+    """
+
+    evicted_pages = 0
+
+    def __init__(self, model: Any, *, kv_tokens: int, max_requests: int = 1, max_batch_tokens: int = 512) -> None:
+        self.model = model
+        self.max_requests = max_requests
+        self.kv_tokens = kv_tokens
+        self.kv_bytes = kv_cache_bytes(model.config.get_text_config(), model.dtype, kv_tokens)
+        self.on_forward: Callable[[Batch], None] | None = None
+        self._max_batch_tokens = max_batch_tokens
+        self._eos = eos_ids(model)
+        self._sampler = Sampler(self._eos)
+        self._requests: dict[int, _Request] = {}
+        self._inside: list[_Request] = []  # in the order in which they were let in
+        self._forward_id = 0
+        self._meeting = Meeting(model)
+
+    def close(self) -> None:
+        """Forget all requests."""
+        self._requests.clear()
+        self._inside.clear()
+
+    @property
+    def running(self) -> int:
+        """Requests that have a place in the batch."""
+        return len(self._inside)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for one."""
+        return len(self._requests) - self.running
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to forward."""
+        return not self._requests
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together that one request may have."""
+        return context_of(self.model, self.kv_tokens)
+
+    def check(self, prompt: list[int], params: SamplingParams) -> None:
+        """Refuse what cannot run (`check_request`)."""
+        check_request(self.model, self.max_context, prompt, params)
+
+    def add(self, request: int, prompt: list[int], params: SamplingParams, drawn: int = 0) -> None:
+        """Queue a request that `check` has passed and that asks for at least one token; `drawn` as of `Sampler.add`."""
+        self._requests[request] = _Request(request, prompt, params)
+        self._sampler.add(str(request), params, prompt, drawn)
+
+    def cancel(self, request: int) -> None:
+        """Drop a request before the next forward; unknown ones are ignored."""
+        if request in self._requests:
+            self._end(request)
+
+    def step(self) -> list[Output]:
+        """Run one forward and report its new tokens, ended requests and failures.
+
+        A forward that raises fails the requests that were in it, and only those.
+        """
+        self._admit()
+        requests = self._next_batch()
+        if not requests:
+            return []
+        try:
+            logits_RV = self._forward(requests)
+        except Exception as error:
+            for request in requests:
+                self._end(request.number)
+            return [Output(request.number, None, finish="error", error=str(error)) for request in requests]
+        self._forward_id += 1
+        names = [str(request.number) for request in requests]
+        tokens = self._sampler.apply(names, logits_RV).argmax(-1).tolist()
+        return [self._report(request, token) for request, token in zip(requests, tokens, strict=True)]
+
+    def score(self, request: int, prompt: list[int]) -> torch.Tensor:
+        """Forward a prompt by itself, outside the running requests; gives its logits [T, V] float32."""
+        logits = score_prompt(self.model, request, prompt, self._forward_id, self.on_forward)
+        self._forward_id += 1
+        return logits
+
+    def _admit(self) -> None:
+        free_tokens = self.kv_tokens - sum(request.num_tokens for request in self._inside)
+        for request in list(self._requests.values()):
+            if request in self._inside:
+                continue
+            full = len(self._inside) == self.max_requests or request.num_tokens > free_tokens
+            if self._inside and full:
+                return
+            self._inside.append(request)
+            free_tokens -= request.num_tokens
+
+    def _next_batch(self) -> list[_Request]:
+        """Those that decode, then prompts in their order as far as there is room; at least one of them."""
+        decoding = [request for request in self._inside if request.answer]
+        room = self._max_batch_tokens - len(decoding)
+        prompts: list[_Request] = []
+        for request in self._inside:
+            if not request.answer:
+                room -= len(request.prompt)
+                if prompts and room < 0:
+                    break
+                prompts.append(request)
+        return decoding + prompts
+
+    def _forward(self, requests: list[_Request]) -> torch.Tensor:
+        """Forward what comes next of each; gives the logits [R, V] float32 of the tokens after it."""
+        if self.on_forward is not None:
+            self.on_forward(_batch(requests, self._forward_id))
+        with torch.inference_mode():
+            made = self._meeting.run([partial(self._forward_one, request) for request in requests])
+        return torch.cat(made).float().clone()
+
+    def _forward_one(self, request: _Request) -> torch.Tensor:
+        start = len(request.prompt) + len(request.answer) - 1 if request.answer else 0
+        coming = torch.tensor([request.coming], device=self.model.device)
+        positions = torch.arange(start, start + coming.shape[1], device=self.model.device)[None]
+        made = self.model(
+            coming, position_ids=positions, past_key_values=request.cache, use_cache=True, logits_to_keep=1
+        )
+        request.cache = made.past_key_values
+        logits_1V: torch.Tensor = made.logits[:, -1]
+        return logits_1V
+
+    def _report(self, request: _Request, token: int) -> Output:
+        name = str(request.number)
+        if why := self._sampler.broken(name):
+            self._end(request.number)
+            return Output(request.number, None, finish="error", error=why)
+        request.answer.append(token)
+        logprob = self._sampler.take(name, token)
+        finish = finish_of(token, len(request.answer), request.params, self._eos)
+        if finish is not None:
+            self._end(request.number)
+        return Output(request.number, token, logprob, finish)
+
+    def _end(self, number: int) -> None:
+        request = self._requests.pop(number)
+        self._sampler.remove(str(number))
+        if request in self._inside:
+            self._inside.remove(request)
+
+
+def _batch(requests: list[_Request], forward_id: int) -> Batch:
+    """What is forwarded of the requests, one after the other."""
+    request_T: list[int] = []
+    phase_T: list[Phase] = []
+    position_T: list[int] = []
+    token_T: list[int] = []
+    iteration_T: list[int] = []
+    for request in requests:
+        count, start = len(request.coming), len(request.prompt) + len(request.answer) - 1 if request.answer else 0
+        request_T += [request.number] * count
+        phase_T += [Phase.DECODE if request.answer else Phase.PREFILL] * count
+        position_T += range(start, start + count)
+        token_T += request.coming
+        iteration_T += [len(request.answer)] * count
+    info = ForwardInfo(
+        forward_id=forward_id,
+        request_T=tuple(request_T),
+        phase_T=tuple(phase_T),
+        position_T=tuple(position_T),
+        token_id_T=tuple(token_T),
+    )
+    return Batch(info=info, token_id_T=tuple(token_T), iteration_T=tuple(iteration_T))
