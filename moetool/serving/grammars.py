@@ -9,8 +9,11 @@ from moetool.request import EngineLike, Grammar
 from moetool.serving.http_errors import Refusal
 from moetool.serving.request_schema import Tool
 
-_SPACE = r"[ ]?|\n[ \t]{0,64}"
-"""Between the parts of a JSON text; bounded, or a weak model writes spaces to its limit."""
+_MOST_BLANKS = 8
+"""Tokens of white space alone in a row; more are not allowed, or a weak model writes them to its limit.
+
+A pattern for the grammar's white space bounds nothing: between two parts it may match any number of times.
+"""
 
 
 class Grammars:
@@ -18,7 +21,7 @@ class Grammars:
 
     def __init__(self, engine: EngineLike) -> None:
         self._engine = engine
-        self._tokens: Any = None
+        self._tokens: tuple[Any, frozenset[int]] | None = None
         self._building = threading.Lock()
         self._compiled = lru_cache(maxsize=64)(self._compile)
 
@@ -39,18 +42,21 @@ class Grammars:
     def _compile(self, schema: str) -> Grammar:
         from llguidance import LLMatcher
 
-        grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _SPACE})
-        matcher = LLMatcher(self._vocabulary(), grammar, log_level=0)
+        tokens, blanks = self._vocabulary()
+        matcher = LLMatcher(tokens, LLMatcher.grammar_from_json_schema(schema), log_level=0)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
-        return _JsonGrammar(matcher)
+        return _JsonGrammar(matcher, blanks)
 
-    def _vocabulary(self) -> Any:
+    def _vocabulary(self) -> tuple[Any, frozenset[int]]:
+        """llguidance's tokenizer, and the tokens of nothing but white space."""
         from llguidance.hf import from_tokenizer
 
         with self._building:
             if self._tokens is None:
-                self._tokens = from_tokenizer(self._engine.tokenizer, n_vocab=self._engine.vocab_size)
+                tokens = from_tokenizer(self._engine.tokenizer, n_vocab=self._engine.vocab_size)
+                texts = (tokens.decode_bytes([token]) for token in range(tokens.vocab_size))
+                self._tokens = tokens, frozenset(i for i, text in enumerate(texts) if text and not text.strip())
             return self._tokens
 
 
@@ -82,18 +88,19 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 class _JsonGrammar:
     """A compiled grammar."""
 
-    def __init__(self, fresh: Any) -> None:
-        self._fresh = fresh
+    def __init__(self, fresh: Any, blanks: frozenset[int]) -> None:
+        self._fresh, self._blanks = fresh, blanks
 
     def start(self) -> "_Matcher":
-        return _Matcher(self._fresh.deep_copy())
+        return _Matcher(self._fresh.deep_copy(), self._blanks)
 
 
 class _Matcher:
     """llguidance's, with the end of the answer left to whoever knows the model's tokens for it."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, blanks: frozenset[int]) -> None:
+        self._matcher, self._blanks = matcher, blanks
+        self._num_blanks = 0  # at the end of the answer so far
 
     @property
     def may_end(self) -> bool:
@@ -102,8 +109,15 @@ class _Matcher:
 
     def allowed(self) -> bytearray:
         """A byte for every token: 0 where it cannot come next."""
-        return bytearray(self._matcher.compute_logit_bias())
+        allowed = bytearray(self._matcher.compute_logit_bias())
+        if self._num_blanks < _MOST_BLANKS:
+            return allowed
+        fewer = bytearray(allowed)
+        for token in self._blanks:
+            fewer[token] = 0
+        return fewer if self.may_end or any(fewer) else allowed
 
     def accept(self, token: int) -> None:
         """Go on by a token of the answer."""
         self._matcher.consume_token(token)
+        self._num_blanks = self._num_blanks + 1 if token in self._blanks else 0

@@ -237,6 +237,22 @@ def test_the_index_page_links_what_is_there() -> None:
         assert {get(url, f"/{link}")[0] for link in links} == {200}
 
 
+def test_white_space_between_parts_is_bounded(real: str, tokenizer: Any) -> None:
+    blanks = [token for token in range(len(tokenizer)) if (text := tokenizer.decode([token])) and not text.strip()]
+    schema = {
+        "name": "a",
+        "schema": {**SCHEMA, "required": ["days"], "properties": {"days": SCHEMA["properties"]["days"]}},
+    }
+    done = client_of(real).chat.completions.create(
+        **ANSWER,
+        logit_bias={str(token): 100 for token in blanks},
+        response_format={"type": "json_schema", "json_schema": schema},
+    )
+    assert done.choices[0].finish_reason == "stop"
+    text = done.choices[0].message.content or ""
+    assert set(json.loads(text)) == {"days"} and text.count("\n") > 3
+
+
 def test_a_format_cannot_go_on_past_its_end(real: str) -> None:
     asked = {**ANSWER, "ignore_eos": True, "response_format": {"type": "json_object"}}
     status, body = post(real, "/v1/chat/completions", asked)
