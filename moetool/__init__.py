@@ -17,7 +17,7 @@ The map, from the ground up; a package imports only what stands above it here, o
     runtime       running a model larger than memory: engine, batching, sampling, KV cache, expert store, tiers
     tuning        replay, cache plans, alpha; probes that measure a machine
     capture       from a model and prompts to a trace
-    evaluation    from a predictor to its match, recall, size and time
+    evaluation    from a predictor to its match, recall, size and time; a served model against transformers
     reference     making the small embedded model
     serving       the OpenAI-compatible HTTP API
     simulation    a cluster, event by event

@@ -1,10 +1,17 @@
-"""Finds data/ and recipes/: beside the package in a checkout, inside it in a wheel."""
+"""Finds data/ and recipes/: beside the package in a checkout, inside it in a wheel; and the user's cache folder."""
 
+import os
 from pathlib import Path
 
 from moetool.errors import MoetoolError
 
 _PACKAGE = Path(__file__).resolve().parent
+
+
+def cache_folder() -> Path:
+    """`XDG_CACHE_HOME/moetool`, where the variable is set, else `~/.cache/moetool`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "moetool"
 
 
 def path(*parts: str) -> Path:

@@ -28,6 +28,7 @@ EXAMPLES = {
         "moetool serve MODEL --plan placement.json --cluster local:3",
     ),
     "chat": ("moetool chat http://127.0.0.1:8000 --set temperature=0 --set max_tokens=64",),
+    "verify": ("moetool verify reference --policy all --out report.md", "moetool verify org/model --prompts 8"),
     "simulate": (f"moetool simulate {_SERVERS} {_CLUSTER} --mode uniform,prism_exact --report page.html",),
     "report": (
         "moetool report trace --out trace.html",

@@ -33,6 +33,7 @@ from moetool.cli import (
     trace,
     training,
     user_cache,
+    verify,
 )
 from moetool.cli.flags import Quiet, Verbose, listening
 from moetool.errors import CapacityError, MoetoolError
@@ -59,6 +60,7 @@ _ORDER = (
         "plan",
         "serve",
         "chat",
+        "verify",
         "simulate",
         "bench",
         "report",
@@ -93,7 +95,7 @@ app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
 app.add_typer(reference_app, name="reference")
-for commands in (advise, capture, training, replay, serving, simulation, report, machine, user_cache, guide):
+for commands in (advise, capture, training, replay, serving, verify, simulation, report, machine, user_cache, guide):
     commands.register(app)
 for commands in (cache_plans, placement):
     commands.register(plan_app)

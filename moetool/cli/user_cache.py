@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from moetool import tables
+from moetool.assets import cache_folder
 from moetool.cli.flags import Json
 from moetool.errors import unknown_name
 
@@ -20,7 +21,7 @@ def cache(
     as_json: Json = False,
 ) -> None:
     """List or remove what 'moetool serve' keeps of models to start warm."""
-    from moetool.runtime.warm_start import cache_folder, kept_models
+    from moetool.runtime.warm_start import kept_models
 
     kept = kept_models()
     if remove is not None:

@@ -1,6 +1,7 @@
 """A model's checkpoint, opened once: config, MoE layers, tensors, weight format, tokenizer and identity."""
 
 import copy
+import hashlib
 import weakref
 from collections import Counter
 from functools import cached_property
@@ -13,6 +14,7 @@ from moetool.errors import MismatchError, UsageError, first_line, shortened
 from moetool.json_files import decode_json, read_bounded
 from moetool.models import families
 from moetool.models.config_checks import check_config, warn_of_further_layers
+from moetool.models.content_hash import content_hashes
 from moetool.models.conversion import TensorSource, sources
 from moetool.models.expert_files import ExpertFiles, ExpertWeights, slot_form, stored_bytes
 from moetool.models.gguf_weights import read_gguf
@@ -262,6 +264,19 @@ class Checkpoint:
     def revision(self) -> str:
         """What tells it from every other checkpoint (`moetool.models.revision`), or its config alone from others."""
         return revision_of(self._content, self.index) if self.weights else config_revision(self._content)
+
+    @cached_property
+    def content(self) -> dict[str, str]:
+        """The sha256 of its config and of each of its weight files, by name (`moetool.models.content_hash`).
+
+        Of GGUF files, whatever they are called, the names are `gguf 1`, `gguf 2` and so on.
+
+        Raises: as `content_hashes`.
+        """
+        if self._gguf is not None:
+            hashes = content_hashes(self.index.files)
+            return {f"gguf {n + 1}": hashes[file.name] for n, file in enumerate(self.index.files)}
+        return {"config.json": hashlib.sha256(self._content).hexdigest(), **content_hashes(self.index.files)}
 
     # -- its text ------------------------------------------------------------------------------------------------
 

@@ -6,21 +6,17 @@ by range requests whenever the same file is asked for again, and checked against
 
 import contextlib
 import errno
-import fcntl
 import re
 import shutil
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moetool import tables
-from moetool.durable import sha256_file
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError, first_line
 from moetool.json_files import read_json
+from moetool.models.hub_transfers import PARTIAL, Blob, Transfers
 
 _NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?P<file>/[\w./-]+\.gguf)?(?:@(?P<revision>[\w.-][\w./-]*))?")
 _INDEX = "model.safetensors.index.json"
@@ -30,8 +26,6 @@ _TOKENIZER = (
     *("*.model", "*.tiktoken", "chat_template.*"),
 )
 _INDEX_BYTES = 64 << 20
-_WORKERS = 4  # downloads at a time, which an interruption leaves unfinished
-_TRIES = 5
 _KEPT_FREE = 64 << 20  # of the disk, for what else is written while a download runs
 
 
@@ -51,14 +45,6 @@ class HubName(NamedTuple):
     def model(self) -> str:
         """The name without a revision."""
         return f"{self.repository}/{self.file}" if self.file else self.repository
-
-
-class _Blob(NamedTuple):
-    """A file of a repository: `sha256` is empty where the hub stores it in git."""
-
-    path: str
-    num_bytes: int
-    sha256: str
 
 
 def parse_hub_name(model: str) -> HubName | None:
@@ -93,7 +79,7 @@ def download(name: HubName, *, weights: bool) -> Path:
     """Bring a model into the hub's cache, as far as it is not there.
 
     Args:
-        weights: its weights too, not only its config and tokenizer.
+        weights: its weights too, not only its config and tokenizer, or the first of its GGUF files.
 
     Returns:
         The folder of the snapshot, or the GGUF file in it.
@@ -146,7 +132,7 @@ class _Download:
         commit = str(info.sha)
         entries: Any = self._api.list_repo_tree(self._name.repository, recursive=True, revision=commit)
         files = {
-            entry.path: _Blob(entry.path, entry.size, _sha256(entry))
+            entry.path: Blob(entry.path, entry.size, _sha256(entry))
             for entry in entries
             if hasattr(entry, "blob_id")  # no folder
         }
@@ -154,7 +140,7 @@ class _Download:
         if self._name.file:
             if self._name.file not in files:
                 raise UsageError(_no_such_gguf(self._name, files))
-            wanted = [self._name.file] if weights else []
+            wanted = _parts(self._name.file, files) if weights else [self._name.file]  # the header is in the first
             small = []
         else:
             if "config.json" not in files:
@@ -181,7 +167,7 @@ class _Download:
         if not (self._folder / "snapshots" / commit).is_dir():
             raise MoetoolError(f"{self._name.model} has changed on the hub while it was downloaded; try again")
 
-    def _weights(self, commit: str, files: dict[str, _Blob]) -> list[str]:
+    def _weights(self, commit: str, files: dict[str, Blob]) -> list[str]:
         """The weight files that are read: those of the index, else the one file, else all of the folder."""
         if _INDEX in files:
             index = self._folder / "snapshots" / commit / _INDEX
@@ -204,14 +190,14 @@ class _Download:
             )
         return named
 
-    def _fetch(self, files: Sequence[_Blob], commit: str) -> None:
+    def _fetch(self, files: Sequence[Blob], commit: str) -> None:
         """Download the weight files that the cache lacks, after a look at the disk."""
         from huggingface_hub import constants
 
         snapshot, blobs = self._folder / "snapshots" / commit, self._folder / "blobs"
         missing = [file for file in files if not (snapshot / file.path).exists()]
         missing = [file for file in missing if not (file.sha256 and (blobs / file.sha256).exists())]
-        here = {file.path: _size(blobs / f"{file.sha256}{_PARTIAL}") if file.sha256 else 0 for file in missing}
+        here = {file.path: _size(blobs / f"{file.sha256}{PARTIAL}") if file.sha256 else 0 for file in missing}
         needed = sum(max(0, file.num_bytes - here[file.path]) for file in missing)
         if not missing:
             return
@@ -228,7 +214,7 @@ class _Download:
         large = [file for file in missing if file.sha256 and file.num_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE]
         try:
             with tables.progress(f"downloading {self._name.model} (MB)", total // 10**6) as on_progress:
-                _Transfers(self._name.repository, commit, self._endpoint, blobs, on_progress).run(large)
+                Transfers(self._name.repository, commit, self._endpoint, blobs, on_progress).run(large)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise self._full(needed, shutil.disk_usage(blobs).free) from None
@@ -239,121 +225,6 @@ class _Download:
             f"{self._name.model} needs {tables.count(needed + _KEPT_FREE, 'B')} more on the disk of {self._cache}, "
             f"which has {tables.count(free, 'B')} free; make room there, or set HF_HOME to a larger disk"
         )
-
-
-_PARTIAL = ".moetool-partial"
-
-
-class _Stopped(Exception):
-    """Another download has failed, or the user has stopped all."""
-
-
-class _Transfers:
-    """Downloads of whole blobs, several at a time.
-
-    Effects: `blobs/SHA256` for each that is whole, `blobs/SHA256.moetool-partial` for each that is not.
-    """
-
-    def __init__(
-        self, repository: str, commit: str, endpoint: str, blobs: Path, on_progress: Callable[[int], None]
-    ) -> None:
-        from huggingface_hub.utils import build_hf_headers
-
-        self._repository = repository
-        self._commit = commit
-        self._endpoint = endpoint
-        self._blobs = blobs
-        self._on_progress = on_progress
-        self._headers = build_hf_headers(library_name="moetool")
-        self._done = 0
-        self._lock = threading.Lock()
-        self._stopping = threading.Event()
-
-    def run(self, files: Sequence[_Blob]) -> None:
-        """Download all. Raises: what the first that fails raises."""
-        with ThreadPoolExecutor(_WORKERS) as threads:
-            running = [threads.submit(self._whole, file) for file in files]
-            try:
-                wait(running, return_when=FIRST_EXCEPTION)
-            finally:
-                self._stopping.set()  # of no effect on those that are done
-                for each in running:
-                    each.cancel()
-            errors = [each.exception() for each in running if each.done() and not each.cancelled()]
-        for error in errors:
-            if error is not None and not isinstance(error, _Stopped):
-                raise error
-
-    def _whole(self, file: _Blob) -> None:
-        partial, blob = self._blobs / f"{file.sha256}{_PARTIAL}", self._blobs / file.sha256
-        with partial.open("ab") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)  # of two processes one downloads
-            if not blob.exists():
-                self._add(stream.tell())
-                self._rest(file, stream)
-                stream.flush()
-                if (found := sha256_file(partial)) != file.sha256:
-                    stream.truncate(0)
-                    raise MismatchError(
-                        f"{self._repository}: {file.path} came with sha256 {found[:12]}, expected {file.sha256[:12]}; "
-                        "run the command again to download it anew"
-                    )
-                partial.replace(blob)
-            else:
-                partial.unlink(missing_ok=True)
-
-    def _rest(self, file: _Blob, stream: Any) -> None:
-        """Continue a file to its end, with some patience for connections that break."""
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.errors import HfHubHTTPError
-        from huggingface_hub.file_download import http_get
-
-        url = hf_hub_url(self._repository, file.path, revision=self._commit, endpoint=self._endpoint)
-        failures = 0
-        while True:
-            before = stream.tell()
-            if before > file.num_bytes:
-                stream.truncate(0)
-                before = 0
-            try:
-                http_get(
-                    url,
-                    stream,
-                    resume_size=before,
-                    headers=dict(self._headers),
-                    expected_size=file.num_bytes,
-                    _tqdm_bar=_Bar(self._add),
-                )
-                return
-            except (_Stopped, MoetoolError):
-                raise
-            except Exception as error:
-                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-                    raise
-                if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
-                    raise
-                stream.flush()
-                failures = 0 if stream.tell() > before else failures + 1
-                if failures == _TRIES:
-                    raise MoetoolError(
-                        f"the download of {file.path} broke off at {tables.count(stream.tell(), 'B')} of "
-                        f"{tables.count(file.num_bytes, 'B')} ({first_line(error)}); run the command again to go on"
-                    ) from None
-                time.sleep(failures)
-
-    def _add(self, num_bytes: int) -> None:
-        if self._stopping.is_set():
-            raise _Stopped
-        with self._lock:
-            self._done += num_bytes
-            self._on_progress(self._done // 10**6)
-
-
-class _Bar:
-    """What huggingface_hub takes for a progress bar."""
-
-    def __init__(self, update: Callable[[int], None]) -> None:
-        self.update = update
 
 
 def _cached(name: HubName, weights: bool, why: str, kind: type[MoetoolError] = UsageError) -> Path:
@@ -390,7 +261,16 @@ def _is_small(path: str) -> bool:
     return "/" not in path and (path in _SMALL or any(fnmatch(path, pattern) for pattern in _TOKENIZER))
 
 
-def _no_such_gguf(name: HubName, files: dict[str, _Blob]) -> str:
+def _parts(file: str, files: Mapping[str, Blob]) -> list[str]:
+    """A GGUF file and those that its model is split over."""
+    split = re.fullmatch(r"(.+)-\d{5}-(of-\d{5})\.gguf", file)
+    if split is None:
+        return [file]
+    named = re.compile(rf"{re.escape(split[1])}-\d{{5}}-{split[2]}\.gguf")
+    return sorted(path for path in files if named.fullmatch(path))
+
+
+def _no_such_gguf(name: HubName, files: dict[str, Blob]) -> str:
     offered = sorted(path for path in files if path.endswith(".gguf"))
     if not offered:
         return f"{name.model} is no model that moetool reads: it has no config.json and no .gguf file"

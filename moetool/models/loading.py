@@ -4,7 +4,7 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from torch import nn
 from moetool.errors import CapacityError, MismatchError, UsageError, first_line
 from moetool.models import row_products
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.conversion import TensorSource
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.pack_quantized import PackQuantized
 from moetool.models.packed import PACKED
@@ -136,19 +137,20 @@ def load_full(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device =
 
     Raises:
         CapacityError: the device does not have that much.
+        MismatchError: a tensor is missing or has another shape than the config says.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
     path = checkpoint.path
     if checkpoint.quantization is not None and not _transformers_unpacks(checkpoint):
         return _load_stacked(checkpoint, dtype, device)
     spec = checkpoint.spec
-    logging.disable_progress_bar()
     if checkpoint.quantization is not None:
         model = load_unpacked(path, dtype)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False).eval()
+    else:  # tensors of further parts, such as prediction layers and vision towers, may be left over
+        try:
+            model = _from_pretrained(path, dtype, _MISSING).eval()
+        except MismatchError:
+            checkpoint.expert_files().shards.close()  # names the file and the tensor where it is an expert's
+            raise
     try:
         model = model.to(device)
     except torch.OutOfMemoryError as error:
@@ -192,6 +194,26 @@ def load_unpacked(path: Path, dtype: torch.dtype) -> Any:
     Raises:
         MismatchError: transformers misses a tensor, has one too many, or would initialise one anew.
     """
+    model = _from_pretrained(path, dtype, ("unexpected_keys", *_MISSING))
+    if hasattr(model, "hf_quantizer"):
+        with contextlib.redirect_stderr(io.StringIO()):
+            model.hf_quantizer.compressor.decompress_model(model)
+    return model.to(dtype).eval()  # it leaves experts in the type of their scales
+
+
+_MISSING = ("missing_keys", "mismatched_keys", "error_msgs", "conversion_errors")
+"""What transformers fills with random numbers, and only warns of."""
+
+
+def _from_pretrained(path: Path, dtype: torch.dtype, refused: Collection[str]) -> Any:
+    """A checkpoint as transformers loads it.
+
+    Args:
+        refused: kinds of its loading report that must be empty.
+
+    Raises:
+        MismatchError: one is not, or transformers refuses the files.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -205,16 +227,13 @@ def load_unpacked(path: Path, dtype: torch.dtype) -> Any:
     except (RuntimeError, ValueError, AssertionError, KeyError) as error:
         reasons = re.findall(r"^\w+Error: (.+)$", report.getvalue(), re.MULTILINE) or [first_line(error)]
         raise MismatchError(f"transformers cannot load {path}: {reasons[0]}") from error
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors"):
+    for kind in refused:
         if found := sorted(map(str, info.get(kind) or ())):
             raise MismatchError(
                 f"transformers loads {path} with {len(found)} {kind.replace('_', ' ')}, such as {found[0]}, "
-                "expected none"
+                "expected none; download the model again"
             )
-    if hasattr(model, "hf_quantizer"):
-        with contextlib.redirect_stderr(io.StringIO()):
-            model.hf_quantizer.compressor.decompress_model(model)
-    return model.to(dtype).eval()  # it leaves experts in the type of their scales
+    return model
 
 
 @contextlib.contextmanager
@@ -281,26 +300,53 @@ def _fill(model: Any, checkpoint: Checkpoint, shards: Shards, dtype: torch.dtype
         MismatchError: a tensor is missing or has another shape than the config says.
     """
     experts = offloaded(checkpoint.layers)
+    wanted = [source for source in checkpoint.sources.values() if source.parameter not in experts]
+    fill(model, wanted, shards.load, dtype, device)
+    complete(model, experts)
+
+
+Read = Callable[[str, torch.dtype], torch.Tensor]
+"""Gives a weight by name; of this type, where it has to be unpacked."""
+
+
+def fill(
+    model: Any, wanted: Iterable[TensorSource], read: Read, dtype: torch.dtype, device: torch.device = CPU
+) -> None:
+    """Bring parameters and buffers of a model that `Checkpoint.empty_model` made from the meta device into memory.
+
+    Raises:
+        MismatchError: a tensor has another shape than the config says.
+    """
     places = model.state_dict()
     wide = tuple(model._get_dtype_plan(dtype))  # parameters that transformers keeps in float32
-    for source in checkpoint.sources.values():
-        if source.parameter in experts:
-            continue
+    for source in wanted:
         kind = torch.float32 if any(part in source.parameter for part in wide) else places[source.parameter].dtype
-        tensors = {name: shards.load(name, kind).to(kind) for names in source.names.values() for name in names}
+        tensors = {name: read(name, kind).to(kind) for names in source.names.values() for name in names}
         for name, value in source.convert(tensors, model).items():
             place = places.get(name)
             if place is None or value.shape != place.shape:
                 expected = None if place is None else list(place.shape)
                 raise MismatchError(f"{name} has shape {list(value.shape)}, expected {expected} by the config")
             _put(model, name, value.to(device))
+
+
+def complete(model: Any, absent: Collection[str]) -> None:
+    """Tie and compute what no file holds, once all else is in memory.
+
+    Args:
+        absent: parameters and buffers that stay on the meta device.
+
+    Raises:
+        MismatchError: another one is still there.
+    """
+    device = next(p.device for p in model.parameters() if not p.is_meta)
     model.tie_weights()
-    missing = [name for name, value in model.state_dict().items() if value.is_meta and name not in experts]
+    missing = [name for name, value in model.state_dict().items() if value.is_meta and name not in absent]
     if missing:
         raise MismatchError(
             f"{missing[0]} is missing from the weight files, or they name it otherwise; cannot load this layout"
         )
-    _compute_buffers(model)
+    _compute_buffers(model, absent)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
@@ -317,12 +363,12 @@ def _put(model: Any, name: str, value: torch.Tensor) -> None:
     getattr(module, leaf)._is_hf_initialized = True  # transformers' initialisers leave it alone
 
 
-def _compute_buffers(model: Any) -> None:
+def _compute_buffers(model: Any, absent: Collection[str]) -> None:
     """Give the buffers that no file holds (rotary frequencies, decays, scales) the values that transformers gives.
 
     They are computed on the CPU, as transformers does, so that they are the same on every device.
     """
-    missing = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    missing = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in absent]
     owners = {}
     for name in missing:
         owner, _, leaf = name.rpartition(".")

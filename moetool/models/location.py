@@ -65,7 +65,7 @@ def locate_config(model: str) -> Path:
         f"no config at {model!r}: give a folder with a config.json, that file, a hub name like org/model, or one of "
         f"{', '.join([REFERENCE, *shape_names()])}",
     )
-    return download(name, weights=bool(name.file))  # the config of a GGUF file is its header
+    return download(name, weights=False)
 
 
 def _on_hub(model: str, problem: str) -> HubName:

@@ -1,12 +1,12 @@
 """What serving has learned about a model, kept in the user's cache folder: residents and the policy's statistics."""
 
 import logging
-import os
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moetool.assets import cache_folder
 from moetool.errors import MoetoolError
 from moetool.runtime.policy_state import Learned, restore_state, save_state
 from moetool.types import ModelSpec
@@ -30,12 +30,6 @@ class KeptModel:
     path: Path
     num_bytes: int
     changed: float
-
-
-def cache_folder() -> Path:
-    """`XDG_CACHE_HOME/moetool`, where the variable is set, else `~/.cache/moetool`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "moetool"
 
 
 def kept_models() -> list[KeptModel]:

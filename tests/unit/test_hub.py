@@ -70,11 +70,13 @@ def test_the_config_alone_needs_no_weights(hub: Hub) -> None:
 def test_one_gguf_file_is_asked_for_by_name(hub: Hub) -> None:
     there = hub.folders[NAME]
     (there / "config.json").unlink()
-    for quantization in ("Q4", "Q8"):
+    for quantization in ("Q4", "Q8", "big-00001-of-00002", "big-00002-of-00002", "big-00001-of-00003"):
         (there / f"m-{quantization}.gguf").write_bytes(quantization.encode() * 1000)
     assert locate(f"{NAME}/m-Q4.gguf").read_bytes() == b"Q4" * 1000
     assert _downloaded(hub) == {"m-Q4.gguf"}
-    with pytest.raises(UsageError, match=r"one of 2, such as org/small-moe/m-Q4.gguf, org/small-moe/m-Q8.gguf"):
+    assert locate(f"{NAME}/m-big-00001-of-00002.gguf").is_file()
+    assert _downloaded(hub) == {"m-Q4.gguf", "m-big-00001-of-00002.gguf", "m-big-00002-of-00002.gguf"}
+    with pytest.raises(UsageError, match=r"one of 5, such as org/small-moe/m-Q4.gguf, org/small-moe/m-Q8.gguf"):
         locate(NAME)
     with pytest.raises(UsageError, match=r"does not name one of its GGUF files"):
         locate(f"{NAME}/m-Q5.gguf")

@@ -10,6 +10,7 @@ import pytest
 
 from moetool.cluster.frames import FrameConnection, LinkError
 from moetool.cluster.parallel import channel, members
+from moetool.cluster.parallel.batch_loop import BatchLoop
 from moetool.cluster.parallel.batch_placement import BatchReplacement
 from moetool.cluster.parallel.channel import RankChannel
 from moetool.cluster.parallel.members import Members
@@ -17,7 +18,7 @@ from moetool.cluster.parallel.rank_head import RankedModel, RankHead
 from moetool.cluster.parallel.rank_options import HeadOptions
 from moetool.cluster.parallel.request_ranks import Seating
 from moetool.cluster.parallel.requests import RankRequest, Requests
-from moetool.errors import CapacityError, MoetoolError
+from moetool.errors import CapacityError, MismatchError, MoetoolError
 from moetool.request import Output, SamplingParams, Unavailable
 from tests.clusters import make_cluster
 from tests.servers import eventually
@@ -81,6 +82,14 @@ def open_head(starts: str = "round_robin") -> tuple[RankHead, list[Told]]:
     form(head, channels)
     assert head.state == "ready"
     return head, channels
+
+
+def test_a_rank_with_another_file_ends_the_head() -> None:
+    loop = BatchLoop(SPEC, CLUSTER, HeadOptions(), {"config.json": "a", "model.safetensors": "b"})
+    hello = {"revision": SPEC.revision, "content": {"config.json": "a", "model.safetensors": "c"}}
+    with pytest.raises(MismatchError, match=r"GPU 1 has another model.safetensors of .* than the head"):
+        loop.handle("hello", (1, Told(), hello))
+    assert loop.state == "failed" and "another model.safetensors" in loop.reason
 
 
 def form(head: RankHead, channels: Sequence[Told]) -> None:

@@ -72,6 +72,7 @@ def worker_settings(
                 server=n,
                 model=checkpoint.name,
                 revision=spec.revision,
+                content=checkpoint.content,
                 held=held,
                 capacity=capacity,
                 slots=cluster.slots,

@@ -18,6 +18,7 @@ from moetool.cluster.listener import listen
 from moetool.cluster.transport import Listener, own_address
 from moetool.errors import MismatchError, MoetoolError
 from moetool.models.checkpoint import Checkpoint
+from moetool.models.content_hash import differing_file
 from moetool.models.loading import LoadedModel
 from moetool.request import EngineLike, Output, SamplingParams, Sink, TokenLogprob
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
@@ -40,6 +41,7 @@ class WorkerSettings:
         server: its number in the plan's cluster.
         model: as for `build_engine`; every machine has its own copy of the checkpoint.
         revision: of the checkpoint that the plan was made for.
+        content: sha256 of each of its files, as the head has them (`Checkpoint.content`).
         held: (layer, expert) that it begins with.
         capacity: how many experts it may hold.
         slots: of its pool, 0: one for each that it may hold. With fewer, the least recently used lie on disk.
@@ -56,6 +58,7 @@ class WorkerSettings:
     server: int
     model: str
     revision: str
+    content: Mapping[str, str] = field(default_factory=dict)
     held: tuple[tuple[int, int], ...]
     capacity: int
     slots: int = 0
@@ -237,4 +240,10 @@ def _require_revision(checkpoint: Checkpoint, settings: WorkerSettings) -> None:
         raise MismatchError(
             f"{settings.model} on the machine of server {settings.server} is {found[:12]}, but the plan is for "
             f"{settings.revision[:12]}; copy the plan's model there, or plan again with: moetool plan placement"
+        )
+    if settings.content and (file := differing_file(settings.content, checkpoint.content)):
+        ours, theirs = (content.get(file, "none")[:12] for content in (checkpoint.content, settings.content))
+        raise MismatchError(
+            f"{settings.model} on the machine of server {settings.server} has another {file} than the head (sha256 "
+            f"{ours}, expected {theirs}); copy the head's file there"
         )

@@ -4,6 +4,7 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from moetool.cluster.parallel.rank_options import HeadOptions
 from moetool.cluster.parallel.request_ranks import Seating
 from moetool.cluster.parallel.requests import RankRequest, Requests
 from moetool.errors import MismatchError, MoetoolError, first_line
+from moetool.models.content_hash import differing_file
 from moetool.request import State, Unavailable
 from moetool.types import Cluster, ModelSpec
 
@@ -36,6 +38,7 @@ class BatchLoop:
 
     Args:
         options: how batches are gathered.
+        content: sha256 of each file of the model; without it, ranks are not asked for theirs.
 
     Attributes:
         state: of the engine; `reason` says why it has failed.
@@ -47,7 +50,9 @@ class BatchLoop:
         forwards, failures, moved_bytes, moved_during_exchange: counted from the start.
     """
 
-    def __init__(self, spec: ModelSpec, cluster: Cluster, options: HeadOptions) -> None:
+    def __init__(
+        self, spec: ModelSpec, cluster: Cluster, options: HeadOptions, content: Mapping[str, str] | None = None
+    ) -> None:
         self.state: State = "starting"
         self.reason = ""
         self.max_context = self.max_requests = 0
@@ -60,7 +65,7 @@ class BatchLoop:
         self.forwards = self.failures = self.moved_bytes = self.moved_during_exchange = 0
         self.gather_s, self.patience_s = options.gather_s, options.patience_s
         self.events: queue.Queue[tuple[str, Any]] = queue.Queue()
-        self._spec, self._cluster = spec, cluster
+        self._spec, self._cluster, self._content = spec, cluster, content or {}
         self._lock = threading.Lock()
         self._next_id = 0
         self._over = False  # nobody will hear of what is put into the queue
@@ -174,6 +179,10 @@ class BatchLoop:
     def _greet(self, gpu: int, channel: RankChannel, hello: dict[str, Any]) -> None:
         if hello["revision"] != self._spec.revision:
             self.reason = f"GPU {gpu} has another checkpoint of {self._spec.name} than the plan was made for"
+            self.state = "failed"
+            raise MismatchError(self.reason)
+        if self._content and (file := differing_file(self._content, hello["content"])):
+            self.reason = f"GPU {gpu} has another {file} of {self._spec.name} than the head; copy the head's file there"
             self.state = "failed"
             raise MismatchError(self.reason)
         self.ranks.greet(gpu, channel, hello["migration"])

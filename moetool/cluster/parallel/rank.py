@@ -127,6 +127,7 @@ class Rank:
                 "max_context": self._batcher.max_context,
                 "seats": self._batcher.max_requests,
                 "revision": loaded.spec.revision,
+                "content": loaded.checkpoint.content,
             }
         )
         self._threads = [

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,12 +34,14 @@ class RankedModel:
     Attributes:
         name: as ranks locate it.
         tokenizer: that the server encodes and decodes with; the head works on token ids.
+        content: sha256 of each of its files, which every rank must have too (`Checkpoint.content`).
     """
 
     name: str
     spec: ModelSpec
     tokenizer: Any
     vocab_size: int
+    content: Mapping[str, str] = field(default_factory=dict)
 
 
 class RankHead:
@@ -89,7 +91,7 @@ class RankHead:
         self.spec, self.cluster = model.spec, cluster
         self.launcher, self._rank_options, self._host = launcher, dict(rank_options), options.host
         self._migrate: str = self._rank_options.get("migrate", "overlap")
-        self.loop = BatchLoop(model.spec, cluster, options)
+        self.loop = BatchLoop(model.spec, cluster, options, model.content)
         self.loop.ranks = Members(len(cluster.gpus), launcher, self.loop.post)
         self.loop.placing = PlacementState(
             model.spec,

@@ -175,6 +175,7 @@ def open_head(
             spec=spec,
             tokenizer=checkpoint.tokenizer,
             vocab_size=int(checkpoint.config.vocab_size),
+            content=checkpoint.content,
         ),
         cluster,
         uniform(spec, cluster) if options.placement == "vanilla" else plan.placed_GLE,

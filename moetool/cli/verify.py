@@ -1,0 +1,79 @@
+"""The command `moetool verify`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moetool import tables
+from moetool.cli.flags import Device, Json, Model, Revision, listed
+from moetool.config import parse_bytes
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `moetool`."""
+    app.command()(verify)
+
+
+def verify(
+    model: Model,
+    policy: Annotated[
+        list[str], typer.Option(help="Cache policies to compare, or all (default: lru, foresight, hybrimoe).")
+    ] = [],  # noqa: B006
+    prompts: Annotated[int, typer.Option(min=1, max=200, help="Prompts of the embedded sets.")] = 24,
+    tokens: Annotated[int, typer.Option(min=1, max=256, help="Tokens to generate for each prompt.")] = 8,
+    device: Device = None,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="Memory for dense weights, KV cache and experts, e.g. 8GB (default: half of the experts)."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Data type of both sides: float32, where rounding hides nothing, or bfloat16.")
+    ] = "float32",
+    layer_by_layer: Annotated[
+        bool, typer.Option("--layer-by-layer", help="Hold one layer of plain transformers in memory at a time.")
+    ] = False,
+    revision: Revision = None,
+    out: Annotated[
+        Path, typer.Option("--out", help="Report to attach to a bug report, .md or .json; replaced if it is there.")
+    ] = Path("moetool-verify.md"),
+    as_json: Json = False,
+) -> None:
+    """Compare a model as served here with plain transformers: tokens, logits, experts chosen, weights.
+
+    Exit code 0 means that every answer is exact or a tie.
+    """
+    from moetool.evaluation.verification import VerifyOptions
+    from moetool.evaluation.verification import verify as run
+    from moetool.evaluation.verification_report import COLUMNS, report_on, require_report_file
+    from moetool.models.checkpoint import Checkpoint
+    from moetool.models.hub import with_revision
+
+    require_report_file(out)
+    options = VerifyOptions(
+        policies=tuple(listed(policy)) if policy else (),
+        prompts=prompts,
+        tokens=tokens,
+        device=device or "cpu",
+        dtype=dtype,
+        device_memory_bytes=None if device_memory is None else parse_bytes(device_memory),
+        layer_by_layer=layer_by_layer,
+    )
+    with Checkpoint.open(with_revision(model, revision)) as checkpoint:
+        with tables.stages() as on_progress:
+            made = run(checkpoint, options, on_progress)
+        report = report_on(checkpoint, made, options.device)
+    report.save(out)
+    if as_json:
+        tables.print_json(report.to_json())
+    else:
+        tables.print_lines([(name, value, "") for name, value in report.facts()])
+        tables.print_table("answers by policy", COLUMNS, report.rows())
+        for line in report.skipped:
+            print(f"not compared: {line}")
+        for problem in made.problems[:20]:
+            print(f"- {problem}")
+        print(report.verdict_line)
+        print(f"{out}: {report.hint or 'the report'}")
+    if made.verdict == "differs":
+        raise typer.Exit(1)

@@ -1,0 +1,258 @@
+"""Plain transformers as the oracle: the whole model in memory, or one decoder layer of it at a time.
+
+Layer by layer, the forwards of all sequences run side by side, each on a thread of its own, and wait for each other in
+front of every decoder layer. There its weights are read, all sequences pass through it, and its memory is freed. So
+the model runs transformers' own forward whatever its family, and its files are read once.
+"""
+
+import contextlib
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from moetool.errors import UsageError
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.conversion import TensorSource
+from moetool.models.loading import complete, fill, load_full
+from moetool.models.pack_quantized import PackQuantized
+from moetool.models.spec import MoeLayer, moe_layers
+from moetool.models.tensor_index import Tensor
+
+
+class Forward(NamedTuple):
+    """One forward of a sequence.
+
+    Attributes:
+        tokens: its token ids.
+        first: position of the first logits that are kept.
+        experts: transformers' experts implementation; None for the model's default.
+    """
+
+    tokens: Sequence[int]
+    first: int
+    experts: str | None = None
+
+
+Visit = Callable[[int, int, Callable[[torch.Tensor], torch.Tensor]], None]
+"""Called in front of a decoder layer, with the number of the forward and of the layer, and the layer as a function of
+its hidden states, its other arguments being those of that forward."""
+
+
+class PlainModel:
+    """A model as plain transformers runs it.
+
+    Args:
+        model: transformers' model; with `streams`, its decoder layers on the meta device.
+        origin: what loaded its weights, for reports.
+        open_layer: brings the weights of a decoder layer into memory, of a model that does not hold all.
+
+    Attributes:
+        layers: its MoE layers.
+        decoder_layers: all its decoder layers.
+    """
+
+    def __init__(self, model: Any, origin: str, open_layer: "Callable[[int], Any] | None" = None) -> None:
+        self.model = model
+        self.origin = origin
+        self.layers = moe_layers(model)
+        self.decoder_layers = decoder_layers(model, self.layers)
+        self._open_layer = open_layer
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is in memory."""
+        return self._open_layer is None
+
+    def implementations(self) -> list[str]:
+        """The experts implementations of transformers that can be compared; empty where the family has only one."""
+        with contextlib.suppress(Exception):  # how a family refuses is its own
+            for name in ("eager", "grouped_mm"):
+                self.model.set_experts_implementation(name)
+            return ["grouped_mm", "eager"]
+        return []
+
+    def run(
+        self, forwards: Sequence[Forward], *, visit: Visit, on_layer: Callable[[int, nn.Module], None]
+    ) -> list[torch.Tensor]:
+        """The logits [T - first, V] float32 of each forward, on the CPU.
+
+        Args:
+            visit: as `Visit`.
+            on_layer: called once for each decoder layer while its weights are in memory.
+
+        Raises: what a forward raises.
+        """
+        lock = threading.Lock()
+        made: list[torch.Tensor | None] = [None] * len(forwards)
+        errors: list[BaseException] = []
+        current = [-1]
+        local = threading.local()
+
+        def arrive() -> None:
+            current[0] += 1
+            if self._open_layer is not None:
+                self._open_layer(current[0])
+            on_layer(current[0], self.decoder_layers[current[0]])
+
+        barrier = threading.Barrier(len(forwards), action=arrive)
+
+        def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            barrier.wait()
+            lock.acquire()
+            forward = forwards[local.number]
+            if forward.experts is not None:
+                self.model.set_experts_implementation(forward.experts)
+            visit(local.number, current[0], partial(_again, module, args, kwargs))
+
+        def after(module: Any, args: Any, output: Any) -> None:
+            lock.release()
+
+        def run_one(number: int) -> None:
+            local.number = number
+            forward = forwards[number]
+            try:
+                with torch.inference_mode():
+                    tokens = torch.tensor([list(forward.tokens)], device=self.model.device)
+                    keep = len(forward.tokens) - forward.first
+                    logits = self.model(tokens, use_cache=False, logits_to_keep=keep).logits[0]
+                    made[number] = logits[-keep:].float().cpu()
+            except threading.BrokenBarrierError:
+                pass
+            except BaseException as error:
+                errors.append(error)
+                barrier.abort()
+
+        hooks = []
+        for layer in self.decoder_layers:
+            hooks.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.append(layer.register_forward_hook(after, always_call=True))
+        threads = [threading.Thread(target=run_one, args=(number,), daemon=True) for number in range(len(forwards))]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if errors:
+            raise errors[0]
+        return [logits for logits in made if logits is not None]
+
+
+def decoder_layers(model: Any, layers: Sequence[MoeLayer]) -> list[nn.Module]:
+    """The decoder layers of a model, in order.
+
+    Raises:
+        UsageError: they are not in one list.
+    """
+    return list(model.get_submodule(_list_name(model, layers)))
+
+
+def _list_name(model: Any, layers: Sequence[MoeLayer]) -> str:
+    found = re.match(r"(.+?)\.\d+\.", layers[0].path)
+    name = found[1] if found else ""
+    if not isinstance(model.get_submodule(name), nn.ModuleList):
+        raise UsageError(f"{type(model).__name__} does not keep its decoder layers in a list; it cannot be verified")
+    return name
+
+
+def plain_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Bytes of the whole model in memory, experts and all."""
+    return sum(parameter.numel() for parameter in checkpoint.skeleton.parameters()) * dtype.itemsize
+
+
+def open_plain(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, *, whole: bool) -> PlainModel:
+    """The model as plain transformers runs it; a quantized one with its weights unpacked.
+
+    Args:
+        whole: all in memory, as transformers loads it where it can; else one decoder layer at a time.
+
+    Raises: as `moetool.models.loading.load_full`.
+    """
+    if not whole:
+        return _open_streamed(checkpoint, dtype, device)
+    quantization = checkpoint.quantization
+    if quantization is None:
+        return PlainModel(load_full(checkpoint, dtype, device).model, "loaded by transformers")
+    if quantization.method in ("fp8", "mxfp4") and find_spec("accelerate") is not None:
+        return PlainModel(_dequantized(checkpoint, dtype, device), "unpacked by transformers (dequantize=True)")
+    packed = all(isinstance(format, PackQuantized) and format.symmetric for format in quantization.formats)
+    origin = "unpacked by compressed-tensors" if packed and quantization.method != "gguf" else _OURS
+    return PlainModel(load_full(checkpoint, dtype, device).model, origin)
+
+
+_OURS = "unpacked by moetool: transformers does not unpack this format here"
+
+
+def _dequantized(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
+
+    raw = dict(checkpoint.raw["quantization_config"])
+    config = Mxfp4Config(dequantize=True)
+    if raw["quant_method"] == "fp8":
+        config = FineGrainedFP8Config(dequantize=True, weight_block_size=tuple(raw["weight_block_size"]))
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint.path, dtype=dtype, quantization_config=config, trust_remote_code=False
+    )
+    return model.to(dtype).eval().to(device)
+
+
+def _open_streamed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> PlainModel:
+    model = checkpoint.empty_model(dtype)
+    name = _list_name(model, moe_layers(model))
+    sources: dict[int | None, list[TensorSource]] = {}
+    for source in checkpoint.sources.values():
+        found = re.match(rf"{re.escape(name)}\.(\d+)\.", source.parameter)
+        sources.setdefault(int(found[1]) if found else None, []).append(source)
+    inside = {key for key in model.state_dict() if re.match(rf"{re.escape(name)}\.\d+\.", key)}
+    read = partial(_read_by_library, checkpoint) if checkpoint.quantization is None else checkpoint.open_shards().load
+    fill(model, sources.get(None, []), read, dtype, device)
+    complete(model, inside)
+    opened: list[int] = []
+
+    def open_layer(number: int) -> None:
+        while opened:
+            _free(model, {key for key in inside if key.startswith(f"{name}.{opened[-1]}.")})
+            opened.pop()
+        opened.append(number)
+        fill(model, sources.get(number, []), read, dtype, device)
+
+    origin = "read by safetensors" if checkpoint.quantization is None else _OURS
+    return PlainModel(model, origin, open_layer)
+
+
+def _read_by_library(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor as the safetensors library reads it."""
+    from safetensors import safe_open
+
+    tensor: Tensor = checkpoint.index.tensors[name]
+    with safe_open(checkpoint.index.files[tensor.file], framework="pt") as file:
+        value: torch.Tensor = file.get_tensor(name)
+    return value
+
+
+def _free(model: Any, names: Iterator[str] | set[str]) -> None:
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        places = module._parameters if leaf in module._parameters else module._buffers
+        value = places[leaf]
+        empty = torch.empty_like(value, device="meta")
+        places[leaf] = nn.Parameter(empty, requires_grad=False) if leaf in module._parameters else empty
+
+
+def _again(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: torch.Tensor) -> torch.Tensor:
+    """A decoder layer on other hidden states."""
+    if args:
+        output = module.forward(hidden, *args[1:], **kwargs)
+    else:
+        output = module.forward(**{**kwargs, "hidden_states": hidden})
+    result: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return result

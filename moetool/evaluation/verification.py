@@ -1,0 +1,331 @@
+"""Comparing a model as it is served here with plain transformers: tokens, logits, experts chosen, experts' weights.
+
+The server's own engine generates greedily. Each prompt and its answer are then forwarded once by the engine and once
+by plain transformers, which says at every position which token it would have chosen. Layer by layer, transformers
+computes on the engine's own hidden states, so that what differs is named by layer and expert.
+"""
+
+import gc
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool import plugins
+from moetool.caching._policy import MIN_SLOTS, policy_class
+from moetool.errors import CapacityError, UsageError
+from moetool.evaluation.layer_comparison import MEMORY_SHARE, LayerComparison, LayerResult, Progress, differences
+from moetool.evaluation.served_answers import Answers, Served
+from moetool.learning.predictor import build, save
+from moetool.learning.tokens import Tokens
+from moetool.machine import memory_bytes
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import parse_device, parse_dtype, use_threads
+from moetool.prompts import gather
+from moetool.runtime.assembly import ServeOptions, fixed_bytes, slot_bytes
+from moetool.runtime.copies import stride_of
+from moetool.tables import count
+
+TIE = 1e-4
+"""Logits whose difference is below this are a tie: either token is right."""
+POLICIES = ("lru", "foresight", "hybrimoe")
+"""Compared unless others are named: loads on demand, prefetches, and computes on the host."""
+_PROMPT_TOKENS = 48  # of each prompt, at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """What is compared.
+
+    Attributes:
+        policies: cache policies; none for `POLICIES`, `all` for every one that serves without changing the text.
+        prompts: of the embedded sets, cut after 48 tokens.
+        tokens: to generate for each.
+        device: `cpu` or `cuda`.
+        dtype: data type of the arithmetic on both sides. In float32 rounding hides nothing.
+        device_memory_bytes: for the dense weights, the KV cache and the expert pool; None for a pool of half of the
+            experts, or what is free.
+        layer_by_layer: hold one layer of plain transformers in memory at a time, even where all fits.
+    """
+
+    policies: tuple[str, ...] = ()
+    prompts: int = 24
+    tokens: int = 8
+    device: str = "cpu"
+    dtype: str = "float32"
+    device_memory_bytes: int | None = None
+    layer_by_layer: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class PolicyResult:
+    """One policy against plain transformers.
+
+    Attributes:
+        slots: experts in its pool.
+        exact, ties, differing: answers that are equal; that first differ at a tie; that differ.
+        first: where the first of those that differ does, or of the ties.
+        logits_max, logits_mean: difference of logits.
+        same_bits: whether its logits are those of the first policy to the bit.
+        differs_at: the first decoder layer whose output is not the first policy's; None where all are.
+        skipped: why it was not run; empty where it was.
+    """
+
+    policy: str
+    slots: int = 0
+    exact: int = 0
+    ties: int = 0
+    differing: int = 0
+    first: str = ""
+    logits_max: float = 0.0
+    logits_mean: float = 0.0
+    same_bits: bool = True
+    differs_at: int | None = None
+    skipped: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """What was found.
+
+    Attributes:
+        oracle: where plain transformers' weights come from.
+        whole: whether it was in memory as a whole.
+        prompts: ids of the embedded prompts.
+        base: the policy whose answers were forwarded.
+        yardstick_max, yardstick_mean: difference of logits between transformers' own grouped and eager experts; None
+            where the family has one implementation.
+        tolerance: share of a layer's largest output that its difference may be: the root of the rounding error.
+    """
+
+    oracle: str
+    whole: bool
+    dtype: str
+    prompts: list[str]
+    num_tokens: int
+    base: str
+    policies: list[PolicyResult]
+    layers: list[LayerResult]
+    yardstick_max: float | None
+    yardstick_mean: float | None
+    tolerance: float
+    logits_scale: float
+    seconds: float
+
+    @property
+    def problems(self) -> list[str]:
+        """Everything that differs beyond a tie, the causes first."""
+        found = [text for layer in self.layers for text in layer.problems(self.tolerance)]
+        for row in self.policies:
+            if row.differing:
+                found.append(f"{row.policy}: {row.first}")
+            elif not row.skipped and not row.logits_max <= self.logits_limit:
+                found.append(
+                    f"{row.policy}: logits differ by {row.logits_max:.3g}, expected at most {self.logits_limit:.3g}"
+                )
+            if row.differs_at is not None and not row.logits_max <= self.logits_limit:
+                found.append(f"{row.policy}: layer {row.differs_at} is the first to differ from {self.base}")
+        return found
+
+    @property
+    def logits_limit(self) -> float:
+        """The largest difference of logits that is taken for rounding."""
+        return max(2 * (self.yardstick_max or 0.0), self.tolerance * self.logits_scale)
+
+    @property
+    def verdict(self) -> str:
+        """`exact`, `ties` or `differs`."""
+        if self.problems:
+            return "differs"
+        return "ties" if any(row.ties for row in self.policies) else "exact"
+
+    @property
+    def first(self) -> str:
+        """The first difference, or tie; empty where there is none."""
+        return next(iter(self.problems), "") or next((row.first for row in self.policies if row.ties), "")
+
+
+def verify(checkpoint: Checkpoint, options: VerifyOptions, on_progress: Progress) -> Comparison:
+    """Compare a model as served here with plain transformers.
+
+    Effects: loads the model once for each policy, and plain transformers once, one after the other.
+
+    Raises:
+        UsageError: an unknown policy, or one that cannot be compared.
+        CapacityError: not even the dense weights and the smallest pool fit.
+        MismatchError: weights are damaged.
+    """
+    began = time.perf_counter()
+    dtype, device = parse_dtype(options.dtype), parse_device(options.device)
+    use_threads(checkpoint.config)
+    names, prompts = _prompts(checkpoint, options)
+    wanted = [*dict.fromkeys(options.policies or POLICIES)]
+    everything = wanted == ["all"]
+    policies = plugins.names("policy") if everything else wanted
+    reasons = {name: _unfit(name) for name in policies}
+    if not everything and (bad := next((name for name in policies if reasons[name]), None)):
+        raise UsageError(f"policy {bad} cannot be verified: {reasons[bad]}; choose others")
+    policies.sort(key=lambda name: name != POLICIES[0])
+    serve, memory = _pool(checkpoint, options, prompts)
+    served = Served(
+        checkpoint=checkpoint, options=serve, prompts=prompts, num_tokens=options.tokens, device_memory_bytes=memory
+    )
+
+    fastest = dtype if serve.products and device.type == "cpu" else None
+
+    def run(policy: str, predictor: Path | None = None, sequences: Any = None) -> Answers:
+        def told(done: int) -> None:
+            on_progress(f"serving under {policy}", done, 2 * len(prompts))
+
+        return served.answer(policy, predictor=predictor, sequences=sequences, on_progress=told)
+
+    with ExitStack() as stack:
+        needing = [name for name in policies if not reasons[name] and policy_class(name).needs_predictor]
+        base = next((name for name in policies if not reasons[name] and name not in needing), POLICIES[0])
+        reference, predictor = run(base), None
+        if needing:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="moetool-verify-"))
+            predictor = _counted(checkpoint, reference, Path(folder))
+        rows = LayerComparison(checkpoint, reference.computed, dtype, device, fastest)
+        plain, yardstick, oracle, whole = rows.compare(prompts, reference, options.layer_by_layer, on_progress)
+        gc.collect()  # plain transformers is part of cycles, and the next policies need its memory
+        results = []
+        for name in policies:
+            if reasons[name]:
+                results.append(PolicyResult(policy=name, skipped=reasons[name]))
+                continue
+            try:
+                made = reference
+                if name != base:
+                    made = run(name, predictor if name in needing else None, reference.tokens)
+            except (CapacityError, UsageError) as error:
+                if not everything:
+                    raise
+                results.append(PolicyResult(policy=name, skipped=str(error)))
+                continue
+            results.append(_judge(name, made, reference, plain, names))
+    return Comparison(
+        oracle=oracle,
+        whole=whole,
+        dtype=options.dtype,
+        prompts=names,
+        num_tokens=options.tokens,
+        base=base,
+        policies=results,
+        layers=list(rows.results.values()),
+        yardstick_max=None if yardstick is None else yardstick[0],
+        yardstick_mean=None if yardstick is None else yardstick[1],
+        tolerance=rows.tolerance,
+        logits_scale=max(float(logits.abs().max()) for logits in plain),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _judge(
+    policy: str, made: Answers, reference: Answers, plain: Sequence[torch.Tensor], names: Sequence[str]
+) -> PolicyResult:
+    result = PolicyResult(policy=policy, slots=made.slots)
+    result.logits_max, result.logits_mean = differences(
+        [(computed.logits, logits) for computed, logits in zip(made.computed, plain, strict=True)]
+    )
+    for number, tokens in enumerate(made.tokens):
+        where = _first_difference(tokens, reference.tokens[number], plain[number])
+        if where is None:
+            result.exact += 1
+            continue
+        position, expected, gap = where
+        text = (
+            f"prompt {names[number]}, token {position + 1}: {tokens[position]} in place of {expected}, "
+            f"{gap:.3g} apart in logits"
+        )
+        tie = gap < TIE
+        if tie:
+            result.ties += 1
+        else:
+            result.differing += 1
+        if not result.first or (result.differing == 1 and not tie):
+            result.first = text
+    for ours, first in zip(made.computed, reference.computed, strict=True):
+        if torch.equal(ours.logits, first.logits):
+            continue
+        result.same_bits = False
+        layers = [n for n, pair in enumerate(zip(ours.outputs, first.outputs, strict=True)) if not torch.equal(*pair)]
+        if layers and (result.differs_at is None or layers[0] < result.differs_at):
+            result.differs_at = layers[0]
+    return result
+
+
+def _first_difference(
+    tokens: Sequence[int], sequence: Sequence[int], logits_NV: torch.Tensor
+) -> tuple[int, int, float] | None:
+    """Position, expected token and distance in logits of the first token that transformers would not have chosen.
+
+    Args:
+        sequence: the answer that the logits go with; behind a token that is not in it they say nothing.
+    """
+    for position, token in enumerate(tokens):
+        row_V = logits_NV[position]
+        expected = int(row_V.argmax())
+        if token != expected:
+            return position, expected, float(row_V[expected] - row_V[token])
+        if token != sequence[position]:
+            return None
+    return None
+
+
+def _prompts(checkpoint: Checkpoint, options: VerifyOptions) -> tuple[list[str], list[list[int]]]:
+    """Ids and tokens of prompts, of every embedded set in turn."""
+    loaded = gather.load(["all"], max_prompts=options.prompts)
+    by_set: dict[str, list[Any]] = {}
+    for prompt in loaded:
+        by_set.setdefault(prompt.dataset, []).append(prompt)
+    turns = [group[i] for i in range(options.prompts) for group in by_set.values() if i < len(group)]
+    chosen = turns[: options.prompts]
+    tokens = [prompt.token_ids(checkpoint.tokenizer)[:_PROMPT_TOKENS] for prompt in chosen]
+    return [f"{prompt.dataset}/{prompt.prompt_id}" for prompt in chosen], tokens
+
+
+def _pool(checkpoint: Checkpoint, options: VerifyOptions, prompts: Sequence[Sequence[int]]) -> tuple[ServeOptions, int]:
+    """How the model is served, and the memory for it."""
+    longest = max(map(len, prompts)) + options.tokens
+    serve = ServeOptions(device=options.device, dtype=options.dtype, kv_tokens=max(256, 8 * longest))
+    if options.device_memory_bytes is not None:
+        return serve, options.device_memory_bytes
+    device = parse_device(options.device)
+    free = memory_bytes()[1] if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    slot = stride_of(slot_bytes(checkpoint, serve))
+    fixed = sum(fixed_bytes(checkpoint, serve))
+    half = max(MIN_SLOTS, checkpoint.spec.total_experts // 2)
+    slots = min(half, int((free * MEMORY_SHARE - fixed) // slot))
+    if slots < MIN_SLOTS:
+        raise CapacityError(
+            f"{checkpoint.name} needs {count(fixed + MIN_SLOTS * slot, 'B')} for dense weights, KV cache and "
+            f"{MIN_SLOTS} experts, and {count(free, 'B')} are free; free some memory, or give --dtype bfloat16"
+        )
+    return serve, fixed + slots * slot
+
+
+def _unfit(policy: str) -> str:
+    """Why a policy cannot be compared; empty where it can."""
+    kind = policy_class(policy)
+    if kind.needs_future:
+        return "it has to know the future"
+    return "" if kind.lossless else "it changes the routing on purpose"
+
+
+def _counted(checkpoint: Checkpoint, reference: Answers, folder: Path) -> Path:
+    """A predictor that has counted the routes of the first policy's forwards."""
+    spec = checkpoint.spec
+    made = build("affinity", spec)
+    rows = [
+        torch.stack([computed.routes[layer][0] for layer in range(spec.num_layers)], dim=1)
+        for computed in reference.computed
+    ]
+    made.count(Tokens(experts_TPK=torch.cat(rows)))
+    save(made, folder, {"trace": {"sha256": ""}, "requests": {}, "seen_prompts": []})
+    return folder

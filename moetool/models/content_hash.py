@@ -1,0 +1,97 @@
+"""The full identity of a checkpoint: the sha256 of its config and of every byte of its weights, computed only once.
+
+`moetool.models.revision` samples a checkpoint in seconds, and misses a changed byte between two samples. Machines that
+compute one answer together compare this.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from moetool import durable, tables
+from moetool.assets import cache_folder
+from moetool.errors import MismatchError
+from moetool.json_files import parse_object
+
+KEPT_BYTES = 64 << 20
+"""Files of this size and more have their hash kept; smaller ones are read in less than a tenth of a second."""
+_THREADS = 4
+
+
+def content_hashes(files: Sequence[Path]) -> dict[str, str]:
+    """The sha256 of files, by name.
+
+    Of a file in the hub's cache it is the one that its blob is called by. Of other large files it is kept in the user's
+    cache folder (`moetool.assets.cache_folder`), for as long as the file is not written to.
+
+    Effects: progress on stderr while files are read.
+
+    Raises:
+        MismatchError: a file changes while it is read.
+    """
+    known = {file: _known(file) for file in files}
+    unknown = [file for file in files if not known[file]]
+    if unknown:
+        total = sum(file.stat().st_size for file in unknown)
+        done = 0
+        with (
+            ThreadPoolExecutor(_THREADS) as threads,
+            tables.progress("hashing weights (MB)", total // 10**6) as on_progress,
+        ):
+            for file, found in zip(unknown, threads.map(_computed, unknown), strict=True):
+                known[file] = found
+                done += file.stat().st_size
+                on_progress(done // 10**6)
+    return {file.name: known[file] for file in files}
+
+
+def differing_file(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
+    """The first file that only one side has, or that has other content there; None where all are equal."""
+    return next((name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)), None)
+
+
+def _known(file: Path) -> str:
+    """What the hub's cache or our own says of a file; empty where neither does."""
+    if file.is_symlink():
+        target = file.readlink()
+        if target.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", target.name):
+            return target.name
+    place = _place(file)
+    if file.stat().st_size < KEPT_BYTES or not place.is_file():
+        return ""
+    try:
+        kept = parse_object(place.read_bytes()[:4096])
+    except (OSError, ValueError):
+        return ""
+    digest = kept.get("sha256")
+    return digest if kept.get("stamp") == _stamp(file) and isinstance(digest, str) else ""
+
+
+def _computed(file: Path) -> str:
+    stamp = _stamp(file)
+    digest = durable.sha256_file(file)
+    if _stamp(file) != stamp:
+        raise MismatchError(f"{file} was written to while it was read; try again")
+    if file.stat().st_size >= KEPT_BYTES:
+        place = _place(file)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            durable.write_text(place, json.dumps({"stamp": stamp, "sha256": digest}))
+        except OSError:
+            pass  # a cache that cannot be written costs time only
+    return digest
+
+
+def _stamp(file: Path) -> list[int]:
+    """What a write into a file, or another file in its place, changes; ctime even where mtime is set back."""
+    found = file.stat()
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def _place(file: Path) -> Path:
+    """Where the hash of a file is kept."""
+    return cache_folder() / "sha256" / hashlib.sha256(os.fsencode(file.resolve())).hexdigest()

@@ -1,0 +1,139 @@
+"""Downloads of large files from the hub, continued by range requests and checked when they are whole."""
+
+import errno
+import fcntl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moetool import tables
+from moetool.durable import sha256_file
+from moetool.errors import MismatchError, MoetoolError, first_line
+
+_WORKERS = 4  # downloads at a time, which an interruption leaves unfinished
+_TRIES = 5
+PARTIAL = ".moetool-partial"
+"""Suffix of a blob that is not whole."""
+
+
+class Blob(NamedTuple):
+    """A file of a repository: `sha256` is empty where the hub stores it in git."""
+
+    path: str
+    num_bytes: int
+    sha256: str
+
+
+class _Stopped(Exception):
+    """Another download has failed, or the user has stopped all."""
+
+
+class Transfers:
+    """Downloads of whole blobs, several at a time.
+
+    Effects: `blobs/SHA256` for each that is whole, `blobs/SHA256.moetool-partial` for each that is not.
+    """
+
+    def __init__(
+        self, repository: str, commit: str, endpoint: str, blobs: Path, on_progress: Callable[[int], None]
+    ) -> None:
+        from huggingface_hub.utils import build_hf_headers
+
+        self._repository = repository
+        self._commit = commit
+        self._endpoint = endpoint
+        self._blobs = blobs
+        self._on_progress = on_progress
+        self._headers = build_hf_headers(library_name="moetool")
+        self._done = 0
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+
+    def run(self, files: Sequence[Blob]) -> None:
+        """Download all. Raises: what the first that fails raises."""
+        with ThreadPoolExecutor(_WORKERS) as threads:
+            running = [threads.submit(self._whole, file) for file in files]
+            try:
+                wait(running, return_when=FIRST_EXCEPTION)
+            finally:
+                self._stopping.set()  # of no effect on those that are done
+                for each in running:
+                    each.cancel()
+            errors = [each.exception() for each in running if each.done() and not each.cancelled()]
+        for error in errors:
+            if error is not None and not isinstance(error, _Stopped):
+                raise error
+
+    def _whole(self, file: Blob) -> None:
+        partial, blob = self._blobs / f"{file.sha256}{PARTIAL}", self._blobs / file.sha256
+        with partial.open("ab") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)  # of two processes one downloads
+            if not blob.exists():
+                self._add(stream.tell())
+                self._rest(file, stream)
+                stream.flush()
+                if (found := sha256_file(partial)) != file.sha256:
+                    stream.truncate(0)
+                    raise MismatchError(
+                        f"{self._repository}: {file.path} came with sha256 {found[:12]}, expected {file.sha256[:12]}; "
+                        "run the command again to download it anew"
+                    )
+                partial.replace(blob)
+            else:
+                partial.unlink(missing_ok=True)
+
+    def _rest(self, file: Blob, stream: Any) -> None:
+        """Continue a file to its end, with some patience for connections that break."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.errors import HfHubHTTPError
+        from huggingface_hub.file_download import http_get
+
+        url = hf_hub_url(self._repository, file.path, revision=self._commit, endpoint=self._endpoint)
+        failures = 0
+        while True:
+            before = stream.tell()
+            if before > file.num_bytes:
+                stream.truncate(0)
+                before = 0
+            try:
+                http_get(
+                    url,
+                    stream,
+                    resume_size=before,
+                    headers=dict(self._headers),
+                    expected_size=file.num_bytes,
+                    _tqdm_bar=_Bar(self._add),
+                )
+                return
+            except (_Stopped, MoetoolError):
+                raise
+            except Exception as error:
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                    raise
+                if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+                    raise
+                stream.flush()
+                failures = 0 if stream.tell() > before else failures + 1
+                if failures == _TRIES:
+                    raise MoetoolError(
+                        f"the download of {file.path} broke off at {tables.count(stream.tell(), 'B')} of "
+                        f"{tables.count(file.num_bytes, 'B')} ({first_line(error)}); run the command again to go on"
+                    ) from None
+                time.sleep(failures)
+
+    def _add(self, num_bytes: int) -> None:
+        if self._stopping.is_set():
+            raise _Stopped
+        with self._lock:
+            self._done += num_bytes
+            self._on_progress(self._done // 10**6)
+
+
+class _Bar:
+    """What huggingface_hub takes for a progress bar."""
+
+    def __init__(self, update: Callable[[int], None]) -> None:
+        self.update = update

@@ -1,0 +1,184 @@
+"""`moetool verify`: right models agree, broken ones are named by layer and expert."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moetool.errors import UsageError
+from moetool.evaluation.layer_comparison import OUTSIDE
+from moetool.evaluation.verification import Comparison, VerifyOptions, verify
+from moetool.evaluation.verification_report import report_on
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.expert_files import ExpertFiles
+from moetool.models.shards import Shards
+from moetool.runtime.expert_forward import ExpertRuntime
+from tests import families, quantized
+
+SMALL = VerifyOptions(policies=("lru",), prompts=3, tokens=3)
+
+
+def _verify(path: Path | str, options: VerifyOptions = SMALL) -> Comparison:
+    with Checkpoint.open(path) as checkpoint:
+        return verify(checkpoint, options, lambda what, done, total: None)
+
+
+def _shape(family: str, to: Path, reference: Path, **changed: Any) -> Path:
+    """A tiny random model with the embedded model's tokenizer."""
+    tokenizer = Checkpoint.open(reference).tokenizer
+    families.save(family, to, vocab_size=len(tokenizer), **changed)
+    for file in reference.glob("tokenizer*"):
+        shutil.copy(file, to)
+    return to
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_the_embedded_model_is_exact_under_every_policy(reference: Path, layer_by_layer: bool) -> None:
+    policies = ("lru", "promoe") if layer_by_layer else ("all",)
+    options = VerifyOptions(policies=policies, prompts=3, tokens=3, layer_by_layer=layer_by_layer)
+    made = _verify(reference, options)
+    assert made.verdict == "exact" and not made.problems and made.whole != layer_by_layer
+    ran = [row for row in made.policies if not row.skipped]
+    assert {"lru", "promoe"} <= {row.policy for row in ran} and made.base == "lru"
+    assert all((row.exact, row.ties, row.differing) == (3, 0, 0) and row.same_bits for row in ran)
+    assert all(layer.experts_compared == 32 and layer.routes > 0 for layer in made.layers if layer.layer != OUTSIDE)
+    assert all(layer.tensors and not layer.tensors_differing for layer in made.layers)
+    assert made.yardstick_max is not None and 0 < made.yardstick_max < 1e-3
+    skipped = {row.policy: row.skipped for row in made.policies if row.skipped}
+    assert layer_by_layer or skipped["belady"] == "it has to know the future"
+    assert layer_by_layer or skipped["smoe"] == "it changes the routing on purpose"
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "gpt_oss", "llama4_text", "qwen3_next", "dbrx"])
+def test_families_agree_whole_and_layer_by_layer(family: str, reference: Path, tmp_path: Path) -> None:
+    path = _shape(family, tmp_path / "m", reference)
+    for layer_by_layer in (False, True):
+        made = _verify(path, VerifyOptions(policies=("lru",), prompts=2, tokens=2, layer_by_layer=layer_by_layer))
+        assert made.verdict in ("exact", "ties"), made.problems
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_quantized_experts_are_compared_with_their_dense_twins(
+    layer_by_layer: bool, reference: Path, tmp_path: Path
+) -> None:
+    _shape("qwen3_moe", tmp_path / "dense", reference)
+    config = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+    quantized.quantize(tmp_path / "dense", tmp_path / "m", config, lambda name: quantized.fp8_block(16))
+    made = _verify(tmp_path / "m", VerifyOptions(policies=("lru",), prompts=2, tokens=2, layer_by_layer=layer_by_layer))
+    assert made.verdict in ("exact", "ties"), made.problems
+    expected = "unpacked by moetool" if layer_by_layer else "unpacked by transformers (dequantize=True)"
+    assert made.oracle.startswith(expected)
+    assert sum(layer.experts_compared for layer in made.layers) == 24
+
+
+def _other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One expert's bytes come changed wherever moetool reads them."""
+    real = ExpertFiles.read_stored
+
+    def read_stored(self: ExpertFiles, key: int, memory: torch.Tensor) -> int:
+        done = real(self, key, memory)
+        if self.spec.expert_of(key) == (1, 5):
+            memory[:64].view(torch.bfloat16).mul_(-1.5)
+        return done
+
+    monkeypatch.setattr(ExpertFiles, "read_stored", read_stored)
+
+
+def _other_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router of one layer is read wrongly."""
+    real = Shards.load
+
+    def load(self: Shards, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        value = real(self, name, dtype)
+        return value.flip(0) if name.endswith("layers.2.mlp.gate.weight") else value
+
+    monkeypatch.setattr(Shards, "load", load)
+
+
+def _other_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An expert's weight in the sum of one layer is lost."""
+    real = ExpertRuntime.forward
+
+    def forward(self: ExpertRuntime, layer: Any, hidden: Any, index_TK: Any, weights_TK: Any) -> torch.Tensor:
+        if layer.index == 3:
+            weights_TK = weights_TK.masked_fill(index_TK == index_TK[0, 0], 0.0)
+        return real(self, layer, hidden, index_TK, weights_TK)
+
+    monkeypatch.setattr(ExpertRuntime, "forward", forward)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_other_weights, "layer 1: the slots of expert 5 hold other weights"),
+        (_other_router, "layer 2: mlp.gate.weight is not what plain transformers has"),
+        (_other_sum, "layer 3: its output differs by "),
+    ],
+)
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_a_broken_model_differs_by_layer_and_expert(
+    spoil: Callable[[pytest.MonkeyPatch], None],
+    said: str,
+    layer_by_layer: bool,
+    reference: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spoil(monkeypatch)
+    made = _verify(reference, VerifyOptions(policies=("lru",), prompts=3, tokens=3, layer_by_layer=layer_by_layer))
+    assert made.verdict == "differs"
+    assert made.first.startswith(said), made.problems
+    if spoil is _other_router:
+        assert "tokens chose other experts, such as experts " in made.problems[1]
+    if spoil is _other_sum:
+        assert "most at a token of experts " in made.first
+
+
+def test_a_policy_that_breaks_is_told_from_the_others(reference: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moetool.runtime.host_compute import HostCompute
+
+    real = HostCompute.start
+
+    def start(self: HostCompute, form: Any, key: int, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        finished = real(self, form, key, x)
+        return lambda: finished() * 2
+
+    monkeypatch.setattr(HostCompute, "start", start)
+    made = _verify(
+        reference, VerifyOptions(policies=("static_split", "lru"), prompts=3, tokens=3, device_memory_bytes=10_000_000)
+    )
+    assert made.verdict == "differs" and made.base == "lru"
+    good, bad = made.policies
+    assert (good.policy, good.exact, good.differs_at) == ("lru", 3, None)
+    assert bad.policy == "static_split" and not bad.same_bits and bad.differs_at is not None
+    assert any(problem.startswith("static_split: ") for problem in made.problems)
+    assert not any(problem.startswith(("lru", "layer")) for problem in made.problems)
+
+
+def test_the_report_holds_no_folder_and_no_prompt(reference: Path, tmp_path: Path) -> None:
+    shutil.copytree(reference, tmp_path / "secret-user" / "my-moe")
+    with Checkpoint.open(tmp_path / "secret-user" / "my-moe") as checkpoint:
+        report = report_on(checkpoint, verify(checkpoint, SMALL, lambda what, done, total: None), "cpu")
+    assert report.model == "my-moe" and report.verdict_line == f"my-moe: {report.verdict_line.partition(': ')[2]}"
+    for suffix in (".md", ".json"):
+        report.save(tmp_path / f"report{suffix}")
+        text = (tmp_path / f"report{suffix}").read_text()
+        assert "secret-user" not in text and str(Path.home()) not in text
+        for wanted in (report.revision, report.machine.cpu, report.machine.torch, "exact", "lru"):
+            assert wanted in text
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["verdict"] == "exact" and found["policies"][0]["exact"] == 3 and len(found["layers"]) == 9
+    assert not any(len(prompt) > 60 for prompt in found["prompts"])
+
+
+def test_a_policy_that_cannot_be_compared_is_refused(reference: Path) -> None:
+    for policy, why in (
+        ("belady", "has to know the future"),
+        ("smoe", "changes the routing"),
+        ("lrru", "did you mean"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            _verify(reference, VerifyOptions(policies=(policy,)))
