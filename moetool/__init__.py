@@ -31,8 +31,8 @@ The glossary; one word a concept, in code, help, tables and guides:
 
     checkpoint    a model's files: config, tokenizer, weights
     expert        one feed-forward network of a MoE layer, logical; its key is layer * experts + number
-    shared expert an expert that every token uses; part of the dense weights, never in the pool
-    dense weights everything but the routed experts
+    shared expert  an expert that every token uses; part of the dense weights, never in the pool
+    dense weights  everything but the routed experts
     router, gate  the network that scores the experts of a layer for each token; logits before, scores after it
     top-k         the experts that a token uses; routing: the top-k of many tokens
     event         the distinct experts that one forward needs at one layer; the unit of every cache decision

@@ -26,7 +26,7 @@ def head(kind: str, version: int) -> dict[str, Any]:
     return {"kind": kind, "schema_version": version, "moetool_version": __version__}
 
 
-def load(cls: type[T], path: Path, *, what: str, kind: str, version: int, command: str, example: str = "") -> T:
+def load(cls: type[T], path: str | Path, *, what: str, kind: str, version: int, command: str, example: str = "") -> T:
     """Read a dataclass from a file that `head` is the head of.
 
     Args:
@@ -42,7 +42,7 @@ def load(cls: type[T], path: Path, *, what: str, kind: str, version: int, comman
     """
     advice = f"make the {what} again with: {command}"
     try:
-        values = read_json(path, advice=advice, max_bytes=MAX_BYTES)
+        values = read_json(Path(path), advice=advice, max_bytes=MAX_BYTES)
     except IsADirectoryError:
         raise UsageError(f"{path} is a folder, expected a {what}'s file; one is made with: {command}") from None
     except (FileNotFoundError, NotADirectoryError):

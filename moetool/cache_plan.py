@@ -172,7 +172,7 @@ class CachePlan:
         return {**artefact.head("cache_plan", SCHEMA_VERSION), **asdict(self), "spec": self.spec.to_json()}
 
     @classmethod
-    def load(cls, path: Path) -> "CachePlan":
+    def load(cls, path: str | Path) -> "CachePlan":
         """Read a plan; the predictor's path becomes absolute.
 
         Raises:
@@ -189,6 +189,6 @@ class CachePlan:
             example="--trace DIR --device-memory 64MB",
         )
         if plan.predictor is not None:
-            located = str((path.parent.resolve() / plan.predictor.path).resolve())
+            located = str((Path(path).parent.resolve() / plan.predictor.path).resolve())
             return replace(plan, predictor=replace(plan.predictor, path=located))
         return plan

@@ -58,7 +58,9 @@ def _imported(kind: str, name: str) -> ModuleType:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and name.startswith(error.name):
-            raise UsageError(f"cannot import {kind} {name!r}: no module {error.name!r} on the path") from None
+            raise UsageError(
+                f"cannot import {kind} {name!r}: no module {error.name!r} on Python's path; run with PYTHONPATH=FOLDER"
+            ) from None
         raise
     if missing := [part for part in _PARTS.get(kind, ()) if not hasattr(module, part)]:
         raise UsageError(f"{name} is no {kind}: it has no {' and no '.join(missing)}")

@@ -270,7 +270,7 @@ class CostProfile:
         return {**artefact.head(KIND, SCHEMA_VERSION), **asdict(self), "spec": self.spec.to_json()}
 
     @classmethod
-    def load(cls, path: Path) -> "CostProfile":
+    def load(cls, path: str | Path) -> "CostProfile":
         """Read a profile.
 
         Raises:

@@ -309,7 +309,7 @@ def save(predictor: Predictor, folder: Path, facts: Mapping[str, Any]) -> dict[s
     return written
 
 
-def load_predictor(path: Path, options: Mapping[str, Mapping[str, Any]] | None = None) -> Predictor:
+def load_predictor(path: str | Path, options: Mapping[str, Mapping[str, Any]] | None = None) -> Predictor:
     """Load a predictor that `moetool train` wrote, ready to predict on the CPU.
 
     Args:
@@ -324,6 +324,7 @@ def load_predictor(path: Path, options: Mapping[str, Mapping[str, Any]] | None =
         MismatchError: it is no predictor of this schema version, it is damaged, or this installation lacks
             its plugin.
     """
+    path = Path(path)
     again = f"train again: moetool train PREDICTOR --trace DIR --out {path} --overwrite"
     card = read_card(path, again)
     weights = path / WEIGHTS

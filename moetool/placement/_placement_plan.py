@@ -149,7 +149,7 @@ class PlacementPlan:
         return {**artefact.head("placement_plan", SCHEMA_VERSION), **asdict(self), "spec": self.spec.to_json()}
 
     @classmethod
-    def load(cls, path: Path) -> "PlacementPlan":
+    def load(cls, path: str | Path) -> "PlacementPlan":
         """Read and check a plan.
 
         Raises:

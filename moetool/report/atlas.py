@@ -179,31 +179,41 @@ def atlas_section(atlas: Atlas) -> Section:
         + ".",
     ]
     rows = tuple(
-        (f"{one.layer} / {one.expert}", f"{one.uses:,}", _listed(one.tasks), _listed(one.tokens) or "withheld")
+        (f"{one.layer} / {one.expert}", f"{one.uses:,}", _listed(one.tasks), _listed(one.tokens, "␣") or "withheld")
         for one in shown
     )
     columns = ("layer / expert", "tokens", "tasks (times the average)", "tokens (times the average)")
     tables = [PageTable(caption="Most specialised experts", columns=columns, rows=rows)] if rows else []
-    scored = sorted((one for one in atlas.entries if one.saliency is not None), key=lambda one: one.saliency or 0.0)
+    scored = _by_saliency(atlas)
     if scored:
-        mean = float(np.mean([one.saliency for one in scored]))
         notes.append(
             "Saliency is the mean over an expert's tokens of its weight times the norm of its output (REAP): experts "
-            "with little of it change the layer's output least when they are pruned."
+            "with little of it, against the mean of their layer, change its output least when they are pruned."
         )
         tables.append(
             PageTable(
                 caption="Least salient experts",
-                columns=("layer / expert", "tokens", "saliency", "of the mean"),
+                columns=("layer / expert", "tokens", "saliency", "of its layer's mean"),
                 rows=tuple(
-                    (f"{one.layer} / {one.expert}", f"{one.uses:,}", f"{saliency:.4g}", f"{saliency / mean:.2f}")
-                    for one in scored[:_SHOWN]
-                    if (saliency := one.saliency) is not None
+                    (f"{one.layer} / {one.expert}", f"{one.uses:,}", f"{one.saliency:.4g}", f"{share:.2f}")
+                    for share, one in scored[:_SHOWN]
                 ),
             )
         )
     return Section(name="Experts", notes=notes, tables=tables)
 
 
-def _listed(lifts: tuple[Lift, ...]) -> str:
-    return ", ".join(f"{lift.name} {lift.lift:.1f}x" for lift in lifts[:3])
+def _by_saliency(atlas: Atlas) -> list[tuple[float, ExpertEntry]]:
+    """Saliency as a share of the layer's mean, and the expert, the least salient first."""
+    layers: dict[int, list[ExpertEntry]] = {}
+    for one in atlas.entries:
+        if one.saliency is not None:
+            layers.setdefault(one.layer, []).append(one)
+    means = {layer: float(np.mean([one.saliency for one in found])) for layer, found in layers.items()}
+    shares = [((one.saliency or 0.0) / means[layer], one) for layer, found in layers.items() for one in found]
+    return sorted(shares, key=lambda pair: pair[0])
+
+
+def _listed(lifts: tuple[Lift, ...], space: str = " ") -> str:
+    """Those above the average."""
+    return ", ".join(f"{lift.name.replace(' ', space)} {lift.lift:.1f}x" for lift in lifts[:3] if lift.lift > 1)

@@ -1,8 +1,7 @@
-"""The README's commands, run as they stand, and the demo."""
+"""The README's commands, run on the embedded model, and the demo."""
 
 import json
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -12,58 +11,64 @@ from pathlib import Path
 import pytest
 
 from moetool.cli import demo
-from moetool.cli import main as cli
+from tests.command_line import exit_code
+from tests.documents import blocks, cluster_of, commands
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _commands() -> list[list[str]]:
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [shlex.split(line, comments=True) for line in lines if line]
-
-
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 80
+
+
+def test_what_the_readme_links_to_is_there() -> None:
+    page = (ROOT / "README.md").read_text()
+    for path in (*re.findall(r"!\[[^]]*\]\(([^)]+)\)", page), "moetool/guide", "data/README.md"):
+        assert (ROOT / path).exists(), path
 
 
 def test_every_command_of_the_readme_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    *steps, serve, curl = _commands()
-    assert [step[1] for step in steps] == ["capture", "trace", "train", "evaluate", "plan", "replay"]
-    for step in steps:
-        monkeypatch.setattr(sys, "argv", step)
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-        captured = capsys.readouterr()
-        assert exit.value.code == 0, captured.err
-        assert captured.out
-    assert "belady" in captured.out
+    cluster_of(tmp_path, ("clinic", "court"))
 
-    assert serve[:2] == ["moetool", "serve"]
-    command = [sys.executable, "-m", "moetool.cli.main", *serve[1:], "--port", "0", "--log", "log"]
+    def run(*words: str) -> str:
+        assert exit_code(monkeypatch, *words) == 0, f"{words}: {capsys.readouterr().err}"
+        return capsys.readouterr().out
+
+    run("capture", "reference", "--data", "chat,code", "--max-prompts", "3", "--max-new-tokens", "8", "--out", "both")
+    run("trace", "export", "both", "--format", "route_csv", "--out", "routes.csv")
+    run("trace", "split", "both", "--by", "task", "--out", "parts")
+    for name, part in zip("AB", sorted(folder for folder in Path("parts").iterdir() if folder.is_dir()), strict=True):
+        part.rename(name)
+    paths = [commands(block) for block in blocks((ROOT / "README.md").read_text()) if block.language == "bash"]
+    assert [len(path) for path in paths] == [3, 3, 3]
+    for path in paths:
+        for words in path:
+            if words[1] == "serve":
+                _serve(words)
+            else:
+                run(*words[1:])
+
+
+def _serve(words: list[str]) -> None:
+    """Serve as the line says, ask once, stop by Ctrl-C."""
+    command = [sys.executable, "-m", "moetool.cli.main", *words[1:], "--port", "0"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=_environment())
     assert server.stderr is not None
     try:
         serving = next(line for line in server.stderr if "serving on" in line)
         url = serving.split()[-1]
         assert url.startswith("http://127.0.0.1:"), serving
-        assert curl[0] == "curl" and curl[1] == "localhost:8000/v1/completions"
-        body = curl[curl.index("-d") + 1].encode()
+        body = json.dumps({"model": "reference", "prompt": "12 + 7 =", "max_tokens": 4}).encode()
         request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as response:
-            answer = json.load(response)
-        assert answer["usage"]["completion_tokens"] >= 1
+            assert json.load(response)["usage"]["completion_tokens"] >= 1
     finally:
         server.send_signal(signal.SIGINT)  # Ctrl-C
         _, rest = server.communicate(timeout=60)
     assert server.returncode == 0, rest
-    monkeypatch.setattr(sys, "argv", ["moetool", "replay", "--trace", "log", "--policy", "lru", "--budget", "50%"])
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
-    assert exit.value.code == 0
 
 
 def test_the_demo_serves_the_plain_models_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,40 @@
+"""Draw README's chart: `python docs/draw.py`.
+
+`memory.json` has the rows of
+
+    moetool trace import intent.parquet law.parquet translation.parquet --out routes      # published by DeepSeek, ESFT
+    moetool trace split routes --by request --share 0.5 --out parts
+    moetool train next_use --trace parts/0 --out next_use --set fit.max_epochs=6 --set fit.max_tokens=8000
+    moetool trace sample parts/1 --requests 12 --out held
+    moetool replay --trace held --policy lru,lfu,foresight,belady --predictor next_use
+                   --budget 6.25%,12.5%,25%,37.5%,50%,75% --json
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from moetool.report import drawing
+
+HERE = Path(__file__).parent
+NAMES = {"lfu": "lfu", "lru": "lru", "foresight": "foresight (ours)", "belady": "belady: the bound without prefetching"}
+
+
+def memory(figure: Any) -> None:
+    """Megabytes loaded for each new token against the memory that experts have."""
+    rows = json.loads((HERE / "memory.json").read_text())
+    left, right = figure.subplots(1, 2)
+    for series, (policy, label) in enumerate(NAMES.items()):
+        mine = [row for row in rows if row["policy"] == policy]
+        gigabytes = [row["budget_bytes"] / 1e9 for row in mine]
+        drawing.line(left, gigabytes, [row["bytes_per_decode_token"] / 1e9 for row in mine], series, label)
+        drawing.line(right, gigabytes, [row["hit_rate_decode"] for row in mine], series, label)
+    left.set(title="GB of experts loaded for each new token", ylim=(0, None), xlim=(0, None))
+    right.set(title="hit rate", ylim=(0, 1), xlim=(0, None))
+    left.legend()
+    for axes in (left, right):
+        axes.set_xlabel("GB of memory for experts, of 28.8 GB in all (DeepSeek-V2-Lite, bf16)")
+
+
+if __name__ == "__main__":
+    drawing.save(HERE / "memory.svg", 3.2, memory)
