@@ -1,6 +1,7 @@
 """LFU for policies that prefetch several layers ahead: what was prefetched for a layer still to come stays."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from heapq import heappush
 from typing import Any
 
@@ -8,8 +9,20 @@ from moetool.caching import lfu
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 
+@dataclass(frozen=True, kw_only=True)
+class AheadOptions(lfu.Options):
+    """What LFU counts, and what a prefetch may evict.
+
+    Attributes:
+        spare: let no prefetch evict an expert that was used more often than the one it brings. Ours: the published
+            systems prefetch all the same.
+    """
+
+    spare: bool = False
+
+
 class LfuAhead(lfu.Policy):
-    """LFU that gives up what was prefetched for the layers to come last, and lets no prefetch oust a warmer expert."""
+    """LFU that evicts what was prefetched for the layers to come last."""
 
     def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
@@ -43,7 +56,7 @@ class LfuAhead(lfu.Policy):
             return None
         coldest = super().evict(kept)
         uses, time = self._uses.get(coldest, (0, 0))
-        if uses > self._uses.get(key, (0, 0))[0]:
+        if self.options.spare and uses > self._uses.get(key, (0, 0))[0]:
             heappush(self._heap, (uses, time, coldest))  # it stays
             return None
         return coldest

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from moetool.caching import _lfu_ahead, lfu
+from moetool.caching import _lfu_ahead
 from moetool.errors import UsageError
 from moetool.learning.request_matrices import ActivationMatrices
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(lfu.Options):
+class Options(_lfu_ahead.AheadOptions):
     """What MoE-Infinity remembers and how far it looks.
 
     Attributes:
@@ -50,7 +50,6 @@ class Policy(_lfu_ahead.LfuAhead):
         - Evicted is the expert with the fewest uses, of several the least recently used one; what was prefetched
           for a layer still to come in this forward goes last. The topological weights of the code's other
           (encoder-decoder) eviction score are left out.
-        - A prefetch takes the place of no expert that was used more often (section 5 of moetool's design).
         - With several requests in a forward, their matches' probabilities are added, weighted by their tokens.
         - A full history forgets the request that matched least often, as the code does, of several the oldest slot.
           An ended request joins it when the next forward begins, in the order of their numbers.

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moetool.caching import _lfu_ahead, lfu
+from moetool.caching import _lfu_ahead
 from moetool.caching.duoserve import likeliest
 from moetool.errors import UsageError
 from moetool.types import GateEvent, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(lfu.Options):
+class Options(_lfu_ahead.AheadOptions):
     """How far ProMoE looks.
 
     Attributes:
@@ -35,7 +35,7 @@ class Policy(_lfu_ahead.LfuAhead):
         - Of several tokens: the union of their top-k, by summed score, as far as slots go. A prompt's forward is
           treated alike.
         - Evicted is the expert with the fewest uses, as in MoE-Infinity; what was prefetched for a layer still to come
-          goes last, and a prefetch takes the place of no expert that was used more often.
+          goes last.
         - A demand load goes before every prefetch, and of an event the residents are computed first; how far a
           prefetch in flight is cut short is for whatever moves the bytes.
     """

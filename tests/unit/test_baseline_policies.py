@@ -163,8 +163,9 @@ def test_moe_infinity_fetches_the_most_used_experts_of_the_first_layer() -> None
     assert loaded(first) == [3]  # K experts for each of the forward's tokens
 
 
-def test_moe_infinity_evicts_the_least_often_used_and_last_what_it_fetched_ahead() -> None:
-    run = moe_infinity(3, layers=2)
+@pytest.mark.parametrize("spare", [False, True])
+def test_moe_infinity_evicts_the_least_often_used_and_last_what_it_fetched_ahead(spare: bool) -> None:
+    run = moe_infinity(3, layers=2, spare=spare)
     for _ in range(3):
         run.token((0,), (0,))
     run.token((1,), (0,))
@@ -174,7 +175,7 @@ def test_moe_infinity_evicts_the_least_often_used_and_last_what_it_fetched_ahead
     policy = run.policy
     policy.admit(9, True)  # fetched ahead for layer 1, never used
     assert policy.evict({0}) != 9
-    assert policy.evict_for_prefetch(15, set()) is None  # never used itself: worth no expert that was
+    assert (policy.evict_for_prefetch(15, set()) is None) == spare  # never used itself: worth no expert that was
 
 
 def test_moe_infinity_forgets_the_request_that_matched_least() -> None:
