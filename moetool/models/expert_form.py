@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from moetool.models import row_products
+from moetool.models.row_products import RowsOf
 from moetool.models.stored_expert import Weight
 
 _WHOLE_VECTORS = 128
@@ -46,6 +47,15 @@ class Part:
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor."""
         return (len(self.parameters) * self.share[0], *self.share[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one expert computes: its weights, the rows of x that it takes and those of the output that it makes."""
+
+    weights: tuple[Weight, ...]
+    sources: Sequence[int]
+    targets: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +121,33 @@ class ExpertForm:
             hidden = tuple(self.gate(first) for first in firsts)
         outputs = self._linear(hidden, weights, second, self.down_transposed)
         return outputs if self.finish is None else [self.finish(output) for output in outputs]
+
+    def computes_rows(self, weights: tuple[Weight, ...]) -> bool:
+        """Whether `compute_rows` takes experts whose weights lie as these do."""
+        width = self.parts[0].shape[0 if not self.up_transposed else 1]
+        plain = not self.has_bias and self.finish is None and width % _WHOLE_VECTORS == 0
+        return plain and all(
+            row_products.takes(_out_in(weight, transposed))
+            for weight, transposed in zip(weights, (self.up_transposed, self.down_transposed), strict=True)
+        )
+
+    def compute_rows(self, x_TD: torch.Tensor, shares: Sequence[Share], num_rows: int) -> torch.Tensor:
+        """The outputs [num_rows, D] of several experts, each of at most `row_products.MAX_ROWS` rows, in two calls.
+
+        Each row is, to the bit, what `compute_each` makes of it. The targets of all shares are all rows.
+        """
+        ups = [
+            RowsOf(_out_in(each.weights[0], self.up_transposed), each.sources, each.targets)  # type: ignore[arg-type]
+            for each in shares
+        ]
+        firsts = row_products.scattered_products(x_TD, ups, num_rows)
+        parts = [self.gate(part) for part in firsts.split(max(1, _ONE_THREAD // firsts.shape[1]))]
+        hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
+        downs = [
+            RowsOf(_out_in(each.weights[1], self.down_transposed), each.targets, each.targets)  # type: ignore[arg-type]
+            for each in shares
+        ]
+        return row_products.scattered_products(hidden, downs, num_rows)
 
     def _linear(
         self,

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from moetool.caching._devices import Pool
 from moetool.caching._residency import Step, StepKind
-from moetool.models.expert_form import Call
+from moetool.models.expert_form import Call, Share
 from moetool.models.families import find
 from moetool.models.loading import LoadedModel
 from moetool.models.router_hooks import sorted_routes, to_float16, watch
+from moetool.models.row_products import MAX_ROWS
 from moetool.models.spec import MoeLayer
 from moetool.runtime.device_stores import Stores
 from moetool.runtime.expert_grouping import by_expert
@@ -53,12 +55,15 @@ class ExpertRuntime:
         store: made for it (`moetool.runtime.device_stores.open_stores`).
 
     Attributes:
+        from_pool: whether every expert is computed out of the store, by the residency's steps.
         uses_L: how often each layer needed an expert.
         misses_L: how often it was not resident then.
 
     Effects: becomes the model's experts implementation, and the forward of experts that have no such interface;
         owns the store.
     """
+
+    from_pool = True
 
     def __init__(self, loaded: LoadedModel, residency: Pool, store: ExpertStore | Stores) -> None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -87,6 +92,7 @@ class ExpertRuntime:
         loaded.model.set_experts_implementation(_IMPLEMENTATION)
         for layer in loaded.layers:
             self._bind(layer)
+        self._computes_rows = [self.from_pool and self._layer_computes_rows(layer) for layer in loaded.layers]
 
     def begin_forward(self, info: ForwardInfo) -> None:
         """Announce the forward that is about to run, and start its first prefetches.
@@ -128,7 +134,9 @@ class ExpertRuntime:
         event = self._event(layer, index_TK, weights_TK)
         if (routed := self.residency.route(event)) is not None:
             event, index_TK, weights_TK = self._reroute(event, routed, index_TK, weights_TK)
-        products = self._products(layer, event, index_TK, lambda experts, places: hidden_TD[places // top_k])
+        products = self._few_products(layer, event, hidden_TD)
+        if products is None:
+            products = self._products(layer, event, index_TK, lambda experts, places: hidden_TD[places // top_k])
         for on_products in tuple(self._watching.get(layer.index, {}).values()):
             on_products(products.view(num_tokens, top_k, -1))
         weighted = products * weights_TK.reshape(-1, 1)  # in the wider type of the two
@@ -157,6 +165,83 @@ class ExpertRuntime:
         made_TK = self._rule.weigh(scores_TE, chosen_TK).to(weights_TK.dtype)
         weights_TK = torch.where(changed_T[:, None], made_TK, weights_TK)
         return replace(event, experts_TK=tuple(map(tuple, routed))), chosen_TK, weights_TK
+
+    def _layer_computes_rows(self, layer: MoeLayer) -> bool:
+        """Whether the layer's experts can be computed by `_few_products`."""
+        if isinstance(self.store, Stores) or self.store.copies.staged or self.residency.policy.computes_on_host:
+            return False
+        files = self.store.files
+        layout = files.layout_of(self.residency.policy.spec.expert_key(layer.index, 0))
+        return layer.form.computes_rows(files.views(self.store.slots[0], layout))
+
+    def _program(self, layer: MoeLayer, event: GateEvent) -> list[Step]:
+        """The residency's steps for an event, counted."""
+        expert_of, needed = self.residency.policy.spec.expert_of, set(event.needed)
+        steps = self.residency.event(event)
+        self.uses_L[layer.index] += len(needed)
+        self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in needed for step in steps)
+        return steps
+
+    def _few_products(self, layer: MoeLayer, event: GateEvent, hidden_TD: torch.Tensor) -> torch.Tensor | None:
+        """As `_products`, for experts of few rows: all that are here in one call, whatever their number.
+
+        None where an expert has more rows than that, or no weights.
+        """
+        num_rows = sum(map(len, event.experts_TK))
+        if not self._computes_rows[layer.index] or num_rows > _FEW_ROWS:
+            return None
+        places_of: dict[int, list[int]] = {}
+        for place, expert in enumerate(chain.from_iterable(event.experts_TK)):
+            places_of.setdefault(expert, []).append(place)
+        if max(places_of) >= layer.form.num_experts or max(map(len, places_of.values())) > MAX_ROWS:
+            return None
+        assert isinstance(self.store, ExpertStore)
+        store, top_k = self.store, num_rows // len(event.experts_TK)
+        base = self.residency.policy.spec.expert_key(layer.index, 0)
+        together: list[Step] = []
+        made: list[tuple[list[int], torch.Tensor]] = []
+        beside: list[Step] = []  # loaded on demand though nothing here needs it: a whole layer's rest
+
+        def compute() -> None:
+            shares: list[Share] = []
+            places: list[int] = []
+            whole = len(together) == len(places_of)
+            for step in together:
+                its = places_of[step.key - base]
+                targets = its if whole else range(len(places), len(places) + len(its))
+                shares.append(Share(store.ready(step.key, step.slot), [place // top_k for place in its], targets))
+                places += its
+            output = layer.form.compute_rows(hidden_TD, shares, len(places))
+            made.append((places if not whole else [], output))
+            for step in together:
+                store.computed(step.slot)
+            together.clear()
+
+        steps = self._program(layer, event)
+        for step, following in zip(steps, [*steps[1:], None], strict=True):
+            if step.kind is StepKind.COMPUTE:
+                while beside:
+                    store.ready(beside[-1].key, beside.pop().slot)
+                if together and not store.arrived(step.key, step.slot):
+                    compute()  # while it is being read
+                together.append(step)
+                continue
+            at_once = following is not None and (following.kind, following.key) == (StepKind.COMPUTE, step.key)
+            if any(other.slot == step.slot for other in together):
+                compute()
+            if at_once and not together:
+                continue  # `ready` is next and loads it on this thread, sooner than another could
+            store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
+            if step.kind is StepKind.LOAD and step.key - base not in places_of:
+                beside.append(step)
+        if together:
+            compute()
+        if len(made) == 1:
+            return made[0][1]
+        outputs = made[0][1].new_empty(num_rows, made[0][1].shape[1])
+        for places, output in made:
+            outputs[places] = output
+        return outputs
 
     def _products(
         self,
@@ -199,9 +284,7 @@ class ExpertRuntime:
             inputs: gives what an expert gets for its places.
         """
         expert_of, num_experts = self.residency.policy.spec.expert_of, layer.form.num_experts
-        steps = self.residency.event(event)
-        self.uses_L[layer.index] += len(event.needed)
-        self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in rows_of for step in steps)
+        steps = self._program(layer, event)
         if all(step.kind is StepKind.COMPUTE for step in steps) and not isinstance(self.store, Stores):
             self._compute_resident(layer, steps, rows_of, inputs, put)
             return

@@ -156,6 +156,11 @@ class ExpertStore:
             self.copies.wait(job.copied, job.tier)
         return self._views[self.files.layout_of(key)][slot]
 
+    def arrived(self, key: int, slot: int) -> bool:
+        """Whether `ready` would not wait for a read."""
+        job = self._jobs[slot]
+        return job is not None and job.key == key and job.done
+
     def computed(self, slot: int) -> None:
         """All that was to be computed with the expert in `slot` has been asked for: it may be replaced after that."""
         self._freed[slot] = self.copies.mark()

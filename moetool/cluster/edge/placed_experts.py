@@ -88,6 +88,8 @@ class PlacedRuntime(ExpertRuntime):
     Raises: as `Holding`.
     """
 
+    from_pool = False
+
     def __init__(
         self,
         loaded: LoadedModel,

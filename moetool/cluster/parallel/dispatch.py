@@ -74,6 +74,8 @@ class ParallelRuntime(ExpertRuntime):
         tally: since `count_anew`.
     """
 
+    from_pool = False
+
     def __init__(
         self,
         loaded: LoadedModel,
