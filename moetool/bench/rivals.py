@@ -1,0 +1,375 @@
+"""moetool beside llama.cpp and plain transformers: the same weights, prompts and threads, in the same memory.
+
+Each engine runs in a process of its own, and with limited memory in a control group, whose limit counts the page cache:
+llama.cpp maps its file, moetool fits its expert pool. An engine's server is asked by the same client; plain
+transformers has no server and times itself. Every prompt differs, so that no prefix is reused.
+"""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moetool import tables
+from moetool.bench.memory_limits import bytes_read, drop_from_cache, limited_group
+from moetool.errors import MoetoolError, UsageError, first_line
+from moetool.models.checkpoint import Checkpoint
+
+ENGINES = ("moetool", "llama.cpp", "transformers")
+_START_S, _ANSWER_S = 240, 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RivalOptions:
+    """How `moetool bench rivals` measures.
+
+    Attributes:
+        prompt_tokens, new_tokens: of each request.
+        rounds: requests that count, after one that does not.
+        shares: of the model's bytes that memory is limited to; 0 for no limit.
+        threads: of each engine.
+        dtype: that moetool and transformers compute in.
+    """
+
+    prompt_tokens: int = 256
+    new_tokens: int = 32
+    rounds: int = 3
+    shares: tuple[float, ...] = (0.0, 0.5, 0.25)
+    threads: int = os.cpu_count() or 1
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if min(self.prompt_tokens, self.new_tokens, self.rounds, self.threads) < 1:
+            raise UsageError("prompt_tokens, new_tokens, rounds and threads are at least 1")
+        if not all(0 <= share < 1 for share in self.shares):
+            raise UsageError(
+                f"shares is {list(self.shares)}, expected shares of the model from 0 (no limit) to below 1"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One engine in one memory; rates are medians over the rounds.
+
+    Attributes:
+        memory_bytes: the limit; None for none.
+        prefill_tokens_s, decode_tokens_s: None where not measured.
+        read_token_bytes: bytes read from disk for each new token.
+        slowest_tokens_s: decode in the slowest round.
+        why: reason that it is not measured.
+    """
+
+    engine: str
+    memory_bytes: int | None
+    prefill_tokens_s: float | None = None
+    decode_tokens_s: float | None = None
+    slowest_tokens_s: float | None = None
+    read_token_bytes: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RivalBench:
+    """All cells, and what bounds them.
+
+    Attributes:
+        model_bytes: dense weights and experts.
+        token_bytes: of weights that one decoded token reads from memory: dense weights and its experts.
+        memory_bytes_s: measured read bandwidth of the memory.
+    """
+
+    model: str
+    model_bytes: int
+    token_bytes: int
+    memory_bytes_s: float
+    options: RivalOptions
+    cells: tuple[Cell, ...]
+    command: str
+
+    @property
+    def bound_tokens_s(self) -> float:
+        """Tokens a second if decoding did nothing but read its weights from memory."""
+        return self.memory_bytes_s / self.token_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"bound_tokens_s": self.bound_tokens_s}
+
+
+def bench_rivals(
+    model: str,
+    *,
+    gguf: Path | None,
+    llama_server: str | None,
+    engines: Sequence[str],
+    options: RivalOptions,
+    folder: Path | None,
+    command: str,
+) -> RivalBench:
+    """Measure every engine in every memory, one after the other.
+
+    Args:
+        gguf: the same weights for llama.cpp.
+        llama_server: its server; looked for on the PATH if not given.
+        folder: where each cell is written as soon as it is measured.
+    """
+    with Checkpoint.open(model) as checkpoint:
+        import torch
+
+        dense = checkpoint.dense_bytes(getattr(torch, options.dtype))
+        spec, path = checkpoint.spec, checkpoint.path
+        vocabulary = int(checkpoint.config.get_text_config().vocab_size)
+    used = sum(k * size for k, size in zip(spec.top_k_L, spec.expert_bytes_L, strict=True))
+    model_bytes = dense + spec.all_experts_bytes
+    prompts = _prompts(vocabulary, options)
+    server = llama_server or shutil.which("llama-server")
+    cells: list[Cell] = []
+    for share in options.shares:
+        limit = int(share * model_bytes) or None
+        for engine in engines:
+            tables.narrate(f"moetool: {engine}, {'all' if limit is None else tables.count(limit, 'B')} in memory")
+            cell = Cell(engine=engine, memory_bytes=limit)
+            try:
+                if engine == "llama.cpp" and (server is None or not Path(server).is_file()):
+                    raise MoetoolError("no llama-server on the PATH; give --llama-server")
+                if engine == "llama.cpp" and gguf is None:
+                    raise MoetoolError("no --gguf with the same weights")
+                cell = _measure(cell, path, gguf, server, prompts, options)
+            except MoetoolError as error:
+                cell = replace(cell, why=first_line(error))
+            cells.append(cell)
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                name = f"{engine}-{'all' if limit is None else limit}.json"
+                (folder / name).write_text(json.dumps(asdict(cell)) + "\n")
+    return RivalBench(
+        model=str(path),
+        model_bytes=model_bytes,
+        token_bytes=dense + used,
+        memory_bytes_s=memory_bandwidth(options.threads),
+        options=options,
+        cells=tuple(cells),
+        command=command,
+    )
+
+
+def memory_bandwidth(threads: int, num_bytes: int = 2**29, rounds: int = 12) -> float:
+    """Bytes a second that this machine reads from memory at best, by products of single rows and by sums."""
+    import torch
+
+    from moetool.models import row_products
+    from moetool.models.huge_pages import ask_for_huge_pages
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        weight = torch.empty(num_bytes // 4096, 2048, dtype=torch.bfloat16)
+        ask_for_huge_pages(weight)
+        weight.fill_(1)
+        x, words = torch.ones(1, 2048, dtype=torch.bfloat16), weight.view(torch.int64)
+        ways: list[Callable[[], object]] = [words.sum]
+        if row_products.takes(weight):
+            ways.append(lambda: row_products.products([x], [weight]))
+        best = float("inf")
+        for way in ways * rounds:
+            began = time.perf_counter()
+            way()
+            best = min(best, time.perf_counter() - began)
+        return weight.nbytes / best
+    finally:
+        torch.set_num_threads(before)
+
+
+def print_rivals(made: RivalBench) -> None:
+    """One table, a row for each cell."""
+    rows = []
+    for cell in made.cells:
+        memory = "all" if cell.memory_bytes is None else f"{tables.count(cell.memory_bytes, 'B')}"
+        if cell.decode_tokens_s is None or cell.prefill_tokens_s is None or cell.read_token_bytes is None:
+            rows.append((cell.engine, memory, "not measured", cell.why, "", ""))
+            continue
+        rows.append(
+            (
+                cell.engine,
+                memory,
+                f"{cell.prefill_tokens_s:.0f}",
+                f"{cell.decode_tokens_s:.1f} ({cell.slowest_tokens_s:.1f})",
+                f"{cell.read_token_bytes / 1e6:.1f}",
+                f"{made.bound_tokens_s / cell.decode_tokens_s:.2f}",
+            )
+        )
+    heads = ("engine", "memory", "prefill tokens/s", "decode tokens/s (slowest)", "MB read a token", "x bound")
+    tables.print_table(f"{made.model}, {made.options.threads} threads", heads, rows)
+    print(
+        f"A token reads {made.token_bytes / 1e6:.0f} MB of weights; memory gives {made.memory_bytes_s / 1e9:.1f} GB/s: "
+        f"bound {made.bound_tokens_s:.1f} tokens/s. {made.command}"
+    )
+
+
+def _prompts(vocabulary: int, options: RivalOptions) -> list[list[int]]:
+    draw = random.Random(0)
+    low = min(300, vocabulary // 4)
+    high = max(low + 1, min(4000, vocabulary - 1))
+    return [[draw.randrange(low, high) for _ in range(options.prompt_tokens)] for _ in range(2 * options.rounds + 1)]
+
+
+def _measure(
+    cell: Cell, path: Path, gguf: Path | None, server: str | None, prompts: list[list[int]], options: RivalOptions
+) -> Cell:
+    if cell.memory_bytes is not None:
+        drop_from_cache(path)
+        if gguf is not None:
+            drop_from_cache(gguf)
+    with contextlib.ExitStack() as stack:
+        prefix: list[str] = []
+        if cell.memory_bytes is not None:
+            prefix = stack.enter_context(limited_group(cell.memory_bytes))
+        if cell.engine == "transformers":
+            return _measure_plain(cell, prefix, path, prompts, options)
+        port = _free_port()
+        if cell.engine == "moetool":
+            arguments = [sys.executable, "-m", "moetool", "serve", str(path), "--port", str(port)]
+            arguments += ["--set", f"dtype={options.dtype}", "--set", f"threads={options.threads}"]
+            arguments += ["--set", f"kv_tokens={_context(options)}"]
+        else:
+            assert server is not None and gguf is not None
+            arguments = [server, "-m", str(gguf), "--port", str(port), "-t", str(options.threads)]
+            arguments += ["-c", str(_context(options)), "-np", "1", "-ngl", "0"]
+            arguments += ["--no-mmap"] if cell.memory_bytes is None else []
+        process = stack.enter_context(_running([*prefix, *arguments], options.threads))
+        name = _wait(process, port, cell)
+        return _measure_server(cell, process, port, name, prompts, options)
+
+
+def _measure_server(
+    cell: Cell,
+    process: "subprocess.Popen[bytes]",
+    port: int,
+    name: str,
+    prompts: list[list[int]],
+    options: RivalOptions,
+) -> Cell:
+    def seconds(prompt: list[int], new_tokens: int) -> tuple[float, int]:
+        body = {"model": name, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+        read, began = bytes_read(process), time.perf_counter()
+        answer = _ask(port, "/v1/completions", body, process, cell)
+        taken = time.perf_counter() - began
+        made = answer.get("usage", {}).get("completion_tokens")
+        if made != new_tokens:
+            raise MoetoolError(f"{cell.engine} made {made} tokens, expected {new_tokens}")
+        return taken, bytes_read(process) - read
+
+    seconds(prompts[0], 2)
+    prefill, decode, read = [], [], []
+    for first, second in zip(prompts[1::2], prompts[2::2], strict=True):
+        one, one_read = seconds(first, 1)
+        many, many_read = seconds(second, options.new_tokens + 1)
+        prefill.append(options.prompt_tokens / one)
+        decode.append(options.new_tokens / max(1e-9, many - one))
+        read.append((many_read - one_read) / options.new_tokens)
+    return replace(
+        cell,
+        prefill_tokens_s=statistics.median(prefill),
+        decode_tokens_s=statistics.median(decode),
+        slowest_tokens_s=min(decode),
+        read_token_bytes=max(0.0, statistics.median(read)),
+    )
+
+
+def _measure_plain(cell: Cell, prefix: list[str], path: Path, prompts: list[list[int]], options: RivalOptions) -> Cell:
+    settings = {
+        "threads": options.threads,
+        "dtype": options.dtype,
+        "new_tokens": options.new_tokens,
+        "prompts": prompts[: options.rounds + 1],
+    }
+    command = [*prefix, sys.executable, "-m", "moetool.bench.plain_generation", str(path), json.dumps(settings)]
+    with tempfile.TemporaryFile() as said, _running(command, options.threads, said) as process:
+        try:
+            process.wait(_ANSWER_S)
+        except subprocess.TimeoutExpired:
+            raise MoetoolError(f"no answer in {_ANSWER_S} s") from None
+        if process.returncode:
+            raise MoetoolError(_ended(process.returncode, cell))
+        said.seek(0)
+        seconds = json.loads(said.read().splitlines()[-1])[1:]
+    return replace(
+        cell,
+        prefill_tokens_s=statistics.median(options.prompt_tokens / one for one, _ in seconds),
+        decode_tokens_s=statistics.median(options.new_tokens / many for _, many in seconds),
+        slowest_tokens_s=min(options.new_tokens / many for _, many in seconds),
+        read_token_bytes=0.0,
+    )
+
+
+@contextlib.contextmanager
+def _running(command: list[str], threads: int, out: Any = subprocess.DEVNULL) -> Iterator["subprocess.Popen[bytes]"]:
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL, env=environment)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait(process: "subprocess.Popen[bytes]", port: int, cell: Cell) -> str:
+    """The name of the model that a server serves, once it does."""
+    until = time.monotonic() + _START_S
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise MoetoolError(_ended(process.returncode, cell))
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                pass
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=5) as answer:
+                return str(json.load(answer)["data"][0]["id"])
+        time.sleep(0.2)
+    raise MoetoolError(f"{cell.engine} was not ready after {_START_S} s")
+
+
+def _ask(port: int, where: str, body: Any, process: "subprocess.Popen[bytes]", cell: Cell) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{where}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
+            made: dict[str, Any] = json.load(answer)
+            return made
+    except OSError as error:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1)
+        said = error.read().decode(errors="replace")[:200] if isinstance(error, urllib.error.HTTPError) else str(error)
+        raise MoetoolError(said if process.returncode is None else _ended(process.returncode, cell)) from None
+
+
+def _ended(status: int, cell: Cell) -> str:
+    if status in (-9, 137) and cell.memory_bytes is not None:
+        return f"{cell.engine} was killed: it needs more than {cell.memory_bytes:,} bytes"
+    return f"{cell.engine} ended with status {status}"
+
+
+def _context(options: RivalOptions) -> int:
+    return -(-2 * (options.prompt_tokens + options.new_tokens) // 256) * 256
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

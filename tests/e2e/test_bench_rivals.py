@@ -1,0 +1,47 @@
+"""`moetool bench rivals` on the embedded model: what can be measured is, and what cannot is named with the reason."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moetool.bench.memory_limits import limited_group
+from moetool.bench.rivals import ENGINES
+from moetool.errors import CapacityError
+
+SMALL = ["--set", "prompt_tokens=16", "--set", "new_tokens=4", "--set", "rounds=1", "--set", "threads=1"]
+
+
+def _run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "moetool", "bench", "rivals", "reference", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={"PATH": "", "HF_HUB_OFFLINE": "1"}, check=False)
+
+
+def test_cells_are_measured_or_say_why_not(tmp_path: Path) -> None:
+    done = _run(*SMALL, "--set", "shares=[0]", "--set", "dtype=float32", "--json", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    cells = {cell["engine"]: cell for cell in made["cells"]}
+    assert tuple(cells) == ENGINES
+    assert cells["llama.cpp"]["why"] == "no llama-server on the PATH; give --llama-server"
+    assert cells["llama.cpp"]["decode_tokens_s"] is None
+    for engine in ("moetool", "transformers"):
+        assert not cells[engine]["why"]
+        assert cells[engine]["prefill_tokens_s"] > 0
+        assert cells[engine]["decode_tokens_s"] > 0
+    assert made["token_bytes"] < made["model_bytes"]
+    assert made["bound_tokens_s"] == pytest.approx(made["memory_bytes_s"] / made["token_bytes"])
+    assert json.loads((tmp_path / "rivals.json").read_text()) == made
+    assert json.loads((tmp_path / "moetool-all.json").read_text()) == cells["moetool"]
+
+
+def test_a_wrong_engine_or_share_is_refused() -> None:
+    assert "unknown engine 'lama.cpp': did you mean 'llama.cpp'?" in _run("--engine", "lama.cpp").stderr
+    assert "shares of the model" in _run("--set", "shares=[2]").stderr
+
+
+def test_without_a_control_group_the_limit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match="cannot limit memory"), limited_group(2**20, tmp_path / "absent"):
+        raise AssertionError
