@@ -3,15 +3,20 @@
 # make cluster  three servers in Ray: what they answer, and what happens when one dies
 # make fuzz   ten minutes of made-up requests and files (MOETOOL_FUZZ_MINUTES=1 for less; MOETOOL_FUZZ_SEED=N again)
 # make audit  known advisories of the pinned packages; by hand before a release, needs the network
+# make gpu    on a machine with a GPU: its tests, then 'bench gpu'; GPU_PYTHON=python3 has torch and transformers, missing
+#             wheels lie in .whl/, a trace for each shape in .gpu/SHAPE, results in .gpu/results (GPU_DEVICE=cpu: a dry run)
 # make soak   twice ten minutes: clients that come and go, then kills, full disks, clock steps and memory pressure
 #             (MOETOOL_SOAK_MINUTES=1 for less)
 PYTHON ?= python3
+GPU_PYTHON ?= python3
+GPU_DEVICE ?= cuda
+GPU_FLAGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint cluster bench fuzz audit soak clean
+.PHONY: demo test lint cluster bench gpu fuzz audit soak clean
 
 # torch goes first and by its exact version, so that no other package's range picks another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -38,6 +43,13 @@ cluster: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/bench -m '' -s
+
+# No environment is made and nothing is fetched. The tests may take four minutes, the bench as long as its limit_s says.
+gpu:
+	test ! -d .whl || $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps .whl/*.whl
+	-PYTHONPATH=. timeout 240 $(GPU_PYTHON) -m pytest -m gpu tests/e2e/test_cuda.py
+	PYTHONPATH=. $(GPU_PYTHON) -m moetool bench gpu --device $(GPU_DEVICE) --routes .gpu --out .gpu/results --overwrite \
+		--set limit_s=240 $(GPU_FLAGS)
 
 fuzz: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/fuzz -m slow -s

@@ -87,7 +87,8 @@ class RivalBench:
 
     Attributes:
         model_bytes: dense weights and experts.
-        token_bytes: of weights that one decoded token reads from memory: dense weights and its experts.
+        token_bytes: of weights that one decoded token reads from memory: dense weights without the input embedding, of
+            which it reads a row, and its experts.
         memory_bytes_s: measured read bandwidth of the memory.
     """
 
@@ -128,7 +129,9 @@ def bench_rivals(
     with Checkpoint.open(model) as checkpoint:
         import torch
 
-        dense = checkpoint.dense_bytes(getattr(torch, options.dtype))
+        dtype = getattr(torch, options.dtype)
+        dense, tied = checkpoint.dense_bytes(dtype), checkpoint.config.get_text_config().tie_word_embeddings
+        looked_up = 0 if tied else checkpoint.skeleton.get_input_embeddings().weight.numel() * dtype.itemsize
         spec, path = checkpoint.spec, checkpoint.path
         vocabulary = int(checkpoint.config.get_text_config().vocab_size)
     used = sum(k * size for k, size in zip(spec.top_k_L, spec.expert_bytes_L, strict=True))
@@ -157,7 +160,7 @@ def bench_rivals(
     return RivalBench(
         model=str(path),
         model_bytes=model_bytes,
-        token_bytes=dense + used,
+        token_bytes=dense - looked_up + used,
         memory_bytes_s=memory_bandwidth(options.threads),
         options=options,
         cells=tuple(cells),
@@ -246,10 +249,15 @@ def _measure(
         else:
             assert server is not None and gguf is not None
             arguments = [server, "-m", str(gguf), "--port", str(port), "-t", str(options.threads)]
-            arguments += ["-c", str(_context(options)), "-np", "1", "-ngl", "0"]
-            arguments += ["--no-mmap"] if cell.memory_bytes is None else []
-        process = stack.enter_context(_running([*prefix, *arguments], options.threads))
-        name = _wait(process, port, cell)
+            arguments += ["-c", str(_context(options)), "-np", "1"]
+        said = stack.enter_context(tempfile.TemporaryFile())
+        process = stack.enter_context(_running([*prefix, *arguments], options.threads, errors=said))
+        try:
+            name = _wait(process, port, cell)
+        except MoetoolError as error:
+            said.seek(0)
+            lines = said.read().decode(errors="replace").strip().splitlines()
+            raise MoetoolError(f"{error}: {lines[-1]}" if lines else str(error)) from None
         return _measure_server(cell, process, port, name, prompts, options)
 
 
@@ -296,7 +304,7 @@ def _measure_plain(cell: Cell, prefix: list[str], path: Path, prompts: list[list
         "prompts": prompts[: options.rounds + 1],
     }
     command = [*prefix, sys.executable, "-m", "moetool.bench.plain_generation", str(path), json.dumps(settings)]
-    with tempfile.TemporaryFile() as said, _running(command, options.threads, said) as process:
+    with tempfile.TemporaryFile() as said, _running(command, options.threads, out=said) as process:
         try:
             process.wait(_ANSWER_S)
         except subprocess.TimeoutExpired:
@@ -315,9 +323,11 @@ def _measure_plain(cell: Cell, prefix: list[str], path: Path, prompts: list[list
 
 
 @contextlib.contextmanager
-def _running(command: list[str], threads: int, out: Any = subprocess.DEVNULL) -> Iterator["subprocess.Popen[bytes]"]:
+def _running(
+    command: list[str], threads: int, *, out: Any = subprocess.DEVNULL, errors: Any = subprocess.DEVNULL
+) -> Iterator["subprocess.Popen[bytes]"]:
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL, env=environment)
+    process = subprocess.Popen(command, stdout=out, stderr=errors, env=environment)
     try:
         yield process
     finally:

@@ -57,6 +57,7 @@ class PhaseTimes:
         ahead_bytes: those among them that a prefetch asked for.
         stall_s: seconds that the model's thread waited for bytes, over all forwards.
         booking_s: seconds of the policy and the residency on that thread, prediction included, over all forwards.
+        host_bytes: bytes that came from host memory, over all forwards.
         cpu_s: seconds of the processor that all threads took, over all forwards: what others do counts less in it.
     """
 
@@ -65,6 +66,7 @@ class PhaseTimes:
     ahead_bytes: float
     stall_s: float
     booking_s: float
+    host_bytes: float = 0.0
     cpu_s: float = 0.0
 
     @property
@@ -80,6 +82,11 @@ class PhaseTimes:
     def quantile_s(self, share: float) -> float:
         """Seconds that this share of the forwards does not exceed."""
         return float(np.quantile(self.seconds, share))
+
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes that were brought to the device, from wherever."""
+        return self.bytes_read + self.host_bytes
 
     @property
     def bytes_per_forward(self) -> float:
@@ -130,12 +137,14 @@ def run_engine(
     io_threads: int,
     forced: ForcedRoutes | None = None,
     warm: bool = False,
+    host_memory_bytes: int | None = None,
 ) -> ServingRun:
     """Serve the workload by an engine of its own, cold: pool empty, policy new.
 
     Args:
         forced: routes to follow; otherwise the routers choose.
         warm: run the workload once before, unmeasured.
+        host_memory_bytes: for experts in host memory.
 
     Effects: allocates the pool, and frees it at the end.
 
@@ -149,7 +158,7 @@ def run_engine(
         max_batch_tokens=max(512, workload.longest_prompt),  # a prompt is one forward
     )
     residency = _Booked(policy)
-    runtime = ExpertRuntime(loaded, residency, open_stores(loaded, residency, io_threads))
+    runtime = ExpertRuntime(loaded, residency, open_stores(loaded, residency, io_threads, host_memory_bytes))
     engine = Engine(loaded, None, runtime, batcher, model_name=loaded.spec.name, lent=True)
     try:
         engine.state = "ready"  # driven from here, forward by forward: the engine's own thread is not started
@@ -290,18 +299,19 @@ def _drive(
 
 def _totals(server: Any, residency: _Booked | None) -> list[float]:
     metrics = server.metrics()
-    names = ("bytes_read", "prefetch_bytes_read", "stall_seconds")
+    names = ("bytes_read", "prefetch_bytes_read", "stall_seconds", "host_bytes")
     booked = residency.booked_s if residency is not None else 0.0
     return [*(metrics.get(name, 0.0) for name in names), booked, time.process_time()]
 
 
 def _phase(forwards: Sequence[Sequence[float]]) -> PhaseTimes:
-    seconds, read, ahead, stall, booking, cpu = zip(*forwards, strict=True)
+    seconds, read, ahead, stall, host, booking, cpu = zip(*forwards, strict=True)
     return PhaseTimes(
         seconds=tuple(seconds),
         bytes_read=sum(read),
         ahead_bytes=sum(ahead),
         stall_s=sum(stall),
+        host_bytes=sum(host),
         booking_s=sum(booking),
         cpu_s=sum(cpu),
     )

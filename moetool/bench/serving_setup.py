@@ -18,7 +18,7 @@ from moetool.caching._policy import Policy
 from moetool.errors import UsageError
 from moetool.learning.predictor import load_predictor
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.loading import LoadedModel, load_lazy, parse_dtype, use_threads
+from moetool.models.loading import LoadedModel, load_lazy, parse_device, parse_dtype, use_threads
 from moetool.prompts import gather as prompt_sets
 from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import digest_of_tokens
@@ -36,6 +36,7 @@ class ServingBenchOptions:
             third where it was imported from a file that does not say.
         task: of the traced requests; any by default.
         dtype: of everything but the experts; bfloat16 for a shape, float32 for a checkpoint.
+        device: where the model computes: `cpu` or `cuda`.
         threads, io_threads: of the arithmetic (0 chooses), of the reads.
         seed: of random weights and prompts.
         resident: whether a line has every expert in memory; without it there are no bounds.
@@ -51,6 +52,7 @@ class ServingBenchOptions:
     prompt_share: float | None = None
     task: str | None = None
     dtype: str | None = None
+    device: str = "cpu"
     threads: int = 0
     io_threads: int = 2
     seed: int = 0
@@ -140,7 +142,7 @@ def open_stage(
     trace = Trace(subject.routes) if subject.routes is not None else None
     for name, kind in kinds.items():
         if trace is not None:
-            _require_routes(f"policy {name}", kind.needs)
+            require_routes(f"policy {name}", kind.needs)
         elif kind.needs_future:
             raise UsageError(f"policy {name} has to know the future: give --routes DIR, or leave it out")
         if kind.needs_predictor and subject.predictor is None:
@@ -148,7 +150,7 @@ def open_stage(
     predictor = load_predictor(subject.predictor) if subject.predictor is not None else None
     if trace is not None and predictor is not None:
         trace.spec.require_same(predictor.spec, "the routes", "the predictor")
-        _require_routes("the predictor", predictor.needs)
+        require_routes("the predictor", predictor.needs)
     name = subject.shape or str(subject.model)
     if subject.shape is not None:
         path = random_checkpoint(subject.shape, subject.layers, subject.work, seed=options.seed)
@@ -159,7 +161,7 @@ def open_stage(
     else:
         checkpoint = Checkpoint.open(str(subject.model))
     dtype = parse_dtype(options.dtype or ("bfloat16" if subject.shape else "float32"))
-    loaded = load_lazy(checkpoint, dtype, products=options.products)
+    loaded = load_lazy(checkpoint, dtype, parse_device(options.device), products=options.products)
     stack.callback(loaded.close)
     use_threads(checkpoint.config, options.threads)
     if trace is not None:
@@ -171,7 +173,7 @@ def open_stage(
     return ServingSetup(name=name, loaded=loaded, workload=workload, predictor=predictor, part=None, forced=None)
 
 
-def _require_routes(user: str, needs: frozenset[str]) -> None:
+def require_routes(user: str, needs: frozenset[str]) -> None:
     """Raises: UsageError for a policy or predictor that looks at more than which experts are chosen."""
     if more := sorted(needs - {"experts", "weights"}):
         raise UsageError(

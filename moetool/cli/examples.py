@@ -68,6 +68,7 @@ EXAMPLES = {
     ),
     "bench serve": ("moetool bench serve reference --policy on_demand,lru,foresight --budget 25%,50% --data chat",),
     "bench rivals": ("moetool bench rivals MODEL --gguf MODEL.gguf --llama-server llama.cpp/build/bin/llama-server",),
+    "bench gpu": ("moetool bench gpu --routes .gpu --out results",),
     "bench cluster": ("moetool bench cluster reference --quick --out results",),
     "bench paper": ('moetool bench paper prism --quick --only "Figure 8" --out results',),
     "trace info": ("moetool trace info trace",),

@@ -19,6 +19,7 @@ from moetool.cli import (
     capture,
     cluster_bench,
     examples,
+    gpu_bench,
     guide,
     interrupt,
     machine,
@@ -100,7 +101,7 @@ for commands in (advise, capture, training, replay, serving, verify, simulation,
     commands.register(app)
 for commands in (cache_plans, placement):
     commands.register(plan_app)
-for commands in (serve_bench, rivals_bench, cluster_bench, paper_bench):
+for commands in (serve_bench, rivals_bench, gpu_bench, cluster_bench, paper_bench):
     commands.register(bench_app)
 reference.register(reference_app)
 trace.register(trace_app)

@@ -1,0 +1,225 @@
+"""A device measured cell by cell: shapes, policies and shares of the experts, each cell written as soon as it is known.
+
+The experts follow published routes (`moetool.bench.forced_routes`), and all of them lie in host memory, so that a miss
+costs a copy and no read of the disk once it has been read. `--device cpu` runs the same code on a processor.
+"""
+
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool import tables
+from moetool.bench.serving_runs import ServingRun, run_engine, run_plain
+from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_stage, require_routes
+from moetool.caching._policy import MIN_SLOTS, build_policy, policy_class
+from moetool.errors import MoetoolError, UsageError, first_line
+from moetool.models.loading import load_full, parse_device
+from moetool.runtime.copies import open_copies, stride_of
+
+POLICIES = ("on_demand", "lru", "foresight", "duoserve", "finemoe", "smoe")
+_COPY_BYTES, _COPIES = 2**27, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuBenchOptions:
+    """What `moetool bench gpu --set` sets.
+
+    Attributes:
+        layers: MoE layers of each shape.
+        shares: of the experts that have a slot.
+        policies: cache policies of the shares below 1.
+        new_tokens: of the one request, after its prompt.
+        limit_s: seconds after which no further cell is begun.
+        plain: whether transformers runs the model too, all on the device.
+    """
+
+    layers: int = 8
+    shares: tuple[float, ...] = (0.5, 0.25, 0.125)
+    policies: tuple[str, ...] = POLICIES
+    new_tokens: int = 32
+    limit_s: float = 400.0
+    plain: bool = True
+
+    def __post_init__(self) -> None:
+        if not all(0 < share < 1 for share in self.shares):
+            raise UsageError(f"shares is {list(self.shares)}, expected shares above 0 and below 1")
+        for name in self.policies:
+            policy_class(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceCell:
+    """One policy and share of one shape, or all experts in memory, or plain transformers.
+
+    Attributes:
+        share: of the experts that have a slot.
+        prefill_s: seconds of the prompt's forward.
+        decode_s, decode_p95_s: median and 95th percentile of a later token.
+        moved_token_bytes: bytes brought to the device for each later token.
+        bound_s: seconds that those bytes take at the measured bandwidth; 0 where nothing moves.
+        hit_rate: of decoding.
+        why: reason that it is not measured.
+    """
+
+    shape: str
+    policy: str
+    share: float
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    decode_p95_s: float | None = None
+    moved_token_bytes: float | None = None
+    bound_s: float | None = None
+    hit_rate: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuBench:
+    """All cells; `host_bytes_s` is the measured bandwidth from host memory to the device."""
+
+    device: str
+    host_bytes_s: float
+    options: GpuBenchOptions
+    cells: tuple[DeviceCell, ...]
+    command: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def bench_gpu(
+    shapes: Sequence[str], routes: Path, *, device: str, options: GpuBenchOptions, folder: Path, command: str
+) -> GpuBench:
+    """Measure every cell, the most telling first, and write each into `folder`.
+
+    Args:
+        shapes: configs alone, whose weights are made up (`moetool.bench.random_checkpoint`).
+        routes: a folder with a trace for each shape, of its name.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    where, began = parse_device(device), time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    rate = host_bandwidth(where)
+    cells: list[DeviceCell] = []
+    for shape in shapes:
+        name = Path(shape).name
+        planned = [DeviceCell(shape=name, policy="all", share=1.0)]
+        planned += [DeviceCell(shape=name, policy="transformers", share=1.0)] if options.plain else []
+        planned += [DeviceCell(shape=name, policy=p, share=s) for s in options.shares for p in options.policies]
+        with contextlib.ExitStack() as stack:
+            stage: ServingSetup | None = None
+            for cell in planned:
+                try:
+                    if time.monotonic() - began > options.limit_s:
+                        raise MoetoolError(f"not begun within {options.limit_s:.0f} s")
+                    if stage is None:
+                        stage = _open(shape, routes / name, where, options, folder, stack)
+                    cell = _measure(cell, stage, where, rate)
+                except (MoetoolError, torch.OutOfMemoryError) as error:
+                    cell = replace(cell, why=first_line(error))
+                (folder / f"{name}-{cell.policy}-{cell.share:g}.json").write_text(json.dumps(asdict(cell)) + "\n")
+                tables.narrate(f"moetool: {' '.join(_row(cell))}")
+                cells.append(cell)
+    return GpuBench(device=_device_name(where), host_bytes_s=rate, options=options, cells=tuple(cells), command=command)
+
+
+def host_bandwidth(device: torch.device) -> float:
+    """Bytes a second of copies from host memory, pinned beside a GPU, to the device; the best of some."""
+    copies = open_copies(device)
+    try:
+        source, target = copies.host_memory(_COPY_BYTES), copies.device_memory(_COPY_BYTES)
+        best = float("inf")
+        for _ in range(_COPIES):
+            began = time.perf_counter()
+            copies.finish(copies.copy(source, target, None))
+            best = min(best, time.perf_counter() - began)
+        return _COPY_BYTES / best
+    finally:
+        copies.close()
+
+
+def print_gpu(made: GpuBench) -> None:
+    """One table, a row for each cell."""
+    heads = ("shape", "policy", "experts", "prefill s", "ms a token (p95)", "MB moved", "bound ms", "hits")
+    title = f"{made.device}: {made.host_bytes_s / 1e9:.1f} GB/s from host memory"
+    tables.print_table(title, heads, [_row(cell) for cell in made.cells], num_text=2)
+    print(made.command)
+
+
+def _open(
+    shape: str, routes: Path, device: torch.device, options: GpuBenchOptions, folder: Path, stack: contextlib.ExitStack
+) -> ServingSetup:
+    if not routes.is_dir():
+        raise MoetoolError(f"no routes at {routes}")
+    subject = Subject(shape=shape, layers=options.layers, routes=routes, work=folder / "work")
+    settings = ServingBenchOptions(requests=1, new_tokens=options.new_tokens, device=device.type)
+    return open_stage(subject, settings, {}, stack)
+
+
+def _measure(cell: DeviceCell, stage: ServingSetup, device: torch.device, rate: float) -> DeviceCell:
+    loaded = stage.loaded
+    assert loaded.files is not None
+    if cell.policy == "transformers":
+        full = load_full(loaded.checkpoint, next(iter(loaded.model.parameters())).dtype, device)
+        if stage.forced is not None:
+            stage.forced.attach(full.layers)
+        return _filled(cell, run_plain(full.model, stage.workload, stage.forced), rate)
+    name = "lru" if cell.policy == "all" else cell.policy
+    kind = policy_class(name)
+    if kind.needs_predictor:
+        raise MoetoolError(f"policy {name} needs a predictor of these routes")
+    if kind.needs_future:
+        raise MoetoolError(f"policy {name} has to know the future")
+    require_routes(f"policy {name}", kind.needs)
+    total = loaded.spec.total_experts
+    slots = max(MIN_SLOTS, int(cell.share * total))
+    run = run_engine(
+        loaded,
+        build_policy(name, loaded.spec, {}, slots),
+        stage.workload,
+        io_threads=2,
+        forced=stage.forced,
+        warm=True,  # host memory then holds the experts
+        host_memory_bytes=None if cell.share == 1 else total * stride_of(loaded.files.stored_bytes),
+    )
+    return _filled(cell, run, rate)
+
+
+def _filled(cell: DeviceCell, run: ServingRun, rate: float) -> DeviceCell:
+    moved = run.decode.moved_bytes / len(run.decode.seconds)
+    return replace(
+        cell,
+        prefill_s=statistics.median(run.prefill.seconds),
+        decode_s=run.decode.quantile_s(0.5),
+        decode_p95_s=run.decode.quantile_s(0.95),
+        moved_token_bytes=moved,
+        bound_s=moved / rate,
+        hit_rate=None if run.decode_counts is None else run.decode_counts.hit_rate,
+    )
+
+
+def _row(cell: DeviceCell) -> tuple[str, ...]:
+    first = (cell.shape, cell.policy, f"{cell.share:.1%}")
+    if cell.prefill_s is None or cell.decode_s is None or cell.decode_p95_s is None:
+        return (*first, "not measured", cell.why, "", "", "")
+    return (
+        *first,
+        f"{cell.prefill_s:.3f}",
+        f"{1e3 * cell.decode_s:.2f} ({1e3 * cell.decode_p95_s:.2f})",
+        f"{(cell.moved_token_bytes or 0) / 1e6:.1f}",
+        f"{1e3 * (cell.bound_s or 0):.2f}",
+        "" if cell.hit_rate is None else f"{cell.hit_rate:.2f}",
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

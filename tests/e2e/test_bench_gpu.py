@@ -1,0 +1,71 @@
+"""`moetool bench gpu` as a dry run on the CPU: every cell is written, measured or with the reason why it is not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moetool.bench.gpu import GpuBenchOptions, bench_gpu, print_gpu
+from moetool.errors import UsageError
+from tests.synthetic_routes import make_spec, write_trace
+from tests.tiny_shape import write_shape
+
+OPTIONS = GpuBenchOptions(layers=4, shares=(0.25,), new_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu")
+    write_shape(folder / "tiny")
+    write_trace(folder / "routes" / "tiny", make_spec(num_layers=6))
+    return folder
+
+
+def test_every_cell_is_measured_or_says_why_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = bench_gpu(
+        [str(folder / "tiny"), "absent"],
+        folder / "routes",
+        device="cpu",
+        options=OPTIONS,
+        folder=folder / "out",
+        command="moetool bench gpu",
+    )
+    cells = {cell.policy: cell for cell in made.cells if cell.shape == "tiny"}
+    assert made.host_bytes_s > 0
+    assert list(cells) == ["all", "transformers", "on_demand", "lru", "foresight", "duoserve", "finemoe", "smoe"]
+    for name in ("all", "transformers", "on_demand", "lru"):
+        assert not cells[name].why
+        assert cells[name].decode_s > 0
+    assert cells["all"].moved_token_bytes == 0
+    assert cells["all"].hit_rate == 1
+    assert cells["lru"].moved_token_bytes > 0
+    assert cells["lru"].bound_s == pytest.approx(cells["lru"].moved_token_bytes / made.host_bytes_s)
+    assert "needs a predictor" in cells["duoserve"].why
+    assert "look" in cells["finemoe"].why
+    absent = [cell for cell in made.cells if cell.shape == "absent"]
+    assert all(cell.why.startswith("no routes at") for cell in absent)
+    files = sorted((folder / "out").glob("*.json"))
+    assert len(files) == len(made.cells)
+    assert json.loads((folder / "out" / "tiny-lru-0.25.json").read_text())["decode_s"] == cells["lru"].decode_s
+    print_gpu(made)
+    assert "not measured" in capsys.readouterr().out
+
+
+def test_cells_beyond_the_limit_are_not_begun(folder: Path) -> None:
+    options = GpuBenchOptions(layers=4, shares=(0.25,), policies=("lru",), limit_s=0.0)
+    made = bench_gpu(
+        [str(folder / "tiny")],
+        folder / "routes",
+        device="cpu",
+        options=options,
+        folder=folder / "late",
+        command="",
+    )
+    assert {cell.why for cell in made.cells} == {"not begun within 0 s"}
+
+
+def test_a_missing_gpu_and_wrong_shares_are_refused(folder: Path) -> None:
+    with pytest.raises(UsageError, match="shares above 0"):
+        GpuBenchOptions(shares=(1.5,))
+    with pytest.raises(UsageError, match="unknown device 'tpu'"):
+        bench_gpu([], folder, device="tpu", options=OPTIONS, folder=folder / "x", command="")
