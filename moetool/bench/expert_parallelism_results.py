@@ -3,13 +3,12 @@
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moetool import tables
 from moetool.bench.expert_parallelism import Bench, RankRun
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from moetool.bench.found_figure import draw_all
+from moetool.bench.paper.verdict import Found
 
 
 def batch_s(run: RankRun) -> float:
@@ -106,58 +105,23 @@ def print_parallel_bench(bench: Bench) -> None:
 
 
 def draw(bench: Bench, folder: Path) -> list[Path]:
-    """Figures as SVG files, one for each of the paper's that the variants make up."""
-    from moetool.report import drawing
-
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    """Figures as SVG files, one for each of DIRECTOR's that the variants make up: batch latency, all and by batch."""
+    founds = {}
     for number in (6, 7, 8, 10, 11):
         names = [one.name for one in bench.variants if number in one.figures]
         if len(names) < 2:
             continue
-        path = folder / f"director-figure-{number}.svg"
-        paint = _traces if number == 8 else _bars
-
-        def painted(figure: "Figure", paint: Any = paint, names: Sequence[str] = names) -> None:
-            paint(figure, bench, names)
-
-        drawing.save(path, 3.2, painted)
-        written.append(path)
-    return written
-
-
-def _bars(figure: "Figure", bench: Bench, names: Sequence[str]) -> None:
-    """Median batch latency against the first variant's, and the hottest GPU's rows over an even share."""
-    from moetool.report import drawing
-
-    panels: Any = figure.subplots(1, 2)
-    base = names[0]
-    ratios = [paired(bench, name, base, batch_s) for name in names]
-    even = [_median(bench.runs[name], lambda run: run.hottest * bench.options.ranks / run.rows) for name in names]
-    colours = [drawing.STYLES[place % len(drawing.STYLES)][0] for place in range(len(names))]
-    low = [median - least for median, least, _ in ratios]
-    high = [most - median for median, _, most in ratios]
-    panels[0].bar(names, [median for median, _, _ in ratios], yerr=[low, high], color=colours, capsize=3)
-    panels[0].set_ylabel(f"batch latency, x {base}")
-    panels[1].bar(names, even, color=colours)
-    panels[1].set_ylabel("hottest GPU's rows, x even")
-    for axes in panels:
-        axes.tick_params(axis="x", labelrotation=12)
-
-
-def _traces(figure: "Figure", bench: Bench, names: Sequence[str]) -> None:
-    """Each batch's latency, the median over the rounds."""
-    from moetool.report import drawing
-
-    axes: Any = figure.subplots()
-    for number, name in enumerate(names):
-        columns = zip(*(run.batch_s for run in bench.runs[name]), strict=True)
-        medians = [statistics.median(column) for column in columns]
-        drawing.line(axes, range(1, len(medians) + 1), medians, number, name)
-    axes.set_xlabel("batch")
-    axes.set_ylabel("seconds")
-    axes.set_ylim(bottom=0)
-    axes.legend()
+        base = [batch_s(run) for run in bench.runs[names[0]]]
+        batches = tuple(range(1, len(bench.runs[names[0]][0].batch_s) + 1))
+        founds[f"director-figure-{number}"] = Found(
+            values={n: [batch_s(a) / b for a, b in zip(bench.runs[n], base, strict=True)] for n in names},
+            what=f"batch latency, x {names[0]}",
+            unit="",
+            on=f"{bench.options.ranks} ranks, times emulated",
+            curves={n: [(batches, tuple(run.batch_s)) for run in bench.runs[n]] for n in names},
+            axes=("batch", "seconds"),
+        )
+    return draw_all(folder, founds)
 
 
 def _median(runs: Sequence[RankRun], of: Callable[[RankRun], float]) -> float:

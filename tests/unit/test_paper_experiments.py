@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from moetool.bench.paper.assumed_machine import AssumedMachine
-from moetool.bench.paper.claim_figure import average, draw
+from moetool.bench.found_figure import average, draw
 from moetool.bench.paper.claims import Claim, Sizes
 from moetool.bench.paper.experiments import memory, policies
 from moetool.bench.paper.experiments import predictor_accuracy as predictors
@@ -97,6 +97,6 @@ def test_a_figure_says_what_its_values_are_and_points_show_what_bars_would_hide(
         found = Found(
             values={"few": [1.0, 1.2], "many": [far, far]}, what="time to first token", unit="ms", on="a model"
         )
-        draw(tmp_path / f"{scale}.svg", claim, found)
+        draw(tmp_path / f"{scale}.svg", claim.id, found)
         text = (tmp_path / f"{scale}.svg").read_text()
         assert "time to first token, ms" in text and "95 % interval of 2 runs" in text

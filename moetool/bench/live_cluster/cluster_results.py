@@ -69,19 +69,6 @@ class LineRun:
         found = [seconds for at, seconds in zip(times, every, strict=True) if since_s <= at < until_s]
         return statistics.fmean(found) if found else float("inf")
 
-    def over_time(self, window_s: float) -> tuple[list[float], list[float]]:
-        """Mean latency of the requests that came in each stretch of time, by its middle."""
-        pairs = sorted(
-            pair
-            for came_s, took_s in zip(self.arrived_s, self.latencies, strict=True)
-            for pair in zip(came_s, took_s, strict=True)
-        )
-        by_window: dict[int, list[float]] = {}
-        for at_s, seconds in pairs:
-            by_window.setdefault(int(at_s // window_s), []).append(seconds)
-        times = [(number + 0.5) * window_s for number in by_window]
-        return times, [statistics.fmean(every) for every in by_window.values()]
-
     def shares(self) -> tuple[list[float], list[float]]:
         """Seconds after the beginning, and the share computed at home until then since the point before."""
         times, shares = [], []

@@ -122,7 +122,7 @@ def _measure(stage: Workbench, claim: Claim) -> Found | Verdict:
 
 
 def _draw(out: Path, claim: Claim, found: Found) -> tuple[str, ...]:
-    from moetool.bench.paper.claim_figure import draw
+    from moetool.bench.found_figure import draw
 
     stem = "".join(c if c.isalnum() else "-" for c in claim.id.lower()).strip("-")
     paths = []
@@ -131,6 +131,6 @@ def _draw(out: Path, claim: Claim, found: Found) -> tuple[str, ...]:
         while (out / name).exists():
             name, number = f"{stem}-{number}{suffix}", number + 1
         durable.require_writable(out / name)
-        draw(out / name, claim, found)
+        draw(out / name, claim.id, found)
         paths.append(name)
     return tuple(paths)

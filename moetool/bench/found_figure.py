@@ -1,12 +1,11 @@
-"""What an experiment found as a figure: its values with their spread over the seeds, and its curves, if it has any."""
+"""Results of a bench as a figure: values with their spread over the runs, beside curves."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moetool.bench.paper.claims import Claim
 from moetool.bench.paper.verdict import Curve, Found, interval
 from moetool.report.drawing import STYLES, line, save
 
@@ -22,7 +21,19 @@ _FAR = 50  # times the least abscissa, from which an axis is logarithmic
 _UNEVEN = 12  # times the least mean, from which bars would hide it: points on a logarithmic axis
 
 
-def draw(path: Path, claim: Claim, found: Found) -> None:
+def draw_all(folder: Path, founds: Mapping[str, Found]) -> list[Path]:
+    """Draw results by name as SVG files of these names.
+
+    Effects: writes into `folder`; gives the paths.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.svg" for name in founds]
+    for path, found in zip(paths, founds.values(), strict=True):
+        draw(path, found.what, found)
+    return paths
+
+
+def draw(path: Path, title: str, found: Found) -> None:
     """Draw into a file, in the format that its name ends in.
 
     Effects: writes `path`.
@@ -35,7 +46,7 @@ def draw(path: Path, claim: Claim, found: Found) -> None:
         if found.curves:
             _curves(panels[1], found)
         spread = f"; mean and 95 % interval of {runs} runs" if runs > 1 else ""
-        figure.suptitle(f"{claim.id}: {found.on}{spread}", x=0.005, ha="left", fontsize=8)
+        figure.suptitle(f"{title}: {found.on}{spread}", x=0.005, ha="left", fontsize=8)
 
     save(path, max(_LEAST if found.curves else 0.0, 1.1 + _BAR * rows), paint)
 
