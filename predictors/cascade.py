@@ -15,32 +15,24 @@ deviations, besides those of `predictors/single_transformer.py`:
 from dataclasses import dataclass
 
 from moetool.errors import UsageError
-from moetool.learning.prompt_routing import PromptPredictor, check_widths
+from moetool.learning.prompt_routing import PromptOptions, PromptPredictor
 from moetool.types import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(PromptOptions):
     """Options of the cascade.
 
     Attributes:
         stages: how many transformers are stacked.
         boundaries: the first layers of the second and later stages, ascending; equal blocks where it is empty.
-        width: of the embedding and of the layers.
-        heads: of their attention; they divide the width.
-        vocabulary: how many token ids have an embedding of their own.
-        dropout: share of the activations, and of the token ids, that is dropped in training.
     """
 
     stages: int = 2
     boundaries: tuple[int, ...] = ()
-    width: int = 64
-    heads: int = 4
-    vocabulary: int = 4096
-    dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        check_widths("cascade", self.width, self.heads, self.vocabulary, self.dropout)
+        PromptOptions.__post_init__(self)
         if self.stages < 1:
             raise UsageError(f"cascade: stages is {self.stages}, expected at least 1")
         if self.boundaries and len(self.boundaries) != self.stages - 1:
@@ -58,15 +50,7 @@ class Predictor(PromptPredictor):
     """
 
     def __init__(self, spec: ModelSpec, options: Options) -> None:
-        super().__init__(
-            spec,
-            options,
-            width=options.width,
-            heads=options.heads,
-            vocabulary=options.vocabulary,
-            dropout=options.dropout,
-            boundaries=_boundaries(spec.num_layers, options),
-        )
+        super().__init__(spec, options, _boundaries(spec.num_layers, options))
 
 
 def _boundaries(num_layers: int, options: Options) -> tuple[int, ...]:

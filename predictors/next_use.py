@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moetool.learning.predictor
-from moetool.errors import UsageError
 from moetool.learning import next_use_network as next_use
 from moetool.learning import past_use
+from moetool.learning.fit_options import PathOptions
 from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
 from predictors.popularity import popularity
@@ -29,24 +29,10 @@ _ALONE = 0.125
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options of NextUse.
+class Options(PathOptions):
+    """Options of NextUse."""
 
-    Attributes:
-        hidden: width of the hidden layer.
-        dropout: share of the hidden layer that is dropped in training.
-        forget: share of the path's experts that are dropped in training.
-    """
-
-    hidden: int = 512
     dropout: float = 0.3
-    forget: float = 0.2
-
-    def __post_init__(self) -> None:
-        if self.hidden < 1:
-            raise UsageError(f"next_use: hidden is {self.hidden}, expected 1 or more")
-        if not (0 <= self.dropout < 1 and 0 <= self.forget < 1):
-            raise UsageError(f"next_use: dropout is {self.dropout} and forget {self.forget}, expected 0 to below 1")
 
 
 class Predictor(moetool.learning.predictor.Predictor):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moetool.learning.predictor
-from moetool.errors import UsageError
+from moetool.learning.fit_options import PathOptions
 from moetool.learning.path_trust import DISTANCES
 from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
@@ -30,24 +30,8 @@ _FORGOTTEN = 0.25  # of the training tokens forget what came before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options of PathMLP.
-
-    Attributes:
-        hidden: width of the hidden layer.
-        dropout: share of the hidden layer that is dropped in training.
-        forget: share of the path's experts that are dropped in training.
-    """
-
-    hidden: int = 512
-    dropout: float = 0.2
-    forget: float = 0.2
-
-    def __post_init__(self) -> None:
-        if self.hidden < 1:
-            raise UsageError(f"path_mlp: hidden is {self.hidden}, expected 1 or more")
-        if not (0 <= self.dropout < 1 and 0 <= self.forget < 1):
-            raise UsageError(f"path_mlp: dropout is {self.dropout} and forget {self.forget}, expected 0 to below 1")
+class Options(PathOptions):
+    """Options of PathMLP."""
 
 
 class PathNet(nn.Module):

@@ -17,40 +17,13 @@ logits is learned are not described. Readings and deviations:
 
 from dataclasses import dataclass
 
-from moetool.learning.prompt_routing import PromptPredictor, check_widths
-from moetool.types import ModelSpec
+from moetool.learning.prompt_routing import PromptOptions, PromptPredictor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options of the transformer layer.
-
-    Attributes:
-        width: of the embedding and of the layer.
-        heads: of its attention; they divide the width.
-        vocabulary: how many token ids have an embedding of their own.
-        dropout: share of the activations, and of the token ids, that is dropped in training.
-    """
-
-    width: int = 64
-    heads: int = 4
-    vocabulary: int = 4096
-    dropout: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_widths("single_transformer", self.width, self.heads, self.vocabulary, self.dropout)
+class Options(PromptOptions):
+    """Options of the transformer layer."""
 
 
 class Predictor(PromptPredictor):
     """One stage for all layers."""
-
-    def __init__(self, spec: ModelSpec, options: Options) -> None:
-        super().__init__(
-            spec,
-            options,
-            width=options.width,
-            heads=options.heads,
-            vocabulary=options.vocabulary,
-            dropout=options.dropout,
-            boundaries=(),
-        )

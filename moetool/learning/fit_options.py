@@ -1,4 +1,4 @@
-"""How gradient descent fits a predictor, and what is held out meanwhile."""
+"""Options of gradient descent, of the requests held out meanwhile, and of networks over a path."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,28 @@ from moetool.errors import UsageError
 
 HELD_OUT = 0.15
 """Share of the requests that goes to validation, and again to test, unless another is given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathOptions:
+    """Options of a network over a token's path.
+
+    Attributes:
+        hidden: width of the hidden layer.
+        dropout: share of the hidden layer that is dropped in training.
+        forget: share of the path's experts that are dropped in training.
+    """
+
+    hidden: int = 512
+    dropout: float = 0.2
+    forget: float = 0.2
+
+    def __post_init__(self) -> None:
+        name = type(self).__module__.rpartition(".")[2]
+        if self.hidden < 1:
+            raise UsageError(f"{name}: hidden is {self.hidden}, expected 1 or more")
+        if not (0 <= self.dropout < 1 and 0 <= self.forget < 1):
+            raise UsageError(f"{name}: dropout is {self.dropout} and forget {self.forget}, expected 0 to below 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ Shapes:
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,14 +29,35 @@ _NO_ID = 1 << 62  # fills the places of ids that are not there
 _FLOOR = 1e-4  # how near a share comes to 0 or 1 before its logit is taken
 
 
-def check_widths(name: str, width: int, heads: int, vocabulary: int, dropout: float) -> None:
-    """Raises: UsageError where these options of the predictor `name` make no transformer layer."""
-    if heads < 1 or width < 2 or width % heads or width % 2:
-        raise UsageError(f"{name}: width is {width}, expected an even multiple of heads, which is {heads}")
-    if vocabulary < 1:
-        raise UsageError(f"{name}: vocabulary is {vocabulary}, expected at least 1")
-    if not 0 <= dropout < 1:
-        raise UsageError(f"{name}: dropout is {dropout}, expected 0 <= dropout < 1")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """Options of a predictor that reads prompts.
+
+    Attributes:
+        width: of the embedding and of each layer.
+        heads: of attention; they divide the width.
+        vocabulary: token ids with an embedding of their own.
+        dropout: share of the activations, and of the token ids, that is dropped in training.
+
+    Raises:
+        UsageError: these make no transformer layer.
+    """
+
+    width: int = 64
+    heads: int = 4
+    vocabulary: int = 4096
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        name = type(self).__module__.rpartition(".")[2]
+        if self.heads < 1 or self.width < 2 or self.width % self.heads or self.width % 2:
+            raise UsageError(
+                f"{name}: width is {self.width}, expected an even multiple of heads, which is {self.heads}"
+            )
+        if self.vocabulary < 1:
+            raise UsageError(f"{name}: vocabulary is {self.vocabulary}, expected at least 1")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"{name}: dropout is {self.dropout}, expected 0 <= dropout < 1")
 
 
 class BlockTransformer(nn.Module):
@@ -110,18 +132,9 @@ class PromptPredictor(moetool.learning.predictor.Predictor):
     id_V: Tensor
     base_LE: Tensor
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        options: object,
-        *,
-        width: int,
-        heads: int,
-        vocabulary: int,
-        dropout: float,
-        boundaries: Sequence[int],
-    ) -> None:
+    def __init__(self, spec: ModelSpec, options: PromptOptions, boundaries: Sequence[int] = ()) -> None:
         super().__init__(spec, options)
+        width, heads, vocabulary, dropout = options.width, options.heads, options.vocabulary, options.dropout
         L, E = self.num_layers, self.num_experts
         self.lookahead = L
         self.dropout = dropout

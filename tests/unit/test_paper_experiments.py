@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.found_figure import average, draw
+from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import Claim, Sizes
 from moetool.bench.paper.experiments import memory, policies
 from moetool.bench.paper.experiments import predictor_accuracy as predictors

@@ -53,11 +53,6 @@ class Alone:
             raise MoetoolError("a server by itself does not serve")
         return self._url
 
-    def share_found(self) -> float | None:
-        """Share of the experts that were in memory when they were needed, since the beginning."""
-        rate: float | None = self._engine.stats()["hit_rate"]
-        return rate
-
     def close(self) -> None:
         """End."""
         self._server.interrupt()
