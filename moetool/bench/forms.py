@@ -15,7 +15,8 @@ import contextlib
 import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +25,22 @@ import torch
 from moetool import tables
 from moetool.bench.forced_routes import ForcedRoutes, bench_spec
 from moetool.bench.rounded_checkpoint import rounded_checkpoint
-from moetool.bench.serve import disk_rates
-from moetool.bench.serving_results import ServingLine, summarize
-from moetool.bench.serving_runs import ServingRun, Workload, run_engine
+from moetool.bench.serve import LineToServe, conditions, measure_rounds
+from moetool.bench.serving_results import ServingConditions, ServingLine, summarize
+from moetool.bench.serving_runs import ServingRun, Workload
 from moetool.bench.serving_setup import ServingBenchOptions, Subject, open_stage, prompts_of
 from moetool.caching._policy import MIN_SLOTS, build_policy, parse_options, policy_class
 from moetool.config import parse_bytes
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.json_files import read_json
 from moetool.learning.predictor import CARD
-from moetool.machine import Machine, load_average, memory_bytes, read_machine
+from moetool.machine import load_average, memory_bytes
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import LoadedModel, load_lazy, parse_dtype, use_threads
 from moetool.models.packed import Scheme
 from moetool.quantize.judging import judge
 from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import kv_cache_bytes
-from moetool.tuning.probes.disk import THREADS
 
 _BLOCK_TOKENS = 128
 
@@ -65,48 +65,28 @@ class FormLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FormsBench:
-    """Everything that a bench of two forms found.
+class FormsBench(ServingConditions):
+    """Results of a bench of two forms.
 
     Attributes:
         model, beside: the two checkpoints.
         experts_bytes: of all experts, by form.
-        machine, load_average, threads, io_threads, dtype, command: the conditions; the load is that before it began.
-        direct: whether reads went past the page cache.
-        disk_bytes_s: the disk's rate for whole experts by the best number of threads, by form; medians over rounds.
-        requests, prompt_tokens, new_tokens, rounds: the workload; prompt tokens of each request.
+        disk_bytes_s: the disk's rate for whole experts with the best number of threads, by form; medians over rounds.
         lines: those of the model and those of the other form in turn.
         judged_tokens: tokens of the prompts that the two were compared on; 0 for random weights.
         kl: mean divergence of the other form's next token from the model's, in nats.
         top1, match: share of tokens with the same likeliest next token; of experts that both choose.
-        notes: what a reader has to know.
     """
 
     model: str
     beside: str
     experts_bytes: dict[str, int]
-    machine: Machine
-    load_average: float
-    threads: int
-    io_threads: int
-    dtype: str
-    command: str
-    direct: bool
     disk_bytes_s: dict[str, float]
-    requests: int
-    prompt_tokens: tuple[int, ...]
-    new_tokens: int
-    rounds: int
     lines: tuple[FormLine, ...]
-    judged_tokens: int
-    kl: float
-    top1: float
-    match: float
-    notes: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object, raw values included."""
-        return asdict(self)
+    judged_tokens: int = 0
+    kl: float = 0.0
+    top1: float = 0.0
+    match: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,15 +102,6 @@ class _Form:
     title: str
     loaded: LoadedModel
     dense_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    form: _Form
-    policy: str
-    slots: int
-    memory_bytes: int
-    experts_bytes: int
 
 
 def bench_forms(
@@ -171,32 +142,17 @@ def bench_forms(
         kv = kv_cache_bytes(forms[0].loaded.model.config.get_text_config(), dtype, workload.kv_tokens)
         whole = forms[0].loaded.spec.all_experts_bytes
         entries, notes = _entries(forms, policies, sorted({parse_bytes(b, whole) for b in budgets}), values, kv)
-        runs, rates = _measure(forms, entries, values, workload, forced, chosen, on_progress)
-        files = [form.loaded.files for form in forms]
+        found = measure_rounds(entries, {}, workload, forced, chosen, on_progress)
         made = FormsBench(
             model=forms[0].title,
             beside=forms[1].title,
             experts_bytes={form.name: form.loaded.spec.all_experts_bytes for form in forms},
-            machine=read_machine(),
-            load_average=busy,
-            threads=torch.get_num_threads(),
-            io_threads=chosen.io_threads,
-            dtype=str(dtype).removeprefix("torch."),
-            command=command,
-            direct=all(one is not None and one.shards.direct for one in files),
-            disk_bytes_s={form: statistics.median(mine) for form, mine in rates.items()},
-            requests=len(workload.prompts),
-            prompt_tokens=tuple(map(len, workload.prompts)),
-            new_tokens=workload.new_tokens,
-            rounds=chosen.rounds,
+            disk_bytes_s={form.name: statistics.median(found.rates(form.name)) for form in forms},
             lines=tuple(
-                _line(entry, mine, rates[entry.form.name], workload) for entry, mine in zip(entries, runs, strict=True)
+                _line(entry, mine, found.rates(entry.form), workload)
+                for entry, mine in zip(entries, found.runs, strict=True)
             ),
-            judged_tokens=0,
-            kl=0.0,
-            top1=0.0,
-            match=0.0,
-            notes=tuple(notes),
+            **conditions([form.loaded for form in forms], workload, chosen, busy, command, notes),
         )
     if forced is not None:
         return made
@@ -280,26 +236,28 @@ def _entries(
     budgets: Sequence[int],
     values: Mapping[str, Mapping[str, Any]],
     kv_bytes: int,
-) -> tuple[list[_Entry], list[str]]:
+) -> tuple[list[LineToServe], list[str]]:
     """The lines to be: for each policy and budget one a form. Raises: CapacityError where none fits, or memory ends."""
-    entries: list[_Entry] = []
+    entries: list[LineToServe] = []
     notes: list[str] = []
     for policy in policies:
         kind = policy_class(policy)
         for budget in budgets:
             memory = forms[0].dense_bytes + kv_bytes + budget
             for form in forms:
-                spec = form.loaded.spec
+                spec, given = form.loaded.spec, values.get(policy, {})
                 room = memory - form.dense_bytes - kv_bytes
                 assert form.loaded.files is not None
                 slots = min(room // stride_of(form.loaded.files.slot_bytes), spec.total_experts)
-                fewest = max(MIN_SLOTS, kind.min_slots(spec, parse_options(policy, values.get(policy, {}))))
+                fewest = max(MIN_SLOTS, kind.min_slots(spec, parse_options(policy, given)))
                 if slots < fewest:
                     notes.append(
                         f"{policy} needs {fewest} slots: {form.name} left out with {tables.count(budget, 'B')}"
                     )
                     continue
-                entries.append(_Entry(form=form, policy=policy, slots=slots, memory_bytes=memory, experts_bytes=budget))
+                build = partial(build_policy, policy, spec, given, slots)
+                line = LineToServe(form.loaded, policy, budget, slots, build, form=form.name, memory_bytes=memory)
+                entries.append(line)
     if not entries:
         raise CapacityError(f"there is nothing to serve: {'; '.join(notes)}; give larger budgets")
     most = max(entry.memory_bytes for entry in entries)
@@ -308,41 +266,14 @@ def _entries(
     return entries, notes
 
 
-def _measure(
-    forms: Sequence[_Form],
-    entries: Sequence[_Entry],
-    values: Mapping[str, Mapping[str, Any]],
-    workload: Workload,
-    forced: ForcedRoutes | None,
-    options: ServingBenchOptions,
-    on_progress: Callable[[int], None] | None,
-) -> tuple[list[list[ServingRun]], dict[str, list[float]]]:
-    """The runs of each entry, and the disk's rate for experts of each form, a round."""
-    runs: list[list[ServingRun]] = [[] for _ in entries]
-    rates: dict[str, list[float]] = {form.name: [] for form in forms}
-    done = 0
-    for _ in range(options.rounds):
-        for form in forms:
-            assert form.loaded.files is not None
-            rates[form.name].append(max(disk_rates(form.loaded.files, THREADS).values()))
-        for entry, mine in zip(entries, runs, strict=True):
-            loaded = entry.form.loaded
-            policy = build_policy(entry.policy, loaded.spec, values.get(entry.policy, {}), entry.slots)
-            mine.append(run_engine(loaded, policy, workload, io_threads=options.io_threads, forced=forced))
-            done += 1
-            if on_progress is not None:
-                on_progress(100 * done // (options.rounds * len(entries)))
-    return runs, rates
-
-
-def _line(entry: _Entry, runs: Sequence[ServingRun], rates: Sequence[float], workload: Workload) -> FormLine:
+def _line(entry: LineToServe, runs: Sequence[ServingRun], rates: Sequence[float], workload: Workload) -> FormLine:
     tokens = len(workload.prompts) * workload.new_tokens
     rate = statistics.median(tokens / (sum(run.prefill.seconds) + sum(run.decode.seconds)) for run in runs)
-    line = summarize(entry.policy, runs, None, rates, budget_bytes=entry.experts_bytes, slots=entry.slots)
+    line = summarize(entry.policy, runs, None, rates, budget_bytes=entry.budget_bytes, slots=entry.slots)
     return FormLine(
-        form=entry.form.name,
+        form=entry.form,
         memory_bytes=entry.memory_bytes,
-        experts_bytes=entry.experts_bytes,
+        experts_bytes=entry.budget_bytes,
         tokens_s=rate,
         line=line,
     )
@@ -357,18 +288,9 @@ def _blocks(workload: Workload) -> torch.Tensor:
 
 def print_forms(made: FormsBench) -> None:
     """The table, with the conditions above it and the comparison of the two forms below."""
-    machine = made.machine
-    prompts = " to ".join(map(str, sorted({min(made.prompt_tokens), max(made.prompt_tokens)})))
     sizes = " and ".join(f"{tables.count(size, 'B')} as {form}" for form, size in made.experts_bytes.items())
     rates = " and ".join(f"{tables.count(rate, 'B')}/s as {form}" for form, rate in made.disk_bytes_s.items())
-    print(
-        f"{made.model} beside {made.beside}: experts of {sizes}; batch 1, requests: {made.requests}, prompts of "
-        f"{prompts} tokens, {made.new_tokens} new ones each; medians of {made.rounds} rounds\n"
-        f"{machine.cpu}, {made.threads} of {machine.cores} cores for arithmetic, {made.io_threads} I/O threads, "
-        f"{made.dtype}, load {made.load_average:.1f}, torch {machine.torch}\n"
-        f"experts read {'past the page cache' if made.direct else 'THROUGH THE PAGE CACHE'}, whole ones at {rates}\n"
-        f"{made.command}"
-    )
+    made.print_header(f"{made.model} beside {made.beside}: experts of {sizes}", f"whole experts read at {rates}")
     rows = [
         [
             one.form,

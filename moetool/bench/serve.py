@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
+from moetool.bench.forced_routes import ForcedRoutes
 from moetool.bench.offload import open_offloaded, refusal
 from moetool.bench.serving_results import OFFLOADED, PLAIN, RESIDENT, Replayed, ServeBench, ServingLine, summarize
-from moetool.bench.serving_runs import ServingRun, run_engine, run_plain
+from moetool.bench.serving_runs import ServingRun, Workload, run_engine, run_plain
 from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_stage
 from moetool.caching._policy import Policy, build_policy, parse_options, policy_class, slots_within
 from moetool.config import parse_bytes
 from moetool.errors import CapacityError
 from moetool.machine import load_average, memory_bytes, read_machine
 from moetool.models.expert_files import ExpertFiles
-from moetool.models.loading import load_full
+from moetool.models.loading import LoadedModel, load_full
 from moetool.runtime.decoding import kv_cache_bytes
 from moetool.tables import count
 from moetool.tuning.probes.disk import THREADS, DiskProbe
@@ -34,22 +35,52 @@ _PLAIN_BYTES = 2**30  # a model whose experts take no more than this is also run
 READINGS = 4  # of the disk, a round and number of threads; the first warms up
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """A line to be.
+@dataclass(frozen=True, slots=True)
+class LineToServe:
+    """A line to measure.
 
     Attributes:
+        loaded: the model that serves it.
+        budget_bytes, slots: of its pool.
         build: makes its policy, anew for each run.
-        replayed: what replay says of it.
+        replayed: its counts by `moetool replay`.
         warm: whether it runs once unmeasured before.
+        form: data type of the experts, where forms are compared.
+        memory_bytes: of everything, where forms are compared.
     """
 
+    loaded: LoadedModel
     policy: str
     budget_bytes: int
     slots: int
     build: Callable[[], Policy]
     replayed: ReplayRow | None = None
     warm: bool = False
+    form: str = ""
+    memory_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class MeasuredRounds:
+    """What the rounds gave.
+
+    Attributes:
+        runs: of each line, then of each other model, one a round.
+        disk: rates of reading whole experts, bytes/s, by form and number of threads, one a round.
+        refused: transformers' refusal to run the model offloaded.
+    """
+
+    runs: list[list[ServingRun]]
+    disk: dict[str, dict[int, list[float]]]
+    refused: str | None = None
+
+    def threads(self, form: str = "") -> int:
+        """The number of threads that reads experts of a form the fastest."""
+        return max(self.disk[form], key=lambda number: statistics.median(self.disk[form][number]))
+
+    def rates(self, form: str = "") -> list[float]:
+        """The rates with that number, one a round."""
+        return self.disk[form][self.threads(form)]
 
 
 def bench_serve(
@@ -84,29 +115,25 @@ def bench_serve(
     busy = load_average()
     with contextlib.ExitStack() as stack:
         stage = open_stage(subject, chosen, kinds, stack)
-        files = stage.loaded.files
-        assert files is not None
         spec = stage.loaded.spec
-        whole = spec.total_experts * files.slot_bytes
+        whole = spec.total_experts * _files(stage.loaded).slot_bytes
         sizes = sorted({parse_bytes(text, whole) for text in budgets})
         futures, entries, notes = _entries(stage, kinds, sizes, values)
         if chosen.resident:
             build = _builder("lru", stage, {}, spec.total_experts)
-            resident = _Entry(policy=RESIDENT, budget_bytes=whole, slots=spec.total_experts, build=build, warm=True)
+            resident = LineToServe(stage.loaded, RESIDENT, whole, spec.total_experts, build, warm=True)
             entries.insert(0, resident)
         if not entries:
             why = "; ".join(notes) or "policies that must know the future are replayed only"
             raise CapacityError(f"there is nothing to serve: {why}; give larger budgets or other policies")
         dense = _require_memory(stage, entries)
         others, refused = _of_transformers(stage, chosen, dense + sizes[0], whole, stack)
-        runs, disk, later = _measure(stage, files, entries, others, chosen, on_progress)
-
-        threads = max(disk, key=lambda number: statistics.median(disk[number]))
-        base = runs[0] if chosen.resident else None
-        lines = [_line(entry, runs[i], base, disk[threads]) for i, entry in enumerate(entries)]
+        found = measure_rounds(entries, others, stage.workload, stage.forced, chosen, on_progress)
+        base, rates = found.runs[0] if chosen.resident else None, found.rates()
+        lines = [_line(entry, made, base, rates) for entry, made in zip(entries, found.runs, strict=False)]
         lines += [
-            summarize(name, made, base, disk[threads])
-            for name, made in zip(others, runs[len(entries) :], strict=True)
+            summarize(name, made, base, rates)
+            for name, made in zip(others, found.runs[len(entries) :], strict=True)
             if len(made) == chosen.rounds
         ]
         notes += [
@@ -117,26 +144,45 @@ def bench_serve(
         return ServeBench(
             model=stage.name,
             experts_bytes=whole,
-            machine=read_machine(),
-            load_average=busy,
-            threads=torch.get_num_threads(),
-            io_threads=chosen.io_threads,
-            dtype=str(stage.loaded.model.dtype).removeprefix("torch."),
-            command=command,
-            direct=files.shards.direct,
-            disk_bytes_s=statistics.median(disk[threads]),
-            disk_threads=threads,
-            disk_rates={number: statistics.median(rates) for number, rates in disk.items()},
+            disk_bytes_s=statistics.median(rates),
+            disk_threads=found.threads(),
+            disk_rates={number: statistics.median(each) for number, each in found.disk[""].items()},
             routes=None if stage.part is None else str(stage.part.path),
-            requests=len(stage.workload.prompts),
-            prompt_tokens=tuple(map(len, stage.workload.prompts)),
-            new_tokens=stage.workload.new_tokens,
-            rounds=chosen.rounds,
             lines=tuple(lines),
-            replayed=tuple(_foreseen(row, base, disk[threads]) for row in futures),
-            refused=later or refused,
-            notes=tuple(notes),
+            replayed=tuple(_foreseen(row, base, rates) for row in futures),
+            refused=found.refused or refused,
+            **conditions([stage.loaded], stage.workload, chosen, busy, command, notes),
         )
+
+
+def conditions(
+    forms: Sequence[LoadedModel],
+    workload: Workload,
+    options: ServingBenchOptions,
+    load_average: float,
+    command: str,
+    notes: Sequence[str],
+) -> dict[str, Any]:
+    """Fields of `ServingConditions`; arguments as there."""
+    return {
+        "machine": read_machine(),
+        "load_average": load_average,
+        "threads": torch.get_num_threads(),
+        "io_threads": options.io_threads,
+        "dtype": str(forms[0].model.dtype).removeprefix("torch."),
+        "command": command,
+        "direct": all(_files(loaded).shards.direct for loaded in forms),
+        "requests": len(workload.prompts),
+        "prompt_tokens": tuple(map(len, workload.prompts)),
+        "new_tokens": workload.new_tokens,
+        "rounds": options.rounds,
+        "notes": tuple(notes),
+    }
+
+
+def _files(loaded: LoadedModel) -> ExpertFiles:
+    assert loaded.files is not None, "experts are read lazily"
+    return loaded.files
 
 
 def _entries(
@@ -144,11 +190,11 @@ def _entries(
     kinds: Mapping[str, type[Policy]],
     sizes: Sequence[int],
     values: Mapping[str, Mapping[str, Any]],
-) -> tuple[list[ReplayRow], list[_Entry], list[str]]:
+) -> tuple[list[ReplayRow], list[LineToServe], list[str]]:
     """The rows of policies that are only replayed, the lines to serve, and what there is to say about them."""
     spec = stage.loaded.spec
     futures: list[ReplayRow] = []
-    entries: list[_Entry] = []
+    entries: list[LineToServe] = []
     notes: list[str] = []
     for name, kind in kinds.items():
         given = values.get(name, {})
@@ -172,7 +218,7 @@ def _entries(
             same.setdefault(slots, []).append(size)
             if len(same[slots]) == 1:
                 row = rows.get(size)
-                entries.append(_Entry(policy=name, budget_bytes=size, slots=slots, build=build, replayed=row))
+                entries.append(LineToServe(stage.loaded, name, size, slots, build, replayed=row))
         notes += [
             f"{name} uses {slots} slots with {_sizes(more)} too: measured once"
             for slots, (_, *more) in same.items()
@@ -192,13 +238,12 @@ def _builder(name: str, stage: ServingSetup, values: Mapping[str, Any], slots: i
     return lambda: build_policy(name, spec, values, slots, predictor=copy.deepcopy(predictor))
 
 
-def _require_memory(stage: ServingSetup, entries: Sequence[_Entry]) -> int:
+def _require_memory(stage: ServingSetup, entries: Sequence[LineToServe]) -> int:
     """The bytes that the model takes without experts. Raises: CapacityError where the largest pool does not fit."""
     loaded, kv_tokens = stage.loaded, stage.workload.kv_tokens
     dense = loaded.checkpoint.dense_bytes(loaded.model.dtype)
     kv = kv_cache_bytes(loaded.model.config.get_text_config(), loaded.model.dtype, kv_tokens)
-    assert loaded.files is not None
-    largest = max(entry.slots for entry in entries) * loaded.files.slot_bytes
+    largest = max(entry.slots for entry in entries) * _files(loaded).slot_bytes
     if largest + kv > (free := memory_bytes()[1]):
         raise CapacityError(
             f"the largest pool takes {largest:,} bytes beside {kv:,} of KV cache, and {free:,} are free; give fewer "
@@ -234,52 +279,45 @@ def _of_transformers(
     return others, None
 
 
-def _measure(
-    stage: ServingSetup,
-    files: ExpertFiles,
-    entries: Sequence[_Entry],
+def measure_rounds(
+    lines: Sequence[LineToServe],
     others: Mapping[str, Any],
+    workload: Workload,
+    forced: ForcedRoutes | None,
     options: ServingBenchOptions,
     on_progress: Callable[[int], None] | None,
-) -> tuple[list[list[ServingRun]], dict[int, list[float]], str | None]:
-    """The runs of the entries, then of the others; the disk's rates by threads; what transformers refused to run."""
-    runs: list[list[ServingRun]] = [[] for _ in (*entries, *others)]
-    disk: dict[int, list[float]] = {threads: [] for threads in THREADS}
-    refused = None
+) -> MeasuredRounds:
+    """Run every line, and every other model, once a round; before them, read each form's experts.
+
+    Args:
+        others: transformers' own models by the name of their line.
+        on_progress: called with the percentage that is done.
+    """
+    forms = {line.form: _files(line.loaded) for line in lines}
+    found = MeasuredRounds(
+        runs=[[] for _ in (*lines, *others)],
+        disk={form: {threads: [] for threads in THREADS} for form in forms},
+    )
     done = 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        if on_progress is not None:
-            on_progress(100 * done // (options.rounds * len(runs)))
-
     for _ in range(options.rounds):
-        for threads, rate in disk_rates(files, THREADS).items():
-            disk[threads].append(rate)
-        for entry, made in zip(entries, runs, strict=False):
-            made.append(
-                run_engine(
-                    stage.loaded,
-                    entry.build(),
-                    stage.workload,
-                    io_threads=options.io_threads,
-                    forced=stage.forced,
-                    warm=entry.warm,
-                )
-            )
-            tick()
-        for (name, model), made in zip(others.items(), runs[len(entries) :], strict=True):
-            if name == OFFLOADED and refused is not None:
-                continue
-            try:
-                made.append(run_plain(model, stage.workload, stage.forced))
-            except Exception as error:
-                if name != OFFLOADED:
-                    raise
-                refused = refusal(error)
-            tick()
-    return runs, disk, refused
+        for form, files in forms.items():
+            for threads, rate in disk_rates(files, THREADS).items():
+                found.disk[form][threads].append(rate)
+        for place, one in enumerate((*lines, *others)):
+            if isinstance(one, LineToServe):
+                how: dict[str, Any] = {"io_threads": options.io_threads, "forced": forced, "warm": one.warm}
+                found.runs[place].append(run_engine(one.loaded, one.build(), workload, **how))
+            elif one != OFFLOADED or found.refused is None:
+                try:
+                    found.runs[place].append(run_plain(others[str(one)], workload, forced))
+                except Exception as error:
+                    if one != OFFLOADED:
+                        raise
+                    found.refused = refusal(error)
+            done += 1
+            if on_progress is not None:
+                on_progress(100 * done // (options.rounds * len(found.runs)))
+    return found
 
 
 def disk_rates(files: ExpertFiles, counts: Sequence[int]) -> dict[int, float]:
@@ -296,7 +334,7 @@ def disk_rates(files: ExpertFiles, counts: Sequence[int]) -> dict[int, float]:
 
 
 def _line(
-    entry: _Entry, runs: Sequence[ServingRun], resident: Sequence[ServingRun] | None, rates: Sequence[float]
+    entry: LineToServe, runs: Sequence[ServingRun], resident: Sequence[ServingRun] | None, rates: Sequence[float]
 ) -> ServingLine:
     row = entry.replayed
     equal = None

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from moetool import tables
@@ -95,27 +95,17 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeBench:
-    """Everything that a bench of serving found.
+class ServingConditions:
+    """What every bench of serving says of its conditions and its workload.
 
     Attributes:
-        model: what ran.
-        experts_bytes: of all its experts, as slots.
-        machine, load_average, threads, io_threads, dtype, command: the conditions; the load is that before it began.
-        direct: whether reads went past the page cache.
-        disk_bytes_s: the disk's rate for whole experts, by the best number of threads; the median over rounds.
-        disk_threads: that number.
-        disk_rates: the rate by the number of threads.
-        routes: folder of the routes that were followed; None where the routers chose.
+        machine, threads, io_threads, dtype, command: the conditions.
+        load_average: before it began.
+        direct: whether reads bypass the page cache.
         requests, prompt_tokens, new_tokens, rounds: the workload; prompt tokens of each request.
-        lines: one a policy and budget, and the lines beside them.
-        replayed: policies that cannot be served.
-        refused: what transformers said where it could not run the model offloaded.
         notes: what a reader has to know.
     """
 
-    model: str
-    experts_bytes: int
     machine: Machine
     load_average: float
     threads: int
@@ -123,22 +113,59 @@ class ServeBench:
     dtype: str
     command: str
     direct: bool
-    disk_bytes_s: float
-    disk_threads: int
-    disk_rates: dict[int, float]
-    routes: str | None
     requests: int
     prompt_tokens: tuple[int, ...]
     new_tokens: int
     rounds: int
-    lines: tuple[ServingLine, ...]
-    replayed: tuple[Replayed, ...]
-    refused: str | None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object, raw values included."""
         return asdict(self)
+
+    def print_header(self, subject: str, disk: str) -> None:
+        """The conditions, one a line.
+
+        Args:
+            subject: what ran.
+            disk: the rate of reading whole experts.
+        """
+        prompts = " to ".join(map(str, sorted({min(self.prompt_tokens), max(self.prompt_tokens)})))
+        print(
+            f"{subject}; batch 1, requests: {self.requests}, prompts of {prompts} tokens, {self.new_tokens} new ones "
+            f"each; medians of {self.rounds} rounds\n"
+            f"{self.machine.cpu}, {self.threads} of {self.machine.cores} cores for arithmetic, {self.io_threads} I/O "
+            f"threads, {self.dtype}, load {self.load_average:.1f}, torch {self.machine.torch}\n"
+            f"{disk}, {'past the page cache' if self.direct else 'THROUGH THE PAGE CACHE'}\n"
+            f"{self.command}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeBench(ServingConditions):
+    """Results of a bench of policies and budgets.
+
+    Attributes:
+        model: what ran.
+        experts_bytes: of all its experts, as slots.
+        disk_bytes_s: the disk's rate for whole experts with the best number of threads; the median over rounds.
+        disk_threads: that number.
+        disk_rates: the rate by the number of threads.
+        routes: folder of the routes that were followed; None where the routers chose.
+        lines: one a policy and budget, and the lines beside them.
+        replayed: policies that cannot be served.
+        refused: transformers' refusal to run the model offloaded.
+    """
+
+    model: str
+    experts_bytes: int
+    disk_bytes_s: float
+    disk_threads: int
+    disk_rates: dict[int, float]
+    routes: str | None
+    lines: tuple[ServingLine, ...]
+    replayed: tuple[Replayed, ...]
+    refused: str | None
 
 
 def summarize(
@@ -206,16 +233,9 @@ def _bound(phases: Sequence[PhaseTimes], resident: Sequence[PhaseTimes], rates: 
 
 def print_serve_bench(made: ServeBench) -> None:
     """The table, with the conditions above it and the notes below."""
-    machine = made.machine
-    prompts = " to ".join(map(str, sorted({min(made.prompt_tokens), max(made.prompt_tokens)})))
-    direct = "past the page cache" if made.direct else "THROUGH THE PAGE CACHE"
-    print(
-        f"{made.model}: experts of {tables.count(made.experts_bytes, 'B')}; batch 1, requests: {made.requests}, "
-        f"prompts of {prompts} tokens, {made.new_tokens} new ones each; medians of {made.rounds} rounds\n"
-        f"{machine.cpu}, {made.threads} of {machine.cores} cores for arithmetic, {made.io_threads} I/O threads, "
-        f"{made.dtype}, load {made.load_average:.1f}, torch {machine.torch}\n"
-        f"disk {made.disk_bytes_s / 1e9:.2f} GB/s in whole experts, {made.disk_threads} at a time, {direct}\n"
-        f"{made.command}"
+    made.print_header(
+        f"{made.model}: experts of {tables.count(made.experts_bytes, 'B')}",
+        f"disk {made.disk_bytes_s / 1e9:.2f} GB/s in whole experts, {made.disk_threads} at a time",
     )
     rows = [_row(line) for line in made.lines]
     rows += [

@@ -10,7 +10,7 @@ import numpy as np
 
 from moetool.bench.forced_routes import ForcedRoutes
 from moetool.caching._policy import Policy
-from moetool.caching._residency import Counts, Residency, Step
+from moetool.caching._residency import Counts, Residency
 from moetool.errors import MoetoolError
 from moetool.models.loading import LoadedModel
 from moetool.request import Output, SamplingParams
@@ -19,7 +19,6 @@ from moetool.runtime.device_stores import open_stores
 from moetool.runtime.engine import Engine
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.own_caches import OwnCaches, open_batcher
-from moetool.types import ForwardInfo, GateEvent
 
 _SPARE_TOKENS = 64  # whole pages of the cache, and room to spare
 
@@ -224,33 +223,19 @@ class _Booked(Residency):
 
     booked_s = 0.0
 
-    def begin_forward(self, info: ForwardInfo) -> list[Step]:
-        began = time.perf_counter()
-        steps = super().begin_forward(info)
-        self.booked_s += time.perf_counter() - began
-        return steps
 
-    def route(self, event: GateEvent) -> Sequence[Sequence[int]] | None:
+def _timed(name: str) -> Callable[..., Any]:
+    def method(self: _Booked, *args: Any) -> Any:
         began = time.perf_counter()
-        routed = super().route(event)
+        found = getattr(super(_Booked, self), name)(*args)
         self.booked_s += time.perf_counter() - began
-        return routed
+        return found
 
-    def event(self, event: GateEvent) -> list[Step]:
-        began = time.perf_counter()
-        steps = super().event(event)
-        self.booked_s += time.perf_counter() - began
-        return steps
+    return method
 
-    def end_forward(self, info: ForwardInfo) -> None:
-        began = time.perf_counter()
-        super().end_forward(info)
-        self.booked_s += time.perf_counter() - began
 
-    def end_request(self, request: int) -> None:
-        began = time.perf_counter()
-        super().end_request(request)
-        self.booked_s += time.perf_counter() - began
+for _name in ("begin_forward", "route", "event", "end_forward", "end_request"):
+    setattr(_Booked, _name, _timed(_name))
 
 
 def _announce(batcher: Any, forced: ForcedRoutes | None) -> None:

@@ -9,6 +9,7 @@ to be joined again, by the same `ray start`, and gets its server back. What it i
 """
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -18,6 +19,8 @@ from typing import Any
 
 from moetool.cluster.ray_hosts import choose, head_of
 from moetool.errors import CapacityError, MoetoolError, UsageError, first_line
+
+_LOG = logging.getLogger(__name__)
 
 _STORE_BYTES = 80 * 2**20
 """Ray's shared memory, which nothing here uses; less it does not take."""
@@ -157,6 +160,7 @@ class Workers:
             self._generation[n] += 1  # nobody is told of a death that was asked for
             self._killed[n] = True  # Ray ends the process a little later, and would have it answer until then
         if self._actors[n] is not None:
+            _LOG.info("ending the process of %s", self._names[n])
             self._ray.kill(self._actors[n], no_restart=True)
 
     def watch(self, on_death: Callable[[int], None]) -> None:
@@ -193,6 +197,7 @@ class Workers:
             options["runtime_env"] = {"env_vars": {"OMP_NUM_THREADS": str(self._threads)}}
         self._actors[n] = self._ray.remote(_Host).options(**options).remote(self._build, self._arguments[n])
         self._killed[n] = False
+        _LOG.info("started a process for %s on %s", self._names[n], self._nodes[n] or "this machine")
 
     def _watch(self, n: int, on_death: Callable[[int], None]) -> None:
         generation, actor = self._generation[n], self._actors[n]
@@ -205,6 +210,7 @@ class Workers:
                     break
             if self._closing.is_set() or self._generation[n] != generation:
                 return
+            _LOG.info("the process of %s has ended", self._names[n])
             on_death(n)
 
         watcher = threading.Thread(target=wait, name=f"watch-{n}", daemon=True)
@@ -228,6 +234,7 @@ class Workers:
         try:
             return self._ray.get(answer, timeout=timeout_s)
         except GetTimeoutError:
+            _LOG.info("%s did not answer %s in %g s", self._names[n], method, timeout_s)
             raise MoetoolError(f"server {self._names[n]} did not answer {method} in {timeout_s:g} s") from None
         except RayTaskError as error:
             cause = error.cause

@@ -1,6 +1,7 @@
 """Who listens for peers."""
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -8,6 +9,8 @@ from collections.abc import Callable
 
 from moetool.cluster.frames import FrameConnection, LinkError
 from moetool.errors import MoetoolError
+
+_LOG = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
 
@@ -63,9 +66,10 @@ class Acceptor:
         while not self._closed:
             try:
                 sock, _ = self._sock.accept()
-            except OSError:
+            except OSError as error:
                 if self._closed:
                     return
+                _LOG.warning("cannot accept peers on port %d: %s", self.address[1], error)
                 time.sleep(0.05)  # no file descriptor is free, say
                 continue
             try:
@@ -77,6 +81,7 @@ class Acceptor:
         """Serve a connection on a thread of its own. Raises: RuntimeError: none can be started."""
         with self._lock:
             if len(self._open) >= self._most or self._closed:
+                _LOG.warning("refused a peer on port %d: %d are connected", self.address[1], len(self._open))
                 connection.close()
                 return
             thread = threading.Thread(target=self._serve, args=(connection,), name="peer-call", daemon=True)
@@ -87,8 +92,8 @@ class Acceptor:
         try:
             connection.demand_proof(self._token, time.monotonic() + HANDSHAKE_S)
             self._serve_peer(connection)
-        except LinkError:
-            pass  # the caller has gone, or was none; it knows, and nobody else needs to
+        except LinkError as error:  # the caller has gone, or was none, and knows
+            _LOG.debug("a peer on port %d is gone: %s", self.address[1], error)
         finally:
             with self._lock:
                 self._open.pop(connection, None)

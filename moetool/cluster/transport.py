@@ -8,6 +8,7 @@ servers' addresses be on a private network, or behind a tunnel such as WireGuard
 Every call has a deadline. Calls may be repeated: they ask for results and change nothing.
 """
 
+import logging
 import queue
 import socket
 import threading
@@ -20,6 +21,8 @@ from moetool.cluster.frames import Frame, FrameConnection, LinkError, Lost, dial
 from moetool.cluster.links import Links
 from moetool.cluster.listener import HANDSHAKE_S, Acceptor
 from moetool.errors import MoetoolError, first_line
+
+_LOG = logging.getLogger(__name__)
 
 
 class CallRefused(MoetoolError):
@@ -71,6 +74,7 @@ class Listener:
         except MoetoolError as error:
             answer = Frame(head={"error": first_line(error)})
         except Exception as error:  # the caller must hear of it, and the next call is served
+            _LOG.exception("a call of %s failed", message.head.get("from"))
             answer = Frame(head={"error": f"{type(error).__name__}: {first_line(error)}"})
         data = pack(answer.head, answer.parts)
         by = time.monotonic() + self._rest_s
@@ -158,13 +162,15 @@ class Channel:
             fresh = self._connection is None
             try:
                 answer = self._exchange(data, message.parts, by)
-            except Lost:
+            except Lost as error:
                 if fresh or self._closed:
                     raise
+                _LOG.info("server %d: %s; connecting again", self._server, error)
                 self._disconnect()  # it ended while nothing was asked: the peer may have started anew
                 answer = self._exchange(data, message.parts, by)
         except LinkError as error:
             self._disconnect()
+            _LOG.info("server %d at %s:%d gave no answer: %s", self._server, *self.address, error)
             raise LinkError(f"server {self._server}: {error}") from None
         if (reason := answer.head.get("error")) is not None:
             raise CallRefused(f"server {self._server}: {reason}")
@@ -182,6 +188,7 @@ class Channel:
             raise LinkError("no time was left to connect")
         by = min(by, time.monotonic() + HANDSHAKE_S)
         self._connection = dial(self.address, self._token, by, self._limit_bytes)
+        _LOG.debug("connected to server %d at %s:%d", self._server, *self.address)
         return self._connection
 
     def _disconnect(self) -> None:

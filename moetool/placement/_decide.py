@@ -4,6 +4,7 @@
 all call `decide`. They differ in what they observe and in how they carry a decision out.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,8 @@ from moetool.placement._placement_plan import MigrationPlan, Move, PlacementPlan
 from moetool.placement._planner import Problem
 from moetool.placement._scoring import remote_call_s, remote_calls
 from moetool.types import Cluster, ModelSpec
+
+_LOG = logging.getLogger(__name__)
 
 SEES: Mapping[str, str] = {
     "vanilla": "nothing",
@@ -193,6 +196,11 @@ def decide(
     if batched:
         gain_s, cost_s = _batch_sides(observed, in_force, new_GLE, costs)
     pays = gain_s > cost_s
+    _LOG.debug(
+        "%s by %s: %d moves, gain %.4g s, cost %.4g s; Eq. 4: %.0f to %.0f remote calls of %.3g s, %.4g s of moves",
+        *(replanner.planner, replanner.weighs, len(moves), gain_s, cost_s),
+        *(plan.calls_before, plan.calls_after, plan.call_s, plan.seconds),
+    )
     return Decision(
         placed_GLE=new_GLE,
         migration=plan,

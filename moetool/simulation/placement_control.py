@@ -1,5 +1,6 @@
 """Re-placement while the simulation runs: what each mode observes, and how its decisions are carried out."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,8 @@ from moetool.simulation.migration_traffic import Moving
 from moetool.simulation.replica_choice import Routing
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.workload import Route, SimulatedRequest
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +143,10 @@ class SimulatedReplacement:
         decision = decide(observed, self._in_force, self._costs, self._replanner)
         if not decision.moves:
             return False
+        _LOG.info(
+            "at %.3f s: %.4g s gained against %.4g s: %s, %d copies",
+            *(engine.now_s, decision.gain_s, decision.cost_s, decision.reason, decision.copies),
+        )
         record = ReplacementRecord(at_s=engine.now_s, planner=self._replanner.planner)
         record.take(decision)
         self.records.append(record)
@@ -156,6 +163,7 @@ class SimulatedReplacement:
         def done(time_s: float) -> None:
             self._moving = False
             record.done_s = time_s
+            _LOG.info("the migration that began at %.3f s was done at %.3f s", record.at_s, time_s)
             then(time_s)
 
         Moving(engine, decision.moves, self._options.piece_bytes, done)

@@ -1,5 +1,6 @@
 """From traces, a cluster and a mode to what its requests would take."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,8 @@ from moetool.types import Cluster, Gpu, ModelSpec, Server
 if TYPE_CHECKING:
     from moetool.learning.predictor import Predictor
     from moetool.trace.reader import Trace
+
+_LOG = logging.getLogger(__name__)
 
 
 def read_settings(values: Mapping[str, Any]) -> tuple[SimulationOptions, AssumedCosts, dict[str, Any]]:
@@ -243,6 +246,7 @@ def simulate(
             window_s=options.window_s,
         ),
     )
+    _LOG.info("%s: %d requests on %d GPUs, %s", mode, len(drawn), len(cluster.gpus), computing.name)
     engine.run()
     return collect(engine, mode, options.seed, control.records)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetool.bench import forms
 from moetool.bench import serve as bench_serve
 from moetool.cli import main as cli
 from moetool.models.shards import Shards
@@ -86,7 +85,7 @@ def test_train_capture_evaluate_bench(
     _run("capture", replica, "--data", "chat", *pooled, "--out", tmp_path / "again", "--json")
     assert json.loads(capsys.readouterr().out)["requests"] == 2
 
-    monkeypatch.setattr(forms, "THREADS", (1,))
+    monkeypatch.setattr(bench_serve, "THREADS", (1,))
     monkeypatch.setattr(bench_serve, "READINGS", 2)
     out = tmp_path / "forms.json"
     few = [f"--set=bench.{setting}" for setting in ("rounds=1", "requests=2", "new_tokens=3")]

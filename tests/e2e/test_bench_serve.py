@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moetool.bench import forms, serve
+from moetool.bench import serve
 from moetool.bench import serving_setup as stage
 from moetool.bench.forced_routes import Chosen, CutPredictor, ForcedRoutes, bench_spec, choose, write_part
 from moetool.bench.random_checkpoint import random_checkpoint
@@ -258,7 +258,6 @@ def test_the_command_prints_a_table_and_writes_the_raw_values(
 def test_a_shape_is_benched_beside_itself_in_four_bits(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(forms, "THREADS", (2,))
     work = tmp_path / "work"
     common = ["bench", "serve", "--shape", folder / "tiny", "--layers", 2, "--routes", folder / "routes"]
     args = [*common, "--work", work, "--policy", "lru", "--beside", "int4", "--budget", "50%,100%"]

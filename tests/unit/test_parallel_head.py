@@ -312,7 +312,8 @@ def test_a_rank_without_a_machine_is_told_of(monkeypatch: pytest.MonkeyPatch, lo
     batches = head.loop
     batches.step("gone", (1, channels[1]))
     batches.step(*batches.events.get(timeout=10))
-    assert "GPU 1 has lost its machine" in logged[0]
+    assert logged[0] == "GPU 1 of generation 1 is gone; 1 are left"
+    assert "GPU 1 has lost its machine" in logged[1]
     assert head.problems == ["GPU 1 has no machine; the others go on"] and head.state == "ready"
     with pytest.raises(MoetoolError, match="all ranks are gone"):
         batches.step("gone", (0, channels[0]))

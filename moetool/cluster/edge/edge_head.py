@@ -6,6 +6,7 @@ the plan.
 """
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,8 @@ from moetool.cluster.edge.worker import WorkerSettings
 from moetool.cluster.launch import WorkerDied
 from moetool.errors import CapacityError, MoetoolError, first_line
 from moetool.placement._placement_plan import Place
+
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _ENDED = "its process has ended"
@@ -161,6 +164,9 @@ class EdgeHead:
         Raises: as `moetool.cluster.edge.protocol.EdgeWorker.adopt`, and MoetoolError where the server is not there.
         """
         moved: ArrivedExpert = self._ask(server, "adopt", layer, expert, source)
+        _LOG.info(
+            "server %s adopted expert %d of MoE layer %d in %.3g s", self.names[server], expert, layer, moved.seconds
+        )
         self._table.moved_in(server, (layer, expert))
         self.publish()
         return moved
@@ -174,6 +180,7 @@ class EdgeHead:
         self._table.move_out(server, (layer, expert))
         self.publish()
         self._ask(server, "drop", layer, expert)
+        _LOG.info("server %s dropped expert %d of MoE layer %d", self.names[server], expert, layer)
 
     def publish(self) -> None:
         """Tell all servers who holds what; returns when those that are there have heard it."""
@@ -191,8 +198,8 @@ class EdgeHead:
             try:
                 self._call(n, "set_holders", table, timeout_s=_TELL_S)
                 self._told[n] = table.version
-            except Exception:
-                return  # whoever supervises it sees the same, or tells it again
+            except Exception as error:  # its supervisor sees the same, or tells it again
+                _LOG.info("server %s was not told of placement %d: %s", self.names[n], table.version, error)
 
     def _arrived(self, info: WorkerInfo) -> None:
         n = info.server
@@ -278,7 +285,8 @@ class EdgeHead:
                 continue
             try:
                 self._ask(server, "adopt", *at, -1)
-            except MoetoolError:
+            except MoetoolError as error:
+                _LOG.info("server %s cannot adopt an expert that nobody holds: %s", self.names[server], error)
                 continue
             if self._table.lend(server, at):
                 return True
@@ -320,6 +328,7 @@ class EdgeHead:
             wait = min(most, 2 * wait)
         else:
             return
+        _LOG.info("server %s is started again as %s", self.names[n], info.peer)
         came = "is back on" if self._was_there[n] else "has joined and serves on"
         self._narrate(f"server {self.names[n]} {came} {info.url}/v1 with {len(info.held)} experts")
         self._arrived(info)

@@ -1,5 +1,6 @@
 """The other servers, as one of them sees them: where they are, whom to ask, and how they have answered."""
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -10,6 +11,8 @@ from typing import Any
 from moetool.cluster.frames import Frame, LinkError
 from moetool.cluster.links import Links
 from moetool.cluster.transport import Channel
+
+_LOG = logging.getLogger(__name__)
 
 _BACKOFF_S = (1.0, 30.0)  # after the first failure, and at most
 _SHARE = 0.2  # of the newest call in the average
@@ -56,6 +59,7 @@ class Peers:
         with self._lock:
             changed = {n for n in self._addresses.keys() | found.keys() if self._addresses.get(n) != found.get(n)}
             self._addresses = found
+            _LOG.debug("addresses of servers: %s", found)
             closing = [self._channels.pop(at) for at in list(self._channels) if at[0] in changed]
             for n in changed:
                 self._failures.pop(n, None)
@@ -125,7 +129,9 @@ class Peers:
         with self._lock:
             self._failures[server] += 1
             first, most = _BACKOFF_S
-            self._away_until[server] = self._clock() + min(most, first * 2 ** (self._failures[server] - 1))
+            away_s = min(most, first * 2 ** (self._failures[server] - 1))
+            self._away_until[server] = self._clock() + away_s
+        _LOG.info("server %d failed %d times in a row: not called for %g s", server, self._failures[server], away_s)
 
     def close(self) -> None:
         """End all channels; calls that wait fail."""

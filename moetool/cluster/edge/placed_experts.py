@@ -1,6 +1,7 @@
 """Running the experts of a model where a placement has them: some here, the others on other servers."""
 
 import hashlib
+import logging
 import threading
 import time
 from collections import defaultdict
@@ -26,6 +27,8 @@ from moetool.runtime.device_stores import Stores
 from moetool.runtime.expert_forward import ExpertRuntime, bring
 from moetool.runtime.expert_store import ExpertStore
 from moetool.types import ForwardInfo, GateEvent, Phase
+
+_LOG = logging.getLogger(__name__)
 
 _FOR_OTHERS = ForwardInfo(forward_id=-1, request_T=(-1,), phase_T=(Phase.DECODE,), position_T=(0,))
 
@@ -130,6 +133,7 @@ class PlacedRuntime(ExpertRuntime):
             raise MismatchError("the table of holders is of another model; start the cluster again")
         with self._changing:
             if holders.version > self._holders.version:
+                _LOG.debug("expert placement of version %d", holders.version)
                 self._peers.update(holders.peers)
                 self._holders = holders
 
@@ -142,11 +146,14 @@ class PlacedRuntime(ExpertRuntime):
         )
         if fetched:
             self.meter.migrated(num_bytes)
+        came = f"server {source}" if fetched else "disk"
+        _LOG.info("adopted expert %d of MoE layer %d from %s (%s B)", expert, layer, came, num_bytes)
         return ArrivedExpert(source=source if fetched else -1, bytes=num_bytes, seconds=time.monotonic() - began)
 
     def drop(self, layer: int, expert: int) -> None:
         """Hold an expert no longer; what is being computed with it is finished first."""
         self.holding.remove(self._key(layer, expert))
+        _LOG.info("dropped expert %d of MoE layer %d", expert, layer)
 
     def handle(self, message: Frame) -> Frame:
         """Answer another server: `compute` rows with the experts that are held here, or give an expert (`fetch`).
@@ -245,6 +252,7 @@ class PlacedRuntime(ExpertRuntime):
         except (MoetoolError, TimeoutError) as error:
             outputs = {}
             self.meter.count("failed_calls")
+            _LOG.info("a call for %d experts of MoE layer %d failed: %s", len(call.pairs), layer.index, error)
             if not isinstance(error, CallRefused):
                 self._peers.failed(call.server)
         else:
@@ -289,6 +297,7 @@ class PlacedRuntime(ExpertRuntime):
                 self.meter.computed(pairs, time.perf_counter() - began, own=own)
         if borrowed:
             self.meter.count("last_resort", len(found))
+            _LOG.info("no server gives experts %s of MoE layer %d: read from disk", found, layer.index)
         elif own and len(found) < len(rows_of):
             self.meter.count("late_drops", len(rows_of) - len(found))
         return found

@@ -1,5 +1,6 @@
 """The global scheduler: asks the workers what happens, places anew when that pays, and moves experts one by one."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from moetool.placement._placement_plan import Move, Place
 from moetool.placement._replacement_record import ReplacementRecord
 from moetool.placement._scoring import remote_calls
 from moetool.types import Cluster, ModelSpec
+
+_LOG = logging.getLogger(__name__)
 
 _SAVE_S = 30.0
 _GLANCE_S = 0.2
@@ -305,6 +308,7 @@ class Scheduler:
         seen = observe(self.statistics, self.cluster, held, slots, self._horizon_s)
         if seen is None:
             record.outcome = "too little seen"
+            _LOG.debug("no decision: too little seen")
             return None
         observed, in_force, costs = seen
 
@@ -325,6 +329,11 @@ class Scheduler:
             record.outcome = f"no room: {error}"
             return None
         record.take(decision)
+        _LOG.info(
+            "Eq. 4: %s saved against %s (%s): %d copies; %s",
+            *(f"{decision.gain_s:.4g} s", f"{decision.cost_s:.4g} s", self.options.planner, decision.copies),
+            decision.reason,
+        )
         record.local_after = local(decision.placed_GLE)
         record.measured = bool(decision.moves) and costs.call_s is not None
         return decision
@@ -365,6 +374,9 @@ class Scheduler:
         if len(held[server]) >= slots[server]:
             self._moving.skipped += 1  # an earlier drop was not to be: its expert had no other place left
             return 0.0
+        _LOG.debug(
+            "expert %d of MoE layer %d moves to server %d; %d moves left", place[1], place[0], server, len(self._steps)
+        )
         moved = servers.adopt(server, *place, self._nearest(server, place, held))
         self.statistics.moved(server, moved)
         return moved.seconds / self.options.share

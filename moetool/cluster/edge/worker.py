@@ -1,6 +1,7 @@
 """One edge server: an engine with its own OpenAI endpoint, whose missing experts are computed by the others."""
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -28,6 +29,8 @@ from moetool.runtime.expert_store import ExpertStore
 from moetool.serving.server import HttpServer, bind
 from moetool.serving.server_options import ServerOptions
 from moetool.types import ModelSpec
+
+_LOG = logging.getLogger(__name__)
 
 _READY_S = 60.0
 _MESSAGE_BYTES = 64 * 2**20  # at least, beside an expert
@@ -186,6 +189,10 @@ class Worker:
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._url = url
         self._ready.set()
+        _LOG.info(
+            "server %d serves on %s with %d of %d experts",
+            *(settings.server, url, len(self._runtime.held), self._runtime.spec.total_experts),
+        )
 
 
 def build_worker(settings: WorkerSettings) -> Worker:

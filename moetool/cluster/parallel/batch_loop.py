@@ -209,6 +209,7 @@ class BatchLoop:
                 if self.ranks.heard(gpu, kind, generation) and self.state == "starting":
                     self.state = "ready"
             case "broken" if generation == self.ranks.generation:
+                _LOG.warning("GPU %d: %s", gpu, message.get("reason"))
                 self._form()
             case "tokens" if generation == self.ranks.generation:
                 for output in message["outputs"]:
@@ -291,6 +292,7 @@ class BatchLoop:
                 },
             )
         self._batch_size, self._decided_s, self._due = len(chosen), decided_s, None
+        _LOG.debug("batch %d begins: %d requests, placement %d", self.batch, len(chosen), self.placing.version)
 
     def _finish(self) -> None:
         """The batch has ended on all ranks."""
@@ -306,6 +308,7 @@ class BatchLoop:
         self.moved_during_exchange += record.moved_during_exchange
         self.placing.note(record, moved_s, len(self.ranks.members))
         self.began, self._ended, self._done = None, now, {}
+        _LOG.debug("batch %d ended after %.3f s, %d B of experts moved", self.batch, record.seconds, record.moved_bytes)
         self.requests.refuse_running("the request was lost by its rank")  # which said that all had ended
 
     def _use(self, control: BatchReplacement, placed_GLE: np.ndarray, migrate: str, over: threading.Event) -> None:

@@ -1,5 +1,6 @@
 """Experts on their way between ranks: pulled piece by piece by whoever gets them, in compute phases only."""
 
+import logging
 import queue
 import threading
 import time
@@ -16,6 +17,8 @@ from moetool.cluster.parallel.expert_buffers import Shelf
 from moetool.cluster.parallel.staged_migration import MigrationStage
 from moetool.errors import MoetoolError, first_line
 from moetool.types import ModelSpec
+
+_LOG = logging.getLogger(__name__)
 
 _LEAST_BYTES = 16 * 1024
 _MOST_BYTES = 1 << 20
@@ -142,6 +145,7 @@ class ExpertTransfer:
         try:
             self._bring_stages()
         except Exception as error:  # such as a disk that cannot be read; `require_well` tells the rank's own thread
+            _LOG.warning("GPU %d takes in no more experts: %s", self._gpu, error)
             self._failure = error
 
     def _bring_stages(self) -> None:
@@ -157,6 +161,7 @@ class ExpertTransfer:
                     self._bring(self._spec.expert_key(layer, expert), source, epoch)
             with self._state:
                 if self._epoch == epoch:
+                    _LOG.debug("GPU %d has the experts of placement %d", self._gpu, stage.version)
                     self.arrived = stage.version
                     self._state.notify_all()
 
@@ -166,7 +171,8 @@ class ExpertTransfer:
         room = self._shelf.room()
         try:
             size = self._pull(key, source, room, epoch)
-        except LinkError:
+        except LinkError as error:
+            _LOG.info("GPU %d does not give expert %d: %s", source, key, error)
             if (channel := self._channels.pop(source, None)) is not None:
                 channel.close()
             size = None

@@ -1,6 +1,7 @@
 """Which ranks are there, and how those that are form the next generation."""
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any, Protocol
 from moetool.cluster.frames import LinkError
 from moetool.cluster.parallel.channel import RankChannel
 from moetool.errors import CapacityError
+
+_LOG = logging.getLogger(__name__)
 
 _ALIVE_S = 2.0
 """A rank that does not answer for so long when a new generation is called is ended."""
@@ -127,6 +130,7 @@ class Members:
         """A rank has said hello."""
         self._tries.pop(gpu, None)
         self.ranks[gpu] = _Rank(channel, (peer[0], peer[1]))
+        _LOG.info("GPU %d is there; it gives experts at %s:%d", gpu, *self.ranks[gpu].peer)
 
     def knows(self, gpu: int | None, channel: RankChannel) -> bool:
         """Whether this is the connection of a rank that is there."""
@@ -135,6 +139,7 @@ class Members:
     def lose(self, gpu: int) -> bool:
         """A rank is gone; it is started again. Whether it was a member."""
         del self.ranks[gpu]
+        _LOG.warning("GPU %d of generation %d is gone; %d are left", gpu, self.generation, len(self.ranks))
         self._start_again(gpu)
         return gpu in self.members
 
@@ -156,6 +161,7 @@ class Members:
             return
         self.generation += 1
         self._deadline = monotonic() + _ALIVE_S
+        _LOG.info("generation %d is called: GPUs %s", self.generation, self.members)
         peers = [list(self.ranks[g].peer) if g in self.ranks else None for g in range(self._num_gpus)]
         self.tell({**order, "kind": "form", "members": self.members, "peers": peers})
 
@@ -175,6 +181,7 @@ class Members:
             return False
         self.whole, self._deadline = True, None
         self.joined[generation] = monotonic()
+        _LOG.info("generation %d is whole", generation)
         return True
 
     def end_silent(self) -> None:
@@ -190,6 +197,7 @@ class Members:
             silent = [gpu for gpu, rank in late.items() if now - rank.heard_s > _FORM_S]
         self._deadline = now + _ALIVE_S
         for gpu in silent:
+            _LOG.warning("GPU %d says nothing about generation %d: its process is ended", gpu, self.generation)
             with contextlib.suppress(Exception):
                 self._launcher.kill(gpu)
             ranks[gpu].channel.close()
@@ -214,7 +222,8 @@ class Members:
     def _start_again(self, gpu: int) -> None:
         tries = self._tries.pop(gpu, 0)
         if tries == _TRIES:
-            return  # it stays away, and the others go on
+            _LOG.error("GPU %d stays away after %d starts; the others go on", gpu, tries)
+            return
         self._tries[gpu] = tries + 1
         self.starting.add(gpu)
         wait_s = RETRY_S * 2 ** (tries - 1) if tries else 0.0
@@ -230,7 +239,8 @@ class Members:
                     self._post("waits", gpu)
                 wait_s = MACHINE_S
                 continue
-            except Exception:
+            except Exception as error:
+                _LOG.warning("GPU %d could not be started again: %s", gpu, error)
                 self._homeless.discard(gpu)
                 self.starting.discard(gpu)
                 self._post("died", gpu)

@@ -1,5 +1,6 @@
 """The placement in force, what is being decided about the next one, and what was measured for that."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from moetool.cluster.parallel.staged_migration import plan_stages
 from moetool.errors import first_line
 from moetool.placement._decide import Decision
 from moetool.types import Cluster, ModelSpec
+
+_LOG = logging.getLogger(__name__)
 
 _KEPT = 1000
 """Decisions that are remembered."""
@@ -120,8 +123,14 @@ class PlacementState:
         self.deciding = None
         if isinstance(found, str):
             self.error = found
+            _LOG.warning("no decision about batch %d: %s", batch, found)
         elif found is not None and epoch == self._epoch:
+            _LOG.info(
+                "batch %d, seen by %s: %.4g s gained against %.4g s: %s, %d copies",
+                *(batch, found.saw, found.gain_s, found.cost_s, found.reason, found.copies),
+            )
             if running >= batch:
+                _LOG.info("the decision about batch %d came late", batch)
                 self.late += 1
                 return []
             self.decisions = [*self.decisions, found][-_KEPT:]

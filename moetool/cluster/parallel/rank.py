@@ -1,6 +1,7 @@
 """One rank: a model whose experts lie on all ranks, what its head asks of it, and the generations that it joins."""
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -32,6 +33,8 @@ from moetool.models.loading import load_lazy, parse_device, parse_dtype, use_thr
 from moetool.runtime.decoding import Batch
 from moetool.runtime.expert_store import open_store
 from moetool.runtime.own_caches import open_batcher
+
+_LOG = logging.getLogger(__name__)
 
 _ALIVE_S = 5.0
 """While it reads experts a rank says so often that it is alive."""
@@ -193,9 +196,10 @@ class Rank:
                     elif message["kind"] == "batch" and message["generation"] == self._generation:
                         self._lockstep.serve(message)
                 except GroupBroken as error:
+                    _LOG.info("GPU %d: %s", self.gpu, error)
                     self._say({"kind": "broken", "reason": first_line(error)})
-        except LinkError:
-            pass
+        except LinkError as error:
+            _LOG.info("GPU %d has lost its head: %s", self.gpu, error)
         finally:
             self._abort()
             self.transfer.close()
@@ -223,6 +227,7 @@ class Rank:
                 said = time.monotonic()
                 self._say({"kind": "alive"})
         self.windows.open(FOREVER)
+        _LOG.info("GPU %d holds %d experts for generation %d", self.gpu, len(wanted), self._generation)
         self._say({"kind": "holds"})
 
     def _join(self) -> None:
