@@ -40,7 +40,7 @@ QUICK = {"batches": 2, "rounds": 1, "prompts": 6, "seats": 1, "prompt_tokens": 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBenchOptions:
-    """What is measured.
+    """Options of the bench.
 
     Attributes:
         data: prompt sets; each is a task.
@@ -49,7 +49,7 @@ class RankBenchOptions:
         new_tokens: decoded by each request.
         ranks: GPUs, all of one server.
         seats: requests of a batch on each.
-        batches: of each run; the first, for which nothing can be foretold, is not counted.
+        batches: of each run; the first, for which there is no prediction, is not counted.
         tasks: that the requests of one batch are of, drawn anew for each: what is hot changes from batch to batch.
         room: experts that the GPUs hold, as a multiple of the model's.
         rounds: every variant runs once in each, in an order that turns.
@@ -146,7 +146,7 @@ class RankRun:
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
-    """What was measured: by variant a run of each round; and what `moetool simulate` says of the same.
+    """Results: by variant a run of each round, and `moetool simulate` of the same.
 
     Attributes:
         costs: that the ranks' head has measured, by the end (`Costs.to_json`).
@@ -333,7 +333,7 @@ def _run(head: RankHead, requests: Sequence[list[int]], options: RankBenchOption
 
 
 class _Subject:
-    """The requests, their routes, and what is made of the history."""
+    """The requests, their routes, and placements and predictors from the history."""
 
     def __init__(self, model: str, spec: ModelSpec, cluster: Cluster, options: RankBenchOptions, work: Path) -> None:
         self._model, self._spec, self._cluster, self._options, self._work = model, spec, cluster, options, work
@@ -381,7 +381,7 @@ class _Subject:
         return planner.place("director", problem, planner.quick_options("director"))
 
     def predictors(self, names: set[str]) -> Mapping[str, Callable[[Sequence[int], int], np.ndarray]]:
-        """Those that are asked for, trained or made now where they are not there yet."""
+        """The named predictors, trained or made now where they are missing."""
         found: dict[str, Callable[[Sequence[int], int], np.ndarray]] = {}
         if "oracle" in names:
             found["oracle"] = self._oracle()
@@ -394,7 +394,7 @@ class _Subject:
         return found
 
     def simulated(self) -> dict[str, dict[str, float]]:
-        """What `moetool simulate` says of requests drawn from those that were served, all at once."""
+        """Simulate requests drawn from those that were served, all at once."""
         from moetool.simulation.simulate import read_world, simulate
         from moetool.simulation.simulated_costs import AssumedCosts
         from moetool.simulation.simulation_options import SimulationOptions

@@ -1,4 +1,4 @@
-"""What a bench of expert parallelism says: tables, and DIRECTOR's figures in miniature."""
+"""Results of a bench of expert parallelism: tables, and DIRECTOR's figures in miniature."""
 
 import statistics
 from collections.abc import Callable, Sequence

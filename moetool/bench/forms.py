@@ -222,7 +222,7 @@ def _require_same_shape(model: Checkpoint, other: Checkpoint) -> None:
 
 
 def _seen_prompts(path: Path) -> frozenset[str]:
-    """What a replica of ours was made from; nothing for one that somebody else made."""
+    """Prompts that a replica was made from; empty without a card."""
     card = path / CARD
     if not card.is_file():
         return frozenset()

@@ -62,7 +62,7 @@ class LineToServe:
 
 @dataclass(slots=True, kw_only=True)
 class MeasuredRounds:
-    """What the rounds gave.
+    """Measurements of the rounds.
 
     Attributes:
         runs: of each line, then of each other model, one a round.

@@ -1,4 +1,4 @@
-"""What a bench of serving says: medians over paired rounds, ratios, and the bounds that bytes and arithmetic set."""
+"""Results of a bench of serving: medians over paired rounds, ratios, and the bounds that bytes and arithmetic set."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -96,7 +96,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingConditions:
-    """What every bench of serving says of its conditions and its workload.
+    """Conditions and workload of a bench of serving.
 
     Attributes:
         machine, threads, io_threads, dtype, command: the conditions.

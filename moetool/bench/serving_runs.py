@@ -25,7 +25,7 @@ _SPARE_TOKENS = 64  # whole pages of the cache, and room to spare
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What every line is given, one request after the other.
+    """Requests of every line, one after the other.
 
     Attributes:
         prompts: token ids.

@@ -1,4 +1,4 @@
-"""What a bench of serving runs on: a model in memory, what it is given, and whose routes it follows."""
+"""Setup of a bench of serving: a model in memory, its workload, and the routes that it follows."""
 
 import contextlib
 import itertools
@@ -26,7 +26,7 @@ from moetool.trace.same_prompts import digest_of_tokens
 
 @dataclass(frozen=True, kw_only=True)
 class ServingBenchOptions:
-    """What `moetool bench serve --set bench.NAME=VALUE` sets.
+    """Options of `moetool bench serve --set bench.NAME=VALUE`.
 
     Attributes:
         rounds: how often every line runs.
@@ -72,7 +72,7 @@ class ServingBenchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is benched.
+    """The model, routes and prompts of a bench.
 
     Attributes:
         model: a checkpoint: `reference`, a folder, a hub name; or none, and `shape`.
@@ -128,7 +128,7 @@ class ServingSetup:
 def open_stage(
     subject: Subject, options: ServingBenchOptions, kinds: Mapping[str, type[Policy]], stack: contextlib.ExitStack
 ) -> ServingSetup:
-    """Bring the model into memory and decide what it is given.
+    """Bring the model into memory and choose its workload.
 
     Args:
         kinds: the policies, by name.

@@ -1,4 +1,4 @@
-"""What a user may set about a cluster, and its token."""
+"""Options of a cluster, and its token."""
 
 import secrets
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from moetool.errors import UsageError, first_line
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    """What `moetool serve --cluster … --set cluster.NAME=VALUE` sets.
+    """Options of `moetool serve --cluster … --set cluster.NAME=VALUE`.
 
     Attributes:
         emulate_links: whether servers send to each other no faster than the plan's links allow.

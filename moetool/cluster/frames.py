@@ -37,7 +37,7 @@ class Lost(LinkError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What goes over a connection at once.
+    """One message.
 
     Attributes:
         head: plain JSON values.
@@ -121,7 +121,7 @@ class FrameConnection:
         return _unpack(head, memoryview(body))
 
     def close(self) -> None:
-        """End the connection; whoever waits on it in another thread gets `Lost`."""
+        """End the connection; a thread that waits on it gets `Lost`."""
         with contextlib.suppress(OSError):  # it has ended by itself
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()

@@ -141,7 +141,7 @@ class Workers:
         return pid
 
     def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None:
-        """A new process for a worker, in place of what is left of the old one.
+        """Replace a worker's process.
 
         Args:
             arguments: of `build`, in place of those of before.
@@ -157,7 +157,7 @@ class Workers:
     def kill(self, n: int) -> None:
         """End a worker at once, if it has not ended. Nothing that is called on it from now on reaches it."""
         with self._lock:
-            self._generation[n] += 1  # nobody is told of a death that was asked for
+            self._generation[n] += 1  # a requested end is not reported
             self._killed[n] = True  # Ray ends the process a little later, and would have it answer until then
         if self._actors[n] is not None:
             _LOG.info("ending the process of %s", self._names[n])
@@ -262,7 +262,7 @@ class _Host:
         return os.getpid()
 
     def until_end(self) -> None:
-        """Returns never: whoever waits for it learns of the process's end."""
+        """Block until the process exits."""
         self._ended.wait()
 
 

@@ -1,4 +1,4 @@
-"""Who listens for peers."""
+"""TCP listener for peer connections."""
 
 import contextlib
 import logging
@@ -23,7 +23,7 @@ class Acceptor:
         serve: is given each connection; it ends when this returns or raises `LinkError`.
         limit_bytes: of a message.
         most: connections at a time; others are closed at once.
-        rest_s: that `close` waits for whoever is being served.
+        rest_s: that `close` waits for calls under way.
 
     Effects: owns the socket; starts a thread. `close` ends all of them.
     """

@@ -13,7 +13,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def rows_head(layer: int, rows: Mapping[int, torch.Tensor]) -> dict[str, Any]:
-    """What says what `rows_bytes` holds: of each expert so many rows, of a type and width.
+    """Header of `rows_bytes`: rows of each expert, their type and width.
 
     Args:
         layer: MoE layer, 0..L-1.

@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class CallRefused(MoetoolError):
-    """The peer is there and did not do what it was asked for."""
+    """The peer answered with a refusal."""
 
 
 class Listener:
@@ -148,7 +148,7 @@ class Channel:
                 answer.set_result(self._call(message, by))
             except MoetoolError as error:
                 answer.set_exception(error)
-            except Exception as error:  # a bug; whoever waits must not wait for ever
+            except Exception as error:  # a bug; its caller must not wait for ever
                 answer.set_exception(error)
         self._disconnect()
         while not self._jobs.empty():

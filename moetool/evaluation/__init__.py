@@ -1,1 +1,1 @@
-"""How well predictors foretell, what they take, and how that is shown."""
+"""Scores of predictors: match, time and size, and their tables."""

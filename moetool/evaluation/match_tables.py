@@ -19,14 +19,14 @@ MEANINGS = {
     "of experts": "bytes of the predictor as a share of those of all routed experts of the model",
     "ms / step": "to observe and predict all layers of one token; its share is of a decode step with every expert in "
     "memory, by the profile; what a trace holds beside the routes, such as what later gates say, is there already",
-    "ms / request": "to foretell the prompt of a pending request before it runs, or else to follow it while it does",
+    "ms / request": "to predict a pending request from its prompt, or else to follow it while it runs",
     "of trace": "tokens trained on, as a share of those of the trace that they are of",
     "last quarter": "match in the deepest quarter of the layers",
-    "load error": "share of the workload matrix of a prompt (tokens for each expert of each layer) that is foretold of "
-    "other experts than it falls on; of a whole request, its number of new tokens is taken as known",
-    "busiest": "how often the expert with the largest load in a layer was foretold",
+    "load error": "share of the workload matrix of a prompt (tokens for each expert of each layer) that is predicted "
+    "for other experts; of a whole request, its number of new tokens is taken as known",
+    "busiest": "how often the expert with the largest load in a layer was predicted",
 }
-"""What the measures mean, for the page."""
+"""Meaning of the measures, for the page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,8 @@ def overview(rows: Sequence[Any]) -> MatchTable:
     scopes = "; ".join(scope(group) for group in groups.values())
     distances = ", ".join(map(str, _GLANCED[:-1]))
     return MatchTable(
-        title=f"at a glance, shares in %: match {distances} and {_GLANCED[-1]} layers ahead, else next door; {scopes}",
+        title=f"at a glance, shares in %: match {distances} and {_GLANCED[-1]} layers ahead (one layer ahead if not "
+        f"stated); {scopes}",
         columns=(
             "predictor",
             *(f"unseen\n{said[phase]}" if unseen else said[phase] for unseen, phase in there),
@@ -127,7 +128,7 @@ def phases(rows: Sequence[Any]) -> list[str]:
 
 
 def scope(rows: Sequence[Any]) -> str:
-    """What the rows were scored on, in words."""
+    """The scored requests, in words."""
     first = rows[0]
     requests = f"{first.num_requests} request{'s' if first.num_requests > 1 else ''}"
     where = {
@@ -225,7 +226,7 @@ def _foretold(rows: Sequence[Any], phase: str) -> MatchTable:
     told = [(row, row.foretold) for row in rows if row.foretold is not None]
     first = told[0][1]
     prompts = phase == "prefill"
-    title = "what was foretold of the prompts of" if prompts else "what the prompt foretold of the new tokens of"
+    title = "predictions for the prompts of" if prompts else "predictions for the new tokens of"
     shares = ("match", "exact", "at least one", "last quarter", *(("busiest",) if prompts else ()))
     return MatchTable(
         title=f"{title} {first.num_requests} pending requests, all layers, "
@@ -266,7 +267,7 @@ def _costs(rows: Sequence[Any]) -> MatchTable:
     steps = sorted({row.decode_step_ms for row in rows if row.decode_step_ms is not None})
     note = f"a decode step takes {_ms(steps[0])} ms with every expert in memory, by the profile" if steps else ""
     return MatchTable(
-        title=f"what it takes; pending requests have {rows[0].prompt_tokens:,.0f} tokens",
+        title=f"cost; pending requests have {rows[0].prompt_tokens:,.0f} tokens",
         columns=(
             *("predictor", "parameters", "size", "of experts", "ms / step", *of_a_step),
             *("ms / request", *of_a_step, "epochs", "seconds", "on tokens", "of trace"),

@@ -27,7 +27,7 @@ Workload = Trace | ExpertCounts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a placement is judged by besides the traces.
+    """Settings of a score, besides the traces.
 
     Attributes:
         seed: of every random choice.

@@ -1,7 +1,7 @@
 """Whether to place experts anew, and by which moves: the one re-placement decision.
 
 `plan stream` and `plan migrate`, the simulator, the scheduler of an edge cluster and the head of expert-parallel ranks
-all call `decide`. They differ in what they observe and in how they carry a decision out.
+all call `decide`. They differ in their observations and in how they carry a decision out.
 """
 
 import logging
@@ -89,7 +89,7 @@ class ReplacementCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replanner:
-    """Who proposes a placement, and when it is accepted.
+    """The planner that proposes a placement, and the test that accepts it.
 
     Attributes:
         planner: its name, with its options and the seed of its random choices.
@@ -108,7 +108,7 @@ class Replanner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What was decided.
+    """A decision.
 
     Attributes:
         placed_GLE: the placement proposed.
@@ -265,8 +265,8 @@ def _eq4(
 def _batch_sides(
     observed: Observed, in_force: InForce, new_GLE: np.ndarray, costs: ReplacementCosts
 ) -> tuple[float, float]:
-    """What DIRECTOR's Eq. 5 gains on the requests observed, and what moving adds: what exceeds the compute phases that
-    are left, or as much as moving lately did."""
+    """Gain of DIRECTOR's Eq. 5 on the observed requests, and cost of moving: seconds beyond the compute phases left,
+    or as long as moving lately took."""
     spent_s = [
         layers_s(costs.latency, in_force.cluster, observed.tokens_GLE, placed_GLE)
         for placed_GLE in (in_force.placed_GLE, new_GLE)

@@ -1,4 +1,4 @@
-"""What a placement is for: how many tokens on each GPU want each expert, read from traces."""
+"""Demand, read from traces: the tokens on each GPU that use each expert."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a placement costs in DIRECTOR's system model: T_comp + T_comm, with replicas and unequal links."""
+"""Cost of a placement in DIRECTOR's system model: T_comp + T_comm, with replicas and unequal links."""
 
 import math
 from collections.abc import Callable

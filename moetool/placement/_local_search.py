@@ -119,7 +119,7 @@ class Descent:
         return np.concatenate(here), np.concatenate(there)
 
     def scores(self, here: np.ndarray, there: np.ndarray) -> np.ndarray:
-        """What the score would be after each swap."""
+        """The score after each swap."""
         g, h = self.gpu_X[here], self.gpu_X[there]
         more_GC = self.tokens_GX[:, there] - self.tokens_GX[:, here]
         more = self.tokens_X[there] - self.tokens_X[here]

@@ -53,7 +53,7 @@ class PlacementPlan:
         value: the objective on the requests that the plan was made from.
         lower_bound: of T_comp + T_comm: no placement has less, the work shared perfectly and nothing sent. Of remote
             calls: no placement in these slots has less (`moetool.placement._scoring.PlacementScore`). None: not known.
-        traces: what it was made from.
+        traces: its sources.
         profile_sha256: the profile that it was made from, if one was.
         planning_s: how long the planner took.
         split: share of each trace's requests that it was made from (`moetool.placement._demand.planned_share`).
@@ -216,7 +216,7 @@ class Move:
 
     @property
     def place(self) -> Place:
-        """What moves."""
+        """The expert."""
         return self.layer, self.expert
 
 

@@ -1,4 +1,4 @@
-"""What a planner is given and what all of them obey: coverage, memory, determinism.
+"""Inputs of planners, and the rules that all obey: coverage, memory, determinism.
 
 A planner is a module of `moetool.placement` (or anyone's, by its dotted name) with a frozen dataclass `Options` and
 

@@ -1,4 +1,4 @@
-"""A decision and what came of it, as simulations and schedulers keep it."""
+"""A decision and its outcome, as simulations and schedulers keep it."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -55,7 +55,7 @@ class ReplacementRecord:
     outcome: str = ""
 
     def take(self, decision: Decision) -> None:
-        """Note what was decided."""
+        """Note a decision."""
         self.outcome, self.made = decision.reason, decision.made
         if not decision.moves:
             return

@@ -170,7 +170,7 @@ def remote_bound(problem: Problem) -> float:
 
 
 def work_bound(problem: Problem) -> float:
-    """What no placement's T_comp + T_comm is below, with copies or without, in any memory: that of the work alone."""
+    """Lower bound of T_comp + T_comm of any placement, with copies or without, in any memory: the work alone."""
     latency = problem.latency
     speed, num_gpus = sum(latency.speed_G), len(latency.speed_G)
     total = 0.0

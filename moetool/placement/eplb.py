@@ -60,7 +60,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
 
 
 def _unequal(problem: Problem, options: Options) -> str:
-    """What the published algorithm lacks here; empty if nothing."""
+    """Requirements of the published algorithm that are not met; empty if all are."""
     spec, cluster = problem.spec, problem.cluster
     if len(set(problem.slots_G.tolist())) > 1 or len({len(server.gpus) for server in cluster.servers}) > 1:
         return "GPUs of one size, as many on each server"

@@ -16,7 +16,7 @@ _MOST = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What to minimise.
+    """Options of the search.
 
     Attributes:
         objective: `remote` (Prism's Eq. 2, any number of copies on servers) or `latency` (DIRECTOR's T_comp + T_comm,

@@ -33,7 +33,7 @@ ADMISSIONS = ("seats", "rounds")
 
 
 class Watcher(Protocol):
-    """Who places experts while the simulation runs."""
+    """Places experts while the simulation runs."""
 
     def on_tick(self, engine: "EventLoop") -> None:
         """The time to place anew has come."""
@@ -47,7 +47,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedMachines:
-    """What requests run on: a model, the GPUs that compute it, and the links between them."""
+    """The machines: a model, the GPUs that compute it, and the links between them."""
 
     spec: ModelSpec
     cluster: Cluster

@@ -1,4 +1,4 @@
-"""Re-placement while the simulation runs: what each mode observes, and how its decisions are carried out."""
+"""Re-placement while the simulation runs: observations of each mode, and how its decisions are carried out."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +20,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementMode:
-    """Who places, and from what.
+    """A mode: a planner and its observations.
 
     Attributes:
-        planner: name of a planner. It places before the simulation begins from the history, and anew from what it sees.
+        planner: name of a planner. It places before the simulation begins from the history, then from observations.
         sees: of `SEES`.
         batches: DIRECTOR's way: requests in static batches, the planner's quick options for placing anew, and no
             Eq. 4, since migration is taken to hide behind computing. Otherwise Prism's.
@@ -103,7 +103,7 @@ class SimulatedReplacement:
             self._past_GLE[request.gpu] += request.route.calls_LE
 
     def on_tick(self, engine: EventLoop) -> None:
-        """Place anew from what the mode sees, if that pays."""
+        """Place anew from the mode's observations, if that pays."""
         tokens, self._tokens = self._tokens, 0
         queue = [*engine.running.values(), *(request for queue in engine.waiting_G for request in queue)]
         self._consider(engine, queue, tokens, lambda at_s: None)

@@ -43,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def read_settings(values: Mapping[str, Any]) -> tuple[SimulationOptions, AssumedCosts, dict[str, Any]]:
-    """What of `--set` is about the run and its costs, and what is left for the planner."""
+    """Split `--set` into options of the run, of its costs, and of planners."""
     left = dict(values)
 
     def take(kind: type) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def read_settings(values: Mapping[str, Any]) -> tuple[SimulationOptions, Assumed
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What runs on one cluster have in common.
+    """The cluster and the requests that runs share.
 
     Attributes:
         sources: what the requests of each server are drawn from, by its number.
@@ -150,7 +150,7 @@ def _served(spec: ModelSpec, num_gpus: int, source: RequestSource) -> np.ndarray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModeInputs:
-    """What a mode places with.
+    """Inputs of a mode.
 
     Attributes:
         options: of planners, by name; under a planner's name those for it alone.
@@ -252,7 +252,7 @@ def simulate(
 
 
 def _options_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the given options a planner gets."""
+    """The options of a planner among those given."""
     for_all = {option: value for option, value in given.items() if not isinstance(value, dict)}
     return {**for_all, **given.get(name, {})}
 

@@ -1,4 +1,4 @@
-"""What the simulated machines take: seconds of dense layers and experts, and of messages on links."""
+"""Costs of the simulated machines: seconds of dense layers, of experts, and of messages on links."""
 
 from dataclasses import dataclass
 

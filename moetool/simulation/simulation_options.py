@@ -1,4 +1,4 @@
-"""What a simulation is run with."""
+"""Options of a simulation."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ LOOKAHEADS = ("true", "predicted")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOptions:
-    """What a simulation is run with.
+    """Options of a simulation.
 
     Attributes:
         seed: of arrivals, of the requests drawn, and of planners.

@@ -1,4 +1,4 @@
-"""What a simulation gives: latencies of requests, local computing, utilisation, bytes by link, migrations."""
+"""Results of a simulation: latencies of requests, local computing, utilisation, bytes by link, migrations."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What simulated requests route to: the rows of real traces, laid out step by step for the event loop."""
+"""Routing of simulated requests: the rows of real traces, laid out step by step for the event loop."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

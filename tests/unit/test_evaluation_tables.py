@@ -34,7 +34,7 @@ def test_every_row_is_as_wide_as_its_headings_and_shows_the_measures(rows: list[
     assert right.rows[0][1:5] == [f"{x:.3f}" for x in (score.match, score.exact, score.at_least_one, score.recall[-1])]
     assert right.notes == ("popularity was counted on the same 6 training requests",)
     assert any("of an unseen task" in table.title for table in tables_of(unseen))
-    told = next(table for table in tables if table.title.startswith("what was foretold of the prompts of 1 pending"))
+    told = next(table for table in tables if table.title.startswith("predictions for the prompts of 1 pending"))
     assert [row[0] for row in told.rows] == ["popularity"]
     costs = tables[-1]
     assert costs.columns.count("of a step") == 0

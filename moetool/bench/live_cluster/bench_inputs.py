@@ -1,4 +1,4 @@
-"""What all lines of a cluster bench have in common: prompts, traces, costs, the cluster, and the placements."""
+"""Inputs of all lines of a cluster bench: prompts, traces, costs, the cluster, and the placements."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ _WIRE_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterStage:
-    """What runs are made of.
+    """Inputs of the runs.
 
     Attributes:
         tasks: of each server.

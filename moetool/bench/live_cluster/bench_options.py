@@ -1,4 +1,4 @@
-"""What a bench of a cluster is run with."""
+"""Options of a bench of a cluster."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ STATIC = ("uniform", "redundant")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterBenchOptions:
-    """What `--set bench.NAME=VALUE` sets.
+    """Options of `--set bench.NAME=VALUE`.
 
     Attributes:
         rounds: in each of which every line runs once, under the same arrivals.

@@ -12,7 +12,7 @@ _TIME = ("seconds", "computed at home, %")
 
 
 def save_figures(made: ClusterBench, folder: Path) -> list[Path]:
-    """Figures of what was run, as SVG files.
+    """Draw the figures of the runs as SVG files.
 
     Effects: writes into `folder`.
     """

@@ -1,4 +1,4 @@
-"""What a bench of a cluster found, and Prism's tables of it."""
+"""Results of a bench of a cluster, and Prism's tables of them."""
 
 import statistics
 from dataclasses import asdict, dataclass, field
@@ -82,7 +82,7 @@ class LineRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What the simulator says of a line.
+    """The simulation of a line.
 
     Attributes:
         by_server: mean latency by the server's name.

@@ -27,7 +27,7 @@ _HEAD = 254
 _RAY_PORT = 6379
 _STORE_BYTES = 80 * 2**20
 _BURST_BYTES = 1600
-"""What goes over an idle link at once: one packet, the least that lets any pass."""
+"""Burst of an idle link: one packet, the least that lets any pass."""
 _QUEUE = "400ms"
 _NETNS = Path("/run/netns")
 _FOLDERS = Path("/run")
@@ -131,7 +131,7 @@ class Hosts:
                     self._route(other, n)
 
     def command(self, n: int | None, *command: str) -> list[str]:
-        """What runs a command on a host."""
+        """The command line that runs a command on a host."""
         return ["ip", "netns", "exec", self.namespace(n), *command]
 
     def start_ray(self, names: Sequence[str] = (), hosts: Sequence[int] | None = None) -> None:
@@ -215,7 +215,7 @@ class Hosts:
             self.shape(sender, receiver, bytes_s)
 
     def _route(self, sender: int, receiver: int) -> None:
-        """What goes to a host goes over the link to it, from the address that is known of the sender."""
+        """Route packets to a host over the link to it, from the sender's known address."""
         way = ["dev", f"to{receiver}", "src", self.address(sender)]
         _tool("ip", "-n", self.names[sender], "route", "replace", f"{self.address(receiver)}/32", *way)
 
@@ -319,7 +319,7 @@ def _enter(fd: int) -> None:
 
 
 def _tool(*command: str) -> str:
-    """What `ip` or `tc` prints. Raises: MoetoolError, in its words."""
+    """Run `ip` or `tc`; gives its output. Raises: MoetoolError, in its words."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or f"it ended with {done.returncode}").splitlines()[0]

@@ -229,7 +229,7 @@ def _simulate(
     gap_s: float,
     link: float,
 ) -> Simulation:
-    """What the simulator says of a line, from the same traces, placement, profile and law of arrivals."""
+    """Simulate a line from the same traces, placement, profile and law of arrivals."""
     from moetool.simulation.simulate import ModeInputs, World, simulate
     from moetool.simulation.simulation_options import SimulationOptions
     from moetool.simulation.workload import read_source

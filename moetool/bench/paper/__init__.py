@@ -1,4 +1,4 @@
-"""What papers claim, and whether it is found again: recipes, the stage that experiments run on, verdicts, figures.
+"""Claims of papers, and whether they reproduce: recipes, the stage that experiments run on, verdicts, figures.
 
 recipe: a paper's claims, from TOML.          stage: traces and predictors, each made once.
 verdict: found values against a claim.        running: a paper from its recipe to its verdicts.

@@ -77,7 +77,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimSetup:
-    """What several claims have in common: an experiment, and options of it."""
+    """An experiment and its options, shared by several claims."""
 
     experiment: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class ClaimSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperFacts:
-    """What a paper is called, and where it stands."""
+    """Title and reference of a paper."""
 
     title: str
     reference: str

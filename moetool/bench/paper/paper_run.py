@@ -13,7 +13,7 @@ from moetool.bench.paper.workbench import Workbench
 from moetool.errors import CapacityError, MismatchError
 
 _MISSING = (CannotTestError, MismatchError, CapacityError)
-"""What an experiment raises where model, trace or machine lack something: the claim cannot be tested then."""
+"""Errors of an experiment that make its claim untestable: model, trace or machine lack something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def run_paper(
 
 
 def _measure(stage: Workbench, claim: Claim) -> Found | Verdict:
-    """What the claim's experiment finds, or that it cannot be run here."""
+    """Run the claim's experiment; a verdict where it cannot be run here."""
     module = plugins.load("experiment", claim.experiment)
     options = config.parse(module.Options, claim.options, f"{claim.id}, {claim.experiment}")
     try:

@@ -1,4 +1,4 @@
-"""Whether what was found is what a paper says: values over seeds, what is derived from them, and a check."""
+"""Verdicts on claims: values over seeds, derived values, and a check."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ class CannotTestError(MoetoolError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What an experiment measured.
+    """Results of an experiment.
 
     Attributes:
         values: by the name of what was compared, a value for each seed; the same seeds in all, so that they pair.
@@ -71,7 +71,7 @@ class Check:
 
     @property
     def names(self) -> list[str]:
-        """What it is about, in the order of its words."""
+        """Names in the check, in their order."""
         named = [*self.order, self.lowest, self.highest, *self.among, *self.at_least, *self.at_most]
         return list(dict.fromkeys(name for name in named if name))
 

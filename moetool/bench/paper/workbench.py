@@ -1,4 +1,4 @@
-"""What experiments of a paper share: sizes, traces of the embedded model or given ones, predictors; each made once."""
+"""Inputs that experiments of a paper share, each made once: sizes, traces of the model or given ones, predictors."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -39,9 +39,9 @@ class Workbench:
         machine: the assumed one, for timelines.
         work: a folder for traces and predictors.
         given: traces to use instead of those that are captured of the embedded model, by name.
-        on_note: called with what is going on.
+        on_note: called with the step under way.
 
-    Effects: captures and trains into `work` when asked for what is not there yet.
+    Effects: captures and trains into `work` on first use.
     """
 
     sizes: Sizes
@@ -188,13 +188,13 @@ class Workbench:
         return self.once(key, make)
 
     def on(self, traces: Sequence[Trace]) -> str:
-        """What was measured on, for people."""
+        """The measured traces, in words."""
         tokens = sum(trace.num_tokens for trace in traces)
         requests = sum(len(trace.requests) for trace in traces)
         return f"{traces[0].spec.name}, {requests:,} requests of {tokens:,} tokens"
 
     def once(self, key: str, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made when the key is asked for the first time."""
+        """The result of `make`, called once for each key."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]

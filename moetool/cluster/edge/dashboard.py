@@ -1,4 +1,4 @@
-"""A page about a running cluster, for browsers on this machine: what the scheduler sees and what it did."""
+"""A page about a running cluster for browsers on this machine: the scheduler's observations and decisions."""
 
 import ipaddress
 import json
@@ -25,7 +25,7 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardOptions:
-    """What `--set dashboard.NAME=VALUE` sets.
+    """Options of `--set dashboard.NAME=VALUE`.
 
     Attributes:
         host: that the page is served on.

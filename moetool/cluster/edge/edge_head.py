@@ -60,11 +60,11 @@ class MigrationScheduler(Protocol):
 
 
 class EdgeHead:
-    """What starts, watches and mends the servers of a cluster, and moves experts between them.
+    """Starts, watches and restarts the servers of a cluster, and moves experts between them.
 
     It knows what every server holds, and that is what servers are told. A server that dies, or does not answer for
     `hang_s`, is taken out of the table; experts that nobody else holds are adopted by servers with room, from their
-    disks; then it is started anew with what it held by the placement in force, and what was adopted for it is given up.
+    disks; then it is restarted with its experts of the placement in force, and the adopted ones are dropped.
 
     Methods may be called from any thread.
 
@@ -127,7 +127,7 @@ class EdgeHead:
         return [info for info in self.infos() if info is not None]
 
     def drain(self, timeout_s: float) -> None:
-        """Let all servers finish what their users have asked for, and take nothing new."""
+        """Let all servers finish their requests and accept no new ones."""
         self._closing.set()
         self._each("drain", timeout_s=timeout_s)
 
@@ -140,22 +140,22 @@ class EdgeHead:
         for thread in self.threads:
             thread.join(5.0)
 
-    # -- for whoever decides about placement -----------------------------------------------------------------------
+    # -- for schedulers -----------------------------------------------------------------------
 
     def infos(self) -> list[WorkerInfo | None]:
-        """What each server said of itself when it came; None: it is not there just now."""
+        """Each server's own description; None while it is gone."""
         return self._table.infos()
 
     def held(self) -> list[frozenset[Place]]:
-        """What each server holds now, with what it has adopted for one that is not there."""
+        """Experts that each server holds, those adopted for a lost server included."""
         return self._table.held()
 
     def holders(self) -> Holders:
-        """Who holds what, as servers are told."""
+        """Expert placement, as servers are told."""
         return self._table.holders()
 
     def stats(self) -> list[WorkerStats | None]:
-        """What each server counted since it was last asked; None: it gave no answer."""
+        """Counters of each server since the last report; None: no answer."""
         return self._each("stats", timeout_s=self._options.hang_s)
 
     def adopt(self, server: int, layer: int, expert: int, source: int) -> ArrivedExpert:
@@ -221,7 +221,7 @@ class EdgeHead:
             try:
                 return None if infos[n] is None else self._call(n, method, *args, timeout_s=timeout_s)
             except MoetoolError:
-                return None  # whoever supervises it sees the same
+                return None  # its supervisor sees the same
 
         infos = self.infos()
         return _at_once(ask, len(infos))
@@ -336,7 +336,7 @@ class EdgeHead:
         self._restore()
 
     def _restore(self) -> None:
-        """After a server is back: drop what was adopted for it, and bring back what was given up for that."""
+        """After a server is back: drop experts adopted for it, and bring back those given up for them."""
         with self._mending:
             if back := self._table.take_back():
                 self.publish()
@@ -356,12 +356,12 @@ class EdgeHead:
         while not self._closing.wait(self._scheduler.tick_s):
             try:
                 self._scheduler.on_tick(self)
-            except Exception as error:  # a server died under its hands, say: the next tick sees what is there now
+            except Exception as error:  # a server died meanwhile, say: the next tick sees the new state
                 self._narrate(f"the scheduler: {type(error).__name__}: {first_line(error)}")
 
 
 def _at_once(work: Callable[[int], T], count: int) -> list[T]:
-    """What `work` gives for each number below `count`, each on a thread of its own that nobody waits for at the end.
+    """Results of `work` for each number below `count`, each on a thread of its own that is not joined.
 
     Raises: what the first of them raised.
     """

@@ -20,9 +20,9 @@ class Holding:
         capacity: how many may be. Those that the pool has no slot for are read from disk when they are needed.
 
     Attributes:
-        computing: held by whoever uses the pool or the store, and never while waiting for another server.
+        computing: lock on pool and store, never held while waiting for another server.
 
-    Effects: reads what is held into the pool; returns when it is there.
+    Effects: reads the held experts into the pool before it returns.
 
     Raises:
         CapacityError: more is held than the capacity.
@@ -90,7 +90,7 @@ class Holding:
         return fetched is not None, data.numel()
 
     def remove(self, key: int) -> None:
-        """Hold an expert no longer; what is being computed with it is finished first."""
+        """Stop holding an expert, once no computation uses it."""
         with self._changing:
             self._held -= {key}
             with self.computing:

@@ -1,4 +1,4 @@
-"""What happened in a cluster, for those who look at it: shares, bytes and latencies over time, and every decision."""
+"""History of a cluster: local compute shares, bytes and latencies over time, and every decision."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -103,7 +103,7 @@ class Chronicle:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """What a page shows: as `to_json`, with percentiles in place of the latencies."""
+        """As `to_json`, with percentiles in place of the latencies."""
         values = self.to_json()
         requests = values.pop("request_s")
         values["latency"] = [

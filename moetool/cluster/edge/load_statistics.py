@@ -1,4 +1,4 @@
-"""What a cluster has lately been asked for, and what that took: from the counts of its workers, with the time given."""
+"""Recent load and costs of a cluster, from its workers' counters; the caller gives the time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -153,7 +153,7 @@ class Statistics:
         return replace(cluster, links=tuple(links.values()))
 
     def to_json(self) -> dict[str, Any]:
-        """What `restore` goes on from."""
+        """State for `restore`."""
         return {
             "since_s": self.since_s,
             "decayed_s": self._decayed_s,

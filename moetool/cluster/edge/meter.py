@@ -1,4 +1,4 @@
-"""What a server of a cluster counts while it serves, between one question of the scheduler and the next."""
+"""Counters of a server between two reports to the scheduler."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ class Meter:
         links: whose bytes are reported.
 
     Attributes:
-        total: what was counted since the beginning: `local_pairs`, `remote_pairs`, `served_pairs` (for others),
+        total: counted since the beginning: `local_pairs`, `remote_pairs`, `served_pairs` (for others),
             `calls`, `failed_calls`, `late_drops` (experts that went while they were to be computed here) and
             `last_resort` (experts that no server gave, read from the own disk for one event).
     """

@@ -64,7 +64,7 @@ class _Call:
 class PlacedRuntime(ExpertRuntime):
     """Computes the held experts here and has the others computed by servers that hold them.
 
-    For each event one message goes to each server that is needed, with the rows of all experts that it is asked for;
+    For each event one message goes to each server that is needed, with the rows of all its experts;
     the held ones are computed meanwhile. A call that fails or is late is repeated at another holder of each expert. An
     expert that no server gives is read from the own disk for this once.
 
@@ -84,7 +84,7 @@ class PlacedRuntime(ExpertRuntime):
         meter: counts.
 
     Attributes:
-        holding: what is held here.
+        holding: the experts held here.
 
     Effects: as of `Holding`. `close` closes `peers` too.
 
@@ -151,7 +151,7 @@ class PlacedRuntime(ExpertRuntime):
         return ArrivedExpert(source=source if fetched else -1, bytes=num_bytes, seconds=time.monotonic() - began)
 
     def drop(self, layer: int, expert: int) -> None:
-        """Hold an expert no longer; what is being computed with it is finished first."""
+        """Stop holding an expert, once no computation uses it."""
         self.holding.remove(self._key(layer, expert))
         _LOG.info("dropped expert %d of MoE layer %d", expert, layer)
 
@@ -159,7 +159,7 @@ class PlacedRuntime(ExpertRuntime):
         """Answer another server: `compute` rows with the experts that are held here, or give an expert (`fetch`).
 
         Raises:
-            MoetoolError: what is asked for makes no sense or is not here.
+            MoetoolError: the request is malformed, or the expert is not here.
         """
         kind = message.head.get("do")
         if kind == "compute":
@@ -217,7 +217,7 @@ class PlacedRuntime(ExpertRuntime):
     def _assign(
         self, layer: MoeLayer, pairs: Mapping[int, int], tried: Mapping[int, set[int]]
     ) -> tuple[dict[int, dict[int, int]], list[int]]:
-        """By server the experts (and their pairs) that it will be asked for; and those that nobody can be asked for."""
+        """Experts (and their pairs) to request from each server, and experts that no server can compute."""
         groups: dict[int, dict[int, int]] = {}
         nowhere = []
         holders = self._holders.servers_LE[layer.index]
@@ -240,7 +240,7 @@ class PlacedRuntime(ExpertRuntime):
         return _Call(server, pairs, self._peers.call(server, head, [rows_bytes(rows)], timeout_s=timeout_s), began)
 
     def _collect(self, layer: MoeLayer, call: _Call, tried: Mapping[int, set[int]]) -> dict[int, torch.Tensor]:
-        """The outputs that a call gave, by expert. The others of its experts are not asked for there again."""
+        """Outputs of a call by expert. Its other experts are not requested from that server again."""
         every = sum(call.pairs.values())
         outputs: dict[int, torch.Tensor] = {}
         try:
@@ -305,10 +305,10 @@ class PlacedRuntime(ExpertRuntime):
     def _compute_for_others(self, message: Frame) -> Frame:
         rows = read_rows(message.head, message.parts, self.spec)
         if not rows:
-            raise MoetoolError("no expert was asked for")
+            raise MoetoolError("the call names no expert")
         layer = self._layers[message.head["layer"]]
         if any(expert >= layer.form.num_experts for expert in rows):
-            raise MoetoolError("an expert without weights was asked for")
+            raise MoetoolError("the call names an expert without weights")
         bare = replace(layer, form=replace(layer.form, finish=None))  # which is taken where the rows came from
         event = GateEvent(forward=_FOR_OTHERS, layer=layer.index, experts_TK=(tuple(rows),))
         with torch.inference_mode():
@@ -330,7 +330,7 @@ class PlacedRuntime(ExpertRuntime):
         except (KeyError, TypeError, ValueError):
             known = False
         if not known or key not in self.holding:
-            raise MoetoolError("an expert was asked for that is not held here")
+            raise MoetoolError("the call names an expert that is not held here")
         data = self.holding.bytes_of(key)
         view = data.numpy().data
         return Frame(head={"sha256": hashlib.sha256(view).hexdigest()}, parts=[view])

@@ -1,4 +1,4 @@
-"""What the head of a cluster knows: which servers are there, what each holds, and what each ought to hold."""
+"""The head's table: live servers, the experts that each holds, and those that it should hold."""
 
 import threading
 from collections import Counter
@@ -10,7 +10,7 @@ from moetool.placement._placement_plan import Place
 
 
 class PlacementTable:
-    """Who is there and holds what; every method may be called from any thread and none waits for a server.
+    """Live servers and their experts. Methods may be called from any thread; none waits for a server.
 
     An expert is *at home* where the placement in force has it, and *lent* to a server that has adopted it for one that
     is not there.
@@ -31,17 +31,17 @@ class PlacementTable:
         self._version = 0
 
     def infos(self) -> list[WorkerInfo | None]:
-        """What each server said of itself when it came; None: it is not there."""
+        """Each server's own description; None while it is gone."""
         with self._lock:
             return list(self._infos)
 
     def held(self) -> list[frozenset[Place]]:
-        """What each server holds."""
+        """Experts that each server holds."""
         with self._lock:
             return [frozenset(held) for held in self._held]
 
     def home(self, server: int) -> tuple[Place, ...]:
-        """What a server ought to hold, ascending."""
+        """Experts that a server should hold, ascending."""
         with self._lock:
             return tuple(sorted(self._home[server]))
 
@@ -71,7 +71,7 @@ class PlacementTable:
             self._held[info.server] = set(info.held)
 
     def lost(self, server: int) -> None:
-        """A server is gone, and what it held."""
+        """Remove a server and its experts."""
         with self._lock:
             self._infos[server] = None
             self._held[server].clear()
@@ -142,7 +142,7 @@ class PlacementTable:
             return spare
 
     def take_back(self) -> list[tuple[int, Place]]:
-        """Take from servers what was lent to them and is held elsewhere again."""
+        """Take back lent experts that are held elsewhere again."""
         with self._lock:
             back = sorted(
                 (server, at)
@@ -155,7 +155,7 @@ class PlacementTable:
             return back
 
     def missing(self) -> list[tuple[int, Place, int]]:
-        """What servers that are there ought to hold and do not, each with a server that does (-1: none)."""
+        """Experts that live servers should hold and do not, each with a server that does (-1: none)."""
         with self._lock:
             return [
                 (n, at, next((other for other, held in enumerate(self._held) if at in held), -1))

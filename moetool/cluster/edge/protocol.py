@@ -1,4 +1,4 @@
-"""What the scheduler of a cluster and its workers say to each other. Servers are numbered as in the plan's cluster."""
+"""Messages between the scheduler of a cluster and its workers. Servers are numbered as in the plan's cluster."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
-    """Who holds what.
+    """Expert placement, as servers are told.
 
     Attributes:
         version: rises with every change; a worker ignores one that is older than its own.
@@ -24,7 +24,7 @@ class Holders:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """What a worker says of itself when it is ready.
+    """A worker that is ready.
 
     Attributes:
         url: of its OpenAI endpoint, for the server's own users.
@@ -42,7 +42,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStats:
-    """What a worker counted since it was last asked.
+    """Counters of a worker since the last report.
 
     Attributes:
         seconds: since then.
@@ -92,14 +92,14 @@ class ArrivedExpert:
 
 
 class EdgeWorker(Protocol):
-    """What the scheduler asks of a worker; through Ray (`moetool.cluster.launch.Workers.call`), or in one process."""
+    """Calls from the scheduler to a worker, through Ray (`moetool.cluster.launch.Workers.call`), or in one process."""
 
     def info(self) -> WorkerInfo:
         """Once it serves; waits until then."""
         ...
 
     def stats(self) -> WorkerStats:
-        """What it counted since the last call."""
+        """Counters since the last call."""
         ...
 
     def set_holders(self, holders: Holders) -> None:

@@ -1,4 +1,4 @@
-"""What an edge cluster observes for a decision about its placement, and placements as its servers hold them."""
+"""Observations of an edge cluster for re-placement, and placements as its servers hold them."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
@@ -44,7 +44,7 @@ def observe(
     slots: Mapping[int, int],
     horizon_s: float,
 ) -> tuple[Observed, InForce, ReplacementCosts] | None:
-    """What a decision is made from; None where too little was seen.
+    """Inputs of a decision; None where too little was observed.
 
     Args:
         cluster: the plan's.

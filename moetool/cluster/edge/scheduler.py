@@ -35,7 +35,7 @@ _DECIDES = ("eq4", "always", "never")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-    """What `--set scheduler.NAME=VALUE` sets.
+    """Options of `--set scheduler.NAME=VALUE`.
 
     Attributes:
         interval_s: between two decisions. A quarter of it has to be longer than most requests take, and many have to
@@ -45,7 +45,7 @@ class SchedulerOptions:
         options: of the planner.
         decide: `eq4`: migrate if Prism's Eq. 4 says so; `always`; `never`: watch only.
         horizon_s: how long a placement is taken to last, for Eq. 4 (0: the interval).
-        half_life_s: after so long what was routed and called counts half (0: never).
+        half_life_s: after so long, observed routing and calls count half (0: never).
         compute_s: how long seconds of computing are averaged.
         share: of the time that migrating may keep links busy; after each copy as much of a pause follows.
         seed: of planners that draw.
@@ -85,15 +85,15 @@ class Servers(Protocol):
     """The scheduler's view of the head (`moetool.cluster.edge.edge_head.EdgeHead`); servers are given by number."""
 
     def infos(self) -> Sequence[WorkerInfo | None]:
-        """What each said of itself when it came; None: it is not there just now."""
+        """Each server's own description; None while it is gone."""
         ...
 
     def held(self) -> Sequence[frozenset[Place]]:
-        """What each holds now."""
+        """Experts that each server holds."""
         ...
 
     def stats(self) -> Sequence[WorkerStats | None]:
-        """What each counted since it was last asked; None: it gave no answer."""
+        """Counters of each server since the last report; None: no answer."""
         ...
 
     def adopt(self, server: int, layer: int, expert: int, source: int) -> ArrivedExpert:
@@ -109,7 +109,7 @@ class Scheduler:
     """Watches a cluster and keeps its placement good.
 
     It takes no decision by a clock of its own: `tick` is told the time, does what is due and says when it wants to be
-    called again. What servers hold is what they are known to hold, never what was wished for: a server that dies in
+    called again. It counts on experts that servers are known to hold, never on planned ones: a server that dies in
     the middle of a migration ends it, and the next decision starts from what is there.
 
     Args:
@@ -211,7 +211,7 @@ class Scheduler:
             return max(0.0, min(report_s, act_s) - now_s)
 
     def report(self, servers: Servers) -> None:
-        """Ask every server now what it counted."""
+        """Collect the counters of all servers now."""
         with self._lock:
             self._servers, self._now_s = servers, self._clock()
             self._poll(servers, self._now_s)
@@ -304,7 +304,7 @@ class Scheduler:
     def _propose(
         self, record: ReplacementRecord, held: dict[int, frozenset[Place]], slots: dict[int, int]
     ) -> Decision | None:
-        """Decide from what was seen, and note it; None where nothing could be decided."""
+        """Decide from the observations, and note it; None where no decision was possible."""
         seen = observe(self.statistics, self.cluster, held, slots, self._horizon_s)
         if seen is None:
             record.outcome = "too little seen"
@@ -382,7 +382,7 @@ class Scheduler:
         return moved.seconds / self.options.share
 
     def _nearest(self, server: int, place: Place, held: dict[int, frozenset[Place]]) -> int:
-        """Who sends the expert: over the fastest link, as the plan has them; -1 if nobody else has it."""
+        """The holder with the plan's fastest link to a server; -1 if there is none."""
         sources = [n for n, places in held.items() if n != server and place in places]
         return min(sources, key=lambda n: (-self.cluster.link(n, server)[0], n), default=-1)
 
@@ -395,7 +395,7 @@ class Scheduler:
         self._save()
 
     def _go_on(self, servers: Servers, now_s: float) -> None:
-        """Order anew what is left of a migration that an earlier scheduler began."""
+        """Order the rest of a migration that an earlier scheduler began."""
         assert self._target is not None
         slots, held = _there(servers)
         if self._target.keys() <= held.keys():
@@ -429,7 +429,7 @@ class Scheduler:
 
 
 def _there(servers: Servers) -> tuple[dict[int, int], dict[int, frozenset[Place]]]:
-    """Of the servers that are there: how many experts each has room for, and what it holds."""
+    """Room and experts of the live servers."""
     held = dict(enumerate(servers.held()))
     slots = {n: max(info.slots, len(held[n])) for n, info in enumerate(servers.infos()) if info is not None}
     return slots, {n: held[n] for n in slots}

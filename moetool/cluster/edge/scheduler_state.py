@@ -1,4 +1,4 @@
-"""What a scheduler keeps in a file, so that the next one goes on where it was."""
+"""State of a scheduler in a file, from which the next one goes on."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -38,7 +38,7 @@ _MESSAGE_BYTES = 64 * 2**20  # at least, beside an expert
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What a worker is built from. It travels to the worker's machine.
+    """Arguments of a worker, which travel to its machine.
 
     Attributes:
         server: its number in the plan's cluster.
@@ -152,7 +152,7 @@ class Worker:
         )
 
     def stats(self) -> WorkerStats:
-        """What it counted since the last call."""
+        """Counters since the last call."""
         metrics = self._engine.metrics()
         return self._meter.take(int(metrics["queue_running"] + metrics["queue_waiting"]))
 
@@ -237,7 +237,7 @@ class _Timed:
         return self._engine.prompt_logprobs(prompt, top)
 
     def stats(self) -> dict[str, Any]:
-        """As the engine's, and what was computed where."""
+        """As the engine's, with the local compute share."""
         return {**self._engine.stats(), "cluster": self._meter.to_json()}
 
 

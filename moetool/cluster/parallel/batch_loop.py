@@ -1,4 +1,4 @@
-"""Batch after batch, generation after generation: what the head makes of what it hears, on a thread of its own."""
+"""The head's event loop: batch after batch, generation after generation, on a thread of its own."""
 
 import logging
 import queue
@@ -68,7 +68,7 @@ class BatchLoop:
         self._spec, self._cluster, self._content = spec, cluster, content or {}
         self._lock = threading.Lock()
         self._next_id = 0
-        self._over = False  # nobody will hear of what is put into the queue
+        self._over = False  # no event is taken from the queue any more
         self._seating = options.seating or Seating(server_G=tuple(cluster.server_G))
         self._seats = 0  # of a batch on each rank
         self._batch_size = 0
@@ -103,7 +103,7 @@ class BatchLoop:
     @property
     def idle(self) -> bool:
         """Whether nothing runs, waits or is being decided, and all that happened has been taken in."""
-        if self.events.unfinished_tasks:  # first, since what is taken in makes the others true
+        if self.events.unfinished_tasks:  # first, since events make the others true
             return False
         return self.began is None and not self.requests.pending and self.placing.deciding is None
 

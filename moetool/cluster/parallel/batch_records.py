@@ -1,4 +1,4 @@
-"""What a batch of all ranks came to."""
+"""Measured record of a batch over all ranks."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -70,7 +70,7 @@ def record_of(
     *,
     decided_s: float = 0.0,
 ) -> BatchRecord:
-    """What the ranks said when the batch had ended, put together.
+    """Combine the ranks' reports of a batch.
 
     Args:
         done: each rank's message, by GPU.

@@ -12,7 +12,7 @@ from moetool.cluster.listener import HANDSHAKE_S, Acceptor, listen
 _MOST_BYTES = 64 * 2**20
 _MOST_PEERS = 4096
 TAKEN_S, LEAST_BYTES_S = 5.0, 1e6
-"""Whoever takes nothing of a message for so long, or takes it slower, has gone."""
+"""A peer that takes nothing of a message for so long, or takes it slower, is given up."""
 
 
 class RankChannel:
@@ -34,7 +34,7 @@ class RankChannel:
                 by = time.monotonic() + TAKEN_S + (len(text) + len(data)) / LEAST_BYTES_S
                 self._connection.send(pack({}, [text, data]), [text, data], by)
             except LinkError:
-                self.close()  # half a message may be on its way; and whoever receives here is to know
+                self.close()  # half a message may be on its way, and the receiving thread must know
                 raise
 
     def receive(self, into: memoryview | None = None, timeout_s: float | None = None) -> tuple[dict[str, Any], bytes]:
@@ -64,7 +64,7 @@ class RankChannel:
 
 
 def connect(address: tuple[str, int], token: bytes) -> RankChannel:
-    """Raises: LinkError where nobody listens, or who does knows another token."""
+    """Raises: LinkError where no head listens, or it knows another token."""
     return RankChannel(dial(address, token, time.monotonic() + HANDSHAKE_S, _MOST_BYTES))
 
 

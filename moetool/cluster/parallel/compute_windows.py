@@ -13,9 +13,9 @@ MIGRATIONS = ("overlap", "pipelined", "stop")
 class Windows:
     """The compute phases of one rank.
 
-    The rank's own thread opens and closes them; whoever moves experts holds the open one while a piece is on its way,
-    and `close` waits for that as long as the other ranks wait for this one. A piece is sized to what is left of the
-    phase as it was foretold.
+    The rank's own thread opens and closes them; a transfer holds the open one while a piece is on its way,
+    and `close` waits for that as long as the other ranks wait for this one. A piece is sized to the
+    predicted rest of the phase.
 
     Args:
         strict: whether pieces wait for a phase. Otherwise they go whenever they like: the pipelined migration of
@@ -73,7 +73,7 @@ class Windows:
 
         Returns:
             Seconds that are left of the phase; 0 for a first piece that has to fit whatever is left; None where no
-            phase came in time or what is left of this one is nothing.
+            phase came in time or this one is over.
         """
         deadline = time.perf_counter() + timeout_s
         with self._changed:
@@ -106,7 +106,7 @@ class EmulatedMachine:
     """A rank's machine as slow as it is made to be.
 
     Args:
-        link_bytes_s: of its way out: what is sent queues on it; 0 leaves it as fast as it is.
+        link_bytes_s: emulated rate of its sends, which queue; 0 does not emulate.
         expert_token_s: seconds that an expert takes for a row, slept and not computed.
     """
 

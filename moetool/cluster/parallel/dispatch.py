@@ -1,4 +1,4 @@
-"""An MoE layer over the ranks: rows to whoever has their expert, products there, and back for the sum at home."""
+"""An MoE layer over the ranks: rows go to their expert's rank, and products back for the sum."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,16 +21,16 @@ from moetool.runtime.expert_store import ExpertStore
 from moetool.types import GateEvent
 
 _FORGET = 0.5
-"""How much of a foretold phase is the last one of its kind, and not those before."""
+"""Weight of the last phase of a kind in the prediction of the next."""
 
 
 @dataclass(slots=True, kw_only=True)
 class DispatchTally:
-    """What a rank counts over a batch.
+    """Counters of a rank over a batch.
 
     Attributes:
         steps: in lockstep with the others, its own work or not.
-        rows_SL: rows of experts computed here, by step and layer, whoever they were of.
+        rows_SL: rows of experts computed here, by step and layer, from all ranks.
         tokens_LE: uses of experts by its own tokens.
         sent: bytes of rows sent to each GPU of the cluster, both ways of the all-to-all.
         expert_s: seconds of computing experts.

@@ -41,7 +41,7 @@ class Shelf:
 
     @property
     def keys(self) -> set[int]:
-        """What is held."""
+        """Keys of the held experts."""
         return set(self._views)
 
     def weights(self, key: int) -> tuple[Weight, ...]:

@@ -1,4 +1,4 @@
-"""Experts on their way between ranks: pulled piece by piece by whoever gets them, in compute phases only."""
+"""Experts on their way between ranks: the receiver pulls them piece by piece, in compute phases only."""
 
 import logging
 import queue
@@ -28,7 +28,7 @@ _ANSWER_S = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class TransferReport:
-    """What has come to a rank.
+    """Experts that have come to a rank.
 
     Attributes:
         experts: copies that are complete.
@@ -46,10 +46,10 @@ class TransferReport:
 
 
 class ExpertTransfer:
-    """Brings a stage's experts to this rank, and gives others what they ask for.
+    """Brings a stage's experts to this rank, and gives experts to others.
 
-    A piece goes only while the compute phases of both ends are open (`Windows`), and is as large as fits in what is
-    foretold to be left of the phase, by the rate measured so far. Whoever asks holds its own phase open; the source
+    A piece goes only while the compute phases of both ends are open (`Windows`), and is as large as fits in the
+    predicted rest of the phase, by the rate measured so far. The receiver holds its own phase open; the source
     answers at once with the piece, or that its phase is over.
 
     Bytes in an all-to-all are counted apart from that: each end says whether one was under way, or began, while it had
@@ -100,7 +100,7 @@ class ExpertTransfer:
         self._thread.start()
 
     def begin(self, version: int, peers: Sequence[tuple[str, int] | None]) -> None:
-        """A generation begins with a placement of this version; what was on its way before is forgotten."""
+        """A generation begins with a placement of this version; transfers under way are dropped."""
         with self._state:
             self._epoch += 1
             self._in_force = self.arrived = version
@@ -115,7 +115,7 @@ class ExpertTransfer:
         self._stages.put((self._epoch, stage))
 
     def require_well(self) -> None:
-        """Raises: MoetoolError if experts can no longer come here: whoever waited for them would wait for ever."""
+        """Raises: MoetoolError if experts can no longer come here."""
         if self._failure is not None:
             raise MoetoolError(f"GPU {self._gpu} could not take in an expert ({first_line(self._failure)})")
 

@@ -1,4 +1,4 @@
-"""Which ranks are there, and how those that are form the next generation."""
+"""Live ranks, and how they form the next generation."""
 
 import contextlib
 import logging
@@ -27,7 +27,7 @@ MACHINE_S = 5.0
 
 
 class Launcher(Protocol):
-    """Who starts the ranks' processes."""
+    """Starts the ranks' processes."""
 
     def launch(self, arguments: Sequence[Mapping[str, Any]], on_death: Callable[[int], None]) -> None:
         """Start all ranks, each with its arguments of `build_rank`.
@@ -77,7 +77,7 @@ class Members:
     """The ranks of a head; belongs to the head's thread.
 
     A generation is called by an order (`call`) to all that are there. Each says that it is alive, at once; that it
-    holds the experts that it is to hold; and, when all do and are told to join, that it has. Whoever is silent is
+    holds its experts; and, when all do and are told to join, that it has joined. A silent rank is
     ended. A rank that is gone is started again, and waits for the next call; if it ends before it has said hello, or
     cannot be started, it is tried again, five times in all. One whose machine has gone waits for a machine.
 

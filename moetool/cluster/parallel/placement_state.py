@@ -1,4 +1,4 @@
-"""The placement in force, what is being decided about the next one, and what was measured for that."""
+"""The placement in force, the decision under way about the next one, and its measured costs."""
 
 import logging
 import threading
@@ -34,15 +34,15 @@ class PlacementState:
         post: puts an event into the head's queue: `decided`, for `decided`.
 
     Attributes:
-        control: decides, by what
-        costs: have been measured.
-        decisions: what it has decided.
+        control: decides.
+        costs: measured costs that it decides by.
+        decisions: its decisions, the last thousand.
         late: decisions that came when their batch had begun, and were dropped.
         error: of the control when it last failed; serving goes on without its decision.
         placed_GLE: the placement that the newest stage leads to.
         version: of that stage.
         slots_G: experts that each GPU has room for, all layers together.
-        deciding: when the decision was asked for that is under way; None: there is none.
+        deciding: when the decision under way began; None: there is none.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class PlacementState:
         self.use(control, placed_GLE, migrate)
 
     def use(self, control: BatchReplacement, placed_GLE: np.ndarray, migrate: str) -> None:
-        """Begin anew; what was measured stays, but for what moving has cost."""
+        """Begin anew; measured costs stay, except that of moving."""
         self.costs.forget_moving()
         self.control, self._planned_GLE, self.placed_GLE = control, placed_GLE, placed_GLE
         self._migrate = migrate
         self.decisions = []
 
     def order(self, there: Sequence[int]) -> dict[str, Any]:
-        """What a new generation of these GPUs is told. What was being decided is forgotten."""
+        """Order to a new generation of these GPUs. A decision under way is dropped."""
         self._epoch += 1
         self._next = None
         self._asked_for = -1
@@ -92,7 +92,7 @@ class PlacementState:
         return {"version": self.version, "holders": holders_of(placed_GLE), "migrate": self._migrate}
 
     def asked_for(self, batch: int) -> bool:
-        """Whether a decision was asked for about a batch."""
+        """Whether a decision about a batch was begun."""
         return self._asked_for == batch
 
     def ask(self, batch: int, waiting: Sequence[Waiting], elapsed_s: float | None) -> None:
@@ -115,7 +115,7 @@ class PlacementState:
         threading.Thread(target=decide, name="control", daemon=True).start()
 
     def decided(self, epoch: int, batch: int, found: "Decision | str | None", running: int) -> list[dict[str, Any]]:
-        """Take in what the control has said; gives the stages to send now.
+        """Take in a decision; gives the stages to send now.
 
         Args:
             running: the last batch that has begun.

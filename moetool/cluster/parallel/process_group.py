@@ -74,7 +74,7 @@ class Group:
             raise self._failed(error) from None
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """What each rank gives, by rank: an agreement of a few numbers. Raises: GroupBroken."""
+        """Gather a few numbers of each rank, by rank. Raises: GroupBroken."""
         mine = torch.tensor(list(numbers), dtype=torch.int64)
         all_of = torch.empty(self.size * len(mine), dtype=torch.int64)
         self._all_to_all(self._control, all_of, mine.repeat(self.size), [], [])

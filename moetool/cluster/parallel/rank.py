@@ -50,7 +50,7 @@ def build_rank(
     token: str,
     options: dict[str, Any],
 ) -> "Rank":
-    """What a worker of `moetool.cluster.launch.Workers` is; all arguments as plain values."""
+    """Build the worker of `moetool.cluster.launch.Workers`; all arguments as plain values."""
     known = bytes.fromhex(token)
     return Rank(gpu, model, server_G, head=head, store=store, token=known, options=RankOptions(**options))
 
@@ -210,7 +210,7 @@ class Rank:
             self.loaded.close()
 
     def _hold(self, message: dict[str, Any]) -> None:
-        """Get ready for a generation: what ran is dropped, what is to be held is held."""
+        """Get ready for a generation: drop running requests, load the planned experts."""
         self._lockstep.begin_anew(message["version"])
         self._generation, self._members = message["generation"], message["members"]
         self._placed_GLE = placed_of(message["holders"], len(message["peers"]))

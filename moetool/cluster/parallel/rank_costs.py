@@ -1,4 +1,4 @@
-"""What computing, sending and moving cost while ranks serve: as said, as measured, or as a profile has it."""
+"""Costs of computing, sending and moving while ranks serve: as given, as measured, or from a profile."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from moetool.types import Cluster, ModelSpec
 _NEWEST = 0.5
 """How much of a measured cost is the newest batch's."""
 _STILL = 0.9
-"""What is left, with each batch in which nothing moved, of what moving is thought to cost."""
+"""Share of the expected cost of moving that is left after each batch in which nothing moved."""
 _UNKNOWN_ROW_S = 1e-6
 _LINK_BYTES = (1e5, 1e6)  # between which a measured link's rate is taken from its curve
 
@@ -38,8 +38,8 @@ class GivenCosts:
 class Costs:
     """Costs of ranks, of which a decision whether to place anew is made.
 
-    Each is, in this order: what was said; what the batches so far have shown; what the profile has; for links what the
-    plan's cluster has; for an expert's row, a microsecond.
+    Each is, in this order: as given; as measured in the batches so far; from the profile; for links from the plan's
+    cluster; for an expert's row, a microsecond.
 
     - A row: all seconds of experts over all rows. By the profile it depends on how many rows an expert gets at once:
       those of one source, as ranks compute them.
@@ -107,7 +107,7 @@ class Costs:
         self._waited_s = self._moved_bytes = 0.0
 
     def expected(self, elapsed_s: float | None, within_s: float, *, overlaps: bool) -> BatchCosts:
-        """What a decision is made of.
+        """Costs for a decision.
 
         Args:
             elapsed_s: since the batch that runs began, if one does.
@@ -135,7 +135,7 @@ class Costs:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What has been measured so far; 0 where nothing has."""
+        """Measured costs; 0 where there are none yet."""
         rate = 1.0 / self._byte_s if self._byte_s else 0.0
         return {
             "row_s": self._row_s,

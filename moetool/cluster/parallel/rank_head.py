@@ -50,7 +50,7 @@ class RankHead:
     Requests wait in one queue. The next batch is its first requests, as many as the ranks have seats, dealt to them as
     the plan has it (`Seating`). While one batch runs, the control may place for the requests that wait, and their
     experts move.
-    A batch is static, as DIRECTOR's: whoever comes later waits for its end.
+    A batch is static, as DIRECTOR's: later requests wait for its end.
 
     When a rank is gone all others drop what they do and form the next generation without it at once, its experts read
     from their own disks; requests under way begin again with the tokens they have as part of their prompt (the same
@@ -134,7 +134,7 @@ class RankHead:
 
     @property
     def max_unbegun(self) -> int:
-        """A batch: what waits is what the next placement is for."""
+        """A batch: the next placement is for the waiting requests."""
         return self.max_requests
 
     @property
@@ -144,12 +144,12 @@ class RankHead:
 
     @property
     def control(self) -> BatchReplacement:
-        """Who decides."""
+        """The re-placement between batches."""
         return self.loop.placing.control
 
     @property
     def decisions(self) -> list[Decision]:
-        """What was decided since `use`, the last thousand."""
+        """Decisions since `use`, the last thousand."""
         return self.loop.placing.decisions
 
     # -- from any thread ---------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class RankHead:
         self._store = None
 
     def _require_going(self) -> None:
-        """Raises: MoetoolError: what is waited for will not come about any more."""
+        """Raises: MoetoolError: the engine has ended."""
         if self.state in ("draining", "failed"):
             raise MoetoolError(self.loop.reason or f"the engine is {self.state}")
 

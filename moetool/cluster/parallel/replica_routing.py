@@ -1,4 +1,4 @@
-"""Which rank computes a token's expert, and who holds what while ranks come and go."""
+"""Routing of tokens to replicas, and placements without lost ranks."""
 
 from collections.abc import Sequence
 
@@ -50,7 +50,7 @@ def holders_of(placed_GLE: np.ndarray) -> list[list[list[int]]]:
 
 
 def placed_of(holders: Sequence[Sequence[Sequence[int]]], num_gpus: int) -> np.ndarray:
-    """What `holders_of` was made from."""
+    """The placement of `holders_of`."""
     placed_GLE = np.zeros((num_gpus, len(holders), len(holders[0])), bool)
     for layer, experts in enumerate(holders):
         for expert, gpus in enumerate(experts):

@@ -44,7 +44,7 @@ class RankRequest:
 
 
 class Requests:
-    """What waits and what runs; for the head's thread.
+    """Waiting and running requests; for the head's thread.
 
     Attributes:
         pending: in the order in which they will run.
@@ -109,7 +109,7 @@ class Requests:
         return shares
 
     def begin_again(self) -> None:
-        """What runs waits again, before all others: its batch has come to nothing."""
+        """Running requests wait again, before all others: their batch was lost."""
         for request in sorted(self.running.values(), key=lambda r: r.id, reverse=True):
             if request.cancelled:  # nobody wants what would come of it
                 self._give(request, Output(request.id, None, finish="cancelled"))

@@ -1,4 +1,4 @@
-"""From one placement to another in stages: what is copied while the old one serves, then switched to at once."""
+"""Migration in stages: experts are copied while the old placement serves, then switched to at once."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +29,7 @@ class MigrationStage:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "MigrationStage":
-        """What `to_json` gave."""
+        """From `to_json`."""
         return cls(
             version=data["version"],
             copies=tuple((a, b, c, d) for a, b, c, d in data["copies"]),
@@ -49,8 +49,8 @@ def plan_stages(
 ) -> list[MigrationStage]:
     """Stages after each of which every expert has a place.
 
-    A GPU holds both what it had and what a stage brings it until the switch: the double buffer is what its slots have
-    room for beyond the placement. Where that is enough there is one stage, and it is switched when the next batch
+    A GPU holds its old experts and those of a stage until the switch: the double buffer is its room beyond the
+    placement. Where that is enough there is one stage, and it is switched when the next batch
     begins. Otherwise stages but the last are switched as they arrive, which frees the room for the next.
 
     Where no expert that is left fits (replicas have taken the room that others need to pass), the one that exceeds it

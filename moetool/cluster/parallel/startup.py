@@ -33,7 +33,7 @@ _MEASURED_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
-    """What `--set` sets of expert parallelism, besides `RankOptions`.
+    """Options of `--set` in expert parallelism, besides `RankOptions`.
 
     Attributes:
         placement: `vanilla`: uniform, whatever the plan says; `offline`: the plan, as it is; `reactive`: from the
@@ -79,7 +79,7 @@ class ParallelOptions:
 
 
 def read_settings(values: Mapping[str, Any]) -> tuple[ParallelOptions, RankOptions]:
-    """What of `--set` is about the head and what about the ranks. Raises: UsageError for anything else."""
+    """Split `--set` into options of the head and of the ranks. Raises: UsageError for any other."""
     left = dict(values)
     ranks = {f.name: left.pop(f.name) for f in fields(RankOptions) if f.name in left}
     known = {f.name for f in fields(ParallelOptions)}
@@ -92,7 +92,7 @@ def with_buffer(cluster: Cluster, spec: ModelSpec, buffer_experts: int) -> Clust
     """The cluster as planners may fill it while serving: less than there is by the double buffer.
 
     Raises:
-        CapacityError: what is left does not hold every expert once.
+        CapacityError: the rest does not hold every expert once.
     """
     slots_G = np.minimum(cluster.slots_G(spec.slot_bytes), spec.total_experts)
     spare = int(slots_G.sum()) - spec.total_experts

@@ -18,7 +18,7 @@ from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is simulated.
+    """Options of the experiment.
 
     Attributes:
         servers: prompt sets, one a server, and how many GPUs it has; traces that are given take their places.
@@ -89,7 +89,7 @@ def simulated(
     on: str,
     num_servers: int,
 ) -> Found:
-    """What simulations of edge servers have found.
+    """Results of simulations of edge servers.
 
     Args:
         values: by name, one for each seed: seconds, or shares of 1.

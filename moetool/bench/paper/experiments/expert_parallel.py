@@ -42,7 +42,7 @@ class ModeRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is simulated.
+    """Options of the experiment.
 
     Attributes:
         data: prompt sets that come mixed; the given trace takes their place.

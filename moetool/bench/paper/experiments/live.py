@@ -13,7 +13,7 @@ from moetool.bench.serving_setup import ServingBenchOptions, Subject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What runs.
+    """Options of the experiment.
 
     Attributes:
         data: prompt sets.

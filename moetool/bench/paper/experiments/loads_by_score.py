@@ -1,4 +1,4 @@
-"""Which of the router's choices have to be loaded, top scores or low: SMoE's Table I, Figures 15 and 17."""
+"""On-demand loads by router score, top or low: SMoE's Table I, Figures 15 and 17."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from moetool.types import ForwardInfo, GateEvent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is counted, in decode, one request after the other.
+    """Options of the experiment, in decode, one request after the other.
 
     Attributes:
         data: prompt sets, mixed; a given trace takes their place.

@@ -1,4 +1,4 @@
-"""What stored expert maps are worth: likeness, hit rates, sizes. FineMoE's Figures 8, 9, 16(a) and 18."""
+"""Quality of stored expert maps: likeness, hit rates, sizes. FineMoE's Figures 8, 9, 16(a) and 18."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,7 +19,7 @@ _WHAT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is measured.
+    """Options of the experiment.
 
     Attributes:
         data: prompt sets; the given trace takes their place.

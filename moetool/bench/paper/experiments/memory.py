@@ -1,4 +1,4 @@
-"""What a server holds on the device under each policy, as a share of the whole model: DuoServe's Table 2."""
+"""Device memory under each policy, as a share of the whole model: DuoServe's Table 2."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Shape:
     dense_bytes: int
 
     def spec(self) -> ModelSpec:
-        """What a policy and a predictor ask of a model."""
+        """The spec, for policies and predictors."""
         return ModelSpec(
             name=self.name,
             revision="",
@@ -53,7 +53,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is counted.
+    """Options of the experiment.
 
     Attributes:
         lines: policies by name; a predictor's bytes count with its policy's.

@@ -1,4 +1,4 @@
-"""What migrating is worth where others come than the placement was made from: Prism's Figure 7, simulated."""
+"""Gain of migration when the workload changes: Prism's Figure 7, simulated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ WAYS = ("with migration", "without")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is simulated; fields of the same name are those of `moetool.bench.paper.experiments.edge_servers`.
+    """Options of the experiment; fields of the same name are those of `moetool.bench.paper.experiments.edge_servers`.
 
     Attributes:
         mode: who places.

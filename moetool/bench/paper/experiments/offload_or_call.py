@@ -26,7 +26,7 @@ ALONE, BALANCED, TOGETHER = "offloading", "offloading, redirected", "calling eac
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is compared; fields of the same name are those of `moetool.bench.paper.experiments.edge_servers`.
+    """Options of the experiment; fields of the same name are those of `moetool.bench.paper.experiments.edge_servers`.
 
     Attributes:
         policy: how a server offloads.

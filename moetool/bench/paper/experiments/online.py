@@ -14,7 +14,7 @@ from moetool.simulation.arrivals import read_arrivals
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is served.
+    """Options of the experiment.
 
     Attributes:
         data: prompt sets, mixed; the given trace takes their place.

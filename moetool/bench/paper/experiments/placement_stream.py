@@ -18,7 +18,7 @@ from moetool.types import Cluster, Gpu, Server
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is placed.
+    """Options of the experiment.
 
     Attributes:
         data: prompt sets that come mixed; the given trace takes their place.
@@ -68,7 +68,7 @@ def run(stage: Workbench, options: Options) -> Found:
 
 
 def _batches(trace: Trace, options: Options, seed: int) -> tuple[list[Demand], list[Batch]]:
-    """What is past and what comes: every other request each."""
+    """History and coming batches: every other request each."""
     spec, size = trace.spec, options.gpus
     experts = (options.experts or spec.num_experts) * (len(options.layers) or spec.num_layers)
     slots = int(np.ceil(options.room * experts / size))

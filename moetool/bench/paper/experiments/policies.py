@@ -39,7 +39,7 @@ class PolicyLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is replayed.
+    """Options of the experiment.
 
     Attributes:
         data: prompt sets, mixed; seven tenths of the requests are the history. A given trace takes their place.

@@ -30,7 +30,7 @@ class PredictorLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is trained and scored.
+    """Options of the experiment.
 
     Attributes:
         data: prompt sets; the given trace takes their place.

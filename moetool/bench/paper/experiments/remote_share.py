@@ -1,4 +1,4 @@
-"""What a request takes by the share of experts that sit on another server: Prism's Figure 5, simulated."""
+"""Latency by the share of experts on another server: Prism's Figure 5, simulated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is simulated.
+    """Options of the experiment.
 
     Attributes:
         remote: shares of every layer's experts that the other server has alone.

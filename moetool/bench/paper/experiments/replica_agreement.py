@@ -14,7 +14,7 @@ from moetool.quantize.replica_layers import ReplicaOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is made and judged.
+    """Options of the experiment.
 
     Attributes:
         bits, group, grid: of the replica (`moetool.quantize.replica_layers.ReplicaOptions`).

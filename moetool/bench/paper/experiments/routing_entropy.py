@@ -13,7 +13,7 @@ from moetool.report.sample import ReportOptions, read_router_entropy, read_route
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is measured.
+    """Options of the experiment.
 
     Attributes:
         data: prompt sets; the given trace takes their place.

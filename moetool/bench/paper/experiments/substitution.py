@@ -1,4 +1,4 @@
-"""What the text loses by substituting experts: SMoE's Table IV, with cross-entropy in place of accuracy."""
+"""Loss of text quality by substituted experts: SMoE's Table IV, with cross-entropy in place of accuracy."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ _ANY_S = 1e6  # seconds a token that every alpha keeps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What is fed.
+    """Options of the experiment.
 
     Attributes:
         data: prompt sets; their prompts and answers are the text.
