@@ -7,7 +7,7 @@ from typing import Any
 
 from moetool import tables
 from moetool.bench.expert_parallelism import Bench, RankRun
-from moetool.bench.found_figure import draw_all
+from moetool.bench.paper.found_figure import draw_all
 from moetool.bench.paper.verdict import Found
 
 

@@ -1,4 +1,4 @@
-"""What `moetool serve --cluster` was asked for, before its mode is known."""
+"""Arguments of `moetool serve --cluster`, before its mode is known."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterCommand:
-    """What the user has said of a cluster.
+    """Arguments of a cluster.
 
     Attributes:
         values: of `--set`, by name.
         refused: options that mean nothing here, and whether they were given.
-        predictor: of expert parallelism that places for the queue, and
-        profile: what its decisions reckon with.
+        predictor: of expert parallelism that places for the queue.
+        profile: costs for its decisions.
     """
 
     model: str

@@ -25,7 +25,7 @@ class Foretold:
         num_requests: pending requests.
         prompt_tokens, new_tokens: what they are made of.
         scores: at distance 0: all layers and phases first, then by phase and layer.
-        load_error: share of a prompt's workload that is foretold of other experts than it falls on (0: none, 1: all),
+        load_error: share of a prompt's workload that is predicted for other experts (0: none, 1: all),
             a mean over requests and layers.
         request_load_error: the same for whole requests, whose number of new tokens is known; None where there are none.
         busiest: how often the expert with the largest load in a layer is the one that has it, over requests and layers.
@@ -51,7 +51,7 @@ class Foretold:
 
 
 def judge(predictor: Predictor, trace: Trace, requests: frozenset[int]) -> Foretold:
-    """Foretell requests of a trace, each from its prompt alone, and compare with what they used.
+    """Predict requests of a trace, each from its prompt alone, and compare with their routing.
 
     Raises:
         MismatchError: the trace is damaged, or withholds token ids that are looked at.

@@ -15,7 +15,7 @@ COLUMNS = ("memory", "slots", "pool", "best policy", "hit rate", "Belady", "pinn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One line of advice: what was asked, what follows, and the numbers that it rests on."""
+    """One line of advice: a question, its answer, and the numbers behind it."""
 
     question: str
     answer: str
@@ -90,7 +90,7 @@ def _prefetch(advice: Advice) -> list[Answer]:
                 question=f"Does prefetching pay over {link.link} ({tables.count(link.bytes_s, 'B')}/s)?",
                 answer=(f"yes at {', '.join(map(_share, paying))}" if paying else "no") + f": {gains}",
                 evidence=(
-                    f"pays from {_PAYS:.2f}x; affinity foretells {_percent(min(recalls))} to {_percent(max(recalls))} "
+                    f"pays from {_PAYS:.2f}x; affinity predicts {_percent(min(recalls))} to {_percent(max(recalls))} "
                     f"of the misses of an LRU pool, on {tokens:,} tokens not used for counting it"
                     if advice.replay_held_out
                     else f"pays from {_PAYS:.2f}x; on the tokens that affinity was counted on"

@@ -1,4 +1,4 @@
-"""What each expert is for: the tasks and tokens that choose it more than others do; dead and duplicate experts."""
+"""Atlas of experts: the tasks and tokens that choose it more than others do; dead and duplicate experts."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

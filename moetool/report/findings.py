@@ -1,4 +1,4 @@
-"""What the measures mean for caching, prediction and placement, in computed sentences.
+"""Findings about caching, prediction and placement, in computed sentences.
 
 Each sentence holds its numbers and the rule that chose it over its opposite. Best policies, pinning, prefetching and
 hot experts across tasks are the advice's (`moetool.report.advice_page`), with held-out evidence.
@@ -18,7 +18,7 @@ FEW_USES = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that the numbers say.
+    """One finding.
 
     Attributes:
         topic: one of `TOPICS`.

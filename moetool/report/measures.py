@@ -1,4 +1,4 @@
-"""What the routes of a trace come to: popularity, skew, coverage and entropy.
+"""Measures of routes: popularity, skew, coverage and entropy.
 
 Shapes, beside the letters of `moetool.types`: Q tasks, H the two halves of each task's requests
 (`SampledRoutes.half_T`).

@@ -101,7 +101,7 @@ def _held_table(plans: Sequence[Placed]) -> PageTable:
 
 
 def _changes_table(plans: Sequence[Placed]) -> PageTable:
-    """What each GPU gets and gives up; `moetool plan migrate` orders the moves."""
+    """Experts that each GPU gets and gives up; `moetool plan migrate` orders the moves."""
     before_GLE, after_GLE = plans[0].plan.placed_GLE, plans[-1].plan.placed_GLE
     cluster, spec = plans[-1].plan.cluster, plans[-1].plan.spec
     size_L = np.array(spec.expert_bytes_L)

@@ -90,7 +90,7 @@ class SampledRoutes:
 
     @property
     def others(self) -> str:
-        """What the second half is, in words: what nothing that is scored on it was counted on."""
+        """The held-out half, in words."""
         return "other requests" if len(self.requests) > 1 else "the later half of the one request"
 
     def half_T(self) -> np.ndarray:

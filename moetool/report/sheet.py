@@ -1,4 +1,4 @@
-"""What a page is made of: sections of figures and tables, in one HTML file with everything in it."""
+"""Pages: sections of figures and tables, in one self-contained HTML file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Section:
 
     @property
     def id(self) -> str:
-        """What links to it end with."""
+        """Its anchor."""
         return self.name.lower().replace(" ", "-")
 
 

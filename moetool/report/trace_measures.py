@@ -35,7 +35,7 @@ class TraceMeasures:
 
     Attributes:
         info: `Trace.describe` of it.
-        routes: what was counted; all measures but `reuse` and `rows` are of these requests.
+        routes: the counted routes; all measures but `reuse` and `rows` are of these requests.
         replayed: numbers of the requests that `reuse` and `rows` are of.
         replayed_tokens: their tokens.
         sequential: whether they were replayed one after the other, or as recorded.
@@ -60,7 +60,7 @@ class TraceMeasures:
     whole_bytes: int
 
     def to_json(self) -> dict[str, Any]:
-        """All numbers, as a JSON object; what is not known is null."""
+        """All numbers, as a JSON object; unknown values are null."""
         routes, reuse = self.routes, self.reuse
         return {
             "trace": self.info,

@@ -53,7 +53,7 @@ def _span(numbers: tuple[int, ...]) -> str:
 
 
 def facts(made: TraceMeasures) -> list[tuple[str, str]]:
-    """What the page is made of, as terms and texts."""
+    """Sources of the page, as terms and texts."""
     info, routes = made.info, made.routes
     recorded = [
         c for c in info["columns"] if c in ("experts", "weights", "logits", "hidden", "ahead", "resident", "embeddings")
@@ -83,7 +83,7 @@ def facts(made: TraceMeasures) -> list[tuple[str, str]]:
 
 
 def _notes(made: TraceMeasures) -> dict[str, list[str]]:
-    """What a section has to say besides its pictures."""
+    """Notes of sections."""
     notes: dict[str, list[str]] = {}
     if len(made.routes.tasks) < 2:
         notes["Tasks"] = ["The trace has one task; with several, this section compares the experts that they use."]

@@ -1,4 +1,4 @@
-"""What the experts of one layer say of those of the next.
+"""Predicting a layer's experts from those of the layer before.
 
 Shapes, beside the letters of `moetool.types`: M pairs of a layer and the next (M = L - 1).
 """
@@ -14,7 +14,7 @@ _SCORED_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Affinity:
-    """What the experts of one layer say of those of the next.
+    """Predicting a layer's experts from those of the layer before.
 
     Attributes:
         match_M: share of the next layer's k experts among the k with the highest affinity to those just chosen; the

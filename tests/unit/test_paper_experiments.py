@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from moetool.bench.found_figure import average, draw
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import Claim, Sizes
 from moetool.bench.paper.experiments import memory, policies
 from moetool.bench.paper.experiments import predictor_accuracy as predictors
+from moetool.bench.paper.found_figure import average, draw
 from moetool.bench.paper.verdict import Check, Found
 from moetool.bench.paper.workbench import Workbench
 from moetool.errors import UsageError

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from moetool.bench.found_figure import draw_all
 from moetool.bench.live_cluster.cluster_results import ClusterBench, LineRun
+from moetool.bench.paper.found_figure import draw_all
 from moetool.bench.paper.verdict import Curve, Found
 
 _TIME = ("seconds", "computed at home, %")

@@ -122,7 +122,7 @@ def _measure(stage: Workbench, claim: Claim) -> Found | Verdict:
 
 
 def _draw(out: Path, claim: Claim, found: Found) -> tuple[str, ...]:
-    from moetool.bench.found_figure import draw
+    from moetool.bench.paper.found_figure import draw
 
     stem = "".join(c if c.isalnum() else "-" for c in claim.id.lower()).strip("-")
     paths = []

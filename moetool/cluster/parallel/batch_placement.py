@@ -139,7 +139,7 @@ class BatchReplacement:
             raise unknown_name("--set placement", placement, PLACEMENTS)
         if placement == "proactive" and not predictors:
             raise UsageError(
-                "placement proactive foretells what the queue will need, and there is no predictor; train one with "
+                "placement proactive predicts the routing of the queue, and there is no predictor; train one with "
                 "moetool train cascade --trace DIR, and give it with --predictor DIR"
             )
         self.placement, self.predictors = placement, list(predictors)

@@ -111,10 +111,10 @@ def uniform(spec: ModelSpec, cluster: Cluster) -> np.ndarray:
 
 
 def open_predictors(folders: Sequence[str], spec: ModelSpec) -> list[RoutingPredictor]:
-    """Trained predictors that say from a prompt what a request will use, and how long they take to say it.
+    """Trained predictors of a request's routing from its prompt, with their measured cost.
 
     Raises:
-        UsageError: there is none, or it says nothing before a request runs.
+        UsageError: there is none, or it predicts nothing before a request runs.
         MismatchError: it is of another model.
     """
     opened = []
@@ -123,8 +123,7 @@ def open_predictors(folders: Sequence[str], spec: ModelSpec) -> list[RoutingPred
         spec.require_same(found.spec, "the model", "the predictor")
         if not found.foretells:
             raise UsageError(
-                f"{found.name} says nothing of a request before it runs; the queue is foretold by cascade, "
-                f"single_transformer or awq_replica"
+                f"{found.name} predicts nothing before a request runs; use cascade, single_transformer or awq_replica"
             )
         opened.append(RoutingPredictor(found.name, found.workload))
         opened[-1].measure(range(_MEASURED_TOKENS))
@@ -144,11 +143,11 @@ def open_head(
     """A head that is not started.
 
     Args:
-        profile: what things cost before they are measured.
+        profile: costs before they are measured.
         toward: HOST:PORT of the Ray head that other machines have joined; empty where all is on this machine.
 
     Raises:
-        UsageError: an unknown planner, or a predictor that does not foretell.
+        UsageError: an unknown planner, or a predictor that needs the running request.
         MismatchError: plan, profile, predictors and model do not belong together.
         CapacityError: the cluster has no room for a double buffer.
     """

@@ -48,7 +48,7 @@ def levels(made: TraceMeasures) -> Picture:
             paint,
         ),
         caption="Each map from 0 (dark) to its own most used experts (light). What a single iteration shows sharply is "
-        "blurred once a request's iterations are added up, and with it what can be foretold.",
+        "blurred once a request's iterations are added up, and with it the predictable part.",
     )
 
 
@@ -89,7 +89,7 @@ def spread(made: TraceMeasures) -> Picture:
             paint,
         ),
         caption="Bits of the distribution of choices over a layer's experts; n bits are as many as 2 to the n experts "
-        "used alike. One token's k experts have log2 k bits by definition. Higher is harder to foretell. (c) is drawn "
+        "used alike. One token's k experts have log2 k bits by definition. Higher is harder to predict. (c) is drawn "
         f"as far as half of a task's requests go, over those requests.{some_tasks(made)}",
     )
 

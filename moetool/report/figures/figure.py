@@ -1,4 +1,4 @@
-"""What a figure is, and what several of them share."""
+"""Figures of pages, and helpers that several share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def frontier_sketch(plan: CachePlan) -> Sketch:
-    """What a token takes with the best policy for each memory, on the requests that chose it and on the others.
+    """Time or bytes of a token with the best policy for each memory, on the requests that chose it and on the others.
 
     Milliseconds where the plan was made with a profile, megabytes otherwise. A policy's name stands at its points.
     """

@@ -213,7 +213,7 @@ def skew(made: TraceMeasures) -> Picture:
 
 
 def coverage(made: TraceMeasures) -> Picture:
-    """What the most used experts cover on other requests."""
+    """Coverage by the most used experts, on other requests."""
     found = made.coverage
     x = 100 * np.array(SHARES)
     others = "other requests" if len(made.routes.requests) > 1 else "the earlier half of the request"

@@ -183,7 +183,7 @@ def local(plans: Sequence[Placed]) -> Sketch | None:
 
 
 def traffic(plans: Sequence[Placed]) -> Sketch | None:
-    """What each server sends to each, a map for each plan; None without traces, or with one server."""
+    """Traffic between servers, a map for each plan; None without traces, or with one server."""
     known = [(placed, _sent(placed)) for placed in plans if placed.flow_LGG is not None]
     if not known or len(known[0][0].plan.cluster.servers) < 2:
         return None
@@ -220,7 +220,7 @@ def traffic(plans: Sequence[Placed]) -> Sketch | None:
 
 
 def unit_of(plan: PlacementPlan) -> str:
-    """What traffic is counted in: bytes want the model's hidden size."""
+    """Unit of traffic: bytes need the model's hidden size."""
     return "MB" if plan.spec.hidden_size > 0 else "thousand tokens"
 
 

@@ -26,7 +26,7 @@ def sketches(runs: Sequence[Run]) -> list[Sketch]:
 
 
 def _along(runs: Sequence[Run]) -> str | None:
-    """What a line can run along: the first of those swept that is an amount."""
+    """The axis of lines: the first swept amount."""
     return next((name for name in _AXES if len({at.get(name) for at, _ in runs}) > 1), None)
 
 
