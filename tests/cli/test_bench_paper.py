@@ -27,7 +27,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("prism", "Figure 6"),
         ("director", "Figure 10"),
-        ("duoserve", "Figure 6"),
+        ("duoserve", "Table 3"),
         ("finemoe", "Figure 9"),
         ("smoe", "Table I"),
     ],
