@@ -47,7 +47,7 @@ def serve(
     ] = None,
     process_memory: Annotated[
         str | None,
-        typer.Option(help="Target for the resident memory of the process on a CPU, e.g. 12GB (default: free memory)."),
+        typer.Option(help="Resident memory of the process on a CPU at most, e.g. 12GB (default: free memory)."),
     ] = None,
     device: Device = None,
     host_memory: HostMemory = None,

@@ -1,7 +1,7 @@
 """Choose how a model is served from what the checkpoint, the machine and its free memory are."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,13 +14,16 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import DTYPES, parse_device, parse_dtype
 from moetool.runtime.assembly import ServeOptions
 from moetool.runtime.copies import stride_of
-from moetool.runtime.decoding import PAGE_TOKENS, kv_cache_bytes
-from moetool.runtime.sizing import MOST_CHUNK, Footprint, divide
+from moetool.runtime.decoding import PAGE_TOKENS, kv_cache_bytes, kv_shape
+from moetool.runtime.sizing import GOOD_CONTEXT, MOST_CHUNK, Footprint, divide
 from moetool.tables import count
 
 AUTO = "auto"
-_RESERVE_BYTES = 400_000_000
-"""Of a process beyond what is counted: libraries that load later, the tokenizer, HTTP, allocators. An estimate."""
+_RESERVE_BYTES = 640_000_000
+"""Of a process beyond what is counted: libraries that load later, the tokenizer, HTTP, compiled products, allocators.
+
+Shapes of DeepSeek-V2-Lite with 2 and 5 MoE layers took up to 560 MB (tests/soak/test_memory_limit.py).
+"""
 _GPU_HEADROOM = 0.08  # of a GPU's free memory, for the CUDA context, workspaces and fragmentation
 _HOST_SHARE = 0.8  # of the free host memory beside a GPU that experts may take
 _IO_THREADS = 4  # readers that keep an NVMe drive busy
@@ -57,8 +60,8 @@ def choose(
     Args:
         values: of `ServeOptions`, as set by the user or a plan.
         device_memory_bytes: bounds weights, KV cache and expert slots.
-        process_memory_bytes: target for the resident memory of this process, on a CPU; by default what the control
-            groups and free memory allow. `_RESERVE_BYTES` is an estimate, so the process may exceed it.
+        process_memory_bytes: bounds the resident memory of this process, on a CPU; by default what the control groups
+            and free memory allow.
         policy: cache policy; `auto` is the best that needs no trained predictor, and starts warm unless set otherwise.
 
     Raises:
@@ -89,8 +92,9 @@ def choose(
     if device_memory_bytes is not None:
         fixed["chunk_tokens"] = split.chunk_tokens
         activations = split.chunk_tokens * model.token_bytes
-        if device_memory_bytes + activations < limit:
-            split, source = divide(model, device_memory_bytes + activations, **fixed), "--device-memory"
+        if device_memory_bytes + activations + split.kv_tokens * model.context_bytes < limit:
+            alone = replace(model, context_bytes=0)
+            split, source = divide(alone, device_memory_bytes + activations, **fixed), "--device-memory"
     chosen |= {"kv_tokens": split.kv_tokens, "prefill_chunk": split.chunk_tokens}
     if device.type == "cuda" and "host_memory_bytes" not in values:
         everything = checkpoint.spec.total_experts * model.slot_bytes
@@ -133,15 +137,20 @@ def footprint(checkpoint: Checkpoint, dtype: torch.dtype, predictor_bytes: int =
         kv_token_bytes=max(1, (many - empty) // (64 * PAGE_TOKENS)),
         token_bytes=_token_bytes(checkpoint, dtype),
         max_context=checkpoint.max_context or MOST_CHUNK,
+        context_bytes=2 * max(1, (many - empty) // (64 * PAGE_TOKENS)) // len(config.per_layer_config),
     )
 
 
 def _token_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Activations of one token at their peak, inside an MoE layer: rows of its experts, gathered, made and summed."""
-    spec = checkpoint.spec
+    """Activations of one token at their peak, in an MoE layer, in a dense one or in attention."""
+    spec, config = checkpoint.spec, checkpoint.config
     rows = max(spec.top_k_L) + spec.num_shared_experts
-    residual = 8 * spec.hidden_size * dtype.itemsize
-    return residual + rows * spec.hidden_size * (3 * dtype.itemsize + 8) + 16 * spec.num_experts
+    # Rows of its experts: gathered, made and summed.
+    experts = rows * spec.hidden_size * (3 * dtype.itemsize + 8) + 16 * spec.num_experts
+    dense = 3 * (getattr(config, "intermediate_size", None) or 0) * dtype.itemsize
+    queries = 4 * max(config.num_attention_heads * width for _, width in map(kv_shape, config.per_layer_config))
+    mask = 3 * min(checkpoint.max_context or GOOD_CONTEXT, GOOD_CONTEXT)  # of a chunk after others, in two forms
+    return 8 * spec.hidden_size * dtype.itemsize + max(experts, dense, queries * dtype.itemsize + mask)
 
 
 def _policy(slots: int, num_experts: int) -> tuple[str, str]:

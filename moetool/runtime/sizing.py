@@ -28,6 +28,7 @@ class Footprint:
         min_slots: slots of the smallest pool that works.
         kv_token_bytes: KV cache of one token.
         token_bytes: activations of one token of a forward, at their peak.
+        context_bytes: what reading the KV cache takes for one token of context: one layer's keys and values, copied.
         max_context: tokens that the model was made for.
     """
 
@@ -38,6 +39,7 @@ class Footprint:
     kv_token_bytes: int
     token_bytes: int
     max_context: int
+    context_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,18 +81,19 @@ def divide(
     context = min(model.max_context, GOOD_CONTEXT)
     kv = _pages(min(context, LEAST_CONTEXT) if kv_tokens is None else kv_tokens)
     chunk = min(LEAST_CHUNK, kv) if chunk_tokens is None else chunk_tokens
-    fixed = model.dense_bytes + kv * model.kv_token_bytes + chunk * model.token_bytes
+    kv_token_bytes = model.kv_token_bytes + model.context_bytes
+    fixed = model.dense_bytes + kv * kv_token_bytes + chunk * model.token_bytes
     left = memory_bytes - fixed - model.min_slots * model.slot_bytes
     if left < 0:
         raise CapacityError(
             f"{memory_bytes:,} bytes are too little: weights outside the experts take {model.dense_bytes:,}, KV cache "
-            f"for {kv:,} tokens {kv * model.kv_token_bytes:,}, activations {chunk * model.token_bytes:,} and at least "
+            f"for {kv:,} tokens {kv * kv_token_bytes:,}, activations {chunk * model.token_bytes:,} and at least "
             f"{model.min_slots} expert slots {model.min_slots * model.slot_bytes:,}: {memory_bytes - left:,} in all; "
             "allow that much, or set fewer kv_tokens"
         )
     if kv_tokens is None:
-        more = _more(left // _SHARE, model.kv_token_bytes, context - kv) // PAGE_TOKENS * PAGE_TOKENS
-        kv, left = kv + more, left - more * model.kv_token_bytes
+        more = _more(left // _SHARE, kv_token_bytes, context - kv) // PAGE_TOKENS * PAGE_TOKENS
+        kv, left = kv + more, left - more * kv_token_bytes
         why["kv_tokens"] = "a whole context" if kv >= context else f"1/{_SHARE} of what experts could use"
     if chunk_tokens is None:
         most = min(MOST_CHUNK, kv)
@@ -102,8 +105,8 @@ def divide(
     why["slots"] = "every expert" if slots == model.num_experts else f"{slots / model.num_experts:.0%} of the experts"
     if kv_tokens is None and slots == model.num_experts:
         most = min(max(MOST_KV_TOKENS, model.max_context), 4 * model.max_context)
-        more = _more(left, model.kv_token_bytes, most - kv) // PAGE_TOKENS * PAGE_TOKENS
-        kv, left = kv + more, left - more * model.kv_token_bytes
+        more = _more(left, kv_token_bytes, most - kv) // PAGE_TOKENS * PAGE_TOKENS
+        kv, left = kv + more, left - more * kv_token_bytes
         why["kv_tokens"] = "what every expert in its slot leaves"
     return MemorySplit(slots=slots, kv_tokens=kv, chunk_tokens=chunk, unused_bytes=left, why=why)
 

@@ -30,6 +30,7 @@ import torch
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import replay
 from tests.load import PROMPTS
+from tests.memory_group import MemoryGroup
 from tests.server_process import ServerProcess, quarter_of_experts, served
 from tests.servers import connect, eventually, post
 
@@ -106,44 +107,6 @@ class Clock:
     def step(self, seconds: int) -> None:
         """Set how far it is off."""
         self._page[:8] = struct.pack("l", seconds)
-
-
-class MemoryGroup:
-    """A cgroup for a server's memory, of version 1 or 2."""
-
-    def __init__(self) -> None:
-        second = Path("/sys/fs/cgroup/cgroup.controllers").exists()
-        parent = Path("/sys/fs/cgroup") if second else Path("/sys/fs/cgroup/memory")
-        self.folder = parent / f"moetool-soak-{os.getpid()}"
-        self._limit = self.folder / ("memory.max" if second else "memory.limit_in_bytes")
-        self._none = "max" if second else "-1"
-        self._held = "anon " if second else "rss "
-        try:
-            self.folder.mkdir()
-            self.usable = self._limit.exists()
-        except OSError:
-            self.usable = False
-
-    @property
-    def prefix(self) -> list[str]:
-        """Puts the command that follows into the group."""
-        return ["sh", "-c", f'echo $$ > {self.folder}/cgroup.procs; exec "$@"', "sh"] if self.usable else []
-
-    def squeeze(self, spare: int) -> None:
-        """Leave so many bytes beyond what can't be given up."""
-        lines = (self.folder / "memory.stat").read_text().splitlines()
-        held = next(int(line.split()[1]) for line in lines if line.startswith(self._held))
-        with contextlib.suppress(OSError):  # EBUSY: it could not be pressed so far; what could go has gone
-            self._limit.write_text(str(held + spare))
-
-    def release(self) -> None:
-        """No limit."""
-        self._limit.write_text(self._none)
-
-    def close(self) -> None:
-        if self.usable:
-            eventually(lambda: not (self.folder / "cgroup.procs").read_text(), within_s=30)
-            self.folder.rmdir()
 
 
 class Clients:
@@ -350,7 +313,7 @@ def test_bad_days(right: dict[str, str], tmp_path: Path, monkeypatch: pytest.Mon
             and not subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16M", "tmpfs", disk]).returncode
         ):
             stack.callback(subprocess.run, ["umount", "-l", str(disk)], check=True)
-        clock, memory = Clock(tmp_path, monkeypatch), MemoryGroup()
+        clock, memory = Clock(tmp_path, monkeypatch), MemoryGroup("moetool-soak")
         stack.callback(memory.close)
         clients = Clients(right)
         stack.callback(clients.close)

@@ -18,6 +18,7 @@ MODEL = Footprint(
     kv_token_bytes=98_304,
     token_bytes=150_000,
     max_context=40_960,
+    context_bytes=4096,
 )
 
 
@@ -39,7 +40,7 @@ def test_the_parts_stay_within_the_memory(
     used = (
         model.dense_bytes
         + split.slots * model.slot_bytes
-        + split.kv_tokens * model.kv_token_bytes
+        + split.kv_tokens * (model.kv_token_bytes + model.context_bytes)
         + split.chunk_tokens * model.token_bytes
     )
     assert used + split.unused_bytes == memory

@@ -1,0 +1,49 @@
+"""A memory cgroup for a server under test."""
+
+import contextlib
+import os
+from pathlib import Path
+
+from tests.servers import eventually
+
+
+class MemoryGroup:
+    """A cgroup for a server's memory, of version 1 or 2."""
+
+    def __init__(self, name: str) -> None:
+        second = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+        parent = Path("/sys/fs/cgroup") if second else Path("/sys/fs/cgroup/memory")
+        self.folder = parent / f"{name}-{os.getpid()}"
+        self._limit = self.folder / ("memory.max" if second else "memory.limit_in_bytes")
+        self._none = "max" if second else "-1"
+        self._held = "anon " if second else "rss "
+        try:
+            self.folder.mkdir()
+            self.usable = self._limit.exists()
+        except OSError:
+            self.usable = False
+
+    @property
+    def prefix(self) -> list[str]:
+        """Puts the command that follows into the group."""
+        return ["sh", "-c", f'echo $$ > {self.folder}/cgroup.procs; exec "$@"', "sh"] if self.usable else []
+
+    def squeeze(self, spare: int) -> None:
+        """Leave so many bytes beyond what can't be given up."""
+        lines = (self.folder / "memory.stat").read_text().splitlines()
+        held = next(int(line.split()[1]) for line in lines if line.startswith(self._held))
+        with contextlib.suppress(OSError):  # EBUSY: it could not be pressed so far; what could go has gone
+            self._limit.write_text(str(held + spare))
+
+    def limit(self, num_bytes: int) -> None:
+        """Allow so many bytes in all."""
+        self._limit.write_text(str(num_bytes))
+
+    def release(self) -> None:
+        """No limit."""
+        self._limit.write_text(self._none)
+
+    def close(self) -> None:
+        if self.usable:
+            eventually(lambda: not (self.folder / "cgroup.procs").read_text(), within_s=30)
+            self.folder.rmdir()
