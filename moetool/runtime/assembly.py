@@ -63,6 +63,8 @@ class ServeOptions:
         kv_tokens: tokens that the KV cache holds, over all requests; the longest context of one.
         prefill_chunk: prompt tokens of one forward at most. A longer prompt takes several forwards, and each of them
             may need every expert.
+        max_prompt_wait: seconds that requests which decode wait for a chunk of another's prompt, about and at most;
+            chunks become smaller for it, and a long prompt then reads experts several times (0: no bound).
         prefix_caching: keep the KV cache of earlier prompts and answers while nothing else needs the room, and forward
             only what of a new prompt differs from them.
         max_requests: requests that are forwarded together; the rest queue. 0 chooses 8 where not every expert has a
@@ -90,6 +92,7 @@ class ServeOptions:
     dtype: str = "float32"
     kv_tokens: int = 4096
     prefill_chunk: int = 512
+    max_prompt_wait: float = 0.0
     prefix_caching: bool = True
     max_requests: int = 0
     io_threads: int = 2
@@ -105,6 +108,8 @@ class ServeOptions:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise UsageError(f"{name} is {getattr(self, name)}, expected at least {least}")
+        if not 0 <= self.max_prompt_wait < float("inf"):
+            raise UsageError(f"max_prompt_wait is {self.max_prompt_wait}, expected seconds, or 0 for no bound")
         if not 0 < self.log_segment_s < float("inf"):
             raise UsageError(f"log_segment_s is {self.log_segment_s}, expected seconds above 0")
 
@@ -251,6 +256,7 @@ def _batcher(loaded: LoadedModel, options: ServeOptions, *, resident: bool) -> B
         max_batch_tokens=max(options.prefill_chunk, most),
         unreserved=None if options.max_requests else _FEW_REQUESTS,
         prefix_caching=options.prefix_caching,
+        max_prompt_wait_s=options.max_prompt_wait,
     )
 
 

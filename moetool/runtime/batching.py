@@ -6,6 +6,7 @@ batches deterministically, and a forward that fails takes only its own requests 
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ from moetool.types import ForwardInfo, Phase
 
 _LOG = logging.getLogger(__name__)
 _ATTENTION = "moetool_paged"
+LEAST_CHUNK = 64
+"""Prompt tokens of one forward that others wait for, at least: each forward may need every expert."""
 
 
 @dataclass(slots=True)
@@ -60,6 +63,8 @@ class Batcher:
         max_batch_tokens: tokens of one forward; longer prompts arrive in chunks.
         unreserved: so many requests are let in however long they may get: where the KV cache turns out too small, one
             of them begins again. More than these only as far as it holds all at their full length.
+        max_prompt_wait_s: how long a forward with prompt tokens may take while others decode; chunks become smaller
+            where it took longer, down to `LEAST_CHUNK` tokens (0: chunks are as large as they may be).
         prefix_caching: keep the pages of requests that have ended, and forward only what of a prompt has no page yet.
             It has no effect where some layers have a sliding window.
 
@@ -82,6 +87,7 @@ class Batcher:
         max_batch_tokens: int = 512,
         unreserved: int | None = None,
         prefix_caching: bool = False,
+        max_prompt_wait_s: float = 0.0,
     ) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, ContinuousBatchingConfig, GenerationConfig
 
@@ -115,6 +121,8 @@ class Batcher:
         if self._latent is not None:  # the cache reads its shape off the config, where latent attention has another
             text.num_key_value_heads, text.head_dim = kv_shape(text)
         self._sampler = Sampler(self._eos)
+        self._max_prompt_wait_s = max_prompt_wait_s
+        self._chunk_tokens = max_batch_tokens
         self._manager: Any = None
         self.processor: Any = None
         self._build()
@@ -184,13 +192,18 @@ class Batcher:
         try:
             self._admit()
             self._pages.begin_forward()
+            decoding = self._max_prompt_wait_s > 0 and any(request.done for request in self._requests.values())
+            self.processor.max_batch_tokens = self._chunk_tokens if decoding else self._config.max_batch_tokens
             prepared = self.processor.prepare_next_batch()
             self._leaving.clear()
             if not prepared:
                 return outputs
+            began = time.perf_counter()
             with torch.inference_mode():
                 self.processor._generation_step(self.model)
             self.processor.update_batch()
+            if decoding:
+                self._fit_chunk(time.perf_counter() - began)
         except Exception as error:
             outputs += self._recover(error, prepared)
         else:
@@ -231,6 +244,15 @@ class Batcher:
             request.admitted = True
             num_inside += 1
             free_pages -= request.num_pages
+
+    def _fit_chunk(self, took_s: float) -> None:
+        """Choose the size of the next chunk that others wait for, by how long the last one took."""
+        info = None if self._batch is None else self._batch.info
+        num_prompt = 0 if info is None else sum(phase is Phase.PREFILL for phase in info.phase_T)
+        if num_prompt < min(LEAST_CHUNK, self._chunk_tokens) // 2:
+            return  # a decode step, or the rest of a prompt
+        wanted = int(num_prompt * self._max_prompt_wait_s / took_s)
+        self._chunk_tokens = min(self._config.max_batch_tokens, max(LEAST_CHUNK, min(wanted, 2 * num_prompt)))
 
     def _may_reuse(self, name: str) -> bool:
         """Whether a request may begin with pages that are there: one that wants its routes has to be forwarded."""
@@ -331,6 +353,7 @@ class Batcher:
             token_id_T=token_id_T,
             iteration_T=tuple(iteration_T),
         )
+        self._batch = batch
         if self.on_forward is not None:
             self.on_forward(batch)
         return args, {**kwargs, "sequence_ends": SequenceEnds.of(kwargs)}

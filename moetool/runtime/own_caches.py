@@ -43,6 +43,7 @@ def open_batcher(
     max_batch_tokens: int = 512,
     unreserved: int | None = None,
     prefix_caching: bool = False,
+    max_prompt_wait_s: float = 0.0,
 ) -> "Batcher | OwnCaches":
     """The batcher that the model's family can be served by; arguments as for `Batcher`."""
     if own_cache(model.config.get_text_config()):
@@ -54,6 +55,7 @@ def open_batcher(
         max_batch_tokens=max_batch_tokens,
         unreserved=unreserved,
         prefix_caching=prefix_caching,
+        max_prompt_wait_s=max_prompt_wait_s,
     )
 
 

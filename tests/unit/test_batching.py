@@ -8,6 +8,7 @@ import torch
 
 from moetool.errors import CapacityError, UsageError
 from moetool.request import Output, SamplingParams
+from moetool.runtime import batching
 from moetool.runtime.batching import Batcher
 from moetool.runtime.decoding import Batch, kv_cache_bytes
 from moetool.runtime.recording import GateRecorder
@@ -264,3 +265,30 @@ def test_all_are_answered_however_few_run_together(full: Any, tokenizer: Any) ->
         answers.append({request: _tokens(outputs) for request, outputs in _run(batcher).items()})
         batcher.close()
     assert answers[0] == answers[1] and all(len(tokens) == 10 for tokens in answers[0].values())
+
+
+def test_chunks_shrink_while_others_decode(full: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock by which a forward takes a second for every 100 tokens."""
+    now = [0.0]
+    monkeypatch.setattr(batching.time, "perf_counter", lambda: now[0])
+    batcher = Batcher(full.model, max_requests=2, kv_tokens=2048, max_batch_tokens=512, max_prompt_wait_s=1.0)
+    seen: list[Batch] = []
+
+    def forward(batch: Batch) -> None:
+        seen.append(batch)
+        now[0] += len(batch.token_id_T) / 100
+
+    batcher.on_forward = forward
+    alone = [60 + i % 50 for i in range(900)]
+    batcher.add(0, alone, SamplingParams(max_tokens=1))
+    _run(batcher)
+    assert [len(batch.token_id_T) for batch in seen] == [512, 388]  # nobody waits
+    batcher.add(1, [50, 51], SamplingParams(max_tokens=30, ignore_eos=True))
+    batcher.step()
+    seen.clear()
+    batcher.add(2, alone, SamplingParams(max_tokens=1))
+    _run(batcher)
+    batcher.close()
+    prompts = [sum(phase is Phase.PREFILL for phase in batch.info.phase_T) for batch in seen]
+    assert prompts[0] == 511 and all(64 <= size <= 100 for size in prompts[1:4]) and sum(prompts) == 900
+    assert all(1 in batch.info.request_T for batch in seen[:5])
