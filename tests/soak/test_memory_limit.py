@@ -19,7 +19,7 @@ from tests.servers import get, post
 
 pytestmark = pytest.mark.slow
 LAYERS = 5
-PROMPTS = (10, 700, 1500, 200)
+PROMPTS = (10, 600, 1200, 200)
 
 
 @pytest.fixture(scope="module")
