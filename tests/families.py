@@ -131,8 +131,23 @@ _OWN: dict[str, dict[str, Any]] = {
         "ssm_state_size": 8,
         "chunk_size": 16,
     },
+    "glm4v_moe_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}
+        | {"partial_rotary_factor": 0.5}
+    },
+    "glm5_next_text": {
+        **_INDEXED,
+        "qk_rope_head_dim": 0,
+        "index_kpool": 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
+    "mistral4": {**_LATENT, "head_dim": 16},
+    "mistral_large4_text": _INDEXED,
     "qwen3_5_moe_text": _LINEAR,
     "qwen3_next": _LINEAR,
+    "qwen3_vl_moe_text": {"moe_intermediate_size": 24},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 
@@ -186,7 +201,11 @@ def counted(spec: ModelSpec) -> Any:
     return made
 
 
-MULTIMODAL = {"gemma4": "gemma4_text", "llama4": "llama4_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+_WITHIN = ("qwen3_vl_moe", "glm4v_moe", "glm5_next", "mistral_large4", "qwen4_exp")
+MULTIMODAL = {
+    **{"gemma4": "gemma4_text", "llama4": "llama4_text", "qwen3_5_moe": "qwen3_5_moe_text", "mistral3": "mistral4"},
+    **{name: f"{name}_text" for name in _WITHIN},
+}
 """Families of models that also see, with the family of their text part."""
 
 

@@ -101,11 +101,10 @@ def doctor(as_json: Json = False) -> None:
 
 def models(as_json: Json = False) -> None:
     """List the model families and weight formats that moetool knows, and what it can do with each."""
-    from moetool.models.families import FAMILIES, INFERRED, unlisted
-    from moetool.models.tested_formats import FORMATS, INFERRED_AND_RUN, format_table
+    from moetool.models.families import FAMILIES, unlisted
+    from moetool.models.tested_formats import FORMATS, UNLISTED, format_table
 
-    inferred = sorted({*INFERRED, *INFERRED_AND_RUN} - set(FAMILIES))
-    families = [*FAMILIES.values(), *map(unlisted, inferred)]
+    families = [*FAMILIES.values(), *map(unlisted, UNLISTED)]
     tested = format_table()
     words = {True: "tested", False: "not tested"}
     rows = []
@@ -124,7 +123,7 @@ def models(as_json: Json = False) -> None:
     ]
     tables.print_table(f"{len(table)} families of mixture-of-experts models", columns, table, num_text=len(columns))
     print("inferred when a model is opened, by trying its router, and served one request at a time:")
-    print(f"{', '.join(inferred)}, and others that transformers calls through its experts interface")
+    print(f"{', '.join(UNLISTED)}, and others that transformers calls through its experts interface")
     title = "weight formats tested with each family (what is not tested is read all the same)"
     cells = [[r["family"], *r["formats"].values()] for r in rows if "tested" in r["formats"].values()]
     tables.print_table(title, ["family", *FORMATS], cells, num_text=1 + len(FORMATS))

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from moetool.errors import MismatchError, UsageError, first_line, shortened
+from moetool.errors import MismatchError, UsageError, first_line
 from moetool.json_files import decode_json, read_bounded
 from moetool.models import families
 from moetool.models.config_checks import check_config, warn_of_further_layers
@@ -26,6 +26,7 @@ from moetool.models.revision import config_revision, revision_of
 from moetool.models.shards import Shards
 from moetool.models.spec import MoeLayer, moe_layers, offloaded, spec_of
 from moetool.models.tensor_index import DTYPES, TensorIndex, read_index
+from moetool.models.text_part import build_empty, stands_alone
 from moetool.models.weight_index import WeightIndex, index_weights
 from moetool.types import ModelSpec
 
@@ -70,8 +71,9 @@ class Checkpoint:
         self._whole_config = _parse_config(path, self.raw)
         self.config: Any = self._whole_config.get_text_config()
         check_config(self.config, path / "config.json")
-        if hasattr(self.config, "quantization_config"):
-            del self.config.quantization_config  # the model is built unpacked, whatever its files hold
+        for config in (self.config, self._whole_config):
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config  # the model is built unpacked, whatever its files hold
 
     @classmethod
     def open(cls, model: str | Path, *, weights: bool = True) -> "Checkpoint":
@@ -101,23 +103,12 @@ class Checkpoint:
     @cached_property
     def skeleton(self) -> Any:
         """The model with every tensor on the meta device: its modules and shapes, no memory. Not to be changed."""
-        from transformers import AutoModelForCausalLM
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+        return build_empty(self._whole_config, self.path, _NARROW)
 
-        if type(self.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise UsageError(
-                f"{self.path} is of the model type {self.raw.get('model_type')!r}, whose text part "
-                f"({self.config.model_type}) transformers builds only with other parts, not as a language model by "
-                "itself; 'moetool models' lists what moetool reads"
-            )
-        try:
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(copy.deepcopy(self.config), dtype=_NARROW).eval()
-        except Exception as error:  # a config that lacks a value fails wherever the model first needs it
-            raise UsageError(
-                f"transformers cannot build a {self.config.model_type} model from {self.path / 'config.json'}: "
-                f"{shortened(first_line(error), 200)}; a value there is missing or wrong"
-            ) from error
+    @property
+    def stands_alone(self) -> bool:
+        """Whether transformers loads its language model by itself."""
+        return stands_alone(self.config)
 
     def empty_model(self, dtype: torch.dtype) -> Any:
         """A skeleton of one's own, to be filled or cut, of this data type."""

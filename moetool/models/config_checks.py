@@ -32,15 +32,15 @@ def check_config(config: Any, file: Path) -> None:
         MismatchError: a size is no whole number, too small or too large, or a token uses other than 1 to all experts.
     """
     for name, least in _LEAST.items():
-        value, most = getattr(config, name, None), _MOST.get(name, _MAX_SIZE)
+        value, most = _value(config, name), _MOST.get(name, _MAX_SIZE)
         if value is not None and not isinstance(value, list) and not _within(value, least, most):
             raise _wrong(file, name, value, least, most)
-    experts = next((count for name in _EXPERTS if (count := getattr(config, name, None))), None)
+    experts = next((count for name in _EXPERTS if (count := _value(config, name))), None)
     if not isinstance(experts, int):
         return
     experts += int(getattr(config, "zero_expert_num", 0) or 0)  # identities, which a router chooses as well
     for name in _TOP_K:
-        value = getattr(config, name, None)
+        value = _value(config, name)
         if value is not None and not isinstance(value, list) and not _within(value, 1, experts):
             raise _wrong(file, name, value, 1, experts)
 
@@ -57,6 +57,13 @@ def warn_of_further_layers(config: Any, names: Iterable[str], path: Path) -> Non
             held,
             expected,
         )
+
+
+def _value(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers refuses a value that is another for each layer
+        return None
 
 
 def _within(value: Any, least: int, most: int) -> bool:

@@ -3,7 +3,7 @@
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from moetool.models.shards import Shards
 from moetool.models.spec import MoeLayer
 from moetool.models.stored_expert import DenseSlot, StoredLayout, Weight, layout_of
 from moetool.models.tensor_index import Tensor
-from moetool.models.weight_format import FLOATS, STORED_DTYPES, StoredWeight
+from moetool.models.weight_format import FLOATS, STORED_DTYPES, DenseTransposed, StoredWeight
 from moetool.types import ModelSpec
 
 
@@ -88,6 +88,9 @@ class ExpertWeights:
                 raise MismatchError(
                     f"{whole.name} cannot be read by expert: {error}; download the model again"
                 ) from None
+        if (step := _transposing(source.converter)) is not None:
+            whole = self._transposed(next(iter(source.names.values()))[0], layer, parameter, step.check_dims)
+            return [whole.share(expert, layer.form.num_experts, share)]
         if not _is_stacking(source.converter):
             steps = ", ".join(type(step).__name__ for step in source.converter.operations)
             raise MismatchError(
@@ -102,6 +105,15 @@ class ExpertWeights:
                 raise MismatchError(f"{name} lacks the tensors {pattern}; download the model again")
             weights.append(self._take(_numbered(source.names[pattern][0], expert), rows))
         return weights
+
+    def _transposed(self, name: str, layer: MoeLayer, parameter: str, by_shape: bool) -> StoredWeight:
+        """A stacked weight that a file has [experts, in, out], or only where its shape says so (`by_shape`)."""
+        shape = tuple(layer.experts.get_parameter(parameter).shape)
+        weight = self._weights.get(name)
+        if weight is None or (by_shape and weight.shape == shape) or weight.format != "dense":
+            return self._take(name, shape)
+        stored = self._take(name, (shape[0], *shape[:0:-1])).tensors["weight"]
+        return replace(weight, shape=shape, tensors={"transposed": stored}, codec=DenseTransposed())
 
     def _take(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
         weight = self._weights.get(name)
@@ -343,6 +355,14 @@ def _is_stacking(converter: Any) -> bool:
     """Whether a conversion only lays whole tensors of single experts side by side."""
     steps = [(type(step).__name__, getattr(step, "dim", None)) for step in converter.operations]
     return steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
+
+
+def _transposing(converter: Any) -> Any | None:
+    """The one step of a conversion that only transposes a stacked tensor of matrices."""
+    first, *more = converter.operations
+    if type(first).__name__ == "Transpose" and not more and {first.dim0, first.dim1} == {1, 2}:
+        return first
+    return None
 
 
 def _numbered(name: str, expert: int) -> str:

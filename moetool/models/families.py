@@ -205,9 +205,6 @@ _ALL = (
     Family(name="mimo_v2_flash", score="sigmoid", own_cache=_EAGER),
     Family(name="minimax", renormalize=True, own_cache=_LINEAR),
     Family(name="minimax_m2", score="sigmoid", renormalize=True),
-    Family(
-        name="mistral4", refused="transformers builds it only with its vision tower, not as a language model by itself"
-    ),
     Family(name="mixtral", renormalize=True),
     Family(name="nemotron_h", score="sigmoid", own_cache=_LINEAR),
     Family(name="olmoe"),
@@ -217,9 +214,6 @@ _ALL = (
     Family(name="qwen3_moe"),
     Family(name="qwen3_next", own_cache=_LINEAR),
     Family(name="solar_open", score="sigmoid"),
-    Family(
-        name="step3p7", refused="transformers builds it only with its vision tower, not as a language model by itself"
-    ),
     Family(name="xverse", refused=_OWN_CODE),
     Family(
         name="zaya",
@@ -240,6 +234,12 @@ INFERRED = (
     *("kolibri1", "minimax_m3_vl_text"),
 )
 """Families that transformers has, that are not listed, and whose default config can be inferred."""
+
+WITHIN_OTHERS = (
+    *("glm4v_moe_text", "glm5_next_text", "mistral4", "mistral_large4_text", "muse_spark_text", "qwen3_omni_moe_text"),
+    *("qwen3_vl_moe_text", "step3p5", "unlimited_ocr_text"),
+)
+"""Families, inferred too, that transformers has only as a part of models that also see or hear."""
 
 
 def unlisted(name: str, **known: Any) -> Family:

@@ -140,7 +140,7 @@ def load_full(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device =
         MismatchError: a tensor is missing or has another shape than the config says.
     """
     path = checkpoint.path
-    if checkpoint.quantization is not None and not _transformers_unpacks(checkpoint):
+    if not checkpoint.stands_alone or (checkpoint.quantization is not None and not _transformers_unpacks(checkpoint)):
         return _load_stacked(checkpoint, dtype, device)
     spec = checkpoint.spec
     if checkpoint.quantization is not None:
@@ -178,7 +178,7 @@ def _transformers_unpacks(checkpoint: Checkpoint) -> bool:
 
 
 def _load_stacked(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """The plain model of a quantized checkpoint that transformers does not load."""
+    """The plain model of a checkpoint that transformers does not load so: quantized, or part of another model."""
     loaded = load_lazy(checkpoint, dtype, device)
     assert loaded.files is not None
     for layer in loaded.layers:

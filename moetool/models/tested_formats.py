@@ -1,6 +1,6 @@
 """Which weight formats are tested with which family, against what the format's own library or writer says."""
 
-from moetool.models.families import FAMILIES, INFERRED
+from moetool.models.families import FAMILIES, INFERRED, WITHIN_OTHERS
 from moetool.models.gguf_architectures import ARCHITECTURES
 
 FORMATS = ("dense", "fp8_block", "fp8_scaled", "mxfp4", "nvfp4", "gptq", "awq", "int4", "gguf")
@@ -16,14 +16,18 @@ INFERRED_AND_RUN = (
     *("aria_text", "granitemoe_swa", "hy_v4", "inkling_text", "kolibri1", "minimax_m3_vl_text", "qwen4_exp_text"),
 )
 """Inferred families whose logits are tested too."""
+WITHIN_AND_RUN = ("glm4v_moe_text", "glm5_next_text", "mistral4", "mistral_large4_text", "qwen3_vl_moe_text")
+"""Those among the families within other models."""
+UNLISTED = tuple(sorted({*INFERRED, *INFERRED_AND_RUN, *WITHIN_OTHERS} - {*FAMILIES}))
+"""Families that are inferred and known to work."""
 
 
 def format_table() -> dict[str, dict[str, bool]]:
     """For each family and weight format whether the two are tested together."""
     table = {}
-    for name in sorted({*FAMILIES, *INFERRED, *INFERRED_AND_RUN}):
+    for name in sorted({*FAMILIES, *UNLISTED}):
         family = FAMILIES.get(name)
-        runs = name in INFERRED_AND_RUN if family is None or family.inferred else not family.refused
+        runs = name in (*INFERRED_AND_RUN, *WITHIN_AND_RUN) if family is None or family.inferred else not family.refused
         tested = {*_QUANTIZED.get(name, ()), *(["dense"] if runs else []), *(["gguf"] if name in _GGUF else [])}
         table[name] = {format: format in tested for format in FORMATS}
     return table

@@ -69,6 +69,16 @@ class Dense:
 DENSE = Dense()
 
 
+@dataclass(frozen=True, slots=True)
+class DenseTransposed:
+    """Plain numbers of a weight [out, in] that are stored [in, out]."""
+
+    transposed: bool = True
+
+    def into(self, stored: Stored, out: torch.Tensor) -> None:
+        out.copy_(stored["transposed"])
+
+
 def unpack(codec: Codec, stored: Stored, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """The weight that stored tensors make.
 

@@ -19,9 +19,10 @@ from moetool.errors import MismatchError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.conversion import sources
 from moetool.models.expert_form import Call
-from moetool.models.families import FAMILIES
+from moetool.models.families import FAMILIES, WITHIN_OTHERS
 from moetool.models.loading import LoadedModel, load_full, load_lazy
 from moetool.models.spec import MoeLayer
+from moetool.models.tested_formats import WITHIN_AND_RUN
 from moetool.request import SamplingParams
 from moetool.runtime.decoding import Batch
 from moetool.runtime.expert_forward import ExpertRuntime
@@ -32,6 +33,7 @@ from moetool.trace.rows import TokenBatch
 from moetool.types import ForwardInfo, ModelSpec, Phase
 from tests import families
 from tests.engines import Chaos, Perverse, Seeing, every_read_fails_once
+from tests.greedy import generated, prompts, served
 
 SUPPORTED = sorted(name for name, family in FAMILIES.items() if not family.refused)
 TOKENS = torch.tensor([[(7 * i + 3) % 60 + 3 for i in range(24)]])
@@ -313,6 +315,27 @@ def test_the_text_part_of_a_model_that_sees_is_read(name: str, tmp_path: Path) -
         found = _forward(loaded)
     assert loaded.spec.name.startswith(families.MULTIMODAL[name])
     assert torch.allclose(found, expected, rtol=0, atol=1e-6 * expected.abs().max().item())
+
+
+def test_the_text_part_of_a_model_that_sees_is_served(tmp_path: Path) -> None:
+    """Experts lie transposed in the file, as in published ones of this family."""
+    model = families.save_multimodal("qwen3_vl_moe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    turned = {name: t.mT.contiguous() if ".mlp.experts." in name else t for name, t in tensors.items()}
+    assert turned["model.language_model.layers.0.mlp.experts.gate_up_proj"].shape == (8, 32, 48)
+    save_file(turned, tmp_path / "model.safetensors", {"format": "pt"})
+    greedy = generated(model, prompts(3))
+    greedy.require_same(served(tmp_path, "lru", prompts(3)))
+    greedy.require_same(served(tmp_path, "lru", prompts(3), products=False))
+    full = load_full(Checkpoint.open(tmp_path), torch.float32)
+    with torch.inference_mode():
+        expected, found = (m(input_ids=TOKENS, use_cache=False).logits for m in (model, full.model))
+    assert torch.allclose(found, expected, rtol=0, atol=1e-5)
+
+
+def test_the_families_within_others_are_those_tested() -> None:
+    tested = {text for name, text in families.MULTIMODAL.items() if text not in FAMILIES}
+    assert tested == {*WITHIN_AND_RUN, "qwen4_exp_text"} and {*WITHIN_AND_RUN} < {*WITHIN_OTHERS}
 
 
 @pytest.mark.parametrize("name", sorted(name for name, family in FAMILIES.items() if family.refused))

@@ -1,0 +1,61 @@
+"""Building the language model of a checkpoint, which may be a part of one that also sees or hears."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moetool.errors import UsageError, first_line, shortened
+
+
+def stands_alone(config: Any) -> bool:
+    """Whether transformers has a language model of a text config by itself."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def build_empty(whole: Any, path: Path, dtype: torch.dtype) -> Any:
+    """The language model of a config, with every tensor on the meta device.
+
+    Where transformers builds a text part only inside a model with other parts, it is that model without them: its
+    forward is transformers' own for text alone.
+
+    Args:
+        whole: the checkpoint's config, of all its parts.
+        path: of the checkpoint, for errors.
+
+    Raises:
+        UsageError: transformers has no language model of this config, or the config lacks a value.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    text = whole.get_text_config()
+    alone = stands_alone(text)
+    if not alone and type(whole) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise UsageError(
+            f"{path} is of the model type {whole.model_type!r}, whose text part ({text.model_type}) transformers "
+            "builds only with other parts, not as a language model by itself; 'moetool models' lists what moetool reads"
+        )
+    kind, config = (AutoModelForCausalLM, text) if alone else (AutoModelForImageTextToText, whole)
+    try:
+        with torch.device("meta"):
+            model = kind.from_config(copy.deepcopy(config), dtype=dtype).eval()
+    except Exception as error:  # a config that lacks a value fails wherever the model first needs it
+        raise UsageError(
+            f"transformers cannot build a {text.model_type} model from {path / 'config.json'}: "
+            f"{shortened(first_line(error), 200)}; a value there is missing or wrong"
+        ) from error
+    if not alone:
+        _cut_out_other_parts(model)
+    return model
+
+
+def _cut_out_other_parts(model: Any) -> None:
+    base, decoder = model.base_model, model.get_decoder()
+    if any(child is decoder for child in base.children()):
+        for name, child in base.named_children():
+            if child is not decoder:
+                base._modules[name] = None
