@@ -14,6 +14,7 @@ from moetool.request import SamplingParams
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import open_store
 from moetool.runtime.own_caches import open_batcher
+from moetool.types import ForwardInfo, Phase
 from tests import families
 
 TIE = 1e-4
@@ -103,3 +104,22 @@ def served(
         runtime.close()
         loaded.close()
     return found
+
+
+def forward_logits(path: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits [T, V] of one forward of tokens [1, T] through a pool of three slots."""
+    loaded = load_lazy(Checkpoint.open(path), torch.float32, products=True)
+    residency = Residency(build_policy("lru", loaded.spec, {}, 3))
+    runtime = ExpertRuntime(loaded, residency, open_store(loaded, residency, num_threads=1))
+    count = tokens.shape[1]
+    info = ForwardInfo(
+        forward_id=0, request_T=(0,) * count, phase_T=(Phase.PREFILL,) * count, position_T=tuple(range(count))
+    )
+    try:
+        runtime.begin_forward(info)
+        with torch.inference_mode():
+            logits: torch.Tensor = loaded.model(tokens, use_cache=False).logits[0]
+    finally:
+        runtime.close()
+        loaded.close()
+    return logits

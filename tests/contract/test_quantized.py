@@ -17,7 +17,7 @@ from moetool.errors import MismatchError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy
 from tests import families, quantized
-from tests.greedy import Greedy, generated, prompts, served
+from tests.greedy import Greedy, forward_logits, generated, prompts, served
 from tests.quantized import GROUP, compressed, compressed_config
 
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -120,6 +120,35 @@ def test_every_policy_generates_what_transformers_does(case: Case) -> None:
         kind = policy_class(policy)
         if kind.lossless and not kind.needs_future:
             case.expected.require_same(served(case.path, policy, PROMPTS))
+
+
+@pytest.mark.slow
+def test_fifty_prompts_under_every_policy(case: Case) -> None:
+    """The whole matrix, format by format; every policy has its smallest pool."""
+    many = prompts(50)
+    expected = generated(load_full(Checkpoint.open(case.twin), torch.float32).model, many)
+    kinds = {policy: policy_class(policy) for policy in plugins.names("policy")}
+    ties = {
+        policy: expected.require_same(served(case.path, policy, many))
+        for policy, kind in kinds.items()
+        if kind.lossless and not kind.needs_future
+    }
+    print(f"{case.path.parent.name}: {len(ties)} policies, {sum(ties.values())} ties of {len(ties) * len(many)}")
+
+
+def test_logits_are_as_near_as_transformers_experts_to_each_other(case: Case) -> None:
+    """Within twice the difference between transformers' own eager and grouped experts, or a rounding of float32."""
+    tokens = torch.tensor([prompts(12)[-1] * 2])
+    theirs = load_full(Checkpoint.open(case.twin), torch.float32).model
+    logits = {}
+    with torch.inference_mode():
+        for kind in ("eager", "grouped_mm"):
+            theirs.set_experts_implementation(kind)
+            logits[kind] = theirs(tokens, use_cache=False).logits[0]
+    found = forward_logits(case.path, tokens)
+    bound = 2 * float((logits["eager"] - logits["grouped_mm"]).abs().max())
+    rounding = 4 * torch.finfo(torch.float32).eps * float(logits["eager"].abs().max())
+    assert float((found - logits["eager"]).abs().max()) <= max(bound, rounding)
 
 
 def test_slots_as_stored_and_host_memory_change_nothing(case: Case) -> None:
