@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from moetool.types import ForwardInfo, ModelSpec, Phase
 
 KEEP = ("topk", "logits", "embeddings", "hidden", "ahead", "scores", "logits32", "norms", "text")
 _HELD_TOKENS = 1024
+_SPECS: "weakref.WeakKeyDictionary[Any, ModelSpec]" = weakref.WeakKeyDictionary()
 
 
 class ModelRecorder:
@@ -38,9 +40,9 @@ class ModelRecorder:
         self._task, self._drop_tokens = task, drop_tokens
         self._tasks: list[str] = []  # of every request
         self._forwards = 0
-        self._mine: list[int] = []  # the requests of the running batch, by its rows
-        self._iteration: list[int] = []
-        self._prompt_tokens: list[int] = []  # of every request
+        self._mine_B = np.zeros(0, np.int64)  # the requests of the running batch, by its rows
+        self._iteration_B, self._length_B, self._prompt_tokens_B = np.zeros((3, 0), np.int64)
+        self._prompt_tokens: list[int] = []  # of every request of the batches before
         self._length: list[int] = []
         self._pending: tuple[Batch, np.ndarray] | None = None
         self._kept: list[np.ndarray] = []
@@ -53,41 +55,34 @@ class ModelRecorder:
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The hook that runs before a forward of the model."""
         self._recorder.discard()  # of a forward that failed
-        ids, mask_BS, seen = _inputs(args, kwargs)
-        num_rows, width = mask_BS.shape
+        ids, real_BS, seen = _inputs(args, kwargs)
+        num_rows, width = real_BS.shape
         if seen == 0:
             self._begin(num_rows)
-        elif num_rows != len(self._mine):
+        elif num_rows != len(self._mine_B):
             raise MismatchError(
-                f"a forward continues {len(self._mine)} sequences with {num_rows} rows (beam search, or a cache of "
+                f"a forward continues {len(self._mine_B)} sequences with {num_rows} rows (beam search, or a cache of "
                 f"another batch), expected as many; record without beams"
             )
-        real_BS = mask_BS.numpy()
-        lengths = real_BS.sum(axis=1)
-        first = seen == 0
-        for row, request in enumerate(self._mine):
-            if not first and (width == 1 or self._iteration[row]):
-                self._iteration[row] += 1
-            if self._iteration[row] == 0:
-                self._prompt_tokens[request] += int(lengths[row])
-        iteration_B = np.array(self._iteration)
-        start_B = np.array([self._length[request] for request in self._mine])
-        position_BS = start_B[:, None] + np.cumsum(real_BS, axis=1) - 1
-        for row, request in enumerate(self._mine):
-            self._length[request] += int(lengths[row])
-        phase_B = np.where(iteration_B == 0, Phase.PREFILL, Phase.DECODE)
-        wide = np.ones((1, width), np.int64)
-        batch = Batch(
-            info=ForwardInfo(
-                forward_id=self._forwards,
-                request_T=tuple((np.array(self._mine)[:, None] * wide).ravel().tolist()),
-                phase_T=tuple((phase_B[:, None] * wide).ravel().tolist()),
-                position_T=tuple(position_BS.ravel().tolist()),
-            ),
-            token_id_T=(-1,) * real_BS.size if self._drop_tokens else tuple(ids.reshape(-1).tolist()),
-            iteration_T=tuple((iteration_B[:, None] * wide).ravel().tolist()),
-        )
-        self._pending = batch, real_BS.reshape(-1).astype(bool)
+        else:
+            self._iteration_B += 1 if width == 1 else self._iteration_B > 0
+        length_B = real_BS.sum(axis=1)
+        prompt_B = self._iteration_B == 0
+        position_BS = self._length_B[:, None] + np.cumsum(real_BS, axis=1) - 1
+        self._prompt_tokens_B += length_B * prompt_B
+        self._length_B += length_B
+        # Arrays in place of tuples: nothing but the recorder reads them, and it would make arrays of them.
+        about: dict[str, Any] = {
+            "request_T": np.repeat(self._mine_B, width),
+            "phase_T": np.repeat(np.where(prompt_B, Phase.PREFILL, Phase.DECODE), width),
+            "position_T": position_BS.ravel(),
+        }
+        tokens: dict[str, Any] = {
+            "token_id_T": np.full(real_BS.size, -1) if self._drop_tokens else ids.ravel(),
+            "iteration_T": np.repeat(self._iteration_B, width),
+        }
+        batch = Batch(info=ForwardInfo(forward_id=self._forwards, **about), **tokens)
+        self._pending = batch, real_BS.ravel()
 
     def after(self, module: Any, args: tuple[Any, ...], output: Any) -> None:
         """The hook that runs after a forward of the model."""
@@ -117,6 +112,7 @@ class ModelRecorder:
     def finish(self, dataset: str, provenance: dict[str, Any], spell: Callable[[int], str] | None = None) -> None:
         """Write what is held, and the requests; `spell` gives the text of a token."""
         self.flush()
+        self._end_batch()
         for request in range(self.requests):
             rows = self._length[request]
             self._writer.add_request(
@@ -130,12 +126,15 @@ class ModelRecorder:
         self._writer.finish(composition={"kind": "log"}, provenance=provenance, spell=spell)
 
     def _begin(self, num_rows: int) -> None:
-        self._mine = list(range(self.requests, self.requests + num_rows))
-        self._iteration = [0] * num_rows
-        self._prompt_tokens += [0] * num_rows
-        self._length += [0] * num_rows
+        self._end_batch()
+        self._mine_B = np.arange(self.requests, self.requests + num_rows)
+        self._iteration_B, self._length_B, self._prompt_tokens_B = np.zeros((3, num_rows), np.int64)
         self._tasks += [self._task] * num_rows
         self.requests += num_rows
+
+    def _end_batch(self) -> None:
+        self._prompt_tokens += self._prompt_tokens_B.tolist()
+        self._length += self._length_B.tolist()
 
     def _write_embeddings(self, rows: TokenBatch, embeddings_TD: np.ndarray) -> None:
         """The mean over each request's tokens of each forward."""
@@ -147,7 +146,7 @@ class ModelRecorder:
         self._writer.add_embeddings(keys[1], rows.iteration_T[first], means_ND)
 
 
-def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[np.ndarray, torch.Tensor, int]:
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, int]:
     """Token ids [B, S] (-1 where only embeddings are given), which of them are no padding, and tokens in the cache."""
     ids, embeds = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
     given = embeds if ids is None else ids
@@ -157,15 +156,24 @@ def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[np.ndarray, 
     cache = kwargs.get("past_key_values")
     seen = int(cache.get_seq_length()) if cache is not None else 0
     mask = kwargs.get("attention_mask")
-    real_BS = torch.ones(shape, dtype=torch.int64)
+    real_BS = np.ones(shape, bool)
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        real_BS = mask[:, -shape[1] :].to("cpu", torch.int64).clamp(0, 1)
+        real_BS = mask[:, -shape[1] :].cpu().numpy() > 0
     token_ids = np.full(shape, -1, np.int32) if ids is None else ids.cpu().numpy().astype(np.int32)
     return token_ids, real_BS, seen
 
 
 def _spec(model: Any, layers: list[MoeLayer]) -> ModelSpec:
-    """The spec of the checkpoint that the model came from, where that is a folder; else of what is in memory."""
+    """The spec of the checkpoint that the model came from, where that is a folder; else of what is in memory.
+
+    Effects: remembers it as long as the model lives: to identify a checkpoint takes longer than a short block.
+    """
+    if (known := _SPECS.get(model)) is None:
+        known = _SPECS[model] = _found_spec(model, layers)
+    return known
+
+
+def _found_spec(model: Any, layers: list[MoeLayer]) -> ModelSpec:
     folder = Path(str(getattr(model.config, "_name_or_path", "")))
     if (folder / "config.json").is_file():
         with Checkpoint.open(str(folder), weights=any(folder.glob("*.safetensors"))) as checkpoint:

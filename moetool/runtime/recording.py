@@ -1,6 +1,5 @@
 """Recording what the routers of a running model do."""
 
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -195,4 +194,4 @@ def _join(forwards: list[list[torch.Tensor]]) -> torch.Tensor:
 
 
 def _chain(parts: Iterable[tuple[int, ...]], dtype: Any) -> np.ndarray:
-    return np.fromiter(itertools.chain.from_iterable(parts), dtype)
+    return np.concatenate([np.asarray(part, dtype) for part in parts])
