@@ -7,11 +7,25 @@ that reaches the command line is a bug of ours and shows its traceback.
 import difflib
 from collections.abc import Iterable
 
+_MOST_CHARACTERS = 1000
+"""Of a message: it quotes files and requests, whose values have any length."""
+
 
 class MoetoolError(Exception):
-    """Something outside moetool is not as it has to be (exit code 1)."""
+    """Something outside moetool is not as it has to be (exit code 1).
+
+    Args:
+        message: what was found, expected and to do; put into one line, and where it is too long, cut in its middle.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        line = " ".join(message.splitlines())
+        if len(line) > _MOST_CHARACTERS:
+            half = (_MOST_CHARACTERS - 5) // 2
+            line = f"{line[:half]} ... {line[-half:]}"
+        super().__init__(line)
 
 
 class UsageError(MoetoolError):

@@ -1,14 +1,21 @@
 """Ctrl-C from the first moment on: one line and exit code 130, never a traceback.
 
-Imports nothing heavy: an interruption of an import shows as any exception that the library makes of it.
+Imports nothing heavy: an interruption of an import shows as any exception that the library makes of it, or aborts the
+process where C++ does not expect it.
 """
 
 import os
 import signal
+import time
+from _thread import interrupt_main, start_new_thread
 from types import FrameType
 
 EXIT_CODE = 130
 """128 and the signal's number."""
+_AGAIN_S = 0.05
+
+_waits = False  # an interruption, for an import to end
+_own = False  # the next one is that one again
 
 
 def ends_process() -> None:
@@ -21,9 +28,12 @@ def ends_process() -> None:
 
 
 def raises() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, so that work in progress is tidied up."""
+    """Let Ctrl-C raise KeyboardInterrupt again, so that work in progress is tidied up.
+
+    During an import it is raised once that is over; a second Ctrl-C meanwhile ends the process.
+    """
     if signal.getsignal(signal.SIGINT) is _end:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _raise)
 
 
 def is_behind(error: BaseException | None) -> bool:
@@ -36,3 +46,27 @@ def is_behind(error: BaseException | None) -> bool:
 def _end(number: int, frame: FrameType | None) -> None:
     os.write(2, b"moetool: stopped\n")
     os._exit(EXIT_CODE)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    global _waits, _own
+    if not _imports(frame):
+        _waits = _own = False
+        raise KeyboardInterrupt
+    if _waits and not _own:
+        _end(number, frame)
+    _waits, _own = True, False
+    start_new_thread(_repeat, ())
+
+
+def _repeat() -> None:
+    global _own
+    time.sleep(_AGAIN_S)
+    _own = True
+    interrupt_main()
+
+
+def _imports(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None

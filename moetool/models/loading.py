@@ -179,12 +179,11 @@ def _transformers_unpacks(checkpoint: Checkpoint) -> bool:
 
 def _load_stacked(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """The plain model of a checkpoint that transformers does not load so: quantized, or part of another model."""
-    loaded = load_lazy(checkpoint, dtype, device)
-    assert loaded.files is not None
-    for layer in loaded.layers:
-        for name, stacked in loaded.files.stacked(layer, dtype).items():
-            layer.experts._parameters[name] = nn.Parameter(stacked.to(device), requires_grad=False)
-    loaded.close()
+    with contextlib.closing(load_lazy(checkpoint, dtype, device)) as loaded:
+        assert loaded.files is not None
+        for layer in loaded.layers:
+            for name, stacked in loaded.files.stacked(layer, dtype).items():
+                layer.experts._parameters[name] = nn.Parameter(stacked.to(device), requires_grad=False)
     return replace(loaded, files=None)
 
 

@@ -56,12 +56,13 @@ def judge(
     Raises:
         MismatchError: the files of one do not make that model.
     """
-    pair = [load_lazy(model, dtype), load_lazy(replica, dtype)]
-    try:
-        return _judge([Layerwise(loaded) for loaded in pair], ids_NS, on_layer)
-    finally:
-        for loaded in pair:
-            loaded.close()
+    with contextlib.ExitStack() as stack:
+        pair = []
+        for checkpoint in (model, replica):
+            loaded = load_lazy(checkpoint, dtype)
+            stack.callback(loaded.close)
+            pair.append(Layerwise(loaded))
+        return _judge(pair, ids_NS, on_layer)
 
 
 @torch.no_grad()

@@ -95,12 +95,12 @@ class Maker:
             }
         )
         self._require_own_folder()
+        self._made_of = checkpoint.sources
+        self._scale_dtype = checkpoint.expert_dtype
         self._loaded = load_lazy(checkpoint, parse_dtype(options.dtype))
         assert self._loaded.files is not None
         self._shards = self._loaded.files.shards
         self._run = Layerwise(self._loaded)
-        self._made_of = checkpoint.sources
-        self._scale_dtype = checkpoint.expert_dtype
         decoder = self._loaded.model.get_decoder()
         names = {id(module): name for name, module in self._loaded.model.named_modules()}
         self._prefix = f"{names[id(decoder.layers)]}."

@@ -281,15 +281,16 @@ def open_pooled(
     Raises:
         CapacityError: not even the smallest legal pool fits.
     """
-    loaded = load_lazy(checkpoint, dtype, device, products=True)
-    try:
+    with contextlib.ExitStack() as undo:
+        loaded = load_lazy(checkpoint, dtype, device, products=True)
+        undo.callback(loaded.close)
         slots = _slots(loaded, device_memory_bytes, checkpoint.dense_bytes(dtype), kv_bytes, 0)
         residency = Residency(build_policy("lru", loaded.spec, {}, slots))
         store = open_store(loaded, residency, host_memory_bytes=host_memory_bytes)
-        return replace(loaded, pool=ExpertRuntime(loaded, residency, store))
-    except BaseException:
-        loaded.close()
-        raise
+        undo.callback(store.close)
+        pooled = replace(loaded, pool=ExpertRuntime(loaded, residency, store))
+        undo.pop_all()
+    return pooled
 
 
 def _predictor(path: Path | None, plan: CachePlan | None) -> Any:

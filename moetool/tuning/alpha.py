@@ -1,5 +1,6 @@
 """How far SMoE may go from the router's choice: what each alpha takes and loses on a held-out text, measured live."""
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -161,41 +162,37 @@ def _feed(
     known: int,
 ) -> _Pass:
     """Feed the texts one after the other to a pool that begins empty: the first tokens at once, the others alone."""
-    loaded = load_lazy(checkpoint, parse_dtype(serve.dtype), products=serve.products)
-    require_substitutable(loaded.spec.name, "smoe")
-    use_threads(checkpoint.config, serve.threads)
-    slots = expert_slots(loaded, budget_bytes)
-    residency = Residency(build_policy("smoe", loaded.spec, {**serve.policy, "alpha": alpha}, slots))
-    runtime = ExpertRuntime(loaded, residency, open_store(loaded, residency, serve.io_threads))
     seconds, nats, likeliest, forwards = [], [], [], 0
-    try:
-        for request, row in enumerate(ids_ST):
-            ids_1T, cache = torch.tensor([row]), None
-            for begin, end in [(0, known), *((i, i + 1) for i in range(known, len(row) - 1))]:
-                info = ForwardInfo(
-                    forward_id=forwards,
-                    request_T=(request,) * (end - begin),
-                    phase_T=(Phase.DECODE if begin else Phase.PREFILL,) * (end - begin),
-                    position_T=tuple(range(begin, end)),
-                    token_id_T=tuple(row[begin:end]),
-                )
-                began = time.perf_counter()
-                with torch.inference_mode():
-                    runtime.begin_forward(info)
-                    made = loaded.model(ids_1T[:, begin:end], past_key_values=cache, use_cache=True)
-                    runtime.end_forward()
-                cache, forwards = made.past_key_values, forwards + 1
-                if begin:
-                    seconds.append(time.perf_counter() - began)
-                    scores_V = made.logits[0, -1].float().log_softmax(-1)
-                    nats.append(-float(scores_V[row[end]]))
-                    likeliest.append(int(scores_V.argmax()))
-            residency.end_request(request)
-        counts = residency.decode
-    finally:
-        runtime.close()
-        assert loaded.files is not None
-        loaded.files.shards.close()
+    with contextlib.closing(load_lazy(checkpoint, parse_dtype(serve.dtype), products=serve.products)) as loaded:
+        require_substitutable(loaded.spec.name, "smoe")
+        use_threads(checkpoint.config, serve.threads)
+        slots = expert_slots(loaded, budget_bytes)
+        residency = Residency(build_policy("smoe", loaded.spec, {**serve.policy, "alpha": alpha}, slots))
+        runtime = ExpertRuntime(loaded, residency, open_store(loaded, residency, serve.io_threads))
+        with contextlib.closing(runtime):
+            for request, row in enumerate(ids_ST):
+                ids_1T, cache = torch.tensor([row]), None
+                for begin, end in [(0, known), *((i, i + 1) for i in range(known, len(row) - 1))]:
+                    info = ForwardInfo(
+                        forward_id=forwards,
+                        request_T=(request,) * (end - begin),
+                        phase_T=(Phase.DECODE if begin else Phase.PREFILL,) * (end - begin),
+                        position_T=tuple(range(begin, end)),
+                        token_id_T=tuple(row[begin:end]),
+                    )
+                    began = time.perf_counter()
+                    with torch.inference_mode():
+                        runtime.begin_forward(info)
+                        made = loaded.model(ids_1T[:, begin:end], past_key_values=cache, use_cache=True)
+                        runtime.end_forward()
+                    cache, forwards = made.past_key_values, forwards + 1
+                    if begin:
+                        seconds.append(time.perf_counter() - began)
+                        scores_V = made.logits[0, -1].float().log_softmax(-1)
+                        nats.append(-float(scores_V[row[end]]))
+                        likeliest.append(int(scores_V.argmax()))
+                residency.end_request(request)
+            counts = residency.decode
     moved = counts.loads * loaded.spec.slot_bytes / len(seconds)
     return _Pass(fmean(seconds), fmean(nats), tuple(likeliest), counts.hit_rate, moved)
 

@@ -17,6 +17,27 @@ signal.setitimer(signal.ITIMER_REAL, float(sys.argv.pop(1)))
 main()
 """
 """The command line, interrupted so many seconds after the console entry was imported."""
+IMPORTING = """
+import sys, time
+from moetool.cli import interrupt
+
+interrupt.ends_process()
+interrupt.raises()
+try:
+    import slow
+    time.sleep(60)
+except KeyboardInterrupt:
+    print(slow.whole)
+"""
+SLOW = """
+import os, signal, time
+
+for _ in range({times}):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.3)
+whole = True
+"""
+"""A module whose import is interrupted."""
 AT_EXIT = (-signal.SIGINT, -signal.SIGALRM)
 """When all is printed and the interpreter has taken its handlers back."""
 
@@ -39,3 +60,14 @@ def test_the_first_moments(command: list[str]) -> None:
         if process.returncode == 130:
             assert process.stderr == "moetool: stopped\n"
     assert codes[:3] == [130, 130, 130]
+
+
+@pytest.mark.parametrize(("times", "code", "said"), [(1, 0, "True\n"), (2, 130, "")])
+def test_an_import_is_finished_first(times: int, code: int, said: str, tmp_path: Path) -> None:
+    """Or is not, for those who insist."""
+    (tmp_path / "slow.py").write_text(SLOW.format(times=times))
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    found = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, env=environment)
+    assert (found.returncode, found.stdout) == (code, said), found.stderr
+    assert found.stderr == ("moetool: stopped\n" if code else "")

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
+from moetool.cluster.frames import LinkError
 from moetool.errors import CapacityError, MoetoolError
 from moetool.models.checkpoint import Checkpoint
 from moetool.request import Output, SamplingParams
@@ -19,6 +21,7 @@ from moetool.runtime import assembly
 from moetool.runtime.assembly import ServeOptions, build_engine, open_pooled
 from moetool.runtime.engine import Engine
 from moetool.runtime.expert_forward import ExpertRuntime
+from tests.servers import eventually
 
 CYCLES = int(os.environ.get("MOETOOL_LIFETIME_CYCLES", "24"))
 OPTIONS = ServeOptions(kv_tokens=512)
@@ -119,6 +122,55 @@ def test_a_pooled_model_that_fails_half_way_leaves_nothing(name: str, monkeypatc
     with pytest.raises(CapacityError, match="does not fit"):
         open_pooled(Checkpoint.open("reference"), torch.float32, device_memory_bytes=30_000_000)
     assert descriptors() == before
+
+
+@pytest.mark.parametrize("at", ["Shelf", "ParallelRuntime", "open_batcher", "ExpertTransfer", "Lockstep", "connect"])
+def test_a_rank_that_cannot_be_built_leaves_nothing(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from moetool.cluster.parallel import rank
+
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
+    given: dict[str, Any] = {"gpu": 0, "model": "reference", "server_G": [0], "token": "00" * 32}
+    given |= {"head": ("127.0.0.1", 1), "store": ("127.0.0.1", store.port), "options": {"kv_tokens": 512}}
+    with contextlib.suppress(LinkError):  # port 1 takes nobody; the first time loads libraries
+        rank.build_rank(**given)
+    gc.collect()
+    before = descriptors(), threading.active_count()
+
+    def fail(*args: Any, **more: Any) -> None:
+        raise MoetoolError("not today")
+
+    monkeypatch.setattr(rank, at, fail)
+    with contextlib.suppress(MoetoolError):
+        rank.build_rank(**given)
+        pytest.fail("it was built")
+    gc.collect()
+    # The store's own end of the connection closes a little later.
+    eventually(lambda: not Counter(descriptors()) - Counter(before[0]) and threading.active_count() <= before[1])
+
+
+@pytest.mark.parametrize("at", ["load_lazy", "Layerwise"])
+def test_a_judgement_that_cannot_begin_leaves_nothing(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from moetool.quantize import judging
+
+    real, calls = getattr(judging, at), []
+
+    def fail_second(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise MoetoolError("damaged")
+        return real(*args)
+
+    before = descriptors()
+    monkeypatch.setattr(judging, at, fail_second)
+    with pytest.raises(MoetoolError, match="damaged"):
+        judging.judge(Checkpoint.open("reference"), Checkpoint.open("reference"), torch.zeros(1, 4), torch.float32)
+    assert len(calls) == 2 and descriptors() == before
 
 
 @pytest.mark.parametrize("at", ["_fill", "moe_layers"])

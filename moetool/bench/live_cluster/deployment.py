@@ -1,5 +1,6 @@
 """The servers of a cluster bench: those that call each other, and those that are by themselves."""
 
+import contextlib
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
@@ -38,11 +39,14 @@ class Alone:
         checkpoint = Checkpoint.open(model)
         slot_bytes = stride_of(checkpoint.spec.slot_bytes)
         memory = sum(fixed_bytes(checkpoint, options)) + max(MIN_SLOTS, slots) * slot_bytes
-        self._engine = build_engine(checkpoint, options=options, policy="lru", device_memory_bytes=memory)
+        sock = bind(own_address(toward) if toward else "127.0.0.1", 0)
+        with contextlib.ExitStack() as undo:
+            undo.callback(sock.close)
+            self._engine = build_engine(checkpoint, options=options, policy="lru", device_memory_bytes=memory)
+            undo.pop_all()
         self._engine.start()
         self._url = ""
         self._ready = threading.Event()
-        sock = bind(own_address(toward) if toward else "127.0.0.1", 0)
         self._server = HttpServer(self._engine, sock, on_ready=self._on_ready, options=ServerOptions())
         self._thread = threading.Thread(target=self._server.serve_forever, name="alone", daemon=True)
         self._thread.start()

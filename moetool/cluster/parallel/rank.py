@@ -75,7 +75,7 @@ class Rank:
 
     Raises:
         UsageError, MismatchError: as `load_lazy`.
-        LinkError: the head cannot be reached.
+        LinkError: the head cannot be reached. Where it fails, nothing stays open.
     """
 
     def __init__(
@@ -91,48 +91,61 @@ class Rank:
     ) -> None:
         self.gpu, self._options = gpu, options
         self._host = own_address(head[0])  # the way to the head is taken to be the way to the other ranks
-        loaded = load_lazy(Checkpoint.open(model), parse_dtype(options.dtype), _device(options.device, gpu, server_G))
-        assert loaded.files is not None
-        use_threads(loaded.model.config.get_text_config(), options.threads)
-        self.spec, self.loaded = loaded.spec, loaded
-        self.shelf = Shelf(loaded.files, loaded.device)
-        self.windows = Windows(strict=options.migrate != "pipelined")
-        machine = EmulatedMachine(options.link_bytes_s, options.expert_token_s)
-        # The base class wants a pool; experts here lie on the shelf, so it is the smallest there is.
-        residency = Residency(build_policy("lru", loaded.spec, {}, MIN_SLOTS))
-        self.runtime = ParallelRuntime(
-            loaded,
-            residency,
-            open_store(loaded, residency, 1),
-            self.shelf,
-            gpu=gpu,
-            server_G=server_G,
-            windows=self.windows,
-            machine=machine,
-        )
-        self._batcher = open_batcher(loaded.model, max_requests=options.seats, kv_tokens=options.kv_tokens)
-        self._batcher.on_forward = self._on_forward
-        self.transfer = ExpertTransfer(
-            loaded.spec, self.shelf, gpu, host=self._host, token=token, windows=self.windows, machine=machine
-        )
-        self._store = dist.TCPStore(store[0], store[1], None, False, timedelta(seconds=10))
         self._inbox: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._lockstep = Lockstep(loaded.spec, gpu, self.runtime, self._batcher, self.transfer, self.windows, self._say)
         self._generation = 0
         self._members: list[int] = []
         self._placed_GLE = np.zeros((0, 0, 0), bool)
-        self._head = connect(head, token)
-        self._head.send(
-            {
-                "kind": "hello",
-                "gpu": gpu,
-                "migration": self.transfer.address,
-                "max_context": self._batcher.max_context,
-                "seats": self._batcher.max_requests,
-                "revision": loaded.spec.revision,
-                "content": loaded.checkpoint.content,
-            }
-        )
+        with contextlib.ExitStack() as stack:
+            checkpoint, device = Checkpoint.open(model), _device(options.device, gpu, server_G)
+            self.loaded = loaded = load_lazy(checkpoint, parse_dtype(options.dtype), device)
+            stack.callback(loaded.close)
+            assert loaded.files is not None
+            use_threads(loaded.model.config.get_text_config(), options.threads)
+            self.spec = loaded.spec
+            self.shelf = Shelf(loaded.files, loaded.device)
+            stack.callback(self.shelf.close)
+            self.windows = Windows(strict=options.migrate != "pipelined")
+            machine = EmulatedMachine(options.link_bytes_s, options.expert_token_s)
+            # The base class wants a pool; experts here lie on the shelf, so it is the smallest there is.
+            residency = Residency(build_policy("lru", loaded.spec, {}, MIN_SLOTS))
+            pool = open_store(loaded, residency, 1)
+            stack.callback(pool.close)
+            self.runtime = ParallelRuntime(
+                loaded,
+                residency,
+                pool,
+                self.shelf,
+                gpu=gpu,
+                server_G=server_G,
+                windows=self.windows,
+                machine=machine,
+            )
+            stack.callback(self.runtime.close)
+            self._batcher = open_batcher(loaded.model, max_requests=options.seats, kv_tokens=options.kv_tokens)
+            stack.callback(self._batcher.close)
+            self._batcher.on_forward = self._on_forward
+            self.transfer = ExpertTransfer(
+                loaded.spec, self.shelf, gpu, host=self._host, token=token, windows=self.windows, machine=machine
+            )
+            stack.callback(self.transfer.close)
+            self._store = dist.TCPStore(store[0], store[1], None, False, timedelta(seconds=10))
+            self._lockstep = Lockstep(
+                loaded.spec, gpu, self.runtime, self._batcher, self.transfer, self.windows, self._say
+            )
+            self._head = connect(head, token)
+            stack.callback(self._head.close)
+            self._head.send(
+                {
+                    "kind": "hello",
+                    "gpu": gpu,
+                    "migration": self.transfer.address,
+                    "max_context": self._batcher.max_context,
+                    "seats": self._batcher.max_requests,
+                    "revision": loaded.spec.revision,
+                    "content": loaded.checkpoint.content,
+                }
+            )
+            self._opened = stack.pop_all()
         self._threads = [
             threading.Thread(target=run, name=f"rank-{gpu}-{run.__name__.strip('_')}", daemon=True)
             for run in (self._hear, self._run)
@@ -202,12 +215,7 @@ class Rank:
             _LOG.info("GPU %d has lost its head: %s", self.gpu, error)
         finally:
             self._abort()
-            self.transfer.close()
-            self.runtime.close()
-            self._batcher.close()
-            self._head.close()
-            self.shelf.close()
-            self.loaded.close()
+            self._opened.close()
 
     def _hold(self, message: dict[str, Any]) -> None:
         """Get ready for a generation: drop running requests, load the planned experts."""
