@@ -92,6 +92,17 @@ def spoilt_bytes(draw: st.DrawFn, data: bytes) -> bytes:
 
 
 @st.composite
+def spoilt_header(draw: st.DrawFn, data: bytes) -> bytes:
+    """The bytes with some of their first kilobytes spoilt, or numbers there made extreme."""
+    head, rest = data[: 1 << 11], data[1 << 11 :]
+    if draw(st.booleans()):
+        return draw(spoilt_bytes(head)) + rest
+    at, size = draw(st.integers(0, len(head) - 9)), draw(st.sampled_from([1, 4, 8]))
+    number = draw(st.sampled_from([0, 1, 2, 2**7, 2**8 - 1, 2**31, 2**32 - 1, 2**40, 2**63, 2**64 - 1]))
+    return head[:at] + (number % 2 ** (8 * size)).to_bytes(size, "little") + head[at + size :] + rest
+
+
+@st.composite
 def json_files(draw: st.DrawFn, value: Json) -> bytes:
     """JSON text of a spoilt value, sometimes with its bytes spoilt as well, or nothing like it."""
     kind = draw(st.integers(0, 19))

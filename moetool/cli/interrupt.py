@@ -6,9 +6,14 @@ process where C++ does not expect it.
 
 import os
 import signal
+import sys
 import time
-from _thread import interrupt_main, start_new_thread
+from _thread import get_ident, start_new_thread
 from types import FrameType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 EXIT_CODE = 130
 """128 and the signal's number."""
@@ -30,10 +35,14 @@ def ends_process() -> None:
 def raises() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, so that work in progress is tidied up.
 
-    During an import it is raised once that is over; a second Ctrl-C meanwhile ends the process.
+    During an import it is raised once that is over; a second Ctrl-C meanwhile ends the process. Where it was raised
+    and nobody could hear of it, as in a finalizer, it is raised again.
+
+    Effects: on this process's handler of SIGINT, if it is that of `ends_process`, and on `sys.unraisablehook`.
     """
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, _raise)
+        sys.unraisablehook = _ignored
 
 
 def is_behind(error: BaseException | None) -> bool:
@@ -55,15 +64,28 @@ def _raise(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
     if _waits and not _own:
         _end(number, frame)
+    _again()
+
+
+def _again() -> None:
+    """Have the interruption of now come a little later."""
+    global _waits, _own
     _waits, _own = True, False
-    start_new_thread(_repeat, ())
+    start_new_thread(_repeat, (get_ident(),))  # a handler runs on the main thread
 
 
-def _repeat() -> None:
+def _repeat(main: int) -> None:
     global _own
     time.sleep(_AGAIN_S)
     _own = True
-    interrupt_main()
+    signal.pthread_kill(main, signal.SIGINT)
+
+
+def _ignored(what: "UnraisableHookArgs") -> None:
+    if isinstance(what.exc_value, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is _raise:
+        _again()
+    else:
+        sys.__unraisablehook__(what)
 
 
 def _imports(frame: FrameType | None) -> bool:

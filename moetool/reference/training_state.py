@@ -17,6 +17,7 @@ from moetool.config import parse
 from moetool.errors import CapacityError, MismatchError, UsageError, first_line
 from moetool.json_files import read_json
 from moetool.reference.training_recipe import GradientOptions, same_so_far
+from moetool.validation import require, require_number, require_plain, require_whole
 
 MARKER = "state.json"
 
@@ -40,6 +41,13 @@ class Progress:
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
     start: dict[str, Any] | None = None
+
+    def validate(self) -> None:
+        """Raises: MismatchError where the numbers cannot be of a run."""
+        require_whole("progress.step", self.step, 0)
+        require(len(self.losses) == self.step, "progress.losses", len(self.losses), f"one of each of {self.step} steps")
+        require_plain("progress", asdict(self))
+        require_number("progress.seconds", self.seconds)
 
 
 class State:
@@ -67,13 +75,16 @@ class State:
         try:
             saved = read_json(self.folder / MARKER, advice="begin anew with --overwrite")
             require_regular(self.folder / _WEIGHTS)
-            progress = Progress(**saved["progress"])
+            progress = parse(Progress, saved["progress"], "progress")
+            progress.validate()
             if differences := self._differences(saved["identity"], progress.step):
                 raise MismatchError(
                     f"{self.folder} is of a run with {differences[0]}; give it the same again, or begin anew with "
                     "--overwrite"
                 )
             tensors = load_file(self.folder / _WEIGHTS)
+            for name, tensor in tensors.items():
+                require(bool(tensor.isfinite().all()), name, "NaN or infinite", "finite numbers")
             for name, parameter in model.named_parameters():
                 parameter.data.copy_(tensors[f"weight/{name}"])
             self.moments = {

@@ -38,6 +38,22 @@ for _ in range({times}):
 whole = True
 """
 """A module whose import is interrupted."""
+IGNORED = """
+import os, signal, time
+from moetool.cli import interrupt
+
+class Interrupted:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+interrupt.ends_process()
+interrupt.raises()
+try:
+    Interrupted()
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("heard")
+"""
 AT_EXIT = (-signal.SIGINT, -signal.SIGALRM)
 """When all is printed and the interpreter has taken its handlers back."""
 
@@ -71,3 +87,9 @@ def test_an_import_is_finished_first(times: int, code: int, said: str, tmp_path:
     found = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, env=environment)
     assert (found.returncode, found.stdout) == (code, said), found.stderr
     assert found.stderr == ("moetool: stopped\n" if code else "")
+
+
+def test_one_that_is_raised_where_nobody_hears_it_is_raised_again() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    found = subprocess.run([sys.executable, "-c", IGNORED], capture_output=True, text=True, env=environment)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "heard\n", "")
