@@ -61,8 +61,12 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_toml(path: Path, limit: int = TOML_BYTES) -> dict[str, Any]:
-    """The table in a TOML file; errors as of `read_bytes`, and a ValueError where it is no TOML or nested too deep."""
-    text = read_bytes(path, limit).decode("utf-8")
+    """The table in a TOML file; errors as of `read_bytes` and `parse_toml`."""
+    return parse_toml(read_bytes(path, limit).decode("utf-8"))
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """A table. Raises: ValueError where the text is no TOML or nested too deep."""
     try:
         value = tomllib.loads(text)
     except RecursionError:

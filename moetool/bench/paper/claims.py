@@ -1,7 +1,6 @@
 """A paper's claims as a recipe says them: TOML in recipes/papers, choices and no code."""
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from moetool import assets, config, plugins
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.verdict import Check
+from moetool.bounded_read import TOML_BYTES, parse_toml, read_bytes
 from moetool.errors import UsageError, unknown_name
 
 
@@ -123,9 +123,10 @@ def read_paper(name: str) -> Paper:
     """
     if name.endswith(".toml"):
         try:
-            return parse_paper(Path(name).read_text(encoding="utf-8"), name)
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_bytes(Path(name), TOML_BYTES).decode("utf-8")
+        except (OSError, ValueError) as error:
             raise UsageError(f"cannot read the recipe {name}: {error}") from None
+        return parse_paper(text, name)
     if name not in names():
         raise unknown_name("paper", name, names())
     text = assets.path("recipes", "papers", f"{name}.toml").read_text(encoding="utf-8")
@@ -135,8 +136,8 @@ def read_paper(name: str) -> Paper:
 def parse_paper(text: str, where: str) -> Paper:
     """A recipe from its text. Raises: UsageError as `read_paper`, or if it is no TOML."""
     try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        values = parse_toml(text)
+    except ValueError as error:
         raise UsageError(f"{where} is no TOML: {error}") from None
     paper = config.parse(Paper, values, where)
     paper = replace(paper, claim=tuple(_filled(claim, paper.setup, where) for claim in paper.claim))

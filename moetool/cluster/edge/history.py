@@ -2,17 +2,46 @@
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from moetool.cluster.edge.protocol import WorkerStats
+from moetool.config import parse
 from moetool.placement._replacement_record import ReplacementRecord
+from moetool.validation import require, require_plain, require_positive
 
 _WINDOWS = 240
 _LATENCIES = 512
 _DECISIONS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Window:
+    until_s: float
+    local: list[float]
+    remote: list[float]
+    bytes: float
+    migrated: float
+    requests: int
+    request_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """As `Chronicle.to_json` writes it."""
+
+    window_s: float
+    began_s: float | None
+    windows: list[_Window]
+    bytes: list[list[float]]
+    migrated: list[float]
+    latest: dict[int, dict[str, float | None]]
+    request_s: list[list[float]]
+    requests: list[int]
+    failed: list[int]
+    decisions: list[dict[str, Any]]
 
 
 class Chronicle:
@@ -89,17 +118,30 @@ class Chronicle:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Go on where `to_json` was, of the same number of servers."""
-        self._window_s, self._began_s = float(values["window_s"]), values["began_s"]
-        self._windows = [dict(window) for window in values["windows"]]
-        self._bytes_NN, self._migrated_N = np.array(values["bytes"], float), np.array(values["migrated"], float)
-        self._latest = {int(n): dict(found) for n, found in values["latest"].items()}
-        self._request_s = [deque(requests, maxlen=_LATENCIES) for requests in values["request_s"]]
-        self._requests_N, self._failed_N = np.array(values["requests"], int), np.array(values["failed"], int)
+        """Go on where `to_json` was, of the same number of servers. Raises: MismatchError, UsageError: it was not."""
+        kept = parse(_Kept, values, "chronicle")
+        count = self._num_servers
+        require_plain("chronicle", asdict(kept))
+        require_positive("chronicle.window_s", kept.window_s)
+        require(bool(kept.windows) == (kept.began_s is not None), "chronicle.began_s", kept.began_s, "as the windows")
+        bytes_NN = np.array(kept.bytes, float)
+        require(bytes_NN.shape == (count, count), "chronicle.bytes", bytes_NN.shape, f"{count} times {count}")
+        for name in ("migrated", "request_s", "requests", "failed"):
+            require(len(getattr(kept, name)) == count, f"chronicle.{name}", len(getattr(kept, name)), f"{count}")
+        for window in kept.windows:
+            lengths = len(window.local), len(window.remote)
+            require(lengths == (count, count), "chronicle.windows", lengths, f"{count} servers")
+        require(set(kept.latest) <= set(range(count)), "chronicle.latest", sorted(kept.latest), f"of {count} servers")
+        self._window_s, self._began_s = kept.window_s, kept.began_s
+        self._windows = [asdict(window) for window in kept.windows]
+        self._bytes_NN, self._migrated_N = bytes_NN, np.array(kept.migrated, float)
+        self._latest = {n: dict(found) for n, found in kept.latest.items()}
+        self._request_s = [deque(requests, maxlen=_LATENCIES) for requests in kept.request_s]
+        self._requests_N, self._failed_N = np.array(kept.requests, int), np.array(kept.failed, int)
         known = {one.name for one in fields(ReplacementRecord)}
         self.decisions = [
-            ReplacementRecord(**{name: value for name, value in decision.items() if name in known})
-            for decision in values["decisions"]
+            parse(ReplacementRecord, {name: value for name, value in decision.items() if name in known}, "decision")
+            for decision in kept.decisions
         ]
 
     def summary(self) -> dict[str, Any]:

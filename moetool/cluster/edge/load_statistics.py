@@ -9,6 +9,7 @@ import numpy as np
 from moetool.cluster.edge.protocol import ArrivedExpert, WorkerStats
 from moetool.errors import MismatchError
 from moetool.types import Cluster, Link, ModelSpec
+from moetool.validation import require, require_number
 
 _FOLDS = 4
 _TRACE = 1e-6
@@ -166,17 +167,29 @@ class Statistics:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Go on where `to_json` was. Raises: MismatchError if that was another model or cluster."""
+        """Go on where `to_json` was. Raises: MismatchError if that was another model or cluster, or is damaged."""
+        num_servers = len(self._expert_s_N)
         tokens_FNLE, moved_NN = np.array(values["tokens"], float), np.array(values["moved"], float)
         if tokens_FNLE.shape != self._tokens_FNLE.shape or moved_NN.shape != self._moved_NN.shape:
             raise MismatchError(
                 f"the scheduler's state is of {tokens_FNLE.shape[1:]} (server, layer, expert), expected "
                 f"{self._tokens_FNLE.shape[1:]}; remove it or name another file"
             )
+        call = np.array(values["call"], float)
+        expert_s_N = np.array([np.nan if value is None else value for value in values["expert_s"]], float)
+        require(call.shape == (2,), "statistics.call", call.shape, "seconds and pairs")
+        require(expert_s_N.shape == (num_servers,), "statistics.expert_s", expert_s_N.shape, f"{num_servers} servers")
+        for name, counts in {"tokens": tokens_FNLE, "moved": moved_NN, "call": call}.items():
+            require(bool((np.isfinite(counts) & (counts >= 0)).all()), f"statistics.{name}", counts, "amounts")
+        for name in ("since_s", "decayed_s", "call_s"):
+            if values[name] is not None:
+                require_number(f"statistics.{name}", values[name])
+        require_number("statistics.seconds", values["seconds"])
+        for value in expert_s_N[~np.isnan(expert_s_N)]:
+            require_number("statistics.expert_s", float(value))
         self._tokens_FNLE, self._moved_NN = tokens_FNLE, moved_NN
-        self._call = np.array(values["call"], float)
+        self._call, self._expert_s_N = call, expert_s_N
         self._call_s = values["call_s"]
-        self._expert_s_N = np.array([np.nan if value is None else value for value in values["expert_s"]], float)
         self.since_s, self._decayed_s = values["since_s"], values["decayed_s"]
         self._seconds, self._restored = float(values["seconds"]), True
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from moetool import durable
-from moetool.errors import MismatchError, first_line
+from moetool.errors import MismatchError, MoetoolError, first_line
 from moetool.json_files import read_json
 from moetool.placement._placement_plan import Place
 from moetool.types import Cluster, ModelSpec
+from moetool.validation import require, require_number, require_whole
 
 _KIND, _SCHEMA_VERSION = "scheduler_state", 1
 _ADVICE = "remove it or name another file"
@@ -65,11 +66,15 @@ class Kept:
             raise MismatchError(f"{path} is of another model than {spec.name}; {_ADVICE}")
         if values["servers"] != [server.name for server in cluster.servers]:
             raise MismatchError(f"{path} is of the servers {', '.join(values['servers'])}; {_ADVICE}")
-        target, held = values["target"], values["held"]
+        target, held, servers = values["target"], values["held"], len(cluster.servers)
+        require_number("decided_s", values["decided_s"])
+        require(held is None or len(held) == servers, "held", held, f"the experts of {servers} servers")
+        known = {str(n) for n in range(servers)}
+        require(target is None or set(target) <= known, "target", target, f"the experts of {servers} servers")
         return cls(
             decided_s=float(values["decided_s"]),
-            target=None if target is None else {int(n): _places(places) for n, places in target.items()},
-            held=None if held is None else [_places(places) for places in held],
+            target=None if target is None else {int(n): _places(places, spec) for n, places in target.items()},
+            held=None if held is None else [_places(places, spec) for places in held],
             statistics=values["statistics"],
             chronicle=values["chronicle"],
         )
@@ -80,9 +85,18 @@ def reading(path: Path) -> Iterator[None]:
     """Make a `MismatchError` of whatever goes wrong with a damaged file."""
     try:
         yield
+    except MoetoolError as error:
+        if str(path) in str(error):
+            raise
+        raise MismatchError(f"{path} is no scheduler state ({first_line(error)}); {_ADVICE}") from None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise MismatchError(f"{path} is no scheduler state ({first_line(error)}); {_ADVICE}") from None
 
 
-def _places(places: Any) -> frozenset[Place]:
-    return frozenset((layer, expert) for layer, expert in places)
+def _places(places: Any, spec: ModelSpec) -> frozenset[Place]:
+    found = frozenset((layer, expert) for layer, expert in places)
+    for layer, expert in found:
+        require(type(layer) is type(expert) is int, "held", [layer, expert], "layer and expert")
+        require_whole("held: layer", layer, 0, spec.num_layers - 1)
+        require_whole("held: expert", expert, 0, spec.num_experts_L[layer] - 1)
+    return found
