@@ -32,14 +32,14 @@ def require_whole(field: str, value: int, least: int, most: int = MAX_BYTES) -> 
 
 def require_number(field: str, value: float, least: float = 0.0, most: float = math.inf) -> None:
     """Raises: MismatchError unless the value is finite and least <= value <= most."""
-    if not (math.isfinite(value) and least <= value <= most):
+    if not (_is_finite(value) and least <= value <= most):
         expected = f"a number of {least:g} or more" if most == math.inf else f"a number from {least:g} to {most:g}"
         require(False, field, value, expected)
 
 
 def require_positive(field: str, value: float) -> None:
     """Raises: MismatchError unless the value is finite and above 0."""
-    require(math.isfinite(value) and value > 0, field, value, "a number above 0")
+    require(_is_finite(value) and value > 0, field, value, "a number above 0")
 
 
 def require_one_of(field: str, value: str, known: Iterable[str]) -> None:
@@ -67,3 +67,10 @@ def require_plain(field: str, value: Any) -> None:
             rest += one
         elif isinstance(one, float) and not math.isfinite(one):
             require(False, field, one, "finite numbers")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float is near
+        return False

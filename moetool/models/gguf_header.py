@@ -69,7 +69,10 @@ def read_gguf_header(path: Path) -> GgufHeader:
     for number, file in enumerate(files):
         stamps.append(FileStamp.of(file.stat()))
         found, mine, num_bytes = _read(file, number)
-        if (place := (found.get("split.no", 0), found.get("split.count", 1) or 1)) != (number, len(files)):
+        place = found.get("split.no", 0), found.get("split.count", 1) or 1
+        if not all(isinstance(part, int) for part in place):
+            raise MismatchError(f"{file} does not say which of its model's files it is; download the model again")
+        if place != (number, len(files)):
             raise MismatchError(
                 f"{file} says that it is file {place[0] + 1} of {place[1]}, expected {number + 1} of {len(files)}; "
                 "download the model again"
@@ -162,6 +165,8 @@ def _read(file: Path, number: int) -> tuple[dict[str, Any], dict[str, GgufTensor
         if dims > 4:
             raise reader.error(f"{name} has {dims} dimensions")
         shape = tuple(reader.number("<Q") for _ in range(dims))[::-1]  # ggml names the fastest-moving one first
+        if not all(shape):
+            raise reader.error(f"{name} has the shape {list(shape)}")
         found.append((name, shape, reader.number("<I"), reader.number("<Q")))
     alignment = metadata.get("general.alignment", 32)
     if not (isinstance(alignment, int) and alignment > 0):
