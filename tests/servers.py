@@ -51,9 +51,9 @@ def post(url: str, path: str, body: bytes | dict[str, Any], **headers: str) -> t
     return response.status, json.loads(response.read())
 
 
-def get(url: str, path: str) -> tuple[int, http.client.HTTPMessage, str]:
+def get(url: str, path: str, **headers: str) -> tuple[int, http.client.HTTPMessage, str]:
     connection = connect(url)
-    connection.request("GET", path)
+    connection.request("GET", path, headers=headers)
     response = connection.getresponse()
     return response.status, response.headers, response.read().decode()
 

@@ -125,7 +125,7 @@ def _edge(command: ClusterCommand) -> None:
                     f"moetool: {names[info.server]} is serving on {info.url}/v1 with {held} of "
                     f"{plan.spec.total_experts} experts, room for {slots}"
                 )
-            watch.open()
+            watch.open(limits.allowed_hosts)
             interrupts.wait()
             tables.narrate("moetool: finishing the running requests; Ctrl-C again stops at once")
             interrupts.during(lambda: head.drain(limits.drain_timeout_s + 15.0), stop_at=2)

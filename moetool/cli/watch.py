@@ -1,6 +1,6 @@
 """What goes with `moetool serve --cluster --mode edge`: the scheduler, and the page about what it sees."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +43,13 @@ class Watch:
         self._narrate(f"going on from {self.scheduler.options.state}: its placement takes the place of the plan's")
         return [replace(one, held=tuple(sorted(places))) for one, places in zip(settings, held, strict=True)]
 
-    def open(self) -> None:
-        """Serve the page, unless it is switched off. Raises: UsageError if the port is taken."""
+    def open(self, allowed_hosts: Iterable[str]) -> None:
+        """Serve the page, also under these names, unless it is switched off. Raises: UsageError: the port is taken."""
         from moetool.cluster.edge.dashboard import Dashboard
 
         if self._page_options.port >= 0:
             host, port = self._page_options.host, self._page_options.port
-            self._page = Dashboard(self.scheduler.snapshot, host, port)
+            self._page = Dashboard(self.scheduler.snapshot, host, port, allowed_hosts=allowed_hosts)
             self._narrate(f"the cluster is to be seen on {self._page.url}")
 
     def close(self) -> None:

@@ -4,18 +4,25 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
+
+from tests.edge_process import edge_cluster
+from tests.servers import post
 
 WATCH = """
 import ipaddress, os, socket, sys
 
+OWN = os.environ["MOETOOL_TEST_OWN"].split()
+
 def _local(host):
-    if host in (None, "", b"", "localhost", b"localhost"):
+    if host in (None, "", b"", "localhost", b"localhost", *OWN):
         return True
     try:
         address = ipaddress.ip_address(host.decode() if isinstance(host, bytes) else str(host).partition("%")[0])
@@ -25,6 +32,8 @@ def _local(host):
 
 def _watch(event, args):
     if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
+        if event == "socket.connect" and args[0].type == socket.SOCK_DGRAM:
+            return  # sends nothing; programs learn their own address by it
         address = args[1]
         host = address[0] if isinstance(address, tuple) else None  # None: a Unix socket, or one connected before
     elif event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyname_ex"):
@@ -70,12 +79,14 @@ def environment(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "watch").mkdir()
     (tmp_path / "watch" / "sitecustomize.py").write_text(WATCH)
     offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "PYTHONPATH")
+    cards = psutil.net_if_addrs()
     path = [str(tmp_path / "watch"), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     return {
         **{name: value for name, value in os.environ.items() if name not in offline},
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "HF_HOME": str(tmp_path / "hf"),
         "MOETOOL_TEST_NETWORK": str(tmp_path / "network"),
+        "MOETOOL_TEST_OWN": " ".join([socket.gethostname(), *(at.address for card in cards.values() for at in card)]),
     }
 
 
@@ -121,3 +132,21 @@ def test_no_command_asks_the_network(tmp_path: Path, environment: dict[str, str]
         server.stderr.close()
     network = tmp_path / "network"
     assert not network.exists(), network.read_text()
+
+
+@pytest.mark.ray
+def test_no_cluster_asks_the_network(
+    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's own Python processes are watched too, and one of them asks what cloud it is in; it reports to nobody."""
+    pytest.importorskip("ray")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with edge_cluster(tmp_path) as cluster:
+        body = {"model": "reference", "prompt": "The king said", "max_tokens": 4, "temperature": 0}
+        for url in cluster.urls.values():
+            assert post(url, "/v1/completions", body)[0] == 200
+    lines = (tmp_path / "network").read_text().splitlines() if (tmp_path / "network").exists() else []
+    clouds = ("169.254.169.254", "metadata.google.internal")
+    assert not [line for line in lines if not (line.split()[1] in clouds and "ray/dashboard/dashboard.py" in line)]

@@ -15,6 +15,7 @@ from tests.servers import eventually, get
 pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 MAX_TOKENS = 12
+CHAT = "https://chat.example"
 HANG_S = 8
 """More than a server takes to answer the head while another one starts beside it."""
 
@@ -34,7 +35,8 @@ def right(reference: Path, tokenizer: Any) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EdgeProcess]:
     folder = tmp_path_factory.mktemp("cluster")
-    with edge_cluster(folder, "--set", f"cluster.hang_s={HANG_S}", "--set", "cluster.call_timeout_s=5") as started:
+    settings = ("--set", f"cluster.hang_s={HANG_S}", "--set", "cluster.call_timeout_s=5")
+    with edge_cluster(folder, *settings, "--allowed-host", "lab.example", "--cors-origin", CHAT) as started:
         yield started
 
 
@@ -52,6 +54,17 @@ def test_every_server_answers_as_one_server_would(cluster: EdgeProcess, right: d
         stats = json.loads(get(cluster.urls[name], "/stats")[2])["engine"]["cluster"]
         assert stats["remote_pairs"] > 0 and stats["served_pairs"] > 0 and 0.2 < stats["local_share"] < 0.8
         assert not stats.get("last_resort") and not stats.get("failed_calls")
+
+
+def test_every_port_answers_only_known_names_and_pages(cluster: EdgeProcess) -> None:
+    eventually(lambda: "is to be seen on" in cluster.narration)
+    page = cluster.narration.partition("is to be seen on ")[2].split()[0]
+    for url, path in ((page, "/state.json"), *((cluster.urls[name], "/health") for name in NAMES)):
+        assert get(url, path)[0] == get(url, path, Host="lab.example:9")[0] == 200
+        assert get(url, path, Host="evil.example")[0] == get(url, path, Origin="https://evil.example")[0] == 403
+    for name in NAMES:
+        status, headers, _ = get(cluster.urls[name], "/health", Origin=CHAT)
+        assert (status, headers["access-control-allow-origin"]) == (200, CHAT)
 
 
 def test_a_server_that_is_killed_under_load(cluster: EdgeProcess, right: dict[str, str]) -> None:

@@ -65,13 +65,27 @@ def test_nothing_but_get_is_taken(page: dashboard.Dashboard, method: str) -> Non
     assert (status, headers["Allow"]) == (405, "GET, HEAD")
 
 
-def test_only_this_machine_is_answered(page: dashboard.Dashboard) -> None:
-    assert ask(page, "GET", "/state.json", Host="elsewhere.example")[0] == 421
-    assert ask(page, "GET", "/state.json", Host="127.0.0.1.elsewhere.example:80")[0] == 421
+def test_pages_of_other_sites_are_refused(page: dashboard.Dashboard) -> None:
+    for host in ("elsewhere.example", "127.0.0.1.elsewhere.example:80", "lab.example"):
+        status, _, content = ask(page, "GET", "/state.json", Host=host)
+        assert status == 403 and b"--allowed-host" in content
+    for origin in ("http://elsewhere.example", "null", "http://localhost:1"):
+        assert ask(page, "GET", "/state.json", Origin=origin)[0] == 403
+    assert ask(page, "GET", "/state.json", Origin=page.url)[0] == 200
     assert ask(page, "GET", "/state.json", Host="localhost:1")[0] == 200
     assert ask(page, "GET", "/../pyproject.toml")[0] == 404
     status, headers, content = ask(page, "HEAD", "/")
     assert status == 200 and content == b"" and int(headers["Content-Length"]) > 1000
+
+
+def test_names_that_are_allowed(world: World) -> None:
+    for host in ("127.0.0.1", "0.0.0.0"):  # on every address too: a name may have been pointed at one of them
+        page = dashboard.Dashboard(world.scheduler.snapshot, host, allowed_hosts=("lab.example",))
+        try:
+            assert ask(page, "GET", "/state.json", Host="LAB.example:80")[0] == 200
+            assert ask(page, "GET", "/state.json", Host="elsewhere.example")[0] == 403
+        finally:
+            page.close()
 
 
 def test_a_port_that_is_taken_is_said(page: dashboard.Dashboard) -> None:

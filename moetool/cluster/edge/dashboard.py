@@ -1,17 +1,21 @@
 """A page about a running cluster for browsers on this machine: the scheduler's observations and decisions."""
 
-import ipaddress
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+
 from moetool.errors import UsageError
+from moetool.serving.origins import OriginRules
+from moetool.serving.web_names import host_name
 
 _PAGE = Path(__file__).with_name("dashboard.html")
 _HEADERS = {
@@ -43,12 +47,12 @@ class DashboardOptions:
 class Dashboard:
     """Serves one page, and its numbers as /state.json. It takes nothing but GET, and changes nothing.
 
-    On a loopback address it answers only to names of this machine, so that a page of another site cannot read it by
-    a name that it had pointed here. On other addresses anyone who reaches the port may read it: there is no login.
+    There is no login: whoever reaches the port may read it, but web pages of other sites may not (`OriginRules`).
 
     Args:
         snapshot: the state as a JSON object (`moetool.cluster.edge.scheduler.Scheduler.snapshot`).
         port: 0 takes any that is free.
+        allowed_hosts: further names that it is asked for by.
 
     Effects: a thread, until `close`.
 
@@ -56,8 +60,16 @@ class Dashboard:
         UsageError: the address cannot be had.
     """
 
-    def __init__(self, snapshot: Callable[[], dict[str, Any]], host: str = "127.0.0.1", port: int = 0) -> None:
-        handler = type("_Bound", (_Handler,), {"snapshot": staticmethod(snapshot), "only_here": _is_loopback(host)})
+    def __init__(
+        self,
+        snapshot: Callable[[], dict[str, Any]],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        allowed_hosts: Iterable[str] = (),
+    ) -> None:
+        rules = OriginRules(hosts=frozenset(filter(None, map(host_name, (host, *allowed_hosts)))))
+        handler = type("_Bound", (_Handler,), {"snapshot": staticmethod(snapshot), "rules": rules})
         try:
             self._server = ThreadingHTTPServer((host, port), handler)
         except OSError as error:
@@ -78,14 +90,14 @@ class Dashboard:
 
 class _Handler(BaseHTTPRequestHandler):
     snapshot: Callable[[], dict[str, Any]]
-    only_here: bool
+    rules: OriginRules
     timeout = 10.0  # of a client that sends half a request
     server_version, sys_version = "moetool", ""
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
-        if self.only_here and not self._asked_for_this_machine():
-            self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", b"asked for another machine\n")
+        if (why := self.rules.refusal(Headers(raw=_raw(self.headers)))) is not None:
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", f"{why}\n".encode())
         elif path == "/":
             self._answer(HTTPStatus.OK, "text/html; charset=utf-8", _PAGE.read_bytes())
         elif path == "/state.json":
@@ -105,10 +117,6 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: a page asks every two seconds."""
 
-    def _asked_for_this_machine(self) -> bool:
-        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
-        return name == "localhost" or _is_loopback(name)
-
     def _answer(self, status: HTTPStatus, kind: str, content: bytes) -> None:
         self.send_response(status)
         for name, value in {**_HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
@@ -120,8 +128,5 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def _raw(headers: Message) -> list[tuple[bytes, bytes]]:
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

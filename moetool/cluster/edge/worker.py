@@ -185,8 +185,8 @@ class Worker:
     def _on_ready(self, url: str) -> None:
         settings = self._settings
         if settings.toward and settings.host in ("0.0.0.0", "::"):  # the URL is for people on other machines too
-            host, port = own_address(settings.toward), url.rpartition(":")[2]
-            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            scheme, host, port = url.partition(":")[0], own_address(settings.toward), url.rpartition(":")[2]
+            url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self._url = url
         self._ready.set()
         _LOG.info(
