@@ -51,7 +51,7 @@ def _spoil_place(draw: st.DrawFn, whole: dict[str, Json]) -> None:
         case 0:
             del parent[key]
         case 1:
-            parent[key] = draw(RUBBISH)
+            parent[key] = copy.deepcopy(draw(RUBBISH))  # a later place may be within it
         case 2 if isinstance(parent[key], int | float) and not isinstance(parent[key], bool):
             parent[key] = draw(NUMBERS | st.sampled_from([parent[key] + 1, parent[key] - 1, -parent[key]]))
         case 3 if isinstance(parent[key], list):

@@ -99,6 +99,8 @@ def read_gguf(path: Path, *, whole: bool = True) -> GgufFile:
     meta = Metadata(str(name), header.metadata, frozenset(header.tensors))
     try:
         architecture = find_architecture(meta)
+        if meta.num_layers > len(header.tensors):
+            raise ValueError(f"it says {meta.num_layers:,} layers, and has {len(header.tensors)} tensors")
         config = {"model_type": architecture.family, **common_config(meta), **architecture.config(meta)}
         parts = _parts(header, meta, architecture)
     except UsageError as error:

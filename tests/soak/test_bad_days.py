@@ -256,7 +256,7 @@ class BadDays:
         self._shot = False
         policy = self._draw.choice(["lru", "lfu", "moe_infinity"])
         arguments = [*quarter_of_experts(), "--policy", policy, "--log", str(self.disk / "log")]
-        arguments += ["--set", "log_segment_s=0.5"]
+        arguments += ["--set", "log_segment_s=0.5", "--set", "dtype=float32"]  # as what is right was made
         self.server = self._process.enter_context(served(*arguments, prefix=self.memory.prefix))
         for log in self.disk.glob("log.*"):
             if log.is_dir():  # of the one before

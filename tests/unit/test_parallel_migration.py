@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.cluster.parallel import expert_buffers
 from moetool.cluster.parallel.compute_windows import EmulatedMachine, Windows
 from moetool.cluster.parallel.expert_transfer import ExpertTransfer
 from moetool.cluster.parallel.staged_migration import MigrationStage
 from moetool.errors import MoetoolError
+from moetool.models.checkpoint import Checkpoint
 from tests.synthetic import make_spec
 
 SPEC = make_spec(1, 4)
@@ -31,12 +33,39 @@ class Kept:
     def room(self) -> torch.Tensor:
         return torch.zeros(8, dtype=torch.uint8)
 
+    def give_back(self, room: torch.Tensor) -> None:
+        pass
+
     def read_into(self, key: int, room: torch.Tensor) -> None:
         if self._fails:
             raise OSError(5, "Input/output error")
 
     def put(self, key: int, room: torch.Tensor) -> None:
         self.held[key] = room
+
+
+class Device:
+    """A device that is filled by copies from host memory; counts what is asked of it."""
+
+    def __init__(self) -> None:
+        self.buffers = self.slots = 0
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        self.slots += 1
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        self.buffers += 1
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> None:
+        target.copy_(source)
+
+    def finish(self, mark: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 @contextmanager
@@ -76,3 +105,24 @@ def test_stages_of_a_generation_that_is_over_bring_nothing() -> None:
         migration.ask(stage(5, 1))
         assert migration.wait(5, 10.0)
         assert shelf.held.keys() == {SPEC.expert_key(0, 1)} and migration.moved.from_disk == 1
+
+
+def test_host_buffers_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    monkeypatch.setattr(expert_buffers, "open_copies", lambda where: device)
+    checkpoint = Checkpoint.open("reference")
+    files = checkpoint.expert_files()
+    shelf = expert_buffers.Shelf(files, torch.device("cpu"))
+    for key in range(16):
+        shelf.load(key)
+    for turn in range(1, 11):
+        for key in range(16):
+            shelf.drop(key + 16 * (turn - 1))
+            shelf.load(key + 16 * turn)
+    shelf.give_back(shelf.room())
+    assert (device.buffers, device.slots, len(shelf.keys)) == (1, 16, 16)
+    expected = torch.empty(files.slot_bytes, dtype=torch.uint8)
+    files.read_into(165, expected)
+    assert shelf.read(165, 0, files.slot_bytes)[0] == expected.numpy().tobytes()  # type: ignore[index]
+    shelf.close()
+    checkpoint.close()

@@ -34,6 +34,7 @@ class Shelf:
         self._slots: dict[int, torch.Tensor] = {}
         self._views: dict[int, tuple[Weight, ...]] = {}
         self._free: list[torch.Tensor] = []
+        self._rooms = self._free if self._on_cpu else []  # host memory that nothing fills just now
         self._lock = threading.Lock()
 
     def __contains__(self, key: int) -> bool:
@@ -60,12 +61,16 @@ class Shelf:
             self.put(key, room)
 
     def room(self) -> torch.Tensor:
-        """Memory of the host to fill with an expert, for `put`: uint8, as long as an expert."""
+        """Memory of the host to fill with an expert, for `put` or `give_back`: uint8, as long as an expert."""
         with self._lock:
-            if self._on_cpu and self._free:
-                return self._free.pop()
-        memory = self._copies.device_memory if self._on_cpu else self._copies.host_memory
-        return memory(self.size)
+            if self._rooms:
+                return self._rooms.pop()
+        return self._copies.host_memory(self.size)
+
+    def give_back(self, room: torch.Tensor) -> None:
+        """Take back memory that no expert came into."""
+        with self._lock:
+            self._rooms.append(room)
 
     def put(self, key: int, room: torch.Tensor) -> None:
         """Hold the expert whose bytes are in `room`, which is given up."""
@@ -75,6 +80,7 @@ class Shelf:
                 free = self._free.pop() if self._free else None
             slot = self._copies.device_memory(self.size) if free is None else free
             self._copies.finish(self._copies.copy(room, slot, None))
+            self.give_back(room)
         with self._lock:
             self._slots[key], self._views[key] = slot, self.files.views(slot, self.files.layout_of(key))
             self.most = max(self.most, len(self._slots))
@@ -101,4 +107,5 @@ class Shelf:
             self._slots.clear()
             self._views.clear()
             self._free.clear()
+            self._rooms.clear()
         self._copies.close()

@@ -177,6 +177,7 @@ class ExpertTransfer:
                 channel.close()
             size = None
         if self._epoch != epoch:
+            self._shelf.give_back(room)
             return
         if size is None:
             self._shelf.files.read_into(key, room)
