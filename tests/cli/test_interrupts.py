@@ -12,15 +12,17 @@ INTERRUPTED = """
 import os, signal, sys
 from moetool.__main__ import main
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 signal.signal(signal.SIGALRM, lambda number, frame: os.kill(os.getpid(), signal.SIGINT))
 signal.setitimer(signal.ITIMER_REAL, float(sys.argv.pop(1)))
 main()
 """
 """The command line, interrupted so many seconds after the console entry was imported."""
 IMPORTING = """
-import sys, time
+import signal, sys, time
 from moetool.cli import interrupt
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
 interrupt.ends_process()
 interrupt.raises()
 try:
@@ -46,6 +48,7 @@ class Interrupted:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
 interrupt.ends_process()
 interrupt.raises()
 try:
