@@ -90,9 +90,16 @@ def test_sizes_are_told_beside_directions() -> None:
     def size(*printed: float) -> str:
         return judge(check, found, wanted, size={"x": printed}).size
 
-    assert size(2.0) == size(4.0) == "x as printed"
-    assert size(6.0, 8.0) == "x smaller, by 2.1x" and size(1.0) == "x larger, by 2.9x"
+    assert size(2.5) == size(3.5) == "x as printed"  # 2.9 times: 1.9 more than 1
+    assert size(6.0, 8.0) == "x smaller, by 2.6x" and size(2.0) == "x larger, by 1.9x"
     assert judge(check, found, wanted).size == ""
+
+
+def test_what_is_counted_is_decided_by_one_run() -> None:
+    check = Check(order=("ours", "theirs"))
+    values = {"ours": [1.0], "theirs": [2.0]}
+    for exact, answer in ((False, "undecided"), (True, "agrees")):
+        assert judge(check, Found(values=values, what="-", unit="", on="", exact=exact), {}).answer == answer
 
 
 def test_what_the_assumed_machine_rules_out_cannot_be_tested() -> None:

@@ -35,6 +35,7 @@ class Found:
         on: what it was measured on, for people.
         curves: lines of a figure, one for each seed, or one over all of them: abscissae and ordinates.
         axes: what the curves' axes are.
+        exact: whether the values are counted, so that one run decides.
     """
 
     values: Mapping[str, Sequence[float]]
@@ -43,6 +44,7 @@ class Found:
     on: str
     curves: Mapping[str, Sequence[Curve]] = field(default_factory=dict)
     axes: tuple[str, str] = ("", "")
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +182,8 @@ def judge(
         for name, most in ceiling.items()
         if name in check.at_least and check.at_least[name] > most
     ]
-    failed = [words for words, gaps, least in relations if _holds(gaps, least) is False]
-    open_ = [words for words, gaps, least in relations if _holds(gaps, least) is None]
+    failed = [words for words, gaps, least in relations if _holds(gaps, least, found.exact) is False]
+    open_ = [words for words, gaps, least in relations if _holds(gaps, least, found.exact) is None]
     if beyond:
         answer: Answer = "cannot be tested here"
         why = "; ".join(beyond)
@@ -192,30 +194,35 @@ def judge(
         answer, why = "undecided", ("one run: " if one else "within the spread over seeds: ") + ", ".join(open_)
     else:
         answer, why = "agrees", ", ".join(words for words, _, _ in relations)
-    return Verdict(answer=answer, why=why, size=_sizes(values, size), shown=shown, unit=units)
+    return Verdict(answer=answer, why=why, size=_sizes(values, size, wanted), shown=shown, unit=units)
 
 
-def _holds(gaps: Sequence[float], least: float) -> bool | None:
+def _holds(gaps: Sequence[float], least: float, exact: bool) -> bool | None:
     """Whether a relation holds over the seeds by `least` or more; None if that is open."""
-    if len(gaps) < 2 or not all(map(math.isfinite, gaps)):
+    if (len(gaps) < 2 and not exact) or not all(map(math.isfinite, gaps)):
         return None
     mean, half = interval(gaps)
-    assert half is not None
+    half = half or 0.0
     if mean - half > 0 or (least == 0 and mean - half >= 0):
         return True if mean >= least else None
     return False if mean + half < 0 and -mean >= least else None
 
 
-def _sizes(values: Mapping[str, Sequence[float]], printed: Mapping[str, Sequence[float]]) -> str:
-    """Mean values beside the printed ones, in words."""
+def _sizes(
+    values: Mapping[str, Sequence[float]],
+    printed: Mapping[str, Sequence[float]],
+    wanted: Mapping[str, Mapping[str, Sequence[str]]],
+) -> str:
+    """Mean values beside the printed ones, in words. Of a multiple, what it is more than 1 counts."""
     words = []
     for name, theirs in printed.items():
-        mean = sum(require(values, name)) / len(values[name])
-        low, high = min(theirs), max(theirs)
+        one = 1.0 if "times" in wanted.get(name, {}) else 0.0
+        mean = sum(require(values, name)) / len(values[name]) - one
+        low, high = min(theirs) - one, max(theirs) - one
         if low / _FACTOR <= mean <= high * _FACTOR:
             words.append(f"{name} as printed")
         elif mean <= 0 or not math.isfinite(mean):
-            words.append(f"{name} none, printed {low:g}")
+            words.append(f"{name} none, printed {low + one:g}")
         elif mean < low:
             words.append(f"{name} smaller, by {low / mean:.2g}x")
         else:

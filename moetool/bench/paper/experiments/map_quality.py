@@ -62,6 +62,7 @@ def run(stage: Workbench, options: Options) -> Found:
     return Found(
         values=values,
         what=_WHAT[options.measure],
+        exact=options.measure == "bytes",
         unit=unit,
         on=f"{stage.on([trace])}; maps of the training requests, iterations of held-out ones",
         curves=curves,

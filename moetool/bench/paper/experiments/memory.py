@@ -91,6 +91,7 @@ def run(stage: Workbench, options: Options) -> Found:
     return Found(
         values=values,
         what="held on the device, of the whole model",
+        exact=True,
         unit="%",
         on=f"{spec.name}: {dense / 1e9:.3g} GB of {whole / 1e9:.3g} GB are dense weights",
     )

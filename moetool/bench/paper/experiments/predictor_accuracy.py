@@ -79,6 +79,7 @@ def run(stage: Workbench, options: Options) -> Found:
     return Found(
         values=values,
         what=_WHAT[options.measure],
+        exact=options.measure == "size",
         unit="%",
         on=f"{stage.on(list(traces.values()))}; scored on {scored_on}",
     )

@@ -59,6 +59,7 @@ def run(stage: Workbench, options: Options) -> Found:
     return Found(
         values=values,
         what="experts chosen as the model does" if options.measure == "match" else "size, of the model's",
+        exact=options.measure == "size",
         unit="%",
         on=f"{MODEL}, {options.bits} bits in groups of {options.group}, on held-out prompts",
     )
