@@ -145,6 +145,19 @@ class PlainModel:
             raise errors[0]
         return [logits for logits in made if logits is not None]
 
+    def generate(self, prompt: Sequence[int], num_tokens: int) -> torch.Tensor:
+        """The logits [num_tokens, V] float32 of greedy decoding with transformers' own cache, on the CPU."""
+        made = self.model.generate(
+            torch.tensor([list(prompt)], device=self.model.device),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=-1,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        return torch.stack([step[0] for step in made.logits]).float().cpu()
+
 
 def decoder_layers(model: Any, layers: Sequence[MoeLayer]) -> list[nn.Module]:
     """The decoder layers of a model, in order.

@@ -8,7 +8,7 @@ computes on the engine's own hidden states, so that what differs is named by lay
 import gc
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,7 +208,7 @@ def verify(checkpoint: Checkpoint, options: VerifyOptions, on_progress: Progress
                     raise
                 results.append(PolicyResult(policy=name, skipped=str(error)))
                 continue
-            results.append(_judge(name, made, reference, plain, names))
+            results.append(_judge(name, made, reference, plain, rows.decoded, names))
     return Comparison(
         oracle=oracle,
         whole=whole,
@@ -227,14 +227,22 @@ def verify(checkpoint: Checkpoint, options: VerifyOptions, on_progress: Progress
 
 
 def _judge(
-    policy: str, made: Answers, reference: Answers, plain: Sequence[torch.Tensor], names: Sequence[str]
+    policy: str,
+    made: Answers,
+    reference: Answers,
+    plain: Sequence[torch.Tensor],
+    decoded: Mapping[int, torch.Tensor],
+    names: Sequence[str],
 ) -> PolicyResult:
     result = PolicyResult(policy=policy, slots=made.slots)
     result.logits_max, result.logits_mean = differences(
         [(computed.logits, logits) for computed, logits in zip(made.computed, plain, strict=True)]
     )
     for number, tokens in enumerate(made.tokens):
-        where = _first_difference(tokens, reference.tokens[number], plain[number])
+        if number in decoded:
+            where = _first_difference(tokens, decoded[number].argmax(dim=-1).tolist(), decoded[number])
+        else:
+            where = _first_difference(tokens, reference.tokens[number], plain[number])
         if where is None:
             result.exact += 1
             continue
