@@ -26,6 +26,8 @@ class Hub:
         breaks: files whose next download breaks off after so many bytes.
         spoils: files whose bytes come changed.
         gets: (file, first byte) of every download.
+        commit: of the main branch.
+        moves: commits that the main branch moves to once a file has been downloaded, by file.
     """
 
     def __init__(self) -> None:
@@ -34,6 +36,8 @@ class Hub:
         self.breaks: dict[str, list[int]] = {}
         self.spoils: set[str] = set()
         self.gets: list[tuple[str, int]] = []
+        self.commit = COMMIT
+        self.moves: dict[str, str] = {}
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         path = unquote(urlsplit(request.path).path)
@@ -49,7 +53,7 @@ class Hub:
             _send(request, 401, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
         elif name in self.gated:
             _send(request, 403, {"X-Error-Code": "GatedRepo", "X-Error-Message": f"Access to {name} is restricted"})
-        elif revision not in ("main", COMMIT):
+        elif revision not in ("main", COMMIT, self.commit):
             _send(request, 404, {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "Invalid rev id"})
         else:
             return False
@@ -67,7 +71,11 @@ class Hub:
                 row["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 134}
             rows.append(row)
         siblings = [{"rfilename": row["path"]} for row in rows]
-        body: Any = rows if what == "tree" else {"id": name, "sha": COMMIT, "siblings": siblings}
+        body: Any = (
+            rows
+            if what == "tree"
+            else {"id": name, "sha": self.commit if revision == "main" else revision, "siblings": siblings}
+        )
         _send(request, 200, {"Content-Type": "application/json"}, json.dumps(body).encode())
 
     def _send_file(self, request: BaseHTTPRequestHandler, name: str, revision: str, path: str) -> None:
@@ -78,8 +86,9 @@ class Hub:
             _send(request, 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
             return
         content = file.read_bytes()
+        commit = self.commit if revision == "main" else revision
         digest = (hashlib.sha256 if file.suffix in _LFS else hashlib.sha1)(content).hexdigest()
-        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{digest}"', "Accept-Ranges": "bytes"}
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{digest}"', "Accept-Ranges": "bytes"}
         headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content))}
         if request.command == "HEAD":
             _send(request, 200, {**headers, "Content-Length": str(len(content))})
@@ -87,6 +96,7 @@ class Hub:
         wanted = re.fullmatch(r"bytes=(\d+)-", request.headers.get("Range", ""))
         first = int(wanted[1]) if wanted else 0
         self.gets.append((path, first))
+        self.commit = self.moves.pop(path, self.commit)
         body = content[first:]
         if path in self.spoils:
             body = bytes(byte ^ 1 for byte in body)

@@ -21,7 +21,7 @@ from moetool.models.expert_files import ExpertFiles
 from moetool.models.spec import MoeLayer
 
 MEMORY_SHARE = 0.85
-"""Of the free memory, for the whole of plain transformers."""
+"""Share of the free memory that plain transformers may take as a whole."""
 OUTSIDE = -1
 """Number of what is in no decoder layer: embeddings, the last norm, the head."""
 
@@ -60,7 +60,7 @@ class LayerResult:
     tensors_differing: list[str] = field(default_factory=list)
 
     def problems(self, tolerance: float) -> Iterator[str]:
-        """What is wrong with it, the causes first."""
+        """Its errors, one line each, the causes first."""
         name = "outside the layers" if self.layer == OUTSIDE else f"layer {self.layer}"
         if self.experts_differing:
             yield f"{name}: the slots of {_experts(self.experts_differing)} hold other weights"

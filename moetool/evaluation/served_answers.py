@@ -1,4 +1,4 @@
-"""What the model as served here answers and computes: greedy tokens, logits, hidden states, experts chosen."""
+"""Answers and intermediate results of the model as served here: tokens, logits, hidden states, experts chosen."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from moetool.runtime.engine import Engine
 
 
 class LayerRoutes(NamedTuple):
-    """What a layer chose: experts and weights [T, K], and its router's logits [T, E], where it has any."""
+    """A layer's routing: experts and weights [T, K], and its router's logits [T, E], where it has any."""
 
     experts_TK: torch.Tensor
     weights_TK: torch.Tensor
@@ -31,7 +31,7 @@ class LayerRoutes(NamedTuple):
 
 @dataclass(slots=True)
 class Computed:
-    """What one forward of a sequence computed, on the CPU.
+    """Results of one forward of a sequence, on the CPU.
 
     Attributes:
         logits: [N, V] float32, of the tokens that were generated.
@@ -47,7 +47,7 @@ class Computed:
 
 @dataclass(slots=True)
 class Answers:
-    """What a policy made of all prompts.
+    """A policy's answers to all prompts.
 
     Attributes:
         slots: experts that the pool holds.

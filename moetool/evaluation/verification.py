@@ -40,7 +40,7 @@ _PROMPT_TOKENS = 48  # of each prompt, at most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """What is compared.
+    """Settings of a comparison.
 
     Attributes:
         policies: cache policies; none for `POLICIES`, `all` for every one that serves without changing the text.
@@ -91,7 +91,7 @@ class PolicyResult:
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:
-    """What was found.
+    """The result of a comparison.
 
     Attributes:
         oracle: where plain transformers' weights come from.

@@ -1,4 +1,4 @@
-"""What `moetool verify` says of a model: for a terminal, and as a file that goes with a bug report.
+"""The report of `moetool verify`: for a terminal, and as a file to attach to a bug report.
 
 A report names no folder, no user and no text of a prompt.
 """
@@ -62,7 +62,7 @@ class Report:
 
     @property
     def hint(self) -> str:
-        """What to do about it; empty where nothing is to be done."""
+        """Advice to the user; empty where there is nothing to do."""
         made = self.comparison
         if made.verdict != "differs":
             return ""

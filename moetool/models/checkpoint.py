@@ -258,16 +258,17 @@ class Checkpoint:
 
     @cached_property
     def content(self) -> dict[str, str]:
-        """The sha256 of its config and of each of its weight files, by name (`moetool.models.content_hash`).
+        """The sha256 of its config and of each weight file, by relative path (`moetool.models.content_hash`).
 
-        Of GGUF files, whatever they are called, the names are `gguf 1`, `gguf 2` and so on.
+        GGUF files are named `gguf 1`, `gguf 2` and so on, whatever they are called.
 
         Raises: as `content_hashes`.
         """
         if self._gguf is not None:
-            hashes = content_hashes(self.index.files)
+            hashes = content_hashes(self.index.files, self.path.parent)
             return {f"gguf {n + 1}": hashes[file.name] for n, file in enumerate(self.index.files)}
-        return {"config.json": hashlib.sha256(self._content).hexdigest(), **content_hashes(self.index.files)}
+        hashes = content_hashes(self.index.files, self.path)
+        return {"config.json": hashlib.sha256(self._content).hexdigest(), **hashes}
 
     # -- its text ------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ compute one answer together compare this.
 import hashlib
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,11 +21,11 @@ KEPT_BYTES = 64 << 20
 _THREADS = 4
 
 
-def content_hashes(files: Sequence[Path]) -> dict[str, str]:
-    """The sha256 of files, by name.
+def content_hashes(files: Sequence[Path], folder: Path) -> dict[str, str]:
+    """The sha256 of files, by their path relative to `folder`.
 
-    Of a file in the hub's cache it is the one that its blob is called by. Of other large files it is kept in the user's
-    cache folder (`moetool.assets.cache_folder`), for as long as the file is not written to.
+    The user's cache folder (`moetool.assets.cache_folder`) keeps the hash of a large file until the file is written to.
+    The name of a blob in the hub's cache is not trusted: its bytes may have changed since they were downloaded.
 
     Effects: progress on stderr while files are read.
 
@@ -46,7 +45,7 @@ def content_hashes(files: Sequence[Path]) -> dict[str, str]:
                 known[file] = found
                 done += file.stat().st_size
                 on_progress(done // 10**6)
-    return {file.name: known[file] for file in files}
+    return {file.relative_to(folder).as_posix(): known[file] for file in files}
 
 
 def differing_file(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
@@ -55,11 +54,7 @@ def differing_file(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | 
 
 
 def _known(file: Path) -> str:
-    """What the hub's cache or our own says of a file; empty where neither does."""
-    if file.is_symlink():
-        target = file.readlink()
-        if target.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", target.name):
-            return target.name
+    """The kept hash of a file; empty where none is kept, or the file has changed since."""
     place = _place(file)
     if file.stat().st_size < KEPT_BYTES or not place.is_file():
         return ""
@@ -87,11 +82,11 @@ def _computed(file: Path) -> str:
 
 
 def _stamp(file: Path) -> list[int]:
-    """What a write into a file, or another file in its place, changes; ctime even where mtime is set back."""
+    """Numbers that change with a write into a file or its replacement: ctime does even where mtime is set back."""
     found = file.stat()
     return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def _place(file: Path) -> Path:
-    """Where the hash of a file is kept."""
+    """Path of the kept hash of a file."""
     return cache_folder() / "sha256" / hashlib.sha256(os.fsencode(file.resolve())).hexdigest()

@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moetool import tables
+from moetool import durable, tables
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError, first_line
 from moetool.json_files import read_json
 from moetool.models.hub_transfers import PARTIAL, Blob, Transfers
@@ -149,23 +149,32 @@ class _Download:
             wanted = self._weights(commit, files) if weights else []
         self._fetch([files[path] for path in wanted], commit)
         self._link(commit, [*small, *wanted])
+        self._keep_reference(commit)
         snapshot = self._folder / "snapshots" / commit
         return snapshot / self._name.file if self._name.file else snapshot
 
     def _link(self, commit: str, paths: Sequence[str]) -> None:
-        """Have huggingface_hub download what is small and put all in the snapshot."""
+        """Have huggingface_hub download what is small and put all in the snapshot of a commit.
+
+        A branch may move while its weights are downloaded, so it is resolved only once, by `run`.
+        """
         from huggingface_hub import snapshot_download
 
         snapshot_download(
             self._name.repository,
-            revision=self._revision,
+            revision=commit,
             allow_patterns=[re.sub(r"([*?[])", r"[\1]", path) for path in paths],
             cache_dir=self._cache,
             endpoint=self._endpoint,
             library_name="moetool",
         )
-        if not (self._folder / "snapshots" / commit).is_dir():
-            raise MoetoolError(f"{self._name.model} has changed on the hub while it was downloaded; try again")
+
+    def _keep_reference(self, commit: str) -> None:
+        """Record the commit of a branch or tag, as huggingface_hub does, for use without the hub."""
+        reference = self._folder / "refs" / self._revision
+        if self._revision != commit and not (reference.is_file() and reference.read_text() == commit):
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            durable.write_text(reference, commit)
 
     def _weights(self, commit: str, files: dict[str, Blob]) -> list[str]:
         """The weight files that are read: those of the index, else the one file, else all of the folder."""
@@ -210,7 +219,7 @@ class _Download:
             f"moetool: downloading {tables.numbered(len(missing), 'file')} of {self._name.model}@{commit[:12]}, "
             f"{tables.count(total, 'B')}{again}, to {self._cache}"
         )
-        # What git holds is small, and what is larger than HTTP gives goes by the hub's own protocol.
+        # Files in git are small, and files above the hub's HTTP limit need its own protocol: huggingface_hub gets both.
         large = [file for file in missing if file.sha256 and file.num_bytes <= constants.MAX_HTTP_DOWNLOAD_SIZE]
         try:
             with tables.progress(f"downloading {self._name.model} (MB)", total // 10**6) as on_progress:
@@ -248,7 +257,7 @@ def _cached(name: HubName, weights: bool, why: str, kind: type[MoetoolError] = U
 
 
 def _lost(snapshot: Path) -> str:
-    """What a snapshot lacks of its weights; nothing where they are whole."""
+    """The first weight file that a snapshot lacks; empty where its weights are whole."""
     index = snapshot / _INDEX
     if not index.is_file():
         return "" if any(snapshot.glob("*.safetensors")) else "its weights"
@@ -279,7 +288,7 @@ def _no_such_gguf(name: HubName, files: dict[str, Blob]) -> str:
 
 
 def _sha256(entry: Any) -> str:
-    """Of a file's bytes, as the hub says; empty for a file that git holds."""
+    """The sha256 of a file's bytes that the hub states; empty for a file in git."""
     digest = str(entry.lfs.sha256) if entry.lfs else ""
     return digest if re.fullmatch("[0-9a-f]{64}", digest) else ""
 

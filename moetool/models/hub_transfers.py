@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from moetool.errors import MismatchError, MoetoolError, first_line
 
 _WORKERS = 4  # downloads at a time, which an interruption leaves unfinished
 _TRIES = 5
+_POLL_SECONDS = 0.2  # between two looks at another process's lock, which Ctrl-C ends
 PARTIAL = ".moetool-partial"
 """Suffix of a blob that is not whole."""
 
@@ -49,6 +51,7 @@ class Transfers:
         self._on_progress = on_progress
         self._headers = build_hf_headers(library_name="moetool")
         self._done = 0
+        self._told = False
         self._lock = threading.Lock()
         self._stopping = threading.Event()
 
@@ -70,9 +73,9 @@ class Transfers:
     def _whole(self, file: Blob) -> None:
         partial, blob = self._blobs / f"{file.sha256}{PARTIAL}", self._blobs / file.sha256
         with partial.open("ab") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)  # of two processes one downloads
+            self._acquire(file, stream)
             if not blob.exists():
-                self._add(stream.tell())
+                self._add(stream.seek(0, os.SEEK_END))  # another process may have written since it was opened
                 self._rest(file, stream)
                 stream.flush()
                 if (found := sha256_file(partial)) != file.sha256:
@@ -85,6 +88,19 @@ class Transfers:
             else:
                 partial.unlink(missing_ok=True)
 
+    def _acquire(self, file: Blob, stream: Any) -> None:
+        """Lock a partial file, so that one of several processes downloads. Raises: _Stopped while it waits."""
+        while True:
+            try:
+                return fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                with self._lock:
+                    told, self._told = self._told, True
+            if not told:
+                tables.narrate(f"moetool: waiting for another download of {self._repository}/{file.path}")
+            if self._stopping.wait(_POLL_SECONDS):
+                raise _Stopped
+
     def _rest(self, file: Blob, stream: Any) -> None:
         """Continue a file to its end, with some patience for connections that break."""
         from huggingface_hub import hf_hub_url
@@ -94,10 +110,10 @@ class Transfers:
         url = hf_hub_url(self._repository, file.path, revision=self._commit, endpoint=self._endpoint)
         failures = 0
         while True:
-            before = stream.tell()
+            before = stream.seek(0, os.SEEK_END)
             if before > file.num_bytes:
                 stream.truncate(0)
-                before = 0
+                before = stream.seek(0)
             try:
                 http_get(
                     url,
@@ -133,7 +149,7 @@ class Transfers:
 
 
 class _Bar:
-    """What huggingface_hub takes for a progress bar."""
+    """Progress bar for huggingface_hub that calls `update` with the bytes of each chunk."""
 
     def __init__(self, update: Callable[[int], None]) -> None:
         self.update = update

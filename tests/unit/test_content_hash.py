@@ -77,16 +77,16 @@ def test_a_hash_is_kept_until_the_file_is_written_to(tmp_path: Path, kept: list[
     file = tmp_path / FILE
     file.write_bytes(b"abc")
     expected = {FILE: hashlib.sha256(b"abc").hexdigest()}
-    assert content_hashes([file]) == content_hashes([file]) == expected and kept == [file]
+    assert content_hashes([file], tmp_path) == content_hashes([file], tmp_path) == expected and kept == [file]
     before = file.stat()
     with file.open("r+b") as stream:
         stream.write(b"abd")
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # as rsync and tar set it back
-    assert content_hashes([file]) == {FILE: hashlib.sha256(b"abd").hexdigest()} and len(kept) == 2
+    assert content_hashes([file], tmp_path) == {FILE: hashlib.sha256(b"abd").hexdigest()} and len(kept) == 2
     for damaged in (tmp_path / "cache").rglob("*"):
         if damaged.is_file():
             damaged.write_text("{")
-    assert content_hashes([file]) == {FILE: hashlib.sha256(b"abd").hexdigest()} and len(kept) == 3
+    assert content_hashes([file], tmp_path) == {FILE: hashlib.sha256(b"abd").hexdigest()} and len(kept) == 3
 
 
 def test_a_cache_that_cannot_be_written_costs_time_only(
@@ -96,19 +96,25 @@ def test_a_cache_that_cannot_be_written_costs_time_only(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     (tmp_path / FILE).write_bytes(b"abc")
     for _ in range(2):
-        assert content_hashes([tmp_path / FILE]) == {FILE: hashlib.sha256(b"abc").hexdigest()}
+        assert content_hashes([tmp_path / FILE], tmp_path) == {FILE: hashlib.sha256(b"abc").hexdigest()}
     assert len(kept) == 2
 
 
-def test_the_hub_names_its_blobs_by_their_hash(tmp_path: Path, kept: list[Path]) -> None:
-    digest = hashlib.sha256(b"abc").hexdigest()
-    for name in (digest, "0" * 40):  # of git-lfs, and of git, whose name is no sha256 of the bytes
-        (tmp_path / "blobs").mkdir(exist_ok=True)
-        (tmp_path / "blobs" / name).write_bytes(b"abc")
-    snapshot = tmp_path / "snapshots" / "commit"
-    snapshot.mkdir(parents=True)
-    (snapshot / "a.safetensors").symlink_to(Path("../../blobs") / digest)
-    (snapshot / "b.safetensors").symlink_to(Path("../../blobs") / ("0" * 40))
-    files = [snapshot / "a.safetensors", snapshot / "b.safetensors"]
-    assert content_hashes(files) == {"a.safetensors": digest, "b.safetensors": digest}
-    assert kept == files[1:]
+def test_a_blob_of_the_hub_is_hashed_whatever_its_name_says(tmp_path: Path, kept: list[Path]) -> None:
+    blob = tmp_path / "blobs" / hashlib.sha256(b"abc").hexdigest()
+    file = tmp_path / "snapshots" / "commit" / FILE
+    for folder in (blob.parent, file.parent):
+        folder.mkdir(parents=True)
+    blob.write_bytes(b"abd")
+    file.symlink_to(blob)
+    expected = {FILE: hashlib.sha256(b"abd").hexdigest()}
+    assert content_hashes([file], file.parent) == content_hashes([file], file.parent) == expected and kept == [file]
+
+
+def test_files_of_one_name_in_two_folders_are_two(tmp_path: Path, kept: list[Path]) -> None:
+    files = [tmp_path / "m" / folder / FILE for folder in ("a", "b")]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_text(file.parent.name)
+    hashes = {f"{name}/{FILE}": hashlib.sha256(name.encode()).hexdigest() for name in ("a", "b")}
+    assert content_hashes(files, tmp_path / "m") == hashes

@@ -1,8 +1,10 @@
 """Downloading from the hub: only what is read, whole or refused, continued after an interruption."""
 
+import fcntl
 import hashlib
 import json
 import shutil
+import threading
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.models import hub as downloads
+from moetool.models import hub_transfers
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.hub import HubName, parse_hub_name, with_revision
+from moetool.models.hub_transfers import Blob, Transfers
 from moetool.models.location import locate, locate_config
 from tests.hub import COMMIT, Hub, running
 
@@ -113,6 +117,67 @@ def test_bytes_that_are_not_the_hubs_are_never_used(hub: Hub, tmp_path: Path) ->
     hub.spoils.clear()
     file = locate(NAME) / "model-0.safetensors"
     assert hashlib.sha256(file.read_bytes()).hexdigest() == file.resolve().name
+
+
+def test_a_branch_that_moves_during_a_download_gives_the_commit_that_was_asked_for(hub: Hub) -> None:
+    moved = "beef" + "0" * 36
+    hub.moves["model-1.safetensors"] = moved
+    path = locate(NAME)
+    reference = path.parents[1] / "refs" / "main"
+    assert path.name == COMMIT and (path / "model-1.safetensors").is_file() and reference.read_text() == COMMIT
+    assert locate(NAME).name == moved == reference.read_text()
+
+
+@pytest.fixture
+def transfers(hub: Hub, tmp_path: Path) -> tuple[Transfers, Blob, Path]:
+    """Transfers into a folder, a file for them, and its partial file of 100 bytes."""
+    from huggingface_hub import constants
+
+    content = (hub.folders[NAME] / "model-1.safetensors").read_bytes()
+    file = Blob("model-1.safetensors", len(content), hashlib.sha256(content).hexdigest())
+    partial = tmp_path / f"{file.sha256}{hub_transfers.PARTIAL}"
+    partial.write_bytes(content[:100])
+    return Transfers(NAME, COMMIT, constants.ENDPOINT, tmp_path, lambda megabytes: None), file, partial
+
+
+def test_a_download_goes_on_from_where_another_process_left_it(
+    hub: Hub, transfers: tuple[Transfers, Blob, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, file, partial = transfers
+    content = (hub.folders[NAME] / file.path).read_bytes()
+    said: list[str] = []
+    with partial.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def narrate(line: str) -> None:
+            said.append(line)
+            other.write(content[100:500])
+            other.close()
+
+        monkeypatch.setattr(hub_transfers.tables, "narrate", narrate)
+        made.run([file])
+    assert said == [f"moetool: waiting for another download of {NAME}/{file.path}"]
+    assert hub.gets == [(file.path, 500)] and partial.with_name(file.sha256).read_bytes() == content
+
+
+def test_an_interruption_ends_the_wait_for_another_process(
+    hub: Hub, transfers: tuple[Transfers, Blob, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, file, partial = transfers
+    waits = threading.Event()
+    monkeypatch.setattr(hub_transfers.tables, "narrate", lambda line: waits.set())
+    with partial.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def interrupt(*_: object, **__: object) -> None:
+            if not waits.wait(20):
+                other.close()
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(hub_transfers, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            made.run([file])
+        assert waits.is_set() and not hub.gets and partial.stat().st_size == 100
 
 
 def test_a_disk_that_is_too_small_is_found_before_anything_comes(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
