@@ -105,16 +105,19 @@ class PlainModel:
         def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             barrier.wait()
             lock.acquire()
+            local.inside = True
             forward = forwards[local.number]
             if forward.experts is not None:
                 self.model.set_experts_implementation(forward.experts)
             visit(local.number, current[0], partial(_again, module, args, kwargs))
 
         def after(module: Any, args: Any, output: Any) -> None:
-            lock.release()
+            if local.inside:  # not where the barrier broke in front of it
+                local.inside = False
+                lock.release()
 
         def run_one(number: int) -> None:
-            local.number = number
+            local.number, local.inside = number, False
             forward = forwards[number]
             try:
                 with torch.inference_mode():

@@ -234,6 +234,7 @@ class Engine:
             "tokens_prompt": self._prompt_tokens,
             "tokens_reused": self._reused_tokens,
             "tokens_generated": self._new_tokens,
+            "kv_pages_evicted": self.batcher.evicted_pages,
             "forwards": self._forwards,
             "failures": self._failures,
             "slots": self.store.num_slots,

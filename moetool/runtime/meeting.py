@@ -2,6 +2,10 @@
 
 Every forward runs on a thread of its own, one at a time. At a module where all meet it waits; when all have come there,
 the module is called once, on the thread of `Meeting.run`, with the tokens of all laid end to end.
+
+The threads are kept between runs, since OpenMP builds a team of compute threads for each of them. N requests together
+thus hold up to N + 1 teams, all but one of them idle. One team would need forwards on one compute thread each, and
+attention runs there.
 """
 
 import threading
@@ -10,6 +14,7 @@ from typing import Any
 
 import torch
 
+from moetool.errors import UsageError
 from moetool.models.expert_form import Call
 from moetool.models.spec import moe_layers
 
@@ -20,11 +25,17 @@ class Meeting:
     """Makes forwards meet at the MoE layers of a model, at its embedding and at its head.
 
     Effects: while `run` runs those modules have another class; their hooks run on its thread and see the tokens of all.
+    Keeps one thread for each forward of the newest run, until `close`.
     """
 
     def __init__(self, model: Any) -> None:
-        self._turn: dict[int, _Forward] = {}  # by thread
+        self._local = threading.local()  # forward: that of a thread
+        self._threads: list[_Forward] = []
         self._modules = _meeting_points(model)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._keep(0)
 
     def run(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run forwards together; gives what each returns.
@@ -33,18 +44,21 @@ class Meeting:
             Exception: that of the first that failed; the others end there too.
         """
         if len(works) == 1:
+            self._keep(0)
             return [works[0]()]
-        forwards = [_Forward(work, self._turn) for work in works]
-        running = list(forwards)
-        for module in self._modules:
-            module.moetool_meeting = self
-            module.__class__ = _joining(type(module))
+        joined: list[Any] = []
         try:
+            self._keep(len(works))
+            for forward, work in zip(self._threads, works, strict=True):
+                forward.begin(work)
+            for module in self._modules:
+                module.moetool_meeting = self
+                module.__class__ = _joining(type(module))
+                joined.append(module)
+            running = list(self._threads)
             while running:
                 for forward in running:
                     forward.go_on()
-                    if forward.error is not None:
-                        raise forward.error
                 running = [forward for forward in running if forward.call is not None]
                 waiting = list(running)
                 while waiting:
@@ -52,82 +66,114 @@ class Meeting:
                     together = [forward for forward in waiting if forward.call[0] is module]  # type: ignore[index]
                     waiting = [forward for forward in waiting if forward not in together]
                     _call(module, together)
+            return [forward.take() for forward in self._threads]
         finally:
-            for forward in forwards:
-                forward.stop()
-            for module in self._modules:
+            for forward in self._threads:
+                if not forward.idle:
+                    forward.end()
+            self._threads = [forward for forward in self._threads if forward.idle]
+            for module in joined:
                 module.__class__ = type(module).__bases__[0]
                 del module.moetool_meeting
-        return [forward.made for forward in forwards]
+
+    def _keep(self, count: int) -> None:
+        """End threads, or start them, until there are `count`."""
+        while len(self._threads) > count:
+            self._threads.pop().end()
+        while len(self._threads) < count:
+            self._threads.append(_Forward(self._local))
 
     def joined(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a call of `module`, made together with the others' where there are others."""
-        forward = self._turn.get(threading.get_ident())
+        forward: _Forward | None = getattr(self._local, "forward", None)
         if forward is None:
             return _plain(module, args, kwargs)
         return forward.wait_for(module, args, kwargs)
 
 
-class _Stopped(BaseException):
+class _Ended(BaseException):
     """Unwinds a forward that nobody waits for."""
 
 
 class _Forward:
-    """One forward on a thread of its own, which runs only while `go_on` waits.
+    """A thread that runs one forward after another, each only while `go_on` waits.
 
     Attributes:
-        call: the module that it waits for, with its arguments; None where it has ended.
+        call: the module that its forward waits for, with its arguments; None where it has ended.
         output: of that call, before it goes on.
-        made: what it has returned; error: what it has raised.
     """
 
-    def __init__(self, work: Callable[[], Any], turn: dict[int, "_Forward"]) -> None:
-        self._work, self._turn = work, turn
+    def __init__(self, local: threading.local) -> None:
+        self._local = local
         self._resume, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self.call: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
         self.output: Any = None
-        self.made: Any = None
-        self.error: Exception | None = None
-        self._stopped = False
+        self._work: Callable[[], Any] | None = None
+        self._made: Any = None
+        self._error: BaseException | None = None
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="forward", daemon=True)
         self._thread.start()
 
+    @property
+    def idle(self) -> bool:
+        """Whether its forward has ended, or none has begun."""
+        return self._work is None
+
+    def begin(self, work: Callable[[], Any]) -> None:
+        """Take a forward, which starts with `go_on`."""
+        self._work, self._made = work, None
+
     def go_on(self) -> None:
-        """Let it run until it waits for a module or ends."""
+        """Let the forward run until it waits for a module or ends.
+
+        Raises:
+            BaseException: what it raised.
+        """
         self.call = None
         self._resume.release()
         self._paused.acquire()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
-    def stop(self) -> None:
-        """End it wherever it is."""
-        self._stopped = True
+    def take(self) -> Any:
+        """What the forward returned; given once."""
+        made, self._made = self._made, None
+        return made
+
+    def end(self) -> None:
+        """End the thread, wherever its forward is."""
+        self._ended = True
         self._resume.release()
         self._thread.join()
 
     def wait_for(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """On its own thread: hand a call over and give its output."""
+        if self._ended:
+            raise _Ended
         self.call = (module, args, kwargs)
         self._paused.release()
         self._resume.acquire()
-        if self._stopped:
-            raise _Stopped
+        if self._ended:
+            raise _Ended
         output, self.output = self.output, None
         return output
 
     def _run(self) -> None:
-        self._resume.acquire()
-        if self._stopped:
-            return
-        self._turn[threading.get_ident()] = self
-        try:
-            with torch.inference_mode():
-                self.made = self._work()
-        except _Stopped:
-            pass
-        except Exception as error:
-            self.error = error
-        finally:
-            del self._turn[threading.get_ident()]
+        self._local.forward = self
+        while True:
+            self._resume.acquire()
+            if self._ended or self._work is None:
+                return
+            try:
+                with torch.inference_mode():
+                    self._made = self._work()
+            except _Ended:
+                return
+            except BaseException as error:
+                self._error = error
+            self._work = None
             self._paused.release()
 
 
@@ -164,24 +210,58 @@ def _plain(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 
 def _call(module: Any, forwards: Sequence[_Forward]) -> None:
-    """Call a module once for all forwards that wait for it, and hand out the parts of its output."""
-    calls = [forward.call for forward in forwards if forward.call is not None]
-    names = [*range(len(calls[0][1])), *calls[0][2]]
-    values = {name: [call[1][name] if isinstance(name, int) else call[2][name] for call in calls] for name in names}
-    tensors = [name for name in names if isinstance(values[name][0], torch.Tensor)]
+    """Call a module once for all forwards that wait for it, and hand out the parts of its output.
+
+    Raises:
+        UsageError: the calls differ in more than the tokens of their tensors.
+    """
+    calls = [{**dict(enumerate(call[1])), **call[2]} for forward in forwards if (call := forward.call) is not None]
+    names = list(calls[0])
+    if any(call.keys() != calls[0].keys() for call in calls):
+        raise _unlike(module, "different arguments", [sorted(map(str, call)) for call in calls])
+    values = {name: [call[name] for call in calls] for name in names}
+    tensors = [name for name in names if all(isinstance(value, torch.Tensor) and value.ndim for value in values[name])]
     sizes: list[int] = []
-    for name in tensors:
+    for name in names:
+        if name not in tensors:
+            if not all(_same(values[name][0], value) for value in values[name]):
+                raise _unlike(module, f"different {name}", values[name])
+            continue
         # Hidden states are [1, T, D] or [T, D], choices [T, K]; token ids come alone, or under their name, as [1, T].
         ids = name == "input_ids" or (len(tensors) == 1 and not values[name][0].is_floating_point())
         dim = 1 if ids or values[name][0].ndim == 3 else 0
-        sizes = sizes or [value.shape[dim] for value in values[name]]
-        values[name] = [torch.cat(values[name], dim=dim)]
+        found = [value.shape[dim] for value in values[name]]
+        sizes = sizes or found
+        if found == sizes:
+            values[name] = [torch.cat(values[name], dim=dim)]
+        elif any(value is not values[name][0] for value in values[name]):
+            raise _unlike(module, f"different {name}", values[name])
     args = tuple(values[name][0] for name in names if isinstance(name, int))
     kwargs = {name: values[name][0] for name in names if isinstance(name, str)}
     with torch.inference_mode():
         output = _plain(module, args, kwargs)
     for forward, part in zip(forwards, _split(output, sizes), strict=True):
         forward.output = part
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether an argument is the same for two calls; tensors, and tuples of them, only where they are one object."""
+    if value is other:
+        return True
+    parts = value if isinstance(value, tuple | list) else (value,)
+    return not any(isinstance(part, torch.Tensor) for part in parts) and bool(value == other)
+
+
+def _unlike(module: Any, what: str, values: Sequence[Any]) -> UsageError:
+    kind = type(module).__bases__[0].__name__
+    found = " and ".join(dict.fromkeys(_shown(value) for value in values))
+    return UsageError(
+        f"{kind} cannot run for several requests at once: its {what} differ: {found}. Set --max-requests 1"
+    )
+
+
+def _shown(value: Any) -> str:
+    return f"tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else str(value)[:60].replace("\n", " ")
 
 
 def _split(output: Any, sizes: list[int]) -> list[Any]:

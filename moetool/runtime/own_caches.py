@@ -111,9 +111,10 @@ class OwnCaches:
         self._meeting = Meeting(model)
 
     def close(self) -> None:
-        """Forget all requests."""
+        """Forget all requests and end the threads of their forwards."""
         self._requests.clear()
         self._inside.clear()
+        self._meeting.close()
 
     @property
     def running(self) -> int:
@@ -152,7 +153,7 @@ class OwnCaches:
     def step(self) -> list[Output]:
         """Run one forward and report its new tokens, ended requests and failures.
 
-        A forward that raises fails the requests that were in it, and only those.
+        A forward that raises fails the requests that were in it, and a sampler that raises the request it samples.
         """
         self._admit()
         requests = self._next_batch()
@@ -161,13 +162,9 @@ class OwnCaches:
         try:
             logits_RV = self._forward(requests)
         except Exception as error:
-            for request in requests:
-                self._end(request.number)
-            return [Output(request.number, None, finish="error", error=str(error)) for request in requests]
+            return [self._fail(request, error) for request in requests]
         self._forward_id += 1
-        names = [str(request.number) for request in requests]
-        tokens = self._sampler.apply(names, logits_RV).argmax(-1).tolist()
-        return [self._report(request, token) for request, token in zip(requests, tokens, strict=True)]
+        return [self._sample(request, logits_RV[i : i + 1]) for i, request in enumerate(requests)]
 
     def score(self, request: int, prompt: list[int]) -> torch.Tensor:
         """Forward a prompt by itself, outside the running requests; gives its logits [T, V] float32."""
@@ -187,7 +184,7 @@ class OwnCaches:
             free_tokens -= request.num_tokens
 
     def _next_batch(self) -> list[_Request]:
-        """Those that decode, then prompts in their order as far as there is room; at least one of them."""
+        """Requests that decode, then prompts in order of arrival up to `max_batch_tokens`, at least one."""
         decoding = [request for request in self._inside if request.answer]
         room = self._max_batch_tokens - len(decoding)
         prompts: list[_Request] = []
@@ -200,7 +197,7 @@ class OwnCaches:
         return decoding + prompts
 
     def _forward(self, requests: list[_Request]) -> torch.Tensor:
-        """Forward what comes next of each; gives the logits [R, V] float32 of the tokens after it."""
+        """Forward the coming tokens of each; gives the logits [R, V] float32 of the tokens after it."""
         if self.on_forward is not None:
             self.on_forward(_batch(requests, self._forward_id))
         with torch.inference_mode():
@@ -218,17 +215,25 @@ class OwnCaches:
         logits_1V: torch.Tensor = made.logits[:, -1]
         return logits_1V
 
-    def _report(self, request: _Request, token: int) -> Output:
+    def _sample(self, request: _Request, logits_1V: torch.Tensor) -> Output:
+        """Choose the next token of a request and report it, or its failure."""
         name = str(request.number)
-        if why := self._sampler.broken(name):
-            self._end(request.number)
-            return Output(request.number, None, finish="error", error=why)
+        try:
+            token = int(self._sampler.apply([name], logits_1V).argmax())
+            if why := self._sampler.broken(name):
+                raise RuntimeError(why)
+            logprob = self._sampler.take(name, token)
+        except Exception as error:
+            return self._fail(request, error)
         request.answer.append(token)
-        logprob = self._sampler.take(name, token)
         finish = finish_of(token, len(request.answer), request.params, self._eos)
         if finish is not None:
             self._end(request.number)
         return Output(request.number, token, logprob, finish)
+
+    def _fail(self, request: _Request, error: Exception) -> Output:
+        self._end(request.number)
+        return Output(request.number, None, finish="error", error=str(error))
 
     def _end(self, number: int) -> None:
         request = self._requests.pop(number)
@@ -238,7 +243,7 @@ class OwnCaches:
 
 
 def _batch(requests: list[_Request], forward_id: int) -> Batch:
-    """What is forwarded of the requests, one after the other."""
+    """Tokens of the next forward, request after request."""
     request_T: list[int] = []
     phase_T: list[Phase] = []
     position_T: list[int] = []

@@ -45,7 +45,7 @@ class PrefixPages:
         return len(self._ledger.cached_blocks) if self.active else 0
 
     def begin_forward(self) -> None:
-        """What is released from now on counts as used later than what was released before."""
+        """Advance the clock: pages released from now on are more recently used than those before."""
         if self.active:
             self._ledger.clock += 1
 

@@ -39,6 +39,7 @@ _COUNTERS = {
     "tokens_prompt": _Entry("moetool_prompt_tokens", "Prompt tokens of requests."),
     "tokens_reused": _Entry("moetool_reused_prompt_tokens", "Of them, those whose KV cache was there."),
     "tokens_generated": _Entry("moetool_generated_tokens", "Tokens generated."),
+    "kv_pages_evicted": _Entry("moetool_kv_pages_evicted", "KV cache pages of earlier requests that were evicted."),
     "forwards": _Entry("moetool_forwards", "Forward passes of the model."),
     "forward_seconds": _Entry("moetool_forward_seconds", "Seconds that forward passes took, waiting included."),
     "failures": _Entry("moetool_failures", "Forward passes that failed."),

@@ -85,7 +85,7 @@ def test_a_chat_is_answered_alike_and_its_log_replays(kv_tokens: int, tmp_path: 
     if kv_tokens == 1024:
         assert stats["reused"] > 0.4 * stats["prompt"]
     else:
-        assert cached.engine.batcher.evicted_pages > 0
+        assert cached.engine.metrics()["kv_pages_evicted"] > 0
     plain.engine.close()
     cached.engine.close()
 

@@ -1,5 +1,7 @@
 """Requests with caches of their own: one in every forward, or several that meet at the MoE layers."""
 
+import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,9 +9,11 @@ import pytest
 import torch
 
 from moetool.errors import CapacityError, UsageError
+from moetool.evaluation.plain_model import Forward, PlainModel
 from moetool.request import Output, SamplingParams
 from moetool.runtime.batching import Batcher
 from moetool.runtime.decoding import Batch
+from moetool.runtime.meeting import Meeting
 from moetool.runtime.own_caches import OwnCaches, open_batcher
 from moetool.types import Phase
 
@@ -213,3 +217,107 @@ def test_the_model_is_left_as_it_was(full: Any) -> None:
     _run(batcher)
     batcher.close()
     assert [type(module) for module in full.model.modules()] == before
+
+
+class _TornGrammar:
+    may_end = False
+
+    def __init__(self, fails: str) -> None:
+        self._fails = fails
+
+    def start(self) -> "_TornGrammar":
+        return self
+
+    def allowed(self) -> bytearray:
+        if self._fails == "allowed":
+            raise RuntimeError("the grammar is torn")
+        return bytearray(b"\1" * 100_000)
+
+    def accept(self, token: int) -> None:
+        raise RuntimeError("the grammar is torn")
+
+
+@pytest.mark.parametrize("fails", ["allowed", "accept"])
+def test_a_sampler_that_raises_fails_its_request_alone(three: OwnCaches, ids: list[list[int]], fails: str) -> None:
+    grammar: Any = _TornGrammar(fails)
+    three.add(0, ids[0], SamplingParams(max_tokens=3, ignore_eos=True, grammar=grammar))
+    three.add(1, ids[1], SamplingParams(max_tokens=3, ignore_eos=True))
+    outputs = _run(three)
+    assert outputs[0] == [Output(0, None, finish="error", error="the grammar is torn")]
+    assert len(_tokens(outputs[1])) == 3
+
+
+def _forward_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "forward"}
+
+
+def test_forward_threads_are_kept_between_forwards_and_end_with_the_batcher(
+    three: OwnCaches, ids: list[list[int]]
+) -> None:
+    before = _forward_threads()
+    for i in range(3):
+        three.add(i, ids[i], SamplingParams(max_tokens=8, ignore_eos=True))
+    three.step()
+    first = _forward_threads() - before
+    three.step()
+    assert _forward_threads() - before == first and len(first) == 3
+    three.cancel(1)
+    three.step()
+    assert _forward_threads() - before < first and len(_forward_threads() - before) == 2
+    three.close()
+    assert _forward_threads() == before
+
+
+def test_a_thread_that_cannot_start_fails_its_requests_alone(
+    full: Any, three: OwnCaches, ids: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, kinds, start = _forward_threads(), [type(module) for module in full.model.modules()], threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if len(_forward_threads() - before) == 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    for i in range(2):
+        three.add(i, ids[i], params)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert [output.error for output in three.step()] == ["can't start new thread"] * 2
+    assert [type(module) for module in full.model.modules()] == kinds
+    for i in range(2):
+        three.add(i, ids[i], params)
+    assert [len(_tokens(outputs)) for outputs in _run(three).values()] == [2, 2]
+    three.close()
+    assert _forward_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        ({"scale": 2.0}, {"scale": 3.0}),
+        ({"scale": None}, {"scale": torch.ones(1, 1)}),
+        ({"pair": (torch.ones(2), 1)}, {"pair": (torch.ones(2), 1)}),
+        ({"mask": torch.ones(2, 2)}, {"mask": torch.ones(3, 2)}),
+        ({"scale": 2.0}, {}),
+    ],
+)
+def test_calls_that_differ_in_more_than_tokens_are_refused(full: Any, first: Any, other: Any) -> None:
+    meeting, module = Meeting(full.model), full.model.get_input_embeddings()
+    works = [lambda kwargs=kwargs: module(torch.tensor([[1, 2]]), **kwargs) for kwargs in (first, other)]
+    with pytest.raises(UsageError, match="Embedding cannot run for several requests at once: different"):
+        meeting.run(works)
+    meeting.close()
+
+
+def test_forwards_that_a_failure_leaves_behind_release_no_lock(full: Any) -> None:
+    plain = PlainModel(full.model, "as it is")
+
+    def visit(number: int, layer: int, again: Any) -> None:
+        if number == 0:
+            raise RuntimeError("the first is lost")
+
+    with warnings.catch_warnings(record=True) as seen, pytest.raises(RuntimeError, match="the first is lost"):
+        warnings.simplefilter("always")
+        plain.run([Forward([1, 2], 0)] * 2, visit=visit, on_layer=lambda number, layer: None)
+    assert [str(warning.message) for warning in seen if "silenced" in str(warning.message)] == []
