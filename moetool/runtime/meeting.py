@@ -255,9 +255,7 @@ def _same(value: Any, other: Any) -> bool:
 def _unlike(module: Any, what: str, values: Sequence[Any]) -> UsageError:
     kind = type(module).__bases__[0].__name__
     found = " and ".join(dict.fromkeys(_shown(value) for value in values))
-    return UsageError(
-        f"{kind} cannot run for several requests at once: its {what} differ: {found}. Set --max-requests 1"
-    )
+    return UsageError(f"{kind} cannot run for several requests at once: {what}: {found}. Set max_requests to 1")
 
 
 def _shown(value: Any) -> str:
