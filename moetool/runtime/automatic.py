@@ -154,7 +154,7 @@ def _token_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
 
 
 def _policy(slots: int, num_experts: int) -> tuple[str, str]:
-    """`foresight` loads 18 to 23 % fewer experts than `lru` on routes of DeepSeek-V2-Lite with a quarter or half of
+    """`foresight` loads 18 to 28 % fewer experts than `lru` on routes of DeepSeek-V2-Lite with a quarter or half of
     them in slots, for 3 to 6 ms of a processor a forward (tests/bench/test_foresight.py).
     """
     if slots == num_experts:

@@ -159,7 +159,7 @@ def judge(
     def below(low: str, high: str) -> None:
         lows, highs = require(values, low), require(values, high)
         gaps = [b - a for a, b in zip(lows, highs, strict=True)]
-        least = _LEAST_EFFECT * max(map(abs, (*lows, *highs)))
+        least = (1e-9 if found.exact else _LEAST_EFFECT) * max(map(abs, (*lows, *highs)))
         relations.append((f"{low} < {high}", gaps, least))
 
     for low, high in pairwise(check.order):
