@@ -4,7 +4,7 @@ A policy says what to prefetch, in which order to load misses and whom to evict;
 answers into programs. It gets Python integers: an expert is one key, `ModelSpec.expert_key(layer, expert)`.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -137,14 +137,14 @@ class Policy:
         """The resident to give up for a demand load; never one of `locked`. It is given up: `removed` follows."""
         raise NotImplementedError
 
-    def evict_among(self, candidates: Collection[int], residents: Set[int]) -> int:
+    def evict_among(self, candidates: Collection[int], residents: Collection[int]) -> int:
         """The one of `candidates` to give up for a demand load, where layers have slots of their own.
 
         Args:
             candidates: residents that may go; never empty.
-            residents: all of them but the pinned ones.
+            residents: all of them.
         """
-        return self.evict(residents - set(candidates))
+        return self.evict(set(residents).difference(candidates))
 
     def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
         """The resident to give up for prefetching `key`, or None if `key` is worth none of them."""

@@ -17,7 +17,7 @@ A `moetool.caching._policy.Policy` says what to prefetch, in which order to load
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -174,6 +174,11 @@ class Residency:
         self._requests: dict[int, None] = {}
 
     @property
+    def residents(self) -> list[int]:
+        """Keys of the experts in slots, the pinned ones aside, the longest resident first."""
+        return [key for key in self.slot_of if key not in self._pinned]
+
+    @property
     def counts(self) -> Counts:
         """Prefill and decode together."""
         return self.prefill + self.decode
@@ -279,11 +284,11 @@ class Residency:
     def bring(self, key: int) -> Step | None:
         """Give an expert a free slot outside of any event; gives the load to start.
 
-        None where it has one, or none is free: it is then loaded when an event needs it. Neither the counts nor the
-        sink hear of it, and a replay knows nothing of it.
+        None where it has one or is pinned, or none is free: it is then loaded when an event needs it. Neither the
+        counts nor the sink hear of it, and a replay knows nothing of it.
         """
         size = self._size_L[key // self._stride]
-        if key in self.slot_of or self._room < size or not self._own([key]):
+        if key in self.slot_of or key in self._pinned or self._room < size or not self._own([key]):
             return None
         return Step(StepKind.LOAD, key, self._place(key, size, prefetched=False))
 
@@ -326,7 +331,7 @@ class Residency:
             evicted: int | None = -1
             while self._room < size and evicted is not None:
                 if self._layer_slots:
-                    kept = set(self._residents()) - set(self._candidates(kept, key // self._stride))
+                    kept = set(self.residents).difference(self._candidates(kept, key // self._stride))
                 if len(kept) >= len(self.slot_of) - len(self._pinned):
                     return  # until another expert of the event is computed
                 # Where one has gone for it already, in a pool in bytes, it is worth the rest too.
@@ -344,9 +349,6 @@ class Residency:
             self._unused.add(key)
             self._counts.prefetch_loads += 1
 
-    def _residents(self) -> Set[int]:
-        return self.slot_of.keys() - self._pinned.keys()
-
     def _full_of(self, locked: Collection[int], layer: int, size: int) -> bool:
         """Whether nothing can go for another expert of the layer."""
         if not self._layer_slots:
@@ -356,7 +358,7 @@ class Residency:
     def _victim(self, locked: Collection[int], layer: int) -> int:
         if not self._layer_slots:
             return self.policy.evict(locked)
-        return self.policy.evict_among(self._candidates(locked, layer), self._residents())
+        return self.policy.evict_among(self._candidates(locked, layer), self.slot_of.keys())
 
     def _candidates(self, locked: Collection[int], layer: int) -> list[int]:
         """Residents that may go for an expert of `layer`: those of layers beyond their guarantee, or at it, its own."""

@@ -1,7 +1,7 @@
 """Foresight: evicts what is needed again latest, as a network foretells it that learns while it runs."""
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,7 +175,7 @@ class Policy(policy.Policy):
         self._rank(locked)
         return self._order.pop()
 
-    def evict_among(self, candidates: Collection[int], residents: Set[int]) -> int:
+    def evict_among(self, candidates: Collection[int], residents: Collection[int]) -> int:
         return min(candidates, key=self._value_A.__getitem__)
 
     def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:

@@ -1,6 +1,6 @@
 """Least-Stale: experts that the running forward has not used go first, in the order in which they were loaded."""
 
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -52,6 +52,6 @@ class Policy(policy.Policy):
     def evict(self, locked: Collection[int]) -> int:
         return next(key for key in chain(self._stale, self._fresh) if key not in locked)
 
-    def evict_among(self, candidates: Collection[int], residents: Set[int]) -> int:
+    def evict_among(self, candidates: Collection[int], residents: Collection[int]) -> int:
         among = set(candidates)
         return next(key for key in chain(self._stale, self._fresh) if key in among)

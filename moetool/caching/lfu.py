@@ -1,6 +1,6 @@
 """LFU: the least often used expert goes first."""
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from typing import Any
@@ -69,7 +69,7 @@ class Policy(policy.Policy):
                     heappush(heap, entry)
                 return key
 
-    def evict_among(self, candidates: Collection[int], residents: Set[int]) -> int:
+    def evict_among(self, candidates: Collection[int], residents: Collection[int]) -> int:
         return min(candidates, key=lambda key: self._uses.get(key, (0, 0)))
 
     def _use(self, key: int) -> None:

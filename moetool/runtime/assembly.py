@@ -213,7 +213,7 @@ def build_engine(
         undo.callback(store.close)
         save: Callable[[], None] | None = None if state is None else partial(save_state, state, name, learned)
         if options.warm_start and log is None and state is None and isinstance(residency, Residency):
-            warm = WarmStart(loaded.spec, name, learned, residency.slot_of.keys)
+            warm = WarmStart(loaded.spec, name, learned, lambda: residency.residents)
             _begin_with(warm.restore(), residency, store)
             save = warm.save
         runtime = open_runtime(loaded, residency, store)

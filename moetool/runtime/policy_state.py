@@ -92,7 +92,10 @@ def restore_state(path: Path, name: str, policy: Learned) -> list[int] | None:
 
 def _residents(arrays: dict[str, np.ndarray], spec: ModelSpec) -> list[int]:
     """Take the residents out of a file's arrays. Raises: ValueError where they are no experts of the model."""
-    keys: list[int] = arrays.pop(_RESIDENTS).tolist()
+    found = arrays.pop(_RESIDENTS)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise ValueError(f"residents is {found.dtype} of shape {found.shape}, expected a list of keys")
+    keys: list[int] = found.tolist()
     if len(set(keys)) != len(keys) or not all(0 <= key < spec.total_experts for key in keys):
         raise ValueError("residents has keys that are no experts of the model, or one twice")
     return keys

@@ -1,4 +1,4 @@
-"""What serving has learned about a model, kept in the user's cache folder: residents and the policy's statistics."""
+"""Residents and statistics of the cache policy, kept in the user's cache folder from one server to the next."""
 
 import logging
 import re
@@ -33,7 +33,7 @@ class KeptModel:
 
 
 def kept_models() -> list[KeptModel]:
-    """What the cache folder holds, newest first."""
+    """List the files of the cache folder, newest first."""
     found = []
     for path in cache_folder().glob(f"*{_SUFFIX}"):
         try:

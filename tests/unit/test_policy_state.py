@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from moetool import plugins
 from moetool.caching._policy import Policy, build_policy, policy_class
@@ -63,6 +64,21 @@ def test_another_policys_or_models_state_is_refused(tmp_path: Path) -> None:
         restore_state(file, "lfu", make("lfu", other))
     file.write_bytes(file.read_bytes()[:50])
     with pytest.raises(MismatchError, match="is damaged"):
+        restore_state(file, "lfu", lfu)
+
+
+@pytest.mark.parametrize(
+    "residents", [np.array(3), np.array([[1, 2]]), np.array([1.0, 2.0]), np.array([99]), np.array([1, 1])]
+)
+def test_residents_that_are_no_keys_are_refused(residents: np.ndarray, tmp_path: Path) -> None:
+    file = tmp_path / "state.safetensors"
+    lfu = make("lfu", make_spec(layers=3, experts=8, top_k=2))
+    save_state(file, "lfu", lfu, [1, 2])
+    arrays = safetensors.numpy.load_file(file)
+    with safetensors.safe_open(file, framework="numpy") as opened:
+        metadata = opened.metadata()
+    safetensors.numpy.save_file({**arrays, "residents": residents}, file, metadata=metadata)
+    with pytest.raises(MismatchError, match="residents"):
         restore_state(file, "lfu", lfu)
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from moetool.cache_plan import PrefetchLimits
-from moetool.caching._policy import Policy
+from moetool.caching._policy import Policy, build_policy
 from moetool.caching._residency import Residency, Step, StepKind
 from moetool.errors import CapacityError, UsageError
 from moetool.types import ForwardInfo, GateEvent, Phase
-from tests.synthetic import make_forward, make_spec
+from tests.synthetic import make_forward, make_spec, random_stream
 
 COMPUTE, LOAD, PREFETCH = StepKind.COMPUTE, StepKind.LOAD, StepKind.PREFETCH
 
@@ -336,3 +336,19 @@ def test_experts_come_and_go_outside_of_events() -> None:
     assert residency.bring(8) == Step(LOAD, 8, slot)
     assert [step.kind for step in residency.event(event([0], layer=1))] == [COMPUTE]
     assert residency.counts.loads == 1  # what came from outside is not counted
+
+
+@pytest.mark.parametrize("name", ["lru", "lfu", "foresight"])
+def test_a_pinned_expert_is_not_brought_into_the_pool(name: str) -> None:
+    spec = make_spec(layers=2, experts=8, top_k=2)
+    residency = Residency(build_policy(name, spec, {}, 4), pinned=[0])
+    assert residency.bring(0) is None
+    for key in (1, 2, 3, 9):
+        assert residency.bring(key) is not None
+    assert residency.residents == [1, 2, 3, 9]
+    for info, events in random_stream(spec, num_requests=1, prompt_tokens=0, new_tokens=12, seed=4):
+        residency.begin_forward(info)
+        for one in events:
+            residency.event(one)
+        residency.end_forward(info)
+    assert residency.slot_of[0] == 4 and len(residency.residents) == 4
