@@ -55,7 +55,7 @@ def capture(
         float, typer.Option(help="Share of a layer's experts that column 'resident' reckons with, up to 1.")
     ] = 0.5,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    threads: Annotated[int, typer.Option(min=0, help="Of the arithmetic; 0 chooses.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="Compute threads (0: automatic).")] = 0,
     device_memory: Annotated[
         str | None, typer.Option(help="For dense weights and an expert pool, such as 64MB: a model larger than memory.")
     ] = None,

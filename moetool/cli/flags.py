@@ -78,15 +78,18 @@ Revision = Annotated[
     str | None, typer.Option("--revision", help="Branch, tag or commit of a model on the hub, e.g. main.")
 ]
 TraceDir = Annotated[Path, typer.Option("--trace", help="Folder of a trace.")]
-Out = Annotated[Path, typer.Option("--out", help="Where the result goes; it appears there whole or not at all.")]
+Out = Annotated[Path, typer.Option("--out", help="Output path, written atomically.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result that is there.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Costs of a machine, by 'moetool profile'.")]
 Settings = Annotated[list[str], typer.Option("--set", help="An option by name, as in --set width=64. Repeatable.")]
-Device = Annotated[str | None, typer.Option(help="cpu (the default) or cuda: where the model computes.")]
+Device = Annotated[
+    str | None,
+    typer.Option(help="Device that computes: cpu or cuda (default: cpu; serve takes a GPU if there is one)."),
+]
 ApiKey = Annotated[
     str | None,
-    typer.Option(envvar="MOETOOL_API_KEY", show_default=False, help="What clients have to send."),
+    typer.Option(envvar="MOETOOL_API_KEY", show_default=False, help="API key that clients must send."),
 ]
 HostMemory = Annotated[
     str | None,

@@ -1,6 +1,7 @@
 """The commands that look at what there is: `moetool profile`, `doctor`, `models` and `data`."""
 
 import contextlib
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -33,11 +34,9 @@ def profile(
     config_only: Annotated[
         bool, typer.Option("--config-only", help="Without the weights: a folder, config.json, shape or hub name.")
     ] = False,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of the arithmetic: float32 or bfloat16; both, if not given.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="How long to measure, beyond once everything.")] = 120.0,
-    threads: Annotated[int, typer.Option(min=0, help="Of the arithmetic; 0 chooses.")] = 0,
+    dtype: Annotated[str | None, typer.Option(help="Compute dtype: float32 or bfloat16 (default: both).")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="Seconds to measure after one full pass.")] = 120.0,
+    threads: Annotated[int, typer.Option(min=0, help="Compute threads (0: automatic).")] = 0,
     predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor to time.")] = None,
     peer: Annotated[
         str | None, typer.Option(help="HOST:PORT of a 'moetool profile --listen' to time the way to.")
@@ -89,7 +88,7 @@ def profile(
 
 
 def doctor(as_json: Json = False) -> None:
-    """Say what of this machine moetool can use; run it in the folder where models lie."""
+    """Check this machine: GPUs, memory, disk speed (of the current folder), libraries."""
     from moetool.tuning.doctor import doctor as run
 
     findings = run()
@@ -114,17 +113,20 @@ def models(as_json: Json = False) -> None:
     if as_json:
         tables.print_json(rows)
         return
-    columns = ["family", "captured", "served", "substitution", "weights", "remarks"]
+    columns = ["family", "captured", "served", "substitution", "weights"]
     yes = {True: "yes", False: "no"}
     table = [
-        [r["family"], yes[r["captured"]], r["served"], yes[r["substitution"]], r["weights"], r["remarks"]]
+        [r["family"], yes[r["captured"]], r["served"], yes[r["substitution"]], r["weights"]]
         for r in rows
         if r["known"] == "listed"
     ]
     tables.print_table(f"{len(table)} families of mixture-of-experts models", columns, table, num_text=len(columns))
-    print("inferred when a model is opened, by trying its router, and served one request at a time:")
+    for row in rows:
+        if row["known"] == "listed" and row["remarks"]:
+            print(textwrap.fill(f"{row['family']}: {row['remarks']}", 78, subsequent_indent="  "))
+    print("\ninferred when a model is opened, by trying its router:")
     print(f"{', '.join(UNLISTED)}, and others that transformers calls through its experts interface")
-    title = "weight formats tested with each family (what is not tested is read all the same)"
+    title = "weight formats tested with each family (others are read too)"
     cells = [[r["family"], *r["formats"].values()] for r in rows if "tested" in r["formats"].values()]
     tables.print_table(title, ["family", *FORMATS], cells, num_text=1 + len(FORMATS))
 

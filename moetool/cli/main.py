@@ -89,9 +89,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-trace_app = typer.Typer(help="Look at traces, part and join them, and exchange them with others.", no_args_is_help=True)
-plan_app = typer.Typer(help="Decide where experts live.", no_args_is_help=True)
-bench_app = typer.Typer(help="Measure what belongs together, side by side.", no_args_is_help=True)
+trace_app = typer.Typer(help="Inspect, split, merge and convert traces.", no_args_is_help=True)
+plan_app = typer.Typer(help="Plan caches and placements of experts.", no_args_is_help=True)
+bench_app = typer.Typer(help="Run paired benchmarks.", no_args_is_help=True)
 reference_app = typer.Typer(help="Make a small model like the embedded one.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")

@@ -26,19 +26,15 @@ def register(app: typer.Typer) -> None:
 
 def serve(
     model: Model,
-    plan: Annotated[
-        Path | None, typer.Option(help="Of 'moetool plan cache', or with --cluster of 'moetool plan placement'.")
-    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="Cache plan, or with --cluster a placement plan.")] = None,
     cluster: Annotated[str | None, typer.Option(help="local:N, or HOST:PORT of a Ray head: several servers.")] = None,
     mode: Annotated[
         str | None,
-        typer.Option(help="What the servers of --cluster do: edge (if not said), or ep: expert parallelism."),
+        typer.Option(help="With --cluster: edge, or ep for expert parallelism (default: edge)."),
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Cache policy, or auto (default: the plan's, else auto).")] = None,
-    predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor; the plan's.")] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="Costs of a machine, by 'moetool profile'; for --mode ep.")
-    ] = None,
+    predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor (default: the plan's).")] = None,
+    profile: Annotated[Path | None, typer.Option(help="Machine costs from 'moetool profile', for --mode ep.")] = None,
     device_memory: Annotated[
         str | None,
         typer.Option(
@@ -52,7 +48,7 @@ def serve(
     device: Device = None,
     host_memory: HostMemory = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes any free one.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on (0: any free one).")] = 8000,
     api_key: ApiKey = None,
     allowed_host: Annotated[
         list[str],

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from moetool.trace.reader import Trace
 
 Dir = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace.")]
-Out = Annotated[Path, typer.Option("--out", help="Where the result goes; it appears there whole or not at all.")]
+Out = Annotated[Path, typer.Option("--out", help="Output path, written atomically.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result that is there.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 

@@ -42,12 +42,12 @@ def train(
             "--set", help="The predictor's options, and fit.max_epochs, fit.max_tokens, fit.held_out, ... Repeatable."
         ),
     ] = [],  # noqa: B006
-    seed: Annotated[int, typer.Option(help="Of the split, the weights and the order of the samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the split, the weights and the order of the samples.")] = 0,
     overwrite: Overwrite = False,
     as_json: Json = False,
     recipe: Recipe = None,
 ) -> None:
-    """Fit a predictor of the experts that will be used next, or round a replica of the model whose gates tell."""
+    """Train an expert predictor, or build a quantized replica that predicts."""
     from moetool import plugins
 
     options = parse_settings(settings)

@@ -17,10 +17,12 @@ def register(app: typer.Typer) -> None:
 
 
 def cache(
-    remove: Annotated[str | None, typer.Option(metavar="MODEL|all", help="Remove what is kept of a model.")] = None,
+    remove: Annotated[
+        str | None, typer.Option(metavar="NAME|all", help="Remove one file, by its name in the list, or all.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """List or remove what 'moetool serve' keeps of models to start warm."""
+    """List or remove the server's warm-start files."""
     from moetool.runtime.warm_start import kept_models
 
     kept = kept_models()
@@ -36,6 +38,9 @@ def cache(
         facts = [{"model": k.model, "path": str(k.path), "bytes": k.num_bytes, "changed": k.changed} for k in kept]
         tables.print_json(facts)
         return
+    if not kept:
+        print(f"{cache_folder()} is empty")
+        return
     rows = [
         [
             k.model,
@@ -45,4 +50,4 @@ def cache(
         ]
         for k in kept
     ]
-    tables.print_table(f"kept in {cache_folder()}", ["model", "size", "date", "path"], rows, 1)
+    tables.print_table(f"kept in {cache_folder()}", ["name", "size", "date", "path"], rows, 1)

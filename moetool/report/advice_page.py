@@ -64,11 +64,7 @@ def _distance(advice: Advice) -> Answer | None:
     if not gaps:
         return None
     most, line = max(gaps, key=lambda gap: gap[0])
-    verdict = (
-        "policies that foresee more than they have seen are worth replaying"
-        if most > _NEAR_POINTS
-        else "keeping experts more cleverly can gain little"
-    )
+    verdict = "try predictive policies" if most > _NEAR_POINTS else "keeping experts more cleverly can gain little"
     return Answer(
         question="How far from the best possible?",
         answer=f"at most {100 * most:.1f} points of hit rate below Belady, at {_share(line)}: {verdict}",

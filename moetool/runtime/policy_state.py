@@ -1,11 +1,13 @@
 """What a policy has learned while serving, kept from one run of a server to the next: one safetensors file."""
 
+import glob
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import psutil
 import safetensors
 import safetensors.numpy
 
@@ -47,9 +49,18 @@ def save_state(path: Path, name: str, policy: Learned, residents: Sequence[int] 
         with partial.open("rb+") as stream:
             os.fsync(stream.fileno())
         partial.replace(path)
+        _remove_left(path)
     except (OSError, safetensors.SafetensorError) as error:
         partial.unlink(missing_ok=True)
         raise MoetoolError(f"cannot save what {name} has learned to {path}: {first_line(error)}") from error
+
+
+def _remove_left(path: Path) -> None:
+    """Remove the halves of files that killed processes have left beside `path`."""
+    for partial in path.parent.glob(f"{glob.escape(path.name)}*.partial"):
+        owner = partial.name.removeprefix(path.name).removesuffix(".partial").removeprefix(".")
+        if not owner or (owner.isdigit() and not psutil.pid_exists(int(owner))):
+            partial.unlink(missing_ok=True)
 
 
 def restore_state(path: Path, name: str, policy: Learned) -> list[int] | None:

@@ -213,7 +213,7 @@ def test_transformers_offloading_has_a_line_or_a_refusal(subject: Subject, monke
     monkeypatch.setattr(serve, "open_offloaded", broken)
     made = bench_serve(subject, policies=["lru"], budgets=["25%"], options=OPTIONS)
     assert [line.policy for line in made.lines] == [RESIDENT, "lru", PLAIN]
-    assert made.refused == "refused, MoetoolError: a forward failed: expected meta, found cpu"
+    assert made.refused == "refused, MoetoolError: a forward failed: expected meta, found cpu and more lines"
 
 
 def _fail(*args: Any) -> None:
