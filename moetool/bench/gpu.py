@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from moetool.bench.serving_runs import ServingRun, run_engine, run_plain
 from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_stage, require_routes
 from moetool.caching._policy import MIN_SLOTS, build_policy, policy_class
 from moetool.errors import MoetoolError, UsageError, first_line
+from moetool.json_files import JsonRecord
 from moetool.models.loading import load_full, parse_device
 from moetool.runtime.copies import open_copies, stride_of
 
@@ -29,7 +29,7 @@ _COPY_BYTES, _COPIES = 2**27, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuBenchOptions:
-    """What `moetool bench gpu --set` sets.
+    """Settings of `moetool bench gpu --set`.
 
     Attributes:
         layers: MoE layers of each shape.
@@ -81,7 +81,7 @@ class DeviceCell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuBench:
+class GpuBench(JsonRecord):
     """All cells; `host_bytes_s` is the measured bandwidth from host memory to the device."""
 
     device: str
@@ -89,9 +89,6 @@ class GpuBench:
     options: GpuBenchOptions
     cells: tuple[DeviceCell, ...]
     command: str
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def bench_gpu(
@@ -178,7 +175,7 @@ def _measure(cell: DeviceCell, stage: ServingSetup, device: torch.device, rate: 
     if kind.needs_predictor:
         raise MoetoolError(f"policy {name} needs a predictor of these routes")
     if kind.needs_future:
-        raise MoetoolError(f"policy {name} has to know the future")
+        raise MoetoolError(f"policy {name} needs future requests")
     require_routes(f"policy {name}", kind.needs)
     total = loaded.spec.total_experts
     slots = max(MIN_SLOTS, int(cell.share * total))

@@ -1,17 +1,17 @@
-"""Where each expert lies in the weight files, reading one without the page cache, and what slots hold of it."""
+"""Expert locations in the weight files, direct reads, and the experts' form in slots."""
 
 import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 from moetool.errors import MismatchError
-from moetool.models import packed_product
 from moetool.models.conversion import TensorSource
-from moetool.models.pack_quantized import PackCodec
+from moetool.models.packed_slot import PackedSlot, packed_slot
 from moetool.models.quantization_config import Quantization
 from moetool.models.shards import Shards
 from moetool.models.spec import MoeLayer
@@ -56,7 +56,7 @@ class ExpertWeights:
         self._name = name
 
     def layout(self, layer: MoeLayer) -> StoredLayout:
-        """How the experts of a layer lie in memory as stored. Raises: as `of`."""
+        """Memory layout of a layer's stored experts. Raises: as `of`."""
         return layout_of(self.of(layer, 0))
 
     def of(self, layer: MoeLayer, expert: int) -> list[list[StoredWeight]]:
@@ -155,8 +155,8 @@ class ExpertFiles:
 
     Memory holds an expert as it is stored: its tensors side by side, whatever order the files have. A slot holds the
     same, or, for slots that are computed with on this processor and are not sent elsewhere, what is the fastest to
-    compute with: packed weights of four bits in the order of `moetool.models.packed_product` where that can multiply
-    them, and every other format unpacked.
+    compute with: integers of four bits in the order of `moetool.models.packed_product` where that can multiply them,
+    and every other format unpacked.
 
     Args:
         weights: which stored weights make the experts.
@@ -167,6 +167,7 @@ class ExpertFiles:
         reads: what is read for each expert, by key.
         stored_bytes: of memory for one expert as stored.
         slot_bytes: of a slot.
+        shapes: of the parts of an expert.
         converts: whether slots hold anything else than memory does.
 
     Raises:
@@ -185,7 +186,7 @@ class ExpertFiles:
         self.shards = shards
         self.spec = spec
         self._weights = weights
-        self._shapes = tuple(part.shape for part in layers[0].form.parts)
+        self.shapes = self._shapes = tuple(part.shape for part in layers[0].form.parts)
         self.reads: dict[int, tuple[Read, ...]] = {}
         self._layouts: list[StoredLayout] = []
         self._layout_L: list[int] = []
@@ -196,11 +197,12 @@ class ExpertFiles:
                     f"{layers[0].layer_id}; moetool serves models whose experts all have one shape"
                 )
             self._index(layer)
-        self._tile, self._dense = slot_form(self._layouts, self._shapes, fastest)
-        self._arranged = {f.offset: f for layout in self._layouts for f in layout.fields if f.role == "words"}
+        self._slot = slot_form(self._layouts, self._shapes, fastest)
+        if isinstance(self._slot, PackedSlot) and not all(map(self._in_even_groups, layers)):
+            self._slot = _dense_slot(self._layouts, self._shapes, torch.bfloat16)
         self.stored_bytes = max(layout.num_bytes for layout in self._layouts)
-        self.slot_bytes = self.stored_bytes if self._dense is None else self._dense.num_bytes
-        self.converts = self._dense is not None
+        self.slot_bytes = self.stored_bytes if self._slot is None else self._slot.num_bytes
+        self.converts = self._slot is not None
         self._num_layouts = 1 if self.converts else len(self._layouts)
         self._scratch = threading.local()
 
@@ -217,42 +219,42 @@ class ExpertFiles:
         for read in self.reads.get(key, ()):
             data = torch.frombuffer(self.shards.read(read.file, read.offset, read.num_bytes), dtype=torch.uint8)
             for source, target, num_bytes in read.pieces:
-                piece = data[source : source + num_bytes]
-                if self._tile and (field := self._arranged.get(target)) is not None:
-                    packed = piece.view(field.shape[0], -1)
-                    packed_product.arrange(packed, memory[target : target + num_bytes], self._tile)
-                else:
-                    memory[target : target + num_bytes].copy_(piece)
+                memory[target : target + num_bytes].copy_(data[source : source + num_bytes])
             total += read.num_bytes
         return total
 
     def fill(self, key: int, memory: torch.Tensor, slot: torch.Tensor) -> None:
         """Put the expert `key` from memory into a slot (uint8 [slot_bytes]) on this processor."""
-        if self._dense is None:
+        if self._slot is None:
             slot.copy_(memory[: self.slot_bytes])
         elif key in self.reads:
             layout = self._layouts[self._layout_L[key // self.spec.num_experts]]
-            self._dense.fill(layout, memory, slot)
+            self._slot.fill(layout, memory, slot)
 
     def read_into(self, key: int, slot: torch.Tensor) -> int:
         """Read the expert `key` into a slot. Returns and raises as `read_stored`."""
-        if self._dense is None:
+        if self._slot is None:
             return self.read_stored(key, slot)
         memory: torch.Tensor | None = getattr(self._scratch, "memory", None)
         if memory is None:
-            memory = self._scratch.memory = torch.empty(self.stored_bytes, dtype=torch.uint8)
+            with torch.inference_mode(False):  # a thread may use it again outside of that mode
+                memory = self._scratch.memory = torch.empty(self.stored_bytes, dtype=torch.uint8)
         num_bytes = self.read_stored(key, memory)
         self.fill(key, memory, slot)
         return num_bytes
 
     @property
     def num_layouts(self) -> int:
-        """How many kinds of `views` there are."""
+        """Number of kinds of `views`."""
         return self._num_layouts
 
     def layout_of(self, key: int) -> int:
         """Which of them an expert has."""
         return self._layout_L[key // self.spec.num_experts] if self._num_layouts > 1 else 0
+
+    def stored_layout(self, key: int) -> StoredLayout:
+        """How an expert lies in memory as stored."""
+        return self._layouts[self._layout_L[key // self.spec.num_experts]]
 
     def views(self, slot: torch.Tensor, layout: int = 0) -> tuple[Weight, ...]:
         """The parts of the expert in a slot, as `ExpertForm.parts` orders them.
@@ -260,9 +262,9 @@ class ExpertFiles:
         Args:
             layout: as `layout_of` has it.
         """
-        if self._dense is not None:
-            return self._dense.views(slot)
-        return self._layouts[layout].views(slot, self._shapes, self._tile)
+        if self._slot is not None:
+            return self._slot.views(slot)
+        return self._layouts[layout].views(slot, self._shapes)
 
     def stacked(self, layer: MoeLayer, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """All experts of a layer in memory, unpacked: tensors [E, ...] by the first parameter of each part.
@@ -282,6 +284,16 @@ class ExpertFiles:
                 whole[expert] = view.to(dtype)
         return found
 
+    def _in_even_groups(self, layer: MoeLayer) -> bool:
+        """Whether all groups of the first expert's weights have one size; only act-order may make others."""
+        for weight in chain.from_iterable(self._weights.of(layer, 0)):
+            if (order := weight.tensors.get("order")) is not None:
+                data = self.shards.read(order.file, order.offset, order.num_bytes)
+                group_of, groups = torch.frombuffer(data, dtype=torch.int32), weight.tensors["scale"].shape[0]
+                if (group_of.bincount(minlength=groups) != len(group_of) // groups).any():
+                    return False
+        return True
+
     def _index(self, layer: MoeLayer) -> None:
         """Find the experts of a layer, which must be stored alike."""
         first = self._weights.of(layer, 0)
@@ -300,36 +312,25 @@ class ExpertFiles:
 
 def slot_form(
     layouts: Sequence[StoredLayout], shapes: tuple[tuple[int, ...], ...], fastest: torch.dtype | None
-) -> tuple[int, DenseSlot | None]:
-    """What slots hold besides experts as stored: words in tiles of so many rows, or unpacked experts.
+) -> DenseSlot | PackedSlot | None:
+    """How slots hold experts; None for as they are stored.
 
     Args:
         shapes: of the parts of an expert.
         fastest: as for `ExpertFiles`.
     """
     if fastest is None:
-        return 0, None
-    if not all(layout.packed for layout in layouts):
-        transposed = tuple(
-            all(codec.transposed for layout in layouts for codec in layout.codecs[part]) for part in range(len(shapes))
-        )
-        return 0, DenseSlot(shapes, transposed, fastest)
-    multiplied = fastest == torch.bfloat16 and len(layouts) == 1 and _multiplied(layouts[0])
-    return (packed_product.tile_rows() if multiplied else 0), None
+        return None
+    if fastest == torch.bfloat16 and (packed := packed_slot(layouts)) is not None:
+        return packed
+    return None if all(layout.packed for layout in layouts) else _dense_slot(layouts, shapes, fastest)
 
 
-def _multiplied(layout: StoredLayout) -> bool:
-    """Whether every part is packed in a way that `packed_product` takes."""
-    for part, codecs in enumerate(layout.codecs):
-        if layout.of_part(part, "zero"):
-            return False
-        fields = zip(codecs, layout.of_part(part, "words"), layout.of_part(part, "scale"), strict=False)
-        for codec, words, scale in fields:
-            if not (isinstance(codec, PackCodec) and codec.bits == 4):
-                return False
-            if not packed_product.multiplies(words.shape[0], codec.columns, scale.shape[1], scale.dtype):
-                return False
-    return not layout.dense and all(isinstance(codec, PackCodec) for part in layout.codecs for codec in part)
+def _dense_slot(layouts: Sequence[StoredLayout], shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> DenseSlot:
+    transposed = tuple(
+        all(codec.transposed for layout in layouts for codec in layout.codecs[part]) for part in range(len(shapes))
+    )
+    return DenseSlot(shapes, transposed, dtype)
 
 
 def _require_alike(weight: StoredWeight, first: StoredWeight, name: str) -> None:

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class ExpertPool(Protocol):
-    """What runs the experts of a model that does not have them in memory."""
+    """Executor of experts that are not in memory."""
 
     def begin_forward(self, info: ForwardInfo) -> None: ...
     def end_forward(self) -> None: ...
@@ -86,7 +86,7 @@ def parse_device(name: str) -> torch.device:
     """The device of a name: `cpu`, or `cuda`: the first GPU, under torchrun the one of the process's local rank.
 
     Raises:
-        UsageError: an unknown name, or there is no GPU that torch can use.
+        UsageError: an unknown name, or there is torch sees no GPU.
     """
     if name not in DEVICES:
         raise UsageError(f"unknown device {name!r}: known are {', '.join(DEVICES)}")
@@ -201,7 +201,16 @@ def load_unpacked(path: Path, dtype: torch.dtype) -> Any:
 
 
 _MISSING = ("missing_keys", "mismatched_keys", "error_msgs", "conversion_errors")
-"""What transformers fills with random numbers, and only warns of."""
+"""Tensors that transformers would initialize at random with only a warning."""
+
+
+_REFUSALS = (RuntimeError, ValueError, AssertionError, LookupError, TypeError, AttributeError)
+"""What transformers raises on files that it has not checked."""
+
+_SHAPES = re.compile(
+    r"^(\S.*?) +\| *MISMATCH .*ckpt: torch\.Size\((.+?)\) vs model: ?torch\.Size\((.+?)\)", re.MULTILINE
+).findall
+"""Name, shape in the files and shape in the model of the tensors that its loading report calls a mismatch."""
 
 
 def _from_pretrained(path: Path, dtype: torch.dtype, refused: Collection[str]) -> Any:
@@ -223,9 +232,13 @@ def _from_pretrained(path: Path, dtype: torch.dtype, refused: Collection[str]) -
             model, info = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, trust_remote_code=False, output_loading_info=True
             )
-    except (RuntimeError, ValueError, AssertionError, KeyError) as error:
-        reasons = re.findall(r"^\w+Error: (.+)$", report.getvalue(), re.MULTILINE) or [first_line(error)]
-        raise MismatchError(f"transformers cannot load {path}: {reasons[0]}") from error
+    except _REFUSALS as error:
+        text = re.sub(r"\x1b\[[\d;]*m", "", report.getvalue())
+        reasons = re.findall(r"^\w+Error: (.+)$", text, re.MULTILINE)
+        reasons += [
+            f"{name} is {found} in its files, and {built} by its config" for name, found, built in _SHAPES(text)
+        ]
+        raise MismatchError(f"transformers cannot load {path}: {[*reasons, first_line(error)][0]}") from error
     for kind in refused:
         if found := sorted(map(str, info.get(kind) or ())):
             raise MismatchError(
@@ -237,7 +250,7 @@ def _from_pretrained(path: Path, dtype: torch.dtype, refused: Collection[str]) -
 
 @contextlib.contextmanager
 def _reported(into: io.StringIO) -> Iterator[None]:
-    """What transformers reports on loading goes here: its own exceptions only point to that."""
+    """Collect transformers' loading reports, which its exceptions only refer to."""
     import logging
 
     everything, logger = logging.getLogger("transformers"), logging.getLogger("transformers.modeling_utils")
@@ -283,7 +296,11 @@ def load_lazy(
         if device.type == "cpu":
             row_products.adopt(model)
         if (checkpoint.path / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
+            try:
+                model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
+            except (OSError, *_REFUSALS) as error:
+                file = checkpoint.path / "generation_config.json"
+                raise MismatchError(f"cannot read {file}: {first_line(error)}; download the model again") from None
     except BaseException:
         files.shards.close()
         raise

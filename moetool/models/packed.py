@@ -9,6 +9,7 @@ A linear weight [O, I] that would be `X.weight` is stored as
     X.weight_g_idx       the group of each input, of weights whose groups are no consecutive inputs; not read here
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ import torch
 from torch.nn import functional
 
 from moetool.errors import UsageError
-from moetool.models import packed_product
 
 FORMAT = "pack-quantized"
 METHOD = "compressed-tensors"
@@ -28,7 +28,7 @@ BITS = (2, 4, 8)  # those of which none lies across two words
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How weights are rounded.
+    """Quantization scheme of weights.
 
     Attributes:
         bits: of each value: 2, 4 or 8.
@@ -128,6 +128,31 @@ def _dense(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None)
     return out
 
 
+def write_dense(
+    out: torch.Tensor,
+    values: Callable[[slice], torch.Tensor],
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    multiple: int = 1,
+) -> None:
+    """Write a weight [O, I], in the type of its scales and then that of `out`, some rows at a time.
+
+    Args:
+        values: gives the values int8 of rows.
+        scale, zero: [O, I / group].
+        multiple: how many rows must be asked for together.
+    """
+    # Another device has no such cache as a processor's, and each call costs it a launch.
+    rows = max(1, _CHUNK // (out.shape[1] * multiple)) * multiple if out.device.type == "cpu" else max(1, len(out))
+    for first in range(0, len(out), rows):
+        part = slice(first, first + rows)
+        mine = None if zero is None else zero[part]
+        if out.dtype == scale.dtype:
+            _dense_into(out[part], values(part), scale[part], mine)
+        else:
+            out[part] = _dense(values(part), scale[part], mine)
+
+
 def _dense_into(out: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> None:
     """Write the weight to `out`, of the type of the scales, where each step is made in that type."""
     grouped = out.copy_(values).unflatten(-1, (scale.shape[-1], -1))
@@ -148,13 +173,13 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     """The values int8 [..., O, I] of words, I = `columns`."""
     if bits == 4:
-        return _unpack_pairs(words.contiguous().view(torch.uint8))[..., :columns]
+        return unpack_pairs(words.contiguous().view(torch.uint8))[..., :columns]
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     values = ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2).to(torch.int16)
     return (values[..., :columns] - (1 << (bits - 1))).to(torch.int8)
 
 
-def _unpack_pairs(pairs: torch.Tensor) -> torch.Tensor:
+def unpack_pairs(pairs: torch.Tensor) -> torch.Tensor:
     """The values int8 [..., O, I] of bytes [..., O, I / 2]: each byte widened, and its upper half moved to the new one.
 
     All steps are on whole vectors and but one in place: half the time of laying the halves side by side.
@@ -168,7 +193,7 @@ def _unpack_pairs(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def to_tensors(name: str, weight: Rounded, bits: int) -> dict[str, torch.Tensor]:
-    """What a file holds of the weight [O, I] that would be `name`, which ends in `.weight`."""
+    """Stored tensors of the weight [O, I] called `name`, which ends in `.weight`."""
     stem = name.removesuffix("weight")
     made = {
         stem + PACKED: pack(weight.values, bits),
@@ -185,19 +210,17 @@ class Block(NamedTuple):
 
     Attributes:
         columns: I; the last word of a row may hold more.
-        tile: of words in the order of `moetool.models.packed_product`, the rows of a tile; 0 for those of a file.
     """
 
     words: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor | None
     columns: int
-    tile: int = 0
 
     def dense(self, bits: int) -> torch.Tensor:
         """The weight, in the type of its scales."""
         if len(self.words) * self.columns <= _CHUNK:
-            return _dense(self._values(slice(None), bits), self.scale, self._zero(bits))
+            return _dense(unpack(self.words, bits, self.columns), self.scale, self.zero_points(bits))
         out = torch.empty(len(self.words), self.columns, dtype=self.scale.dtype, device=self.words.device)
         self.into(out, bits)
         return out
@@ -206,26 +229,11 @@ class Block(NamedTuple):
         """Write the weight to `out`, as the type of its scales has it; some rows at a time, so that they stay in the
         processor's cache between one step and the next.
         """
-        zero = self._zero(bits)
-        rows = max(1, _CHUNK // self.columns)
-        if self.tile:
-            rows = max(1, rows // self.tile) * self.tile
-        for first in range(0, len(self.words), rows):
-            part = slice(first, first + rows)
-            values, mine = self._values(part, bits), None if zero is None else zero[part]
-            if out.dtype == self.scale.dtype:
-                _dense_into(out[part], values, self.scale[part], mine)
-            else:
-                out[part] = _dense(values, self.scale[part], mine)
+        zero = self.zero_points(bits)
+        write_dense(out, lambda part: unpack(self.words[part], bits, self.columns), self.scale, zero)
 
-    def _values(self, part: slice, bits: int) -> torch.Tensor:
-        """The values int8 of some rows, which are whole tiles."""
-        words = self.words[part]
-        if self.tile:
-            return _unpack_pairs(packed_product.restore(words, len(words), self.tile))
-        return unpack(words, bits, self.columns)
-
-    def _zero(self, bits: int) -> torch.Tensor | None:
+    def zero_points(self, bits: int) -> torch.Tensor | None:
+        """The zero points int8 [O, G]."""
         return None if self.zero is None else unpack(self.zero.T, bits, len(self.words)).T
 
     @property
@@ -252,14 +260,7 @@ class PackedWeight(NamedTuple):
         return out
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, I] times the transpose of the weight, in the type of `x`.
-
-        Weights in the order of `moetool.models.packed_product` stay packed for few tokens in bfloat16. Which way it
-        goes depends on nothing else, so that the same tokens give the same product to the bit.
-        """
-        (first, *more) = self.blocks
-        if first.tile and not more and x.dtype == torch.bfloat16 and len(x) <= packed_product.FEW_ROWS:
-            return packed_product.product(x, first.words, first.scale)
+        """x [T, I] times the transpose of the weight, in the type of `x`."""
         return functional.linear(x, self.to(x.dtype))
 
     @property
@@ -274,7 +275,7 @@ class PackedWeight(NamedTuple):
 
 
 def quantization_config(scheme: Scheme, ignore: list[str], experts: Scheme | None = None) -> dict[str, Any]:
-    """What config.json says of a model whose linear weights are packed.
+    """config.json entry of a model with packed linear weights.
 
     Args:
         ignore: names of linear modules that are not; `re:` begins a pattern.

@@ -4,14 +4,20 @@ The kernel wants the same bytes in an order of its own: tiles of rows, in each o
 byte two rows that lie half a tile apart. Weights are put into it once, as they are read, and in place.
 
 It multiplies values with scales in float32 and adds in float32, so that no weight is rounded to bfloat16 on the way, as
-it is where a weight is unpacked. The two products differ by that, and by the order of their sums.
+it is where a weight is unpacked. Instead it takes scales, and zero points times scales, in bfloat16, to which those of
+float16 are rounded. Either way the product is as far from that of the stored weight as bfloat16 lets it be
+(`tests/unit/test_packed_product.py`).
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
-FEW_ROWS = 64
+from moetool.models.packed import unpack_pairs, write_dense
+
+FEW_ROWS = 128
 """Tokens up to which the kernel is faster than unpacking and a dense product."""
 _GROUPS = (32, 64, 128, 256)  # inputs that may share a scale
 _TILES = (64, 32)  # rows of a tile: four vectors of float32, by AVX-512 and by AVX2
@@ -30,18 +36,17 @@ def tile_rows() -> int:
             ours = torch.empty_like(words)
             arrange(words, ours, tile)
             if torch.equal(ours.flatten(), theirs.flatten()):
-                made = product(torch.eye(32, dtype=torch.bfloat16), ours.view(torch.int32), scale_OG)
+                made = product(torch.eye(32, dtype=torch.bfloat16), ours.view(torch.int32), pairs(scale_OG, None))
                 return tile if torch.equal(made.T, values_OI.to(made.dtype) - 8) else 0
     except (AttributeError, RuntimeError):  # NotImplementedError is one: another processor, or another torch
         return 0
     return 0
 
 
-def multiplies(rows: int, columns: int, groups: int, scale_dtype: torch.dtype) -> bool:
-    """Whether the kernel takes a symmetric weight [rows, columns] with so many scales a row."""
+def multiplies(rows: int, columns: int, groups: int) -> bool:
+    """Whether the kernel takes a weight [rows, columns] with so many scales a row."""
     tile = tile_rows()
-    fits = tile > 0 and rows % tile == 0 and columns % groups == 0 and columns // groups in _GROUPS
-    return fits and scale_dtype == torch.bfloat16
+    return tile > 0 and rows % tile == 0 and columns % groups == 0 and columns // groups in _GROUPS
 
 
 def arrange(packed: torch.Tensor, out: torch.Tensor, tile: int) -> None:
@@ -68,14 +73,119 @@ def restore(words: torch.Tensor, rows: int, tile: int) -> torch.Tensor:
     return pairs.view(rows, -1)
 
 
-def product(x: torch.Tensor, words: torch.Tensor, scale_OG: torch.Tensor) -> torch.Tensor:
-    """x [T, I] in bfloat16 times the transpose of a weight whose words [O, I / 8] are in the kernel's order."""
-    scale_and_offset = scale_OG.new_zeros(scale_OG.shape[1], len(scale_OG), 2)
-    scale_and_offset[..., 0] = scale_OG.T
-    packed = words.view(torch.uint8)
-    group = x.shape[1] // scale_OG.shape[1]
-    made: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), packed, group, scale_and_offset)
+def pairs(scale_OG: torch.Tensor, zero_OG: torch.Tensor | None) -> torch.Tensor:
+    """What the kernel takes of each group, bfloat16 [G, O, 2]: its scale, and the weight that the value 8 makes.
+
+    Args:
+        zero_OG: the values that make 0; None for 8.
+    """
+    made = torch.zeros(scale_OG.shape[1], len(scale_OG), 2, dtype=torch.bfloat16)
+    made[..., 0] = scale_OG.T
+    if zero_OG is not None:
+        made[..., 1] = ((8 - zero_OG.to(torch.float32)) * scale_OG).T
     return made
+
+
+def product(x: torch.Tensor, words: torch.Tensor, pairs_GO2: torch.Tensor) -> torch.Tensor:
+    """x [T, I] in bfloat16 times the transpose of a weight whose words [O, I / 8] are in the kernel's order."""
+    packed, group = words.view(torch.uint8), x.shape[1] // len(pairs_GO2)
+    made: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), packed, group, pairs_GO2)
+    return made
+
+
+class Grouping(NamedTuple):
+    """What a weight [O, I] of four bits has beside its values, which are 0 to 15.
+
+    Attributes:
+        scale_OG: of each group of inputs.
+        zero_OG: the values that make 0, [O, G]; None for 8.
+        order_I: the inputs group after group, where they are not consecutive.
+    """
+
+    scale_OG: torch.Tensor
+    zero_OG: torch.Tensor | None
+    order_I: torch.Tensor | None
+
+
+class KernelBlock(NamedTuple):
+    """A weight [O, I] as the kernel takes it, and what makes the weight itself of it.
+
+    Attributes:
+        words: int32 [O, I / 8] in the kernel's order.
+        pairs_GO2: as of `pairs`.
+        scale: [O, G] where it is not bfloat16.
+        zero: uint8 [O, G] where it is not 8.
+        order: as of `Grouping`; the inputs of the words are in this order.
+        tile: rows of a tile.
+    """
+
+    words: torch.Tensor
+    pairs_GO2: torch.Tensor
+    scale: torch.Tensor | None
+    zero: torch.Tensor | None
+    order: torch.Tensor | None
+    tile: int
+
+    @property
+    def columns(self) -> int:
+        """I."""
+        return self.words.shape[1] * 8
+
+    def ordered(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, I] with its columns in the order of the words."""
+        return x if self.order is None else x.index_select(1, self.order)
+
+    def into(self, out: torch.Tensor) -> None:
+        """Write the weight to `out`, its inputs in the order of the words, as the type of its scales has it."""
+
+        def values(part: slice) -> torch.Tensor:
+            words = self.words[part]
+            return unpack_pairs(restore(words, len(words), self.tile))
+
+        scale = self.pairs_GO2[..., 0].T.contiguous() if self.scale is None else self.scale
+        zero = None if self.zero is None else (self.zero - 8).view(torch.int8)
+        write_dense(out, values, scale, zero, multiple=self.tile)
+
+
+class KernelWeight(NamedTuple):
+    """A weight of four bits in the kernel's order: blocks one under the other."""
+
+    blocks: tuple[KernelBlock, ...]
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight."""
+        made = []
+        for block in self.blocks:
+            dense = self._dense(block, dtype)
+            made.append(dense if block.order is None else dense.index_select(1, block.order.argsort()))
+        return made[0] if len(made) == 1 else torch.cat(made)
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, I] times the transpose of the weight, in the type of `x`.
+
+        For few tokens in bfloat16 it stays packed. Which way it goes depends on nothing else, so that the same tokens
+        give the same product to the bit.
+        """
+        few = x.dtype == torch.bfloat16 and len(x) <= FEW_ROWS
+        made = [
+            product(block.ordered(x), block.words, block.pairs_GO2)
+            if few
+            else functional.linear(block.ordered(x), self._dense(block, x.dtype))
+            for block in self.blocks
+        ]
+        return made[0] if len(made) == 1 else torch.cat(made, dim=1)
+
+    @staticmethod
+    def _dense(block: KernelBlock, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty(len(block.words), block.columns, dtype=dtype)
+        block.into(out)
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        tensors = (tensor for block in self.blocks for tensor in block[:5])
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _parts(pairs: torch.Tensor) -> list[slice]:

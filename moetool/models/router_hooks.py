@@ -1,6 +1,8 @@
 """Watching which experts a layer really uses, with what weights, and what its router says, whatever its family."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,32 @@ Routes = Callable[[torch.Tensor, torch.Tensor], None]
 """Called with the experts [T, K] and their weights [T, K] of one forward of one layer."""
 
 
+class _Beside(threading.local):
+    running = False
+
+
+_BESIDE = _Beside()
+
+
+@contextlib.contextmanager
+def beside() -> Iterator[None]:
+    """Mark what this thread computes meanwhile as beside the model's own forward: hooks that record pass it over."""
+    _BESIDE.running = True
+    try:
+        yield
+    finally:
+        _BESIDE.running = False
+
+
+def is_beside() -> bool:
+    """Whether this thread computes something beside the model's own forward."""
+    return _BESIDE.running
+
+
 def watch(layer: MoeLayer, on_routes: Routes) -> RemovableHandle:
     """Call `on_routes` whenever the layer has chosen its experts, before they are computed.
+
+    What runs `beside` the model's own forward is passed over.
 
     Most families hand the choice to their experts' module, after grouping, bias and correction; the others return it
     from the router in a form of their own. It is never computed again from the logits.
@@ -24,14 +50,16 @@ def watch(layer: MoeLayer, on_routes: Routes) -> RemovableHandle:
     if layer.form.call in (Call.INTERFACE, Call.EXPERTS):
 
         def before_experts(module: Any, args: tuple[torch.Tensor, ...]) -> None:
-            on_routes(args[1], args[2])
+            if not is_beside():
+                on_routes(args[1], args[2])
 
         handle: RemovableHandle = layer.experts.register_forward_pre_hook(before_experts)
         return handle
     read = {Call.SCALED: scaled_routes, Call.BLOCK: sorted_routes}[layer.form.call]
 
     def after_router(module: Any, args: Any, output: Any) -> None:
-        on_routes(*read(output, layer.top_k))
+        if not is_beside():
+            on_routes(*read(output, layer.top_k))
 
     handle = layer.router.register_forward_hook(after_router)
     return handle

@@ -5,10 +5,12 @@ instead of letting it run its own: so the batch of every forward is known before
 batches deterministically, and a forward that fails takes only its own requests with it.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -187,6 +189,10 @@ class Batcher:
 
         A forward that raises fails the requests that were in it, and only those.
         """
+        with self._on_stream():
+            return self._step()
+
+    def _step(self) -> list[Output]:
         outputs: list[Output] = []
         prepared = False
         try:
@@ -276,11 +282,18 @@ class Batcher:
         except (ValueError, NotImplementedError, AttributeError, KeyError) as error:
             self._restore()
             raise UsageError(f"transformers cannot batch {type(self.model).__name__} continuously: {error}") from error
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)  # what was filled on another stream
         self._manager.batch_processor = self.processor
         self._pages = PrefixPages(self.processor.cache, self._may_reuse)
         self._leaving.clear()
         self.kv_tokens = int(self.processor.cache.num_blocks) * PAGE_TOKENS
         self.kv_bytes = int(self.processor.cache.cache_tensor.numel())
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """The stream that the manager computes on, for its inputs and results too: nothing then has to be ordered."""
+        stream = getattr(self.processor.inputs_and_outputs, "compute_stream", None)
+        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def _restore(self) -> None:
         """Undo what was changed on the model."""
@@ -298,7 +311,7 @@ class Batcher:
             self.processor.handle_batch_error(error)
         except Exception:
             failed = [str(request) for request in self._requests]
-            _LOG.warning("continuous batching begins afresh, %d requests fail: %s", len(failed), error)
+            _LOG.warning("restarting continuous batching; %d requests fail: %s", len(failed), error)
             self._build()
         outputs = []
         for name in failed:
@@ -341,13 +354,17 @@ class Batcher:
             prefill = future.state.generated_len() == 0
             phase_T += [Phase.PREFILL if prefill else Phase.DECODE] * future.query_length
             iteration_T += [iteration] * future.query_length
-        token_id_T = tuple(kwargs["input_ids"][0].tolist())
+        keys = kwargs["cu_seq_lens_k"]
+        tokens, positions, queries, *ends = brought(
+            kwargs["input_ids"][0], kwargs["position_ids"][0], kwargs["cu_seq_lens_q"], *keys.values()
+        )
+        token_id_T = tuple(tokens)
         batch = Batch(
             info=ForwardInfo(
                 forward_id=self._forward_id,
                 request_T=tuple(request_T),
                 phase_T=tuple(phase_T),
-                position_T=tuple(kwargs["position_ids"][0].tolist()),
+                position_T=tuple(positions),
                 token_id_T=token_id_T,
             ),
             token_id_T=token_id_T,
@@ -356,4 +373,11 @@ class Batcher:
         self._batch = batch
         if self.on_forward is not None:
             self.on_forward(batch)
-        return args, {**kwargs, "sequence_ends": SequenceEnds.of(kwargs)}
+        return args, {**kwargs, "sequence_ends": SequenceEnds(queries, dict(zip(keys, ends, strict=True)))}
+
+
+def brought(*vectors: torch.Tensor) -> list[list[int]]:
+    """The values of some vectors of integers, by one transfer."""
+    values = torch.cat(vectors).tolist()
+    ends = list(accumulate(map(len, vectors)))
+    return [values[end - len(vector) : end] for vector, end in zip(vectors, ends, strict=True)]

@@ -7,6 +7,7 @@ else orders the device's own queues, so that the model's thread runs ahead of th
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,11 +16,11 @@ from moetool.errors import CapacityError, first_line
 from moetool.models.huge_pages import ask_for_huge_pages
 
 ALIGNMENT = 256
-"""Of every expert in memory, on every device: kernels are chosen by it, and may add in another order if it differs."""
+"""Alignment of every expert in memory: kernels, and so summation order, depend on it."""
 
 
 class Copies(Protocol):
-    """What the store asks of a device. All but `mark` and `wait` may be called from any thread.
+    """Device copies for the store. All but `mark` and `wait` may be called from any thread.
 
     Attributes:
         device: where slots are.
@@ -38,11 +39,14 @@ class Copies(Protocol):
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
         """Copy from host to device memory as soon as `after` is passed; gives the mark of its end."""
 
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor, Any]]) -> Any:
+        """As `copy`, for several (source, target, after); the mark is that of the end of all."""
+
     def mark(self) -> Any:
         """The mark of the end of all computing that the calling thread has asked for."""
 
     def wait(self, mark: Any, tier: str) -> None:
-        """What the calling thread asks the device to compute from now on begins after `mark`.
+        """Order later computations of the calling thread after `mark`.
 
         Args:
             tier: what is charged with the time that the device then waits: `disk` or `host`.
@@ -80,6 +84,10 @@ class CpuCopies:
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
         target.copy_(source)
 
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor, Any]]) -> Any:
+        for source, target, _ in pairs:
+            target.copy_(source)
+
     def mark(self) -> Any:
         return None
 
@@ -115,9 +123,13 @@ class CudaCopies:
         self._lock = threading.Lock()
         self._stalls: dict[str, deque[tuple[Any, Any]]] = {"disk": deque(), "host": deque()}
         self._stalled = {"disk": 0.0, "host": 0.0}
+        self._waited: tuple[Any, Any] = (None, None)
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
-        return _allocate(num_bytes, self.device)
+        memory = _allocate(num_bytes, self.device)
+        # Its zeros are written by the stream of the calling thread: no copy, and no other stream, may come before them.
+        torch.cuda.current_stream(self.device).synchronize()
+        return memory
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         memory = _allocate(num_bytes, torch.device("cpu"))
@@ -132,11 +144,15 @@ class CudaCopies:
         return memory
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: Any) -> Any:
+        return self.copy_all([(source, target, after)])
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor, Any]]) -> Any:
         copied = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
-            target.copy_(source, non_blocking=True)
+            for mark in {id(after): after for _, _, after in pairs if after is not None}.values():
+                self._stream.wait_event(mark)
+            for source, target, _ in pairs:
+                target.copy_(source, non_blocking=True)
             copied.record(self._stream)
         return copied
 
@@ -147,6 +163,9 @@ class CudaCopies:
         if mark is None or mark.query():
             return
         stream = torch.cuda.current_stream(self.device)
+        if self._waited[0] is mark and self._waited[1] == stream:
+            return  # copies that were asked for together share a mark
+        self._waited = (mark, stream)
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(stream)
         stream.wait_event(mark)
@@ -191,6 +210,14 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
         ) from None
     start = -memory.data_ptr() % ALIGNMENT
     return memory[start : start + num_bytes]
+
+
+def sent(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Small numbers on a device, int32, without waiting for it."""
+    made = torch.tensor(numbers, dtype=torch.int32)
+    if device.type != "cuda":
+        return made.to(device)
+    return made.pin_memory().to(device, non_blocking=True)  # torch keeps the memory until it has been copied
 
 
 def stride_of(slot_bytes: int) -> int:

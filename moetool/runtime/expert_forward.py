@@ -12,17 +12,22 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from moetool.caching._devices import Pool
-from moetool.caching._residency import Step, StepKind
+from moetool.caching._residency import Residency, Step, StepKind
+from moetool.errors import UsageError
 from moetool.models.expert_form import Call, Share
 from moetool.models.families import find
 from moetool.models.loading import LoadedModel
 from moetool.models.router_hooks import sorted_routes, to_float16, watch
 from moetool.models.row_products import MAX_ROWS
 from moetool.models.spec import MoeLayer
+from moetool.runtime.cost_meter import CostMeter
 from moetool.runtime.device_stores import Stores
+from moetool.runtime.event_window import EventWindow
 from moetool.runtime.expert_grouping import by_expert
 from moetool.runtime.expert_store import ExpertStore
 from moetool.runtime.host_compute import HostCompute
+from moetool.runtime.pooled_experts import PooledExperts
+from moetool.runtime.resident_look import ResidentLook
 from moetool.runtime.signals import Signals, request_means
 from moetool.types import ForwardInfo, GateEvent
 
@@ -53,11 +58,15 @@ class ExpertRuntime:
         loaded: a model whose experts are on the meta device (`load_lazy`).
         residency: that of one device, or a `Fleet`.
         store: made for it (`moetool.runtime.device_stores.open_stores`).
+        pooled: whether all experts of an event are computed by one product over the pool
+            (`moetool.runtime.pooled_experts`), and not one by one: by default on a GPU that has all slots.
 
     Attributes:
         from_pool: whether every expert is computed out of the store, by the residency's steps.
         uses_L: how often each layer needed an expert.
         misses_L: how often it was not resident then.
+        window: the last events.
+        on_costs: called with a forward and the seconds of a load and of the host that are in force from it on.
 
     Effects: becomes the model's experts implementation, and the forward of experts that have no such interface;
         owns the store.
@@ -65,7 +74,9 @@ class ExpertRuntime:
 
     from_pool = True
 
-    def __init__(self, loaded: LoadedModel, residency: Pool, store: ExpertStore | Stores) -> None:
+    def __init__(
+        self, loaded: LoadedModel, residency: Pool, store: ExpertStore | Stores, *, pooled: bool | None = None
+    ) -> None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         self.residency = residency
@@ -80,6 +91,13 @@ class ExpertRuntime:
         self._rule = find(loaded.model.config.get_text_config().model_type).rule(
             loaded.model.config.get_text_config(), loaded.layers[0].router
         )
+        self.window = EventWindow()
+        self._look: ResidentLook | None = None
+        self.on_costs: Callable[[int, float, float], None] | None = None
+        if residency.policy.live_costs:
+            if not isinstance(store, ExpertStore):
+                raise UsageError("costs are measured on one device only; leave out policy.live, or the other devices")
+            store.meter = CostMeter()
         self._signals = Signals(
             loaded.model,
             loaded.layers,
@@ -92,7 +110,18 @@ class ExpertRuntime:
         loaded.model.set_experts_implementation(_IMPLEMENTATION)
         for layer in loaded.layers:
             self._bind(layer)
+        self._pooled: PooledExperts | None = None
+        wanted = store.copies.device.type == "cuda" if pooled is None else pooled
+        wanted = wanted and self.from_pool and "resident" not in self._needs  # a partial forward begins loads by itself
+        if wanted and isinstance(residency, Residency) and isinstance(store, ExpertStore):
+            self._pooled = PooledExperts(loaded, residency, store, self._host)
+        policy = residency.policy
+        self._hears_later = self._needs <= {"topk"} and policy.lossless and not policy.computes_on_host
+        self._unheard: list[tuple[MoeLayer, torch.Tensor]] = []
         self._computes_rows = [self.from_pool and self._layer_computes_rows(layer) for layer in loaded.layers]
+        if "resident" in self._needs:
+            self._look = ResidentLook(loaded, residency, store if self.from_pool else None)
+            self._look.require_true(loaded.model)
 
     def begin_forward(self, info: ForwardInfo) -> None:
         """Announce the forward that is about to run, and start its first prefetches.
@@ -100,13 +129,22 @@ class ExpertRuntime:
         Where the policy looks at embeddings they start when the embedding layer has run.
         """
         self._info = info
+        self.window.begin(self.residency.counts)
+        if isinstance(self.store, ExpertStore) and self.store.meter is not None and (new := self.store.meter.news()):
+            self.residency.policy.take_costs(*new)
+            if self.on_costs is not None:
+                self.on_costs(info.forward_id, *new)
         if "embeddings" not in self._needs:
             self._start(self.residency.begin_forward(info))
+        if self._pooled is not None:
+            self._pooled.begin_forward()
 
     def end_forward(self) -> None:
         """The forward is over, complete or not."""
         if self._info is not None:
+            self._hear()
             self.residency.end_forward(self._info)
+            self.window.end(self._info, self.residency.counts)
             self._info = None
 
     def watch_products(self, layer: MoeLayer, on_products: Callable[[torch.Tensor], None]) -> RemovableHandle:
@@ -116,8 +154,15 @@ class ExpertRuntime:
         watching[handle.id] = on_products
         return handle
 
+    def watch_looks(self, on_logits: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """Call `on_logits` with what a partial forward says of each layer but the first: logits [T, E]."""
+        assert self._look is not None, "nothing looks through resident experts"
+        return self._look.watch(on_logits)
+
     def close(self) -> None:
         """End the store's threads and leave the model's routers alone."""
+        if self._look is not None:
+            self._look.close()
         self._signals.close()
         self._host.close()
         self.store.close()
@@ -125,16 +170,21 @@ class ExpertRuntime:
     def forward(
         self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        """The output [T, D] of one MoE layer's routed experts.
-
-        Raises:
-            MoetoolError: an expert could not be read.
-        """
+        """The output [T, D] of one MoE layer's routed experts. Raises: MoetoolError: an expert could not be read."""
+        if self._look is not None and self._look.aside is not None:
+            return self._look.aside(hidden_TD)
         num_tokens, top_k = index_TK.shape
-        event = self._event(layer, index_TK, weights_TK)
-        if (routed := self.residency.route(event)) is not None:
-            event, index_TK, weights_TK = self._reroute(event, routed, index_TK, weights_TK)
-        products = self._few_products(layer, event, hidden_TD)
+        products = self._products_unheard(layer, hidden_TD, top_k, index_TK)
+        if products is None:
+            event = self._event(layer, index_TK, weights_TK)
+            if (routed := self.residency.route(event)) is not None:
+                event, index_TK, weights_TK = self._reroute(event, routed, index_TK, weights_TK)
+            if self._look is not None:
+                self._look.begin(layer, index_TK, weights_TK)
+            if self._pooled is not None:
+                products = self._pooled.compute(layer, self._program(layer, event), hidden_TD, top_k, index_TK)
+            else:
+                products = self._few_products(layer, event, hidden_TD)
         if products is None:
             products = self._products(layer, event, index_TK, lambda experts, places: hidden_TD[places // top_k])
         for on_products in tuple(self._watching.get(layer.index, {}).values()):
@@ -143,9 +193,9 @@ class ExpertRuntime:
         return weighted.view(num_tokens, top_k, -1).sum(dim=1).to(hidden_TD.dtype)
 
     def _event(self, layer: MoeLayer, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> GateEvent:
-        """What the policy is told of the layer's choice."""
+        """Route of the layer, for the policy."""
         if self._info is None:
-            raise RuntimeError("the model was called outside a forward that moetool announced")
+            raise RuntimeError("the model was called outside a forward started by moetool")
         event = GateEvent(
             forward=self._info,
             layer=layer.index,
@@ -176,11 +226,41 @@ class ExpertRuntime:
 
     def _program(self, layer: MoeLayer, event: GateEvent) -> list[Step]:
         """The residency's steps for an event, counted."""
+        self.window.add(event)
         expert_of, needed = self.residency.policy.spec.expert_of, set(event.needed)
-        steps = self.residency.event(event)
+        steps = self.residency.event(event) if self._look is None else self._look.program(event)
         self.uses_L[layer.index] += len(needed)
         self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in needed for step in steps)
         return steps
+
+    def _products_unheard(
+        self, layer: MoeLayer, x: torch.Tensor, each: int, index_TK: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The outputs by `PooledExperts.compute_all`, where that may be called; `_hear` tells the residency."""
+        if self._pooled is None or not self._pooled.complete or not self._hears_later:
+            return None
+        if self._info is None:
+            raise RuntimeError("the model was called outside a forward that moetool announced")
+        self._unheard.append((layer, index_TK))
+        return self._pooled.compute_all(layer, x, each, index_TK)
+
+    def _hear(self) -> None:
+        """Tell the residency of the events that are computed already, by one transfer, and start what it asks for."""
+        if not self._unheard:
+            return
+        assert self._pooled is not None and self._info is not None
+        unheard, self._unheard = self._unheard, []
+        if (device := unheard[0][1].device).type == "cuda":
+            torch.cuda.synchronize(device)  # the forward may have run on a stream of its own
+        chosen = torch.cat([index_TK.reshape(-1) for _, index_TK in unheard]).tolist()
+        self._pooled.computed_all()
+        first = 0
+        for layer, index_TK in unheard:
+            experts, first = chosen[first : first + index_TK.numel()], first + index_TK.numel()
+            top_k = index_TK.shape[1]
+            routes = tuple(tuple(experts[i : i + top_k]) for i in range(0, len(experts), top_k))
+            event = GateEvent(forward=self._info, layer=layer.index, experts_TK=routes, weights_TK=None)
+            self._start([step for step in self._program(layer, event) if step.kind is not StepKind.COMPUTE])
 
     def _few_products(self, layer: MoeLayer, event: GateEvent, hidden_TD: torch.Tensor) -> torch.Tensor | None:
         """As `_products`, for experts of few rows: all that are here in one call, whatever their number.
@@ -231,7 +311,8 @@ class ExpertRuntime:
                 compute()
             if at_once and not together:
                 continue  # `ready` is next and loads it on this thread, sooner than another could
-            store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
+            if self._look is None or not self._look.began(step):
+                store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
             if step.kind is StepKind.LOAD and step.key - base not in places_of:
                 beside.append(step)
         if together:
@@ -300,7 +381,8 @@ class ExpertRuntime:
                 at_once = following is not None and (following.kind, following.key) == (StepKind.COMPUTE, step.key)
                 if at_once and not on_host:
                     continue  # `ready` is next and loads it on this thread, sooner than another could
-                self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
+                if self._look is None or not self._look.began(step):
+                    self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
                 if step.kind is StepKind.LOAD and expert not in rows_of:
                     beside.append((step.key, step.slot))
                 continue
@@ -426,9 +508,13 @@ class ExpertRuntime:
         top_k = layer.top_k
         index_TK, weights_TK = self._chosen.pop(layer.index)
         event = self._event(layer, index_TK, weights_TK)
-        products = self._products(layer, event, index_TK, lambda experts, places: copies_ETD[experts, places // top_k])
-        output_ETD = torch.zeros_like(copies_ETD)
         places = torch.arange(index_TK.numel(), device=index_TK.device)
+        if self._pooled is not None:
+            x = copies_ETD[index_TK.reshape(-1), places // top_k]
+            products = self._pooled.compute(layer, self._program(layer, event), x, 1, index_TK)
+        else:
+            products = self._products(layer, event, index_TK, lambda experts, at: copies_ETD[experts, at // top_k])
+        output_ETD = torch.zeros_like(copies_ETD)
         output_ETD[index_TK.reshape(-1), places // top_k] = products
         return output_ETD.view(scaled.shape)
 
@@ -444,6 +530,8 @@ class ExpertRuntime:
             self._start(self.residency.begin_forward(self._info))
 
     def _start(self, steps: list[Any]) -> None:
+        if steps and self._pooled is not None:
+            self._pooled.moved()
         for step in steps:
             self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
 

@@ -1,26 +1,29 @@
-"""Where the bytes of an expert come from: host memory if they are there, else disk."""
+"""Source of an expert's bytes: host memory if cached there, else disk."""
 
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from moetool.errors import CapacityError, MoetoolError
+from moetool.json_files import JsonRecord
 from moetool.models.expert_files import ExpertFiles
 from moetool.models.stored_expert import Weight
 from moetool.runtime.copies import Copies, cut, stride_of
 from moetool.runtime.host_tier import Buffer, HostTier
 
 _LOG = logging.getLogger(__name__)
+_RING_BYTES = 2**30
+"""Of host memory that experts pass through on their way to a device, where nobody says how much it may have."""
 
 
 @dataclass(slots=True)
-class StoreStats:
-    """What the store did since it began.
+class StoreStats(JsonRecord):
+    """Counters of the store since its start.
 
     Attributes:
         reads: experts read from disk.
@@ -43,10 +46,6 @@ class StoreStats:
     retried: int = 0
     stall_seconds: float = 0.0
     host_stall_seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """The counters by name."""
-        return asdict(self)
 
 
 class ExpertSource:
@@ -76,7 +75,9 @@ class ExpertSource:
         stride = stride_of(files.stored_bytes)
         least = num_threads + 1 if copies.staged or hosts else 0  # one for the model's thread
         least += copies.staged and hosts  # and one for the thread that computes on the host
-        count = least if host_memory_bytes is None else min(host_memory_bytes // stride, files.spec.total_experts)
+        if host_memory_bytes is None:
+            host_memory_bytes = max(least * stride, _RING_BYTES if copies.staged else 0)
+        count = min(host_memory_bytes // stride, max(least, files.spec.total_experts))
         if count < least:
             raise CapacityError(
                 f"--host-memory {host_memory_bytes:,} holds {count} experts of {stride:,} bytes, expected at least "
@@ -113,6 +114,42 @@ class ExpertSource:
         finally:
             self._host.release(buffer)
         return tier, copied
+
+    def read_ahead(self, key: int) -> bool:
+        """Read an expert into a buffer of host memory that holds none; False where there is no such buffer left."""
+        if self._host is None or (buffer := self._host.open_free(key)) is None:
+            return self._host is not None and self._host.holds(key)
+        try:
+            buffer.num_bytes = self._files.read_stored(key, buffer.memory)
+        except BaseException:
+            self._host.drop(buffer)
+            raise
+        self._host.publish(buffer)
+        self._host.release(buffer)
+        self._count(buffer.num_bytes, prefetch=True)
+        return True
+
+    def hold(self, key: int) -> Buffer | None:
+        """The buffer of an expert in host memory that is to be copied by `copy_held`; None where it is not there."""
+        buffer = None if self._host is None or self._files.converts else self._host.hold(key)
+        if buffer is not None:
+            with self.lock:
+                self.stats.host_hits += 1
+                self.stats.host_bytes += buffer.num_bytes
+        return buffer
+
+    def copy_held(self, loads: Sequence[tuple[Buffer, torch.Tensor, Any]]) -> Any:
+        """Copy held buffers into slots, each after its mark, and let go of them; gives the mark of the end of all."""
+        assert self._host is not None
+        try:
+            with self._copying:
+                copied = self._copies.copy_all([(buffer.memory, slot, freed) for buffer, slot, freed in loads])
+                for buffer, _, _ in loads:
+                    buffer.copied = copied
+        finally:
+            for buffer, _, _ in loads:
+                self._host.release(buffer)
+        return copied
 
     def in_host(self, key: int) -> bool:
         """Whether an expert lies in host memory; by the next moment it may not."""

@@ -7,9 +7,11 @@ the expert is computed. What arrives when changes the seconds lost and nothing e
 import contextlib
 import heapq
 import itertools
+import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +22,11 @@ from moetool.models.expert_files import ExpertFiles
 from moetool.models.loading import LoadedModel
 from moetool.models.stored_expert import Weight
 from moetool.runtime.copies import Copies, CpuCopies, cut, open_copies, stride_of
+from moetool.runtime.cost_meter import CostMeter
 from moetool.runtime.expert_source import ExpertSource, StoreStats
+from moetool.runtime.host_tier import Buffer
+
+_LOG = logging.getLogger(__name__)
 
 
 class _Job:
@@ -57,6 +63,7 @@ class ExpertStore:
         copies: the device; the CPU by default.
 
     Attributes:
+        meter: told how long loads take, where there is one.
         pool_bytes: bytes of the slots.
         host_pool_bytes: bytes of the host tier, at most `host_memory_bytes` where that is given.
 
@@ -78,6 +85,7 @@ class ExpertStore:
     ) -> None:
         self.files = files
         self.num_slots = num_slots
+        self.meter: CostMeter | None = None
         self.copies = CpuCopies() if copies is None else copies
         self._source = ExpertSource(files, self.copies, num_threads, host_memory_bytes, hosts)
         self.host_pool_bytes = self._source.pool_bytes
@@ -92,6 +100,7 @@ class ExpertStore:
         self._queued = threading.Condition(self._lock)
         self._finished = threading.Condition(self._lock)
         self._closed = False
+        self._ahead: deque[int] = deque()  # experts that are read into host memory while nothing else is to be done
         self._threads = [
             threading.Thread(target=self._work, name=f"expert-io-{i}", daemon=True) for i in range(num_threads)
         ]
@@ -114,13 +123,46 @@ class ExpertStore:
         The slot's former expert must have been computed (`computed`), or not be needed.
         """
         job = self._replace(key, slot, prefetch)
-        if not prefetch and self.copies.staged and job.after is None and self._source.in_host(key):
+        at_once = not prefetch and self.copies.staged and job.after is None and self._source.in_host(key)
+        if at_once and not (self.meter is not None and self.meter.due()):
             job.claimed = True  # asking for a copy takes no longer than asking a thread to ask for it
             self._run(job)
             return
         with self._lock:
             heapq.heappush(self._queue, (prefetch, next(self._order), job))
             self._queued.notify()
+
+    def read_ahead(self, keys: Iterable[int]) -> None:
+        """Have idle threads read experts into host memory, in this order, as long as it has room."""
+        with self._lock:
+            self._ahead.extend(keys)
+            self._queued.notify_all()
+
+    def load_together(self, loads: Sequence[tuple[int, int]]) -> None:
+        """As `load` on demand for each (key, slot), the experts in host memory by one batch of copies with one mark."""
+        held: list[tuple[_Job, Buffer]] = []
+        for key, slot in loads:
+            job = self._replace(key, slot, prefetch=False)
+            measured = self.meter is not None and self.meter.due()
+            at_once = self.copies.staged and job.after is None and not measured
+            if at_once and (buffer := self._source.hold(key)) is not None:
+                job.claimed = True
+                held.append((job, buffer))
+                continue
+            with self._lock:
+                heapq.heappush(self._queue, (False, next(self._order), job))
+                self._queued.notify()
+        if not held:
+            return
+        mark, failed = None, None
+        try:
+            mark = self._source.copy_held([(buffer, self.slots[job.slot], job.freed) for job, buffer in held])
+        except Exception as error:
+            failed = error  # `ready` tries once more
+        with self._lock:
+            for job, _ in held:
+                job.tier, job.copied, job.error, job.done = "host", mark, failed, True
+            self._finished.notify_all()
 
     def ready(self, key: int, slot: int) -> tuple[Weight, ...]:
         """The weights of expert `key`, which `slot` was to be loaded with (`ExpertFiles.views`).
@@ -160,6 +202,29 @@ class ExpertStore:
         """Whether `ready` would not wait for a read."""
         job = self._jobs[slot]
         return job is not None and job.key == key and job.done
+
+    def holds(self, key: int, slot: int) -> bool:
+        """Whether the expert lies in the slot, whole: nothing that is computed with it has to wait."""
+        job = self._jobs[slot]
+        here = job is not None and job.key == key and job.done and job.error is None
+        return here and self.copies.passed(job.copied)  # type: ignore[union-attr]
+
+    def stacked(self, layer: int) -> tuple[torch.Tensor, ...] | None:
+        """The parts of a layer's experts in all slots, [slots, ...]; None where slots hold them packed."""
+        first = self._views[self.files.layout_of(self.files.spec.expert_key(layer, 0))][0]
+        stride, stacked = stride_of(self.files.slot_bytes), []
+        for part in first:
+            if not isinstance(part, torch.Tensor):
+                return None
+            strides = (stride // part.dtype.itemsize, *part.stride())
+            stacked.append(part.as_strided((self.num_slots, *part.shape), strides))
+        return tuple(stacked)
+
+    def computed_together(self, slots: Iterable[int]) -> None:
+        """As `computed`, for several."""
+        mark = self.copies.mark()
+        for slot in slots:
+            self._freed[slot] = mark
 
     def computed(self, slot: int) -> None:
         """All that was to be computed with the expert in `slot` has been asked for: it may be replaced after that."""
@@ -207,6 +272,7 @@ class ExpertStore:
         with self._lock:
             self._closed = True
             self._queue.clear()
+            self._ahead.clear()
             self._queued.notify_all()
         for thread in self._threads:
             thread.join()
@@ -247,25 +313,48 @@ class ExpertStore:
     def _work(self) -> None:
         while True:
             with self._lock:
-                while not self._queue and not self._closed:
+                while not self._queue and not self._ahead and not self._closed:
                     self._queued.wait()
                 if self._closed:
                     return
+                ahead = self._ahead.popleft() if not self._queue else None
+            if ahead is not None:
+                self._read_ahead(ahead)
+                continue
+            with self._lock:
+                if not self._queue:
+                    continue
                 prefetch, _, job = heapq.heappop(self._queue)
                 if job.claimed:
                     continue
                 job.claimed = True
+            began = time.perf_counter()
             self._run(job)
-            if prefetch:
+            if prefetch or (self.meter is not None and self.copies.staged):
                 # Copies have one queue: prefetches that lay in host memory would fill it ahead of demand loads.
                 self.copies.finish(job.copied)
+                if self.meter is not None and self.copies.staged:
+                    self.meter.loaded(time.perf_counter() - began)
+
+    def _read_ahead(self, key: int) -> None:
+        try:
+            room = self._source.read_ahead(key)
+        except Exception as error:
+            _LOG.warning("%s; it is read again when it is needed", self._source.unreadable(key, error))
+            return
+        if not room:
+            with self._lock:
+                self._ahead.clear()
 
     def _run(self, job: _Job) -> None:
         if job.after is not None:
             self._await(job.after)
             job.after = None
+        began = time.perf_counter()
         try:
             job.tier, job.copied = self._source.fill(job.key, self.slots[job.slot], job.prefetch, job.freed)
+            if self.meter is not None and not self.copies.staged:
+                self.meter.loaded(time.perf_counter() - began)
         except BaseException as error:
             job.error = error
             if not isinstance(error, Exception):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moetool.request import Matcher, SamplingParams, TokenLogprob
+from moetool.runtime.batched_sampling import Draws, batched_gumbel_scores, on_device
 
 NOT_NUMBERS = (
     "the model's scores are not finite (NaN or infinity): a broken checkpoint, or a data type too narrow for it"
@@ -67,11 +68,15 @@ class Sampler:
 
     Args:
         eos: tokens that end an answer; a grammar allows them where the answer is whole, and nowhere else.
+        batched: whether all rows are dealt with together where the scores lie (`moetool.runtime.batched_sampling`); by
+            default on any device but the CPU.
     """
 
-    def __init__(self, eos: Collection[int] = ()) -> None:
+    def __init__(self, eos: Collection[int] = (), *, batched: bool | None = None) -> None:
         self._eos = list(eos)
+        self._batched = batched
         self._choices: dict[str, _Choice] = {}
+        self._verdicts: list[_Verdicts] = []
 
     def add(self, request: str, params: SamplingParams, prompt: Sequence[int], drawn: int = 0) -> None:
         """Take in a request.
@@ -103,6 +108,9 @@ class Sampler:
 
     def broken(self, request: str) -> str:
         """Why its newest token means nothing; empty where it is sound."""
+        for verdicts in self._verdicts:
+            verdicts.tell()
+        self._verdicts.clear()
         return self._choices[request].broken
 
     def apply(self, requests: list[str], scores_BV: Tensor) -> Tensor:
@@ -112,6 +120,8 @@ class Sampler:
             requests: the request of each row; rows beyond them are left alone.
             scores_BV: logits, float32.
         """
+        if self._batched or (self._batched is None and scores_BV.device.type != "cpu"):
+            return self._apply_together(requests, scores_BV)
         for row, request in enumerate(requests):
             choice = self._choices.get(request)
             if choice is None:
@@ -123,9 +133,36 @@ class Sampler:
             if choice.params.logprobs is not None:
                 choice.logprobs_V = scores_V.log_softmax(-1)
             _constrain(scores_V, choice, self._eos)
+            if not choice.broken and not scores_V.max().isfinite():
+                choice.broken = NO_TOKEN_LEFT
+                scores_V.zero_()
             if choice.params.temperature > _COLDEST:
                 scores_BV[row] = gumbel_scores(scores_V, choice.params, choice.seed, choice.drawn)
             choice.drawn += 1
+        return scores_BV
+
+    def _apply_together(self, requests: list[str], scores_BV: Tensor) -> Tensor:
+        """As `apply`, in operations that wait for nothing; `broken` asks for what they found."""
+        found = [(row, choice) for row, request in enumerate(requests) if (choice := self._choices.get(request))]
+        if not found:
+            return scores_BV
+        unsound_B = ~scores_BV.amax(-1).isfinite()
+        scores_BV.masked_fill_(unsound_B[:, None], 0.0)
+        for row, choice in found:
+            if choice.params.logprobs is not None:
+                choice.logprobs_V = scores_BV[row].log_softmax(-1)
+            _constrain(scores_BV[row], choice, self._eos)
+        empty_B = ~scores_BV.amax(-1).isfinite()
+        scores_BV.masked_fill_(empty_B[:, None], 0.0)
+        drawn = [(row, choice) for row, choice in found if choice.params.temperature > _COLDEST]
+        if drawn:
+            device, keyed = scores_BV.device, [(c.params, _mix(c.seed, c.drawn)) for _, c in drawn]
+            draws = Draws.of(keyed, scores_BV.shape[1], device)
+            rows = on_device(torch.tensor([row for row, _ in drawn]), device)
+            scores_BV.index_copy_(0, rows, batched_gumbel_scores(scores_BV.index_select(0, rows), draws))
+        for _, choice in found:
+            choice.drawn += 1
+        self._verdicts.append(_Verdicts(found, torch.stack([unsound_B, empty_B])))
         return scores_BV
 
     def processor(self) -> Any:
@@ -154,38 +191,59 @@ class Sampler:
         return Processor()
 
 
+class _Verdicts:
+    """Which rows of a batch cannot be chosen from, on its way from the device.
+
+    Args:
+        found: rows and their requests.
+        broken_2B: whether their scores are no numbers, and whether no token is left.
+    """
+
+    def __init__(self, found: list[tuple[int, _Choice]], broken_2B: Tensor) -> None:
+        self._found = found
+        self._arrived: Any = None
+        self._broken_2B = broken_2B
+        if broken_2B.device.type == "cuda":
+            self._broken_2B = torch.empty(broken_2B.shape, dtype=torch.bool, pin_memory=True)
+            self._broken_2B.copy_(broken_2B, non_blocking=True)
+            self._arrived = torch.cuda.current_stream(broken_2B.device).record_event()
+
+    def tell(self) -> None:
+        """Wait for them, and write them down."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        unsound, empty = self._broken_2B.tolist()
+        for row, choice in self._found:
+            choice.broken = choice.broken or (NOT_NUMBERS if unsound[row] else NO_TOKEN_LEFT if empty[row] else "")
+
+
 def _constrain(scores_V: Tensor, choice: _Choice, eos: list[int]) -> None:
     """Apply the grammar, the logit bias and the penalties, in place."""
-    params = choice.params
+    params, device = choice.params, scores_V.device
     if choice.matcher is not None:
-        allowed = torch.frombuffer(choice.matcher.allowed(), dtype=torch.uint8).to(scores_V.device)
+        allowed = torch.frombuffer(choice.matcher.allowed(), dtype=torch.uint8)
         allowed[eos] = int(choice.matcher.may_end)
+        allowed = on_device(allowed, device)
         scores_V.masked_fill_(allowed[: len(scores_V)] == 0, float("-inf"))
     if params.logit_bias:
         ids, biases = zip(*params.logit_bias, strict=True)
-        scores_V[list(ids)] += torch.tensor(biases, device=scores_V.device)
+        scores_V[on_device(torch.tensor(ids), device)] += on_device(torch.tensor(biases), device)
     if params.penalizes:
         answer = torch.tensor(list(choice.counts), dtype=torch.long)
         if params.repetition_penalty != 1.0:
-            seen = torch.cat([choice.prompt_ids, answer]).unique().to(scores_V.device)
+            seen = on_device(torch.cat([choice.prompt_ids, answer]).unique(), device)
             found, factor = scores_V[seen], params.repetition_penalty
             scores_V[seen] = torch.where(found > 0, found / factor, found * factor)
         if len(answer):
-            answer = answer.to(scores_V.device)
-            counts = torch.tensor(list(choice.counts.values()), dtype=scores_V.dtype, device=scores_V.device)
-            scores_V[answer] -= params.frequency_penalty * counts + params.presence_penalty
-    if not choice.broken and not scores_V.max().isfinite():
-        choice.broken = NO_TOKEN_LEFT
-        scores_V.zero_()
+            counts = on_device(torch.tensor(list(choice.counts.values()), dtype=scores_V.dtype), device)
+            scores_V[on_device(answer, device)] -= params.frequency_penalty * counts + params.presence_penalty
 
 
 def gumbel_scores(logits_V: Tensor, params: SamplingParams, seed: int, place: int) -> Tensor:
     """Scores whose argmax is a sample of softmax(logits / temperature) among the tokens that the parameters leave.
 
-    Made on the CPU whatever the model's device: a GPU adds up a running sum in no fixed order, and has random numbers
-    of its own.
+    For scores on a CPU; `moetool.runtime.batched_sampling` has the same rule for a GPU, with other noise.
     """
-    logits_V = logits_V.cpu()
     scaled = (logits_V - logits_V.max()) / params.temperature  # at most 0, so that no temperature makes it overflow
     generator = torch.Generator().manual_seed(_mix(seed, place))
     uniform = torch.rand(scaled.shape, generator=generator, dtype=torch.float64).clamp_(min=1e-300)

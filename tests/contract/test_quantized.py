@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from moetool import plugins
-from moetool.caching._policy import policy_class
 from moetool.errors import MismatchError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy
+from moetool.models.slot_unpacking import SlotUnpacking
+from moetool.runtime.copies import stride_of
 from tests import families, quantized
-from tests.greedy import Greedy, forward_logits, generated, prompts, served
+from tests.greedy import Greedy, forward_logits, generated, prompts, require_same_under_every_policy, served
 from tests.quantized import GROUP, compressed, compressed_config
 
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -115,11 +116,11 @@ def written(name: str, folder: Path) -> tuple[Path, Path]:
 
 
 def test_every_policy_generates_what_transformers_does(case: Case) -> None:
-    every = case.path.parent.name.startswith(tuple(ALL_POLICIES))
-    for policy in plugins.names("policy") if every else ("lru", "promoe"):
-        kind = policy_class(policy)
-        if kind.lossless and not kind.needs_future:
-            case.expected.require_same(served(case.path, policy, PROMPTS))
+    if case.path.parent.name.startswith(tuple(ALL_POLICIES)):
+        require_same_under_every_policy(case.path, case.expected, PROMPTS)
+        return
+    for policy in ("lru", "promoe"):
+        case.expected.require_same(served(case.path, policy, PROMPTS))
 
 
 @pytest.mark.slow
@@ -127,12 +128,7 @@ def test_fifty_prompts_under_every_policy(case: Case) -> None:
     """The whole matrix, format by format; every policy has its smallest pool."""
     many = prompts(50)
     expected = generated(load_full(Checkpoint.open(case.twin), torch.float32).model, many)
-    kinds = {policy: policy_class(policy) for policy in plugins.names("policy")}
-    ties = {
-        policy: expected.require_same(served(case.path, policy, many))
-        for policy, kind in kinds.items()
-        if kind.lossless and not kind.needs_future
-    }
+    ties = require_same_under_every_policy(case.path, expected, many)
     print(f"{case.path.parent.name}: {len(ties)} policies, {sum(ties.values())} ties of {len(ties) * len(many)}")
 
 
@@ -149,6 +145,47 @@ def test_logits_are_as_near_as_transformers_experts_to_each_other(case: Case) ->
     bound = 2 * float((logits["eager"] - logits["grouped_mm"]).abs().max())
     rounding = 4 * torch.finfo(torch.float32).eps * float(logits["eager"].abs().max())
     assert float((found - logits["eager"]).abs().max()) <= max(bound, rounding)
+
+
+def test_one_product_over_packed_slots_gives_the_same_bits_from_any_pool(case: Case) -> None:
+    """As on a GPU: experts are unpacked together, in waves where the pool is too small."""
+    tokens = torch.tensor([prompts(12)[-1] * 2])
+    found = [forward_logits(case.path, tokens, slots, pooled=True) for slots in (3, 8, 16)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    one_by_one = forward_logits(case.path, tokens)
+    assert torch.allclose(found[0], one_by_one, rtol=0, atol=1e-5 * float(one_by_one.abs().max()))
+
+
+def test_slots_are_unpacked_together_to_the_weights_of_each(case: Case) -> None:
+    loaded = load_lazy(Checkpoint.open(case.path), torch.bfloat16)
+    assert loaded.files is not None
+    pool = torch.zeros(9, stride_of(loaded.files.slot_bytes), dtype=torch.uint8)
+    slots = [row[: loaded.files.slot_bytes] for row in pool]
+    operations = []
+    for layer in loaded.layers:
+        for slot, expert in ((7, 2), (1, 0), (4, 5)):
+            loaded.files.read_into(loaded.spec.expert_key(layer.index, expert), slots[slot])
+        unpacking = SlotUnpacking(loaded.files, slots, torch.bfloat16)
+        expected = loaded.files.stacked(layer, torch.bfloat16).values()
+        for chosen, experts in (([7], [2]), ([7, 1, 4], [2, 0, 5])):
+            with Operations() as counted:
+                found = unpacking.unpack(layer.index, chosen)
+            operations.append(counted.number)
+            for part, weights in zip(found, expected, strict=True):
+                assert torch.equal(part[: len(chosen)], weights[experts])
+    loaded.close()
+    by_rows = not any(name in str(case.path) for name in ("gptq", "awq", "nvfp4", "fp8_tensor"))
+    assert (operations[0] == operations[1]) == by_rows
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch is asked for."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_slots_as_stored_and_host_memory_change_nothing(case: Case) -> None:

@@ -11,13 +11,15 @@ from moetool.bench.rounded_checkpoint import rounded_checkpoint
 from moetool.caching._policy import build_policy
 from moetool.caching._residency import Residency
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.loading import load_lazy
-from moetool.models.packed import PackedWeight, Scheme
-from moetool.models.packed_product import tile_rows
+from moetool.models.loading import load_full, load_lazy
+from moetool.models.packed import Scheme
+from moetool.models.packed_product import KernelWeight, tile_rows
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore
 from moetool.types import ForwardInfo, Phase
+from tests import families
 from tests.engines import Chaos
+from tests.quantized import Writer, awq, compressed, compressed_config, gptq, quantize
 
 pytestmark = pytest.mark.skipif(not tile_rows(), reason="torch has no kernel for four bits on this processor")
 
@@ -32,7 +34,9 @@ def rounded(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def _logits(path: Path, slots: int, *, dtype: torch.dtype, products: bool, seed: int | None = None) -> Any:
+def _logits(
+    path: Path, slots: int, *, dtype: torch.dtype, products: bool, seed: int | None = None, vocabulary: int = 1211
+) -> Any:
     """The logits of one prompt and of three tokens more, out of a pool of so many slots."""
     loaded = load_lazy(Checkpoint.open(path), dtype, products=products)
     assert loaded.files is not None
@@ -51,14 +55,12 @@ def _logits(path: Path, slots: int, *, dtype: torch.dtype, products: bool, seed:
                     position_T=tuple(range(begun, begun + len(ids))),
                 )
                 runtime.begin_forward(info)
-                output = loaded.model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
+                output = loaded.model(torch.tensor([ids]) % vocabulary, past_key_values=cache, use_cache=True)
                 runtime.end_forward()
                 cache = output.past_key_values
                 made.append(output.logits[0])
-        held = store.ready(3, 0)
-        assert all(isinstance(weight, PackedWeight) for weight in held)
-        tiles = {block.tile for weight in held if isinstance(weight, PackedWeight) for block in weight.blocks}
-        assert tiles == {tile_rows() if products and dtype == torch.bfloat16 else 0}
+        in_order = all(isinstance(weight, KernelWeight) for weight in store.ready(3, 0))
+        assert in_order == (products and dtype == torch.bfloat16)
         return torch.cat(made)
     finally:
         runtime.close()
@@ -79,3 +81,79 @@ def test_they_come_as_near_to_the_model_as_unpacked_weights(rounded: Path) -> No
     assert not torch.equal(packed, unpacked)
     errors = [float((found.float() - exact).norm() / exact.norm()) for found in (packed, unpacked)]
     assert errors[0] < 1.1 * errors[1] < 0.05
+
+
+GROUP = 32
+_ASYMMETRIC = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": False}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+FORMATS: dict[str, tuple[dict[str, Any], Writer]] = {
+    "gptq": ({**_GPTQ, "desc_act": False}, gptq(act_order=False, group=GROUP)),
+    "gptq_act_order": ({**_GPTQ, "desc_act": True}, gptq(act_order=True, symmetric=False, group=GROUP)),
+    "awq": (_AWQ, awq(GROUP)),
+    "int4_asymmetric": (
+        compressed_config("pack-quantized", _ASYMMETRIC),
+        compressed("pack-quantized", _ASYMMETRIC),
+    ),
+}
+
+
+@pytest.fixture(params=FORMATS)
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """A tiny checkpoint of experts that the kernel takes, and the dense one that its writer means."""
+    config, writer = FORMATS[request.param]
+    families.save("qwen3_moe", tmp_path / "dense", hidden_size=64, moe_intermediate_size=64, intermediate_size=64)
+    return tmp_path / "m", quantize(tmp_path / "dense", tmp_path / "m", config, lambda name: writer)
+
+
+def test_other_formats_of_four_bits_stay_packed(written: tuple[Path, Path]) -> None:
+    """No budget and no policy changes a bit, and logits are no further off than transformers' own in bfloat16 twice."""
+    path, twin = written
+    whole = _logits(path, 24, dtype=torch.bfloat16, products=True, vocabulary=64)
+    for slots, seed in ((5, None), (4, 2)):
+        assert torch.equal(_logits(path, slots, dtype=torch.bfloat16, products=True, seed=seed, vocabulary=64), whole)
+    tokens = torch.tensor([[5, 77, 1210, 9, 400, 3, 871]]) % 64
+    logits = {}
+    for kind, dtype in (("eager", torch.float32), ("eager", torch.bfloat16), ("grouped_mm", torch.bfloat16)):
+        theirs = load_full(Checkpoint.open(twin), dtype).model
+        theirs.set_experts_implementation(kind)
+        with torch.inference_mode():
+            logits[kind, dtype] = theirs(tokens, use_cache=False).logits[0].float()
+    exact = logits.pop(("eager", torch.float32))
+    bound = 2 * max(float((made - exact).norm()) for made in logits.values())
+    assert float((whole[:7].float() - exact).norm()) < bound
+
+
+def test_slots_of_other_formats_hold_the_weights_to_the_bit(written: tuple[Path, Path]) -> None:
+    """Two values a byte and 9 bytes at most for each group of 32: a third of the unpacked weight."""
+    path, _ = written
+    with Checkpoint.open(path) as checkpoint:
+        packed, unpacked = (checkpoint.expert_files(fastest=dtype) for dtype in (torch.bfloat16, torch.float32))
+        alone = Checkpoint.open(path, weights=False).slot_bytes(torch.bfloat16)
+        assert packed.slot_bytes == checkpoint.slot_bytes(torch.bfloat16) == pytest.approx(alone, rel=0.25)
+        assert packed.slot_bytes < checkpoint.layers[0].form.num_elements * 4 / 4
+        for layer in checkpoint.layers:
+            expected = unpacked.stacked(layer, torch.float32)
+            for name, found in packed.stacked(layer, torch.float32).items():
+                assert torch.equal(found, expected[name])
+
+
+def test_groups_of_different_sizes_are_unpacked(tmp_path: Path) -> None:
+    """What a `g_idx` may say, though no writer does."""
+    config, writer = FORMATS["gptq_act_order"]
+
+    def uneven(name: str, weight: torch.Tensor) -> Any:
+        tensors, meant = writer(name, weight)
+        index = next(tensor for key, tensor in tensors.items() if key.endswith("g_idx"))
+        index[:] = 0
+        return tensors, meant
+
+    families.save("qwen3_moe", tmp_path / "dense", hidden_size=64, moe_intermediate_size=64, intermediate_size=64)
+    quantize(tmp_path / "dense", tmp_path / "m", config, lambda name: uneven)
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        files = checkpoint.expert_files(fastest=torch.bfloat16)
+        views = files.views(torch.empty(files.slot_bytes, dtype=torch.uint8))
+        assert all(isinstance(view, torch.Tensor) for view in views)
+        as_stored = checkpoint.expert_files().stacked(checkpoint.layers[0], torch.bfloat16)
+        for name, found in files.stacked(checkpoint.layers[0], torch.bfloat16).items():
+            assert torch.equal(found, as_stored[name])

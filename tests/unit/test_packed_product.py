@@ -5,22 +5,35 @@ import torch
 from torch.nn import functional
 
 from moetool.models import packed_product
-from moetool.models.packed import Block, PackedWeight, Scheme, pack, round_weight
-from moetool.models.packed_product import FEW_ROWS, arrange, multiplies, restore, tile_rows
+from moetool.models.packed import Block, PackedWeight, Rounded, Scheme, pack, round_weight
+from moetool.models.packed_product import (
+    FEW_ROWS,
+    KernelBlock,
+    KernelWeight,
+    arrange,
+    multiplies,
+    pairs,
+    restore,
+    tile_rows,
+)
 
 DRAW = torch.Generator().manual_seed(5)
 needs_kernel = pytest.mark.skipif(not tile_rows(), reason="torch has no such kernel for this processor")
 
 
-def _both(rows: int = 192, columns: int = 128, group: int = 64) -> tuple[PackedWeight, PackedWeight]:
+def _both(rows: int = 192, columns: int = 128, group: int = 64) -> tuple[PackedWeight, KernelWeight]:
     """A weight in the order of its file and in that of the kernel."""
     rounded = round_weight(torch.randn(rows, columns, generator=DRAW), Scheme(group=group), torch.bfloat16)
+    return PackedWeight((Block(pack(rounded.values, 4), rounded.scale, None, columns),), 4), _in_order(rounded)
+
+
+def _in_order(rounded: Rounded) -> KernelWeight:
     words, tile = pack(rounded.values, 4), tile_rows() or 64
     arranged = torch.empty_like(words)
     arrange(words.view(torch.uint8), arranged.view(torch.uint8), tile)
-    blocks = (Block(words, rounded.scale, None, columns), Block(arranged, rounded.scale, None, columns, tile))
-    first, second = (PackedWeight((block,), 4) for block in blocks)
-    return first, second
+    zero = None if rounded.zero is None else (rounded.zero + 8).to(torch.uint8)
+    scale = None if rounded.scale.dtype == torch.bfloat16 else rounded.scale
+    return KernelWeight((KernelBlock(arranged, pairs(rounded.scale, zero), scale, zero, None, tile),))
 
 
 @pytest.mark.parametrize("tile", [64, 32])
@@ -65,9 +78,7 @@ def test_no_weight_is_rounded_on_the_way(group: int, count: int) -> None:
     """Against values times scales in float64: the rounding of the result to bfloat16 is all that there is."""
     rounded = round_weight(torch.randn(64, 256, generator=DRAW), Scheme(group=group), torch.bfloat16)
     exact = rounded._replace(scale=rounded.scale.double()).dense()
-    arranged = torch.empty_like(words := pack(rounded.values, 4))
-    arrange(words.view(torch.uint8), arranged.view(torch.uint8), tile_rows())
-    weight = PackedWeight((Block(arranged, rounded.scale, None, 256, tile_rows()),), 4)
+    weight = _in_order(rounded)
     x = torch.randn(count, 256, generator=DRAW).bfloat16()
     found, expected = weight.times(x).double(), functional.linear(x.double(), exact)
     assert ((found - expected).abs() <= expected.abs() * 2**-8 + 1e-4).all()
@@ -75,8 +86,23 @@ def test_no_weight_is_rounded_on_the_way(group: int, count: int) -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_scales_of_float16_come_as_near_as_unpacked_weights(symmetric: bool, group: int, mean: float) -> None:
+    """Both ways round to bfloat16, the one scales and the other weights: neither is twice as far off."""
+    scheme = Scheme(group=group, symmetric=symmetric)
+    rounded = round_weight(torch.randn(256, 2048, generator=DRAW), scheme, torch.float16)
+    x = (torch.randn(8, 2048, generator=DRAW) + mean).bfloat16()
+    exact = functional.linear(x.double(), rounded.dense().double())
+    made = _in_order(rounded)
+    assert torch.equal(made.to(torch.float32), rounded.dense().float())
+    found, unpacked = made.times(x), functional.linear(x, rounded.dense().bfloat16())
+    assert (found.double() - exact).norm() < 1.5 * (unpacked.double() - exact).norm()
+
+
+@needs_kernel
 def test_what_the_kernel_does_not_take_is_unpacked() -> None:
-    assert multiplies(128, 256, 2, torch.bfloat16)
-    assert not multiplies(120, 256, 2, torch.bfloat16)  # half a tile
-    assert not multiplies(128, 256, 16, torch.bfloat16)  # groups of 16
-    assert not multiplies(128, 256, 2, torch.float32)  # scales of a type that no product in bfloat16 has
+    assert multiplies(128, 256, 2)
+    assert not multiplies(120, 256, 2)  # half a tile
+    assert not multiplies(128, 256, 16)  # groups of 16

@@ -1,10 +1,58 @@
-"""Seeds, temperature, top_p and log-probabilities."""
+"""Seeds, temperature, top_p and log-probabilities: one request after the other, and all together as on a GPU."""
+
+import sys
+from functools import partial
 
 import pytest
 import torch
 
 from moetool.request import SamplingParams
-from moetool.runtime.sampling import Sampler, likeliest, nucleus
+from moetool.runtime import sampling
+from moetool.runtime.batched_sampling import Draws, batched_gumbel_scores, gumbel_noise
+from moetool.runtime.sampling import Sampler, gumbel_scores, likeliest, nucleus
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["one by one", "together"])
+def batched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Which way `Sampler` takes in a test."""
+    monkeypatch.setattr(sys.modules[__name__], "Sampler", partial(sampling.Sampler, batched=request.param))
+    return bool(request.param)
+
+
+def test_both_ways_leave_the_same_tokens(batched: bool) -> None:
+    logits_BV = 3 * torch.randn(60, 300, generator=torch.Generator().manual_seed(2))
+    limits = [
+        SamplingParams(max_tokens=1, temperature=0.5 + 0.1 * (i % 7), top_k=k, top_p=p, min_p=m)
+        for i, (k, p, m) in enumerate(
+            (k, p, m) for k in (0, 1, 7, 299) for p in (1.0, 0.9, 0.3, 1e-40) for m in (0.0, 0.02, 1.0)
+        )
+    ]
+    logits_BV = logits_BV[: len(limits)]
+    draws = Draws.of([(params, 5) for params in limits], 300, torch.device("cpu"))
+    together = batched_gumbel_scores(logits_BV, draws)
+    for params, row_V, logits_V in zip(limits, together, logits_BV, strict=True):
+        alone_V = gumbel_scores(logits_V, params, 1, 1)
+        assert torch.equal(row_V.isfinite(), alone_V.isfinite()), params
+
+
+def test_noise_is_of_the_key_and_the_token_alone(batched: bool) -> None:
+    keys = torch.tensor([0, 1, 2**62 + 3])
+    noise_BV = gumbel_noise(keys, 5000)
+    assert torch.equal(gumbel_noise(keys[1:2], 70)[0], noise_BV[1, :70])
+    assert len(noise_BV.unique()) > 0.99 * noise_BV.numel()
+    below = (noise_BV < 0).double().mean(-1)  # by its distribution exp(-exp(0))
+    assert ((below - 0.36788).abs() < 0.03).all()
+
+
+def test_choosing_together_asks_nothing_of_the_device(batched: bool) -> None:
+    """A tensor without values cannot answer."""
+    sampler = sampling.Sampler(batched=True)
+    params = SamplingParams(max_tokens=1, temperature=0.7, top_p=0.9, seed=1, frequency_penalty=0.5)
+    sampler.add("a", params, [0])
+    sampler.add("b", SamplingParams(max_tokens=1), [0])
+    sampler.take("a", 3)
+    chosen = sampler.apply(["a", "b"], torch.empty(2, 50, device="meta")).argmax(-1)
+    assert chosen.device.type == "meta"
 
 
 def _draw(params: SamplingParams, logits_V: torch.Tensor, count: int, others: int = 0) -> list[int]:

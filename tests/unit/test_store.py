@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -210,6 +211,47 @@ def _tiered(files: _Files, slots: int, experts: int | None, threads: int = 2, **
     )
 
 
+def test_idle_threads_read_ahead_into_free_host_memory(files: _Files) -> None:
+    copies = Streams()
+    store = _tiered(files, 4, 6, threads=1, copies=copies)
+    store.read_ahead(range(10))
+    deadline = time.monotonic() + 10
+    while store.stats.reads < 6 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    store.load_together([(1, 0), (5, 1), (9, 2)])
+    for slot, key in enumerate((1, 5, 9)):
+        store.ready(key, slot)
+    copies.drain()
+    assert all(_holds(store, key, slot) for slot, key in enumerate((1, 5, 9)))
+    stats = store.stats
+    assert (stats.reads, stats.host_hits, stats.prefetch_bytes) == (7, 2, 6 * 1000)
+    store.close()
+
+
+def test_loads_from_host_memory_are_one_batch_with_one_mark(files: _Files) -> None:
+    class Counting(Streams):
+        batches: list[int]
+
+        def copy_all(self, pairs: Any) -> Any:
+            self.batches.append(len(pairs))
+            return super().copy_all(pairs)
+
+    copies = Counting(seed=3)
+    copies.batches = []
+    store = _tiered(files, 8, 20, threads=1, copies=copies)
+    for key in range(5):
+        store.load(key, key, prefetch=False)
+        store.ready(key, key)
+        store.computed(key)
+    store.load_together([(10, 5), (0, 6), (3, 7), (1, 2)])  # the first of them has to be read
+    assert copies.batches == [3]
+    for key, slot in ((10, 5), (0, 6), (3, 7), (1, 2)):
+        store.ready(key, slot)
+    copies.drain()
+    assert all(_holds(store, key, slot) for key, slot in ((10, 5), (0, 6), (3, 7), (1, 2)))
+    store.close()
+
+
 def test_pools_keep_to_their_budgets(files: _Files) -> None:
     for memory, expected in ((None, 0), (500, 0), (1024, 1024), (10_000, 9 * 1024), (10**9, 200 * 1024)):
         store = ExpertStore(files, 4, host_memory_bytes=memory)  # type: ignore[arg-type]
@@ -217,7 +259,7 @@ def test_pools_keep_to_their_budgets(files: _Files) -> None:
         store.close()
     for options, least in (({"hosts": True}, 3), ({"copies": Streams()}, 3), ({"hosts": True, "copies": Streams()}, 4)):
         store = _tiered(files, 4, None, **options)
-        assert store.host_pool_bytes == least * 1024
+        assert store.host_pool_bytes == (200 if "copies" in options else least) * 1024  # a ring of at most 1 GiB
         store.close()
         with pytest.raises(CapacityError, match=f"expected at least {least}, .* give it {least * 1024:,}"):
             _tiered(files, 4, least - 1, **options)

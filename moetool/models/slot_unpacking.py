@@ -1,0 +1,114 @@
+"""Unpacking the experts of several slots on their device, by operations whose number hardly grows with the experts."""
+
+import torch
+
+from moetool.models.expert_files import ExpertFiles
+from moetool.models.fp8_block import Fp8BlockCodec
+from moetool.models.mxfp4 import Mxfp4Codec
+from moetool.models.pack_quantized import PackCodec
+from moetool.models.scaled import ScaledCodec
+from moetool.models.stored_expert import Field, StoredLayout
+from moetool.models.weight_format import Codec, Dense
+
+_ROOM_BYTES = 2**27
+"""For unpacked experts. What unpacking takes on its way is about three times as much."""
+_MOST = 64
+
+
+class SlotUnpacking:
+    """Room for some experts unpacked.
+
+    Formats whose tensors lie row by row (integers of compressed-tensors, FP8 in blocks or by row or group, MXFP4) are
+    gathered from all slots and unpacked as one tall weight; the others slot by slot.
+
+    Args:
+        files: say what slots hold.
+        slots: all of a pool, one stride apart.
+        dtype: of the unpacked weights.
+
+    Attributes:
+        capacity: experts that are unpacked together.
+    """
+
+    def __init__(self, files: ExpertFiles, slots: list[torch.Tensor], dtype: torch.dtype) -> None:
+        self._files = files
+        self._slots = slots
+        stride = slots[1].data_ptr() - slots[0].data_ptr() if len(slots) > 1 else slots[0].numel()
+        self._pool = slots[0].as_strided((len(slots), slots[0].numel()), (stride, 1))
+        self._sizes = [torch.Size(shape).numel() for shape in files.shapes]
+        self.capacity = max(1, min(_MOST, len(slots), _ROOM_BYTES // (sum(self._sizes) * dtype.itemsize)))
+        self._room = [torch.empty(self.capacity * size, dtype=dtype, device=slots[0].device) for size in self._sizes]
+
+    def unpack(self, layer: int, slots: list[int]) -> tuple[torch.Tensor, ...]:
+        """The parts [capacity, ...] of experts of a layer, of which the first are those in `slots`.
+
+        Until the next call. What was asked to be computed with the earlier ones comes first, on the same stream.
+        """
+        layout = self._files.stored_layout(self._files.spec.expert_key(layer, 0))
+        index_A = torch.tensor(slots, dtype=torch.int64)
+        if self._pool.device.type == "cuda":
+            index_A = index_A.pin_memory().to(self._pool.device, non_blocking=True)
+        made = []
+        for part, (shape, room) in enumerate(zip(self._files.shapes, self._room, strict=True)):
+            codecs = layout.codecs[part]
+            transposed = all(codec.transposed for codec in codecs)
+            natural = tuple(shape[::-1]) if transposed else tuple(shape)
+            out_ANK = room.view(self.capacity, *natural)
+            if _is_by_rows(layout, part):
+                self._unpack_rows(layout, part, index_A, out_ANK[: len(slots)])
+            else:
+                for place, slot in enumerate(slots):
+                    self._unpack_one(layout, part, self._slots[slot], out_ANK[place])
+            made.append(out_ANK.transpose(1, 2) if transposed else out_ANK)
+        return tuple(made)
+
+    def _unpack_rows(self, layout: StoredLayout, part: int, index_A: torch.Tensor, out_ANK: torch.Tensor) -> None:
+        roles = dict.fromkeys(field.role for field in layout.fields if field.part == part)
+        stored = {role: self._gathered(layout.of_part(part, role), index_A) for role in roles}
+        layout.codecs[part][0].into(stored, out_ANK.flatten(0, 1))
+
+    def _unpack_one(self, layout: StoredLayout, part: int, slot: torch.Tensor, out: torch.Tensor) -> None:
+        row = 0
+        blocks = zip(layout.codecs[part], layout.blocks(slot, part), layout.shapes[part], strict=True)
+        for codec, block, shape in blocks:
+            rows = _rows(codec, shape)
+            codec.into(block, out[row : row + rows])
+            row += rows
+
+    def _gathered(self, fields: list[Field], index_A: torch.Tensor) -> torch.Tensor:
+        """The tensors of one role, which lie together, from several slots: one under the other."""
+        first, num_bytes = fields[0], sum(field.num_bytes for field in fields)
+        bytes_S = self._pool[:, first.offset : first.offset + num_bytes]
+        widest = next(
+            dtype
+            for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+            if num_bytes % dtype.itemsize == 0 and (first.offset + self._pool.storage_offset()) % dtype.itemsize == 0
+        )
+        taken = bytes_S.view(widest).index_select(0, index_A)
+        return taken.view(first.dtype).reshape(-1, *first.shape[1:])
+
+
+def _rows(codec: Codec, shape: tuple[int, ...]) -> int:
+    """Rows of what a codec writes for a weight of this shape."""
+    return shape[1] if codec.transposed else shape[0]
+
+
+def _is_by_rows(layout: StoredLayout, part: int) -> bool:
+    """Whether the tensors of a part, one expert's under the other's, are those of one tall weight."""
+    codecs, shapes = layout.codecs[part], layout.shapes[part]
+    first = codecs[0]
+    if set(codecs) != {first} or not isinstance(first, Dense | PackCodec | Fp8BlockCodec | Mxfp4Codec | ScaledCodec):
+        return False
+    for field in layout.fields:
+        if field.part != part:
+            continue
+        rows, shared = _rows(codecs[field.block], shapes[field.block]), 1  # rows that share one of the field's
+        if isinstance(first, Fp8BlockCodec | ScaledCodec) and field.role != "values":
+            if isinstance(first, Fp8BlockCodec) and first.block is None:
+                return False
+            shared = first.block[0] if first.block else 1
+        elif isinstance(first, PackCodec) and field.role == "zero":
+            shared = 32 // first.bits
+        if not field.shape or field.shape[0] * shared != rows:
+            return False
+    return True

@@ -1,0 +1,239 @@
+"""Computing the experts of a layer by one product over the pool (`moetool.runtime.slot_products`), for a GPU.
+
+The routes of an event become slots by a table on the device, and come to the host once a layer, so that the residency
+can decide. While every expert of the model lies in its slot, even that can wait: the products are asked for at once,
+and the residency hears of all layers' events when the forward has ended, in their order.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from moetool.caching._residency import Residency, Step, StepKind
+from moetool.models.expert_form import ExpertForm
+from moetool.models.loading import LoadedModel
+from moetool.models.slot_unpacking import SlotUnpacking
+from moetool.models.spec import MoeLayer
+from moetool.runtime.copies import sent
+from moetool.runtime.expert_store import ExpertStore
+from moetool.runtime.host_compute import HostCompute
+from moetool.runtime.slot_backends import find_multiply
+from moetool.runtime.slot_products import SlotRows
+
+
+class _Input(NamedTuple):
+    """Input rows, of which choice r has row r // `each`, and the choices."""
+
+    x: torch.Tensor
+    each: int
+    rows: SlotRows
+
+
+class PooledExperts:
+    """The experts of a model in the slots of one device.
+
+    Args:
+        loaded: the model; packed weights are unpacked to its data type.
+        residency: decides about the slots.
+        store: has them.
+        host: computes what the residency leaves in host memory.
+
+    Attributes:
+        complete: whether every expert of the model lies in its slot, so that `compute_all` may be called.
+
+    Effects: allocates the table and, where experts are packed, room to unpack some.
+    """
+
+    def __init__(self, loaded: LoadedModel, residency: Residency, store: ExpertStore, host: HostCompute) -> None:
+        self._residency = residency
+        self._store = store
+        self._host = host
+        self._device = store.copies.device
+        self._forms = [layer.form for layer in loaded.layers]
+        self._num_experts = max(form.num_experts for form in self._forms)
+        self._slots_LE = [[-1] * self._num_experts for _ in self._forms]  # what the table holds
+        self._table_LE = torch.full((len(self._forms), self._num_experts), -1, dtype=torch.int32, device=self._device)
+        self._multiply = find_multiply(self._device.type)
+        self._parts_L = [store.stacked(layer.index) for layer in loaded.layers]
+        self._unpacking: SlotUnpacking | None = None
+        if any(parts is None for parts in self._parts_L):
+            assert loaded.files is not None
+            self._unpacking = SlotUnpacking(loaded.files, store.slots, loaded.model.dtype)
+        self.complete = False
+        self._checked = False  # whether the table says where every expert is
+
+    def begin_forward(self) -> None:
+        """Find out whether every expert is in its slot."""
+        spec, slot_of = self._residency.policy.spec, self._residency.slot_of
+        self.complete = self._unpacking is None and len(slot_of) == spec.total_experts
+        if not self.complete or self._checked:
+            return
+        self.complete = self._checked = all(self._store.holds(key, slot) for key, slot in slot_of.items())
+        if self.complete:
+            for layer, form in enumerate(self._forms):
+                self._tell(layer, {e: slot_of[spec.expert_key(layer, e)] for e in range(form.num_experts)})
+
+    def moved(self) -> None:
+        """An expert has been given another slot."""
+        self._checked = False
+
+    def compute_all(self, layer: MoeLayer, x: torch.Tensor, each: int, index_TK: torch.Tensor) -> torch.Tensor:
+        """The outputs [T * K, D] of the choices, all of which are in slots, before their weights.
+
+        Args:
+            x: input rows; choice r is of row r // `each`.
+        """
+        parts = self._parts_L[layer.index]
+        assert self.complete and parts is not None
+        given = _Input(x, each, SlotRows.of(index_TK, layer.form.num_experts))
+        return _finished(layer.form, self._run(layer.form, given, self._table_LE[layer.index], parts, None), given)
+
+    def computed_all(self) -> None:
+        """No slot may be filled before all that was asked for so far is computed."""
+        self._store.computed_together(range(self._store.num_slots))
+
+    def compute(
+        self, layer: MoeLayer, steps: Sequence[Step], x: torch.Tensor, each: int, index_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """As `compute_all`, by the steps of the residency: in one call, or in waves where slots have to change hands.
+
+        Raises:
+            MoetoolError: an expert could not be read.
+        """
+        base, form, store = self._residency.policy.spec.expert_key(layer.index, 0), layer.form, self._store
+        given = _Input(x, each, SlotRows.of(index_TK, form.num_experts))
+        needed = {step.key for step in steps if step.kind in (StepKind.COMPUTE, StepKind.HOST)}
+        hosted = {step.key - base for step in steps if step.kind is StepKind.HOST}
+        output: torch.Tensor | None = None
+        begun: list[tuple[torch.Tensor, Any]] | None = None
+        together: list[Step] = []
+        missed: list[Step] = []  # loads that nothing has come between
+        beside: list[Step] = []  # loaded on demand though nothing here needs it: a whole layer's rest
+
+        def load() -> None:
+            store.load_together([(step.key, step.slot) for step in missed])
+            beside.extend(step for step in missed if step.key not in needed)
+            missed.clear()
+
+        def compute() -> None:
+            nonlocal output, begun
+            load()
+            if begun is None:
+                begun = self._begin_on_host(layer, hosted, given, index_TK)  # now that loads are under way
+            while beside:
+                store.ready(beside[-1].key, beside.pop().slot)
+            slots = {step.key - base: step.slot for step in together if step.key - base < form.num_experts}
+            for expert, slot in slots.items():
+                store.ready(base + expert, slot)
+            output = self._wave(layer, slots, given, output, whole=len(together) == len(needed))
+            store.computed_together(slots.values())
+            together.clear()
+
+        for step in steps:
+            if step.kind is StepKind.COMPUTE:
+                together.append(step)
+            elif step.kind is not StepKind.HOST:
+                self.moved()
+                if any(other.slot == step.slot for other in together):
+                    compute()
+                if step.kind is StepKind.LOAD:
+                    missed.append(step)
+                else:
+                    load()
+                    store.load(step.key, step.slot, prefetch=True)
+        if together or missed or beside or output is None:
+            compute()
+        assert output is not None
+        output = _finished(form, output, given)
+        for places, finished in begun or ():
+            output[places] = finished()
+        return output
+
+    def _wave(
+        self, layer: MoeLayer, slots: dict[int, int], given: _Input, output: torch.Tensor | None, *, whole: bool
+    ) -> torch.Tensor:
+        """Compute the experts of `slots`, which are all of the event if `whole`, into the output's rows."""
+        parts = self._parts_L[layer.index]
+        if parts is not None:
+            table_E = self._tell(layer.index, slots) if whole else self._table_of(slots)
+            return self._run(layer.form, given, table_E, parts, output)
+        assert self._unpacking is not None
+        experts, count = list(slots), self._unpacking.capacity
+        for some in [experts[first : first + count] for first in range(0, len(experts), count)] or [[]]:
+            unpacked = self._unpacking.unpack(layer.index, [slots[expert] for expert in some])
+            table_E = self._table_of({expert: place for place, expert in enumerate(some)})
+            output = self._run(layer.form, given, table_E, unpacked, output)
+        assert output is not None
+        return output
+
+    def _run(
+        self,
+        form: ExpertForm,
+        given: _Input,
+        table_E: torch.Tensor,
+        parts: tuple[torch.Tensor, ...],
+        output: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Both products, with the gate between them, of rows whose experts have a slot by the table."""
+        x, each, rows = given
+        second, count = len(parts) // 2, len(rows.expert_R)
+        up, down = (
+            part.transpose(-1, -2) if transposed else part
+            for part, transposed in ((parts[0], form.up_transposed), (parts[second], form.down_transposed))
+        )
+        first = x.new_empty(count, up.shape[1])  # rows without a slot hold anything, and nothing is made of them
+        self._multiply(x.contiguous(), each, rows, table_E, up, first)
+        if form.has_bias:
+            slot_R = torch.where(_weighty(form, rows), table_E[rows.expert_R.clamp(max=form.num_experts - 1)], -1)
+            first += parts[1][slot_R.clamp(min=0)].to(x.dtype)
+        output = x.new_empty(count, down.shape[1]) if output is None else output
+        self._multiply(form.gate(first).contiguous(), 1, rows, table_E, down, output)
+        if form.has_bias:
+            biased = output + parts[second + 1][slot_R.clamp(min=0)].to(x.dtype)
+            output = torch.where((slot_R >= 0)[:, None], biased, output)
+        return output
+
+    def _begin_on_host(
+        self, layer: MoeLayer, experts: set[int], given: _Input, index_TK: torch.Tensor
+    ) -> list[tuple[torch.Tensor, Any]]:
+        """Begin to compute experts in host memory; gives the places of each one's rows and what waits for them."""
+        begun = []
+        chosen = index_TK.reshape(-1).tolist() if experts else []
+        for expert in sorted(experts):
+            if expert < layer.form.num_experts:
+                places = torch.tensor([i for i, other in enumerate(chosen) if other == expert]).to(given.x.device)
+                key = self._residency.policy.spec.expert_key(layer.index, expert)
+                begun.append((places, self._host.start(layer.form, key, given.x[places // given.each])))
+        return begun
+
+    def _tell(self, layer: int, slots: dict[int, int]) -> torch.Tensor:
+        """The layer's table, once it says where these experts are; of others it may say anything."""
+        known = self._slots_LE[layer]
+        if any(known[expert] != slot for expert, slot in slots.items()):
+            for expert, slot in slots.items():
+                known[expert] = slot
+            self._table_LE[layer] = sent(known, self._device)
+        return self._table_LE[layer]
+
+    def _table_of(self, slots: dict[int, int]) -> torch.Tensor:
+        """A table of these experts and no others."""
+        numbers = [-1] * self._num_experts
+        for expert, slot in slots.items():
+            numbers[expert] = slot
+        return sent(numbers, self._device)
+
+
+def _weighty(form: ExpertForm, rows: SlotRows) -> torch.Tensor:
+    """Which rows are of an expert that has weights."""
+    return rows.expert_R < form.num_experts
+
+
+def _finished(form: ExpertForm, output: torch.Tensor, given: _Input) -> torch.Tensor:
+    """What the family makes of the outputs; experts without weights give their input back."""
+    if form.finish is not None:
+        output = form.finish(output)
+    if form.num_identity:
+        inputs = given.x.repeat_interleave(given.each, dim=0) if given.each > 1 else given.x
+        output = torch.where(_weighty(form, given.rows)[:, None], output, inputs)
+    return output

@@ -1,0 +1,30 @@
+"""Which products over slots a device has."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moetool.runtime.slot_products import SlotRows, multiply
+
+Multiply = Callable[[torch.Tensor, int, SlotRows, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Called as `moetool.runtime.slot_products.multiply`."""
+
+
+@functools.cache
+def find_multiply(device_type: str) -> Multiply:
+    """The products of a device: Triton's kernels beside a GPU (`moetool.runtime.slot_kernels`), else torch's."""
+    if device_type == "cuda" and (kernels := triton_kernels()) is not None:
+        made: Multiply = kernels.multiply
+        return made
+    return multiply
+
+
+def triton_kernels() -> Any:
+    """The module with Triton's kernels; None where Triton is missing."""
+    try:
+        from moetool.runtime import slot_kernels
+    except ImportError:
+        return None
+    return slot_kernels

@@ -1,0 +1,137 @@
+# mypy: disable-error-code="no-untyped-def"
+"""`moetool.runtime.slot_products.multiply` in Triton: weights are read where they lie, by the slot that the table says.
+
+Both kernels add in float32 along the inputs, in an order that depends on the weight's width alone. Compiled for an H200
+(`tests/unit/test_slot_products.py` does that without one) and run by Triton's interpreter; no GPU has run them.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from moetool.runtime.slot_products import SlotRows
+
+_FEW_OUTPUTS, _FEW_INPUTS = 16, 256  # of a weight that a program multiplies at a time
+_OUTPUTS, _INPUTS = 64, 64
+
+
+@triton.jit
+def few_rows(
+    x,
+    expert_R,
+    table_E,
+    weight_SOI,
+    out_RO,
+    each,
+    num_experts,
+    num_outputs,
+    num_inputs,
+    x_stride,
+    slot_stride,
+    output_stride,
+    input_stride,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """One row times `OUTPUTS` rows of its expert's weight."""
+    row = tl.program_id(1)
+    expert = tl.load(expert_R + row)
+    if expert >= num_experts:
+        return
+    slot = tl.load(table_E + expert)
+    if slot < 0:
+        return
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    weight = weight_SOI + slot.to(tl.int64) * slot_stride + output.to(tl.int64)[:, None] * output_stride
+    source = x + (row // each).to(tl.int64) * x_stride
+    total = tl.zeros((OUTPUTS, INPUTS), dtype=tl.float32)
+    for first in range(0, num_inputs, INPUTS):
+        inputs = first + tl.arange(0, INPUTS)
+        inside = inputs < num_inputs
+        numbers = tl.load(source + inputs, mask=inside, other=0.0).to(tl.float32)
+        part = tl.load(
+            weight + inputs.to(tl.int64)[None, :] * input_stride,
+            mask=(output < num_outputs)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        total += part.to(tl.float32) * numbers[None, :]
+    target = out_RO + row.to(tl.int64) * num_outputs + output
+    tl.store(target, tl.sum(total, axis=1).to(out_RO.dtype.element_ty), mask=output < num_outputs)
+
+
+@triton.jit
+def many_rows(
+    x,
+    order_R,
+    first_E,
+    end_E,
+    expert_B,
+    block_E,
+    table_E,
+    weight_SOI,
+    out_RO,
+    each,
+    num_experts,
+    num_outputs,
+    num_inputs,
+    x_stride,
+    slot_stride,
+    output_stride,
+    input_stride,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """`ROWS` rows of one expert times `OUTPUTS` rows of its weight."""
+    block = tl.program_id(0)
+    expert = tl.load(expert_B + block)
+    if expert >= num_experts:
+        return
+    slot = tl.load(table_E + expert)
+    if slot < 0:
+        return
+    place = tl.load(first_E + expert) + (block - tl.load(block_E + expert)) * ROWS + tl.arange(0, ROWS)
+    used = place < tl.load(end_E + expert)
+    row = tl.load(order_R + place, mask=used, other=0)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    weight = weight_SOI + slot.to(tl.int64) * slot_stride + output.to(tl.int64)[None, :] * output_stride
+    source = x + (row // each).to(tl.int64)[:, None] * x_stride
+    total = tl.zeros((ROWS, OUTPUTS), dtype=tl.float32)
+    for first in range(0, num_inputs, INPUTS):
+        inputs = first + tl.arange(0, INPUTS)
+        inside = inputs < num_inputs
+        numbers = tl.load(source + inputs[None, :], mask=used[:, None] & inside[None, :], other=0.0)
+        part = tl.load(
+            weight + inputs.to(tl.int64)[:, None] * input_stride,
+            mask=inside[:, None] & (output < num_outputs)[None, :],
+            other=0.0,
+        )
+        total = tl.dot(numbers, part.to(numbers.dtype), total, input_precision="ieee")
+    target = out_RO + row.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    tl.store(target, total.to(out_RO.dtype.element_ty), mask=used[:, None] & (output < num_outputs)[None, :])
+
+
+def multiply(
+    x: torch.Tensor,
+    each: int,
+    rows: SlotRows,
+    table_E: torch.Tensor,
+    weight_SOI: torch.Tensor,
+    out_RO: torch.Tensor,
+) -> None:
+    """As `moetool.runtime.slot_products.multiply`; rows of `x` and `out_RO` must be contiguous."""
+    _, num_outputs, num_inputs = weight_SOI.shape
+    sizes = (each, rows.num_experts, num_outputs, num_inputs, x.stride(0), *weight_SOI.stride())
+    if rows.order_R is None:
+        grid: Any = (triton.cdiv(num_outputs, _FEW_OUTPUTS), len(rows.expert_R))
+        few_rows[grid](x, rows.expert_R, table_E, weight_SOI, out_RO, *sizes, OUTPUTS=_FEW_OUTPUTS, INPUTS=_FEW_INPUTS)
+        return
+    assert rows.expert_B is not None
+    grid = (len(rows.expert_B), triton.cdiv(num_outputs, _OUTPUTS))
+    places = (rows.order_R, rows.first_E, rows.end_E, rows.expert_B, rows.block_E)
+    inputs = _INPUTS if x.dtype.itemsize == 2 else _INPUTS // 2
+    many_rows[grid](
+        x, *places, table_E, weight_SOI, out_RO, *sizes, ROWS=rows.block_rows, OUTPUTS=_OUTPUTS, INPUTS=inputs
+    )

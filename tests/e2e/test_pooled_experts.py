@@ -1,0 +1,176 @@
+"""One product over the pool, as on a GPU, by the same code on a CPU: the plain tokens, and the same bits always."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import load_full, load_lazy
+from moetool.runtime.device_stores import fill_device
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.runtime.expert_store import open_store
+from moetool.types import ForwardInfo, Phase
+from tests import families
+from tests.e2e.test_tiers import AllHosted, Hosting
+from tests.engines import Chaos, engine, every_read_fails_once, generate
+from tests.greedy import forward_logits
+from tests.servers import eventually
+from tests.streams import Streams
+
+MIXED = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said", "12 * 3 ="]
+
+
+class Eager(Streams):
+    """Copies that are done when they are waited for, and no sooner; computing at once."""
+
+    def wait(self, mark: Any, tier: str) -> None:
+        self.finish(mark)
+
+    def mark(self) -> Any:
+        return None
+
+
+@pytest.fixture(scope="module")
+def baseline(reference: Path, tokenizer: Any) -> Any:
+    """Every expert has a slot: tokens and logits of one batch, and those of experts that are computed one by one."""
+    ids = [tokenizer(text)["input_ids"] for text in MIXED]
+    plain = engine(reference, tokenizer, "lru", 256)
+    tokens, _ = generate(plain, ids, 6)
+    plain.close()
+    made = engine(reference, tokenizer, "lru", 256, pooled=True)
+    result = generate(made, ids, 6)
+    made.close()
+    assert result[0] == tokens
+    return ids, *result
+
+
+def _check(made: Any, baseline: Any) -> Any:
+    ids, tokens, logits = baseline
+    found_tokens, found_logits = generate(made, ids, 6)
+    metrics = made.metrics()
+    made.close()
+    assert found_tokens == tokens
+    assert all(torch.equal(a, b) for a, b in zip(found_logits, logits, strict=True))
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("policy", "slots"),
+    [("on_demand", 4), ("on_demand", 256), ("lru", 2), ("lru", 64), ("foresight", 40), ("layerwise", 80)],
+)
+def test_every_policy_gives_the_same_bits(
+    policy: str, slots: int, baseline: Any, reference: Path, tokenizer: Any
+) -> None:
+    metrics = _check(engine(reference, tokenizer, policy, slots, pooled=True), baseline)
+    assert metrics["misses"] > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", [Chaos, Hosting, AllHosted])
+def test_no_order_of_loads_changes_a_bit(kind: Any, seed: int, baseline: Any, reference: Path, tokenizer: Any) -> None:
+    """But for experts computed on the host, whose product is another."""
+    policy = kind(Checkpoint.open(reference).spec, 12, seed)
+    made = engine(reference, tokenizer, policy, 12, host_memory_bytes=40 * 73_728, io_threads=1 + seed, pooled=True)
+    if kind is Chaos:
+        _check(made, baseline)
+        return
+    ids, tokens, logits = baseline
+    found_tokens, found_logits = generate(made, ids, 6)
+    made.close()
+    assert found_tokens == tokens
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-3) for a, b in zip(found_logits, logits, strict=True))
+
+
+@pytest.mark.parametrize("experts", [None, 30, 256])
+def test_copies_from_host_memory_are_waited_for(
+    experts: int | None, baseline: Any, reference: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moetool.runtime.expert_store.open_copies", lambda device: Eager())
+    memory = None if experts is None else experts * 73_728
+    for policy, slots in (("lru", 20), ("foresight", 50), ("on_demand", 4)):
+        _check(engine(reference, tokenizer, policy, slots, host_memory_bytes=memory, pooled=True), baseline)
+
+
+def test_with_every_expert_in_its_slot_the_residency_hears_of_events_after_the_forward(
+    baseline: Any, reference: Path, tokenizer: Any
+) -> None:
+    counts, events = [], []
+    for pooled in (False, True):
+        made = engine(reference, tokenizer, "lru", 256, pooled=pooled)
+        steps: list[Any] = []
+        made.residency.sink = lambda *step, steps=steps: steps.append(step)
+        if pooled:
+            _check(made, baseline)
+        else:
+            generate(made, baseline[0], 6)
+            made.close()
+        counts.append(made.residency.counts)
+        events.append(steps)
+    assert counts[0] == counts[1]
+    assert events[0] == events[1]
+
+
+def test_a_device_with_room_for_all_is_filled_before_anything_is_asked_for(
+    baseline: Any, reference: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moetool.runtime.expert_store.open_copies", lambda device: Eager())
+    made = engine(reference, tokenizer, "lru", 256, pooled=True)
+    fill_device(made.residency, made.store)
+    eventually(lambda: made.metrics()["expert_reads"] == 256)
+    metrics = _check(made, baseline)
+    assert metrics["misses"] == 0 and metrics["expert_reads"] == 256
+
+
+def test_reads_that_fail_are_tried_again(baseline: Any, reference: Path, tokenizer: Any) -> None:
+    made = engine(reference, tokenizer, "lru", 24, pooled=True)
+    with every_read_fails_once(made.store.files):
+        metrics = _check(made, baseline)
+    assert metrics["reads_retried"] > 0
+
+
+@pytest.mark.parametrize(
+    "family",
+    (
+        *("qwen3_moe", "mixtral", "deepseek_v2", "gpt_oss", "olmoe", "glm4_moe", "llama4_text", "longcat_flash"),
+        *("jetmoe", "dbrx", "gemma4_text", "nemotron_h"),
+    ),
+)
+@pytest.mark.parametrize("slots", [3, None])
+def test_families_give_their_own_logits(family: str, slots: int | None, tmp_path: Path) -> None:
+    families.save(family, tmp_path)
+    tokens = torch.tensor([[(7 * i + 3) % 60 + 3 for i in range(24)]])
+    full = load_full(Checkpoint.open(tmp_path), torch.float32)
+    full.model.set_experts_implementation("eager")
+    with torch.inference_mode():
+        expected = full.model(tokens, use_cache=False).logits[0]
+    loaded = load_lazy(Checkpoint.open(tmp_path), torch.float32)
+    residency = Residency(build_policy("lru", loaded.spec, {}, slots or loaded.spec.total_experts))
+    runtime = ExpertRuntime(loaded, residency, open_store(loaded, residency), pooled=True)
+    info = ForwardInfo(forward_id=0, request_T=(0,) * 24, phase_T=(Phase.PREFILL,) * 24, position_T=tuple(range(24)))
+    for _ in range(2):  # the second time every expert that was needed is there
+        runtime.begin_forward(info)
+        with torch.inference_mode():
+            found = loaded.model(tokens, use_cache=False).logits[0]
+        runtime.end_forward()
+        assert torch.allclose(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    runtime.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v2"])
+def test_in_bfloat16_they_are_as_near_as_transformers_own_ways_to_each_other(family: str, tmp_path: Path) -> None:
+    families.save(family, tmp_path)
+    tokens = torch.tensor([[(7 * i + 3) % 60 + 3 for i in range(40)]])
+    theirs = load_full(Checkpoint.open(tmp_path), torch.bfloat16).model
+    logits = {}
+    with torch.inference_mode():
+        for kind in ("eager", "grouped_mm"):
+            theirs.set_experts_implementation(kind)
+            logits[kind] = theirs(tokens, use_cache=False).logits[0].float()
+    found = forward_logits(tmp_path, tokens, pooled=True, dtype=torch.bfloat16).float()
+    bound = 2 * (logits["eager"] - logits["grouped_mm"]).abs().max()
+    rounding = 4 * torch.finfo(torch.bfloat16).eps * logits["eager"].abs().max()
+    assert (found - logits["eager"]).abs().max() <= max(bound, rounding)
