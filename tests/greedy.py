@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moetool import plugins
 from moetool.caching._policy import MIN_SLOTS, build_policy, parse_options, policy_class
 from moetool.caching._residency import Residency
 from moetool.models.checkpoint import Checkpoint
-from moetool.models.loading import load_lazy
+from moetool.models.loading import CPU, load_lazy
 from moetool.request import SamplingParams
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import open_store
@@ -106,11 +107,29 @@ def served(
     return found
 
 
-def forward_logits(path: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """The logits [T, V] of one forward of tokens [1, T] through a pool of three slots."""
-    loaded = load_lazy(Checkpoint.open(path), torch.float32, products=True)
-    residency = Residency(build_policy("lru", loaded.spec, {}, 3))
-    runtime = ExpertRuntime(loaded, residency, open_store(loaded, residency, num_threads=1))
+def require_same_under_every_policy(path: Path, expected: Greedy, prompts: Sequence[list[int]]) -> dict[str, int]:
+    """Require the same tokens under every lossless policy with its smallest pool; gives the ties of each."""
+    kinds = {policy: policy_class(policy) for policy in plugins.names("policy")}
+    return {
+        policy: expected.require_same(served(path, policy, prompts))
+        for policy, kind in kinds.items()
+        if kind.lossless and not kind.needs_future
+    }
+
+
+def forward_logits(
+    path: Path,
+    tokens: torch.Tensor,
+    slots: int = 3,
+    *,
+    pooled: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+) -> torch.Tensor:
+    """The logits [T, V] of one forward of tokens [1, T] through a pool; `pooled` as on a GPU, slots as stored."""
+    loaded = load_lazy(Checkpoint.open(path), dtype, device, products=not pooled)
+    residency = Residency(build_policy("lru", loaded.spec, {}, slots))
+    runtime = ExpertRuntime(loaded, residency, open_store(loaded, residency, num_threads=1), pooled=pooled)
     count = tokens.shape[1]
     info = ForwardInfo(
         forward_id=0, request_T=(0,) * count, phase_T=(Phase.PREFILL,) * count, position_T=tuple(range(count))
@@ -118,7 +137,7 @@ def forward_logits(path: Path, tokens: torch.Tensor) -> torch.Tensor:
     try:
         runtime.begin_forward(info)
         with torch.inference_mode():
-            logits: torch.Tensor = loaded.model(tokens, use_cache=False).logits[0]
+            logits: torch.Tensor = loaded.model(tokens.to(device), use_cache=False).logits[0]
     finally:
         runtime.close()
         loaded.close()

@@ -59,18 +59,18 @@ class Fleet:
 
     @property
     def slot_of(self) -> dict[int, int]:
-        """Who is where."""
+        """Slot of each resident expert."""
         parts = zip(self._starts, self.residencies, strict=True)
         return {key: start + slot for start, residency in parts for key, slot in residency.slot_of.items()}
 
     @property
     def prefill(self) -> Counts:
-        """Of all devices, over the forwards with prompt tokens."""
+        """Counts of all devices in forwards with prompt tokens."""
         return sum((residency.prefill for residency in self.residencies), Counts())
 
     @property
     def decode(self) -> Counts:
-        """Of all devices, over the forwards without."""
+        """Counts of all devices in forwards without prompt tokens."""
         return sum((residency.decode for residency in self.residencies), Counts())
 
     @property
@@ -89,8 +89,8 @@ class Fleet:
         count = len(self.residencies)
         return self.policy.route(event, lambda key: key in self.residencies[key % count].slot_of)
 
-    def event(self, event: GateEvent) -> list[Step]:
-        """As `Residency.event`."""
+    def event(self, event: GateEvent, look: None = None) -> list[Step]:
+        """As `Residency.event`; nothing looks at several devices' residents."""
         programs = [residency.event(event) for residency in self.residencies]
         return self._emit(event.forward.forward_id, event.layer, programs)
 
@@ -115,11 +115,11 @@ class Fleet:
 
 
 Pool = Residency | Fleet
-"""What decides about the slots of a machine: of one device, or of several."""
+"""Cache decisions of a machine with one or several devices."""
 
 
 class Learners:
-    """What the policies of several devices have learned, under one name for each array, as a `Policy` has it."""
+    """Learned state of several devices' policies, one name per array, as `Policy.state`."""
 
     def __init__(self, policies: Sequence[Policy]) -> None:
         self._policies = list(policies)
@@ -173,13 +173,13 @@ def split_slots(spec: ModelSpec, num_slots: int, devices: int) -> list[int]:
 
 
 def split_bytes(spec: ModelSpec, budget_bytes: int, devices: int) -> list[int]:
-    """How many slots of the largest expert an equal part of a budget holds on each device. Raises: CapacityError."""
+    """Slots of the largest expert in each device's equal share of a budget. Raises: CapacityError."""
     most = budget_bytes // devices // spec.slot_bytes
     return _legal([min(most, own_part(spec, d, devices).total_experts) for d in range(devices)], spec)
 
 
 def without_pinned(shares: Sequence[int], pinned: Collection[int]) -> list[int]:
-    """What is left of each device's slots for its policy when its pinned experts have one each.
+    """Slots of each device that pinned experts leave to its policy.
 
     Raises:
         CapacityError: a device is left with less than the smallest legal pool.

@@ -1,7 +1,7 @@
 """Which of an event's misses to load and which to compute out of host memory, by what both cost."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,21 +11,26 @@ from moetool.types import GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class HostCosts:
-    """What an expert costs on the host and on its way to the device, for the options of policies that weigh the two.
+    """Cost of an expert on the host and of its load, for policies that weigh the two.
 
-    They come from a cost profile; only their ratios matter. Without both of the first two, everything is loaded.
+    They come from a cost profile; only their ratios matter. Without both of the first two, everything is loaded, unless
+    they are measured.
 
     Attributes:
         load_s: seconds to load one expert.
         host_s: seconds to compute one expert for one token on the host.
         host_token_s: seconds that each further token adds to that.
         host: whether the host computes at all; without, everything is loaded whatever the costs.
+        live: whether a server puts the averages of its last loads and host computations in their place
+            (`moetool.runtime.cost_meter`); until there are some, both cost the same unless given. A replay takes those
+            that the log of a server holds, and else what is given.
     """
 
     load_s: float = 0.0
     host_s: float = 0.0
     host_token_s: float = 0.0
     host: bool = True
+    live: bool = False
 
     def __post_init__(self) -> None:
         if min(self.load_s, self.host_s, self.host_token_s) < 0 or (self.load_s > 0) != (self.host_s > 0):
@@ -36,16 +41,24 @@ class HostCosts:
 
     @property
     def splits(self) -> bool:
-        """Whether the host may compute, and costs are given."""
-        return self.host and self.load_s > 0
+        """Whether the host may compute, and costs are given or measured."""
+        return self.host and (self.load_s > 0 or self.live)
 
     def seconds(self, num_tokens: int) -> float:
         """Seconds that the host takes for one expert."""
         return self.host_s + self.host_token_s * (num_tokens - 1)
 
+    def at_first(self) -> "HostCosts":
+        """The costs before any is measured."""
+        return HostCosts(load_s=1.0, host_s=1.0) if self.live and not self.load_s else self
+
+    def measured(self, load_s: float, host_s: float) -> "HostCosts":
+        """These averages in place of the costs; `host_s` is one of events as they come, so that tokens add nothing."""
+        return replace(self, load_s=load_s, host_s=host_s, host_token_s=0.0)
+
 
 def two_pointers(host_s: Sequence[float], load_s: float, *, finish: bool) -> int:
-    """How many experts to load, from the first on; the others are for the host, which begins with the last.
+    """Number of experts to load, from the first on; the host computes the others, last first.
 
     Args:
         host_s: what each costs on the host, in the order in which loading them is worth most.
@@ -70,7 +83,7 @@ def two_pointers(host_s: Sequence[float], load_s: float, *, finish: bool) -> int
 
 
 def tokens_of(event: GateEvent, spec: ModelSpec) -> list[int]:
-    """How many tokens of the event use each expert of its layer."""
+    """Tokens of the event per expert of its layer."""
     chosen = np.asarray(event.experts_TK).reshape(-1)
     counts: list[int] = np.bincount(chosen, minlength=spec.num_experts_L[event.layer]).tolist()
     return counts

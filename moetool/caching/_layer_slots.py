@@ -1,4 +1,4 @@
-"""How many slots of a pool each layer is guaranteed: all alike, half of that, or by the reuse that they bring."""
+"""Slots guaranteed to each layer: equal, half of that, or by the hits they gain."""
 
 from collections.abc import Sequence
 

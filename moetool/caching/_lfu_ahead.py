@@ -11,7 +11,7 @@ from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class AheadOptions(lfu.Options):
-    """What LFU counts, and what a prefetch may evict.
+    """LFU counts and eviction by prefetches.
 
     Attributes:
         spare: let no prefetch evict an expert that was used more often than the one it brings. Ours: the published

@@ -1,4 +1,4 @@
-"""What a cache policy is, and how one is made from its name.
+"""Cache policy interface, and policies by name.
 
 A policy says what to prefetch, in which order to load misses and whom to evict; `moetool.caching._residency` turns its
 answers into programs. It gets Python integers: an expert is one key, `ModelSpec.expert_key(layer, expert)`.
@@ -18,7 +18,7 @@ MIN_SLOTS = 2
 
 
 class Policy:
-    """What a cache policy answers; the defaults load on demand and prefetch nothing.
+    """Cache policy; the defaults load on demand and prefetch nothing.
 
     A policy file defines a frozen dataclass `Options` and a subclass `Policy` of this class. It keeps whatever
     order it needs over the residents by `admit` and `removed`, does no I/O and reads no clock.
@@ -31,6 +31,7 @@ class Policy:
         in_order: load and compute one expert after the other, residents first, with no overlap.
         lossless: whether the model's text stays as it is without the policy; only others may `route`.
         computes_on_host: whether it has misses computed where they lie in host memory (`on_host`); its options may say.
+        live_costs: whether it decides by costs that are measured while it runs (`take_costs`); its options may say.
         prefetch_distance: how many layers ahead it prefetches (0: nothing); where its `Options` have a `distance`,
             that is meant.
 
@@ -45,6 +46,7 @@ class Policy:
     in_order: ClassVar[bool] = False
     lossless: ClassVar[bool] = True
     computes_on_host: bool = False
+    live_costs: bool = False
     prefetch_distance: ClassVar[int] = 0
 
     def __init__(self, spec: ModelSpec, options: Any, num_slots: int, predictor: Any = None) -> None:
@@ -56,7 +58,7 @@ class Policy:
 
     @property
     def distance(self) -> int:
-        """How many layers ahead it prefetches, as its options have it."""
+        """Number of layers ahead that it prefetches, by its options."""
         return int(getattr(self.options, "distance", self.prefetch_distance))
 
     @property
@@ -71,7 +73,7 @@ class Policy:
 
     @classmethod
     def slots_used(cls, spec: ModelSpec, options: Any, num_slots: int) -> int:
-        """How many of the `num_slots` that fit the policy makes use of (all of them by default)."""
+        """Number of the `num_slots` that the policy uses (default: all)."""
         return num_slots
 
     @classmethod
@@ -106,6 +108,9 @@ class Policy:
         Only asked where `computes_on_host` is true; `gate` gets the misses that are left.
         """
         return ()
+
+    def take_costs(self, load_s: float, host_s: float) -> None:
+        """Reckon with these seconds of a load and of an expert on the host; only called between forwards."""
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
         """The router has chosen; answers the misses (ascending keys) in the order in which to load them.
@@ -157,7 +162,7 @@ class Policy:
         """A request is over, finished or cancelled."""
 
     def state(self) -> dict[str, np.ndarray]:
-        """What it has learned while running, for `restore`; not who is resident."""
+        """Learned state for `restore`, without the residents."""
         return {}
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
@@ -194,7 +199,7 @@ class SharedPredictor:
 
 
 def slots_within(spec: ModelSpec, budget_bytes: int) -> int:
-    """How many expert slots a budget holds; never more than the model has experts.
+    """Expert slots that a budget holds, at most the model's number of experts.
 
     Raises:
         CapacityError: not even the smallest legal pool fits.
@@ -273,6 +278,8 @@ def build_policy(
     policy.own = sizes
     if kind.needs_future:
         if future is None:
-            raise UsageError(f"policy {name} has to know the future: it works in replay only; choose another to serve")
+            raise UsageError(
+                f"policy {name} needs future requests, so it works in replay only; choose another to serve"
+            )
         policy.foresee(future)
     return policy

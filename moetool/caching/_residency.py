@@ -29,7 +29,7 @@ from moetool.types import ForwardInfo, GateEvent
 
 
 class StepKind(IntEnum):
-    """What a step of the program does."""
+    """Kind of a step of the program."""
 
     COMPUTE = 0
     LOAD = 1
@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class Counts:
-    """What happened, counted in experts of events (an expert that ten tokens of an event use counts once).
+    """Counts of experts per event (an expert that ten tokens of an event use counts once).
 
     Attributes:
         kept: needed, and resident with no prefetch since the last use.
@@ -92,6 +92,9 @@ class Counts:
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
+    def __sub__(self, other: "Counts") -> "Counts":
+        return Counts(**{f.name: getattr(self, f.name) - getattr(other, f.name) for f in fields(self)})
+
     def to_json(self) -> dict[str, Any]:
         """The counts and what follows from them."""
         return {**asdict(self), "loads": self.loads, "hit_rate": self.hit_rate}
@@ -110,7 +113,7 @@ class Residency:
             claims its own; then it is the layers beyond their guarantee that give experts up. Empty: one pool for all.
             Where they add up to the pool, each layer has a pool of its own once all of them are full.
         share: (g, n): the device g of n. It computes and loads the experts whose key is g modulo n and no others. The
-            policy hears of the whole event, since what it foretells may rest on all of the route, and may ask for what
+            policy hears of the whole event, since what it predicts may rest on all of the route, and may ask for what
             it likes: what is another device's is passed over. Its hits and misses are this device's.
 
     Attributes:
@@ -204,11 +207,17 @@ class Residency:
         """Experts that the policy puts in place of the router's choice (`Policy.route`); None leaves it."""
         return None if self.policy.lossless else self.policy.route(event, self.slot_of.__contains__)
 
-    def event(self, event: GateEvent) -> list[Step]:
+    def event(
+        self, event: GateEvent, look: Callable[[GateEvent, Sequence[Step]], GateEvent] | None = None
+    ) -> list[Step]:
         """The program of one gate event.
 
         Every needed expert is computed exactly once, while it is in its slot; nothing that the event still
         needs is evicted before it is computed; an event larger than the pool goes through it in waves.
+
+        Args:
+            look: completes the event for `Policy.after_first_expert`; is given the program up to the first expert to
+                compute, whose loads may begin meanwhile: they take the place of nothing that the event needs.
 
         Raises:
             ValueError: the policy left out a miss or gave up an expert that is still needed. That is a bug in the
@@ -271,11 +280,11 @@ class Residency:
             steps.append(Step(StepKind.COMPUTE, key, slot_of[key]))
             locked.discard(key)
             if prefetches is None:
-                prefetches = deque(self._own(policy.after_first_expert(event)))
+                prefetches = deque(self._own(policy.after_first_expert(look(event, steps) if look else event)))
             if not to_load and not (beside and to_compute):
                 self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
         if prefetches is None:  # every expert is on the host or another device's
-            prefetches = deque(self._own(policy.after_first_expert(event)))
+            prefetches = deque(self._own(policy.after_first_expert(look(event, steps) if look else event)))
             self._load_ahead(StepKind.PREFETCH, prefetches, locked, wanted, steps)
         for key in policy.after_last_expert(event):
             self._give_up(key, ())
@@ -393,7 +402,7 @@ class Residency:
 
     def _give_up(self, key: int, locked: Collection[int]) -> None:
         if key in locked:
-            raise ValueError(f"{type(self.policy).__module__} gave up expert {key}, which is still needed")
+            raise ValueError(f"{type(self.policy).__module__} evicted expert {key}, which is still needed")
         self._free.append(self.slot_of.pop(key))
         if self._layer_slots:
             del self._resident_L[key // self._stride][key]

@@ -14,7 +14,7 @@ _NEVER = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What Belady may give up.
+    """Options of Belady.
 
     Attributes:
         whole_events: give up nothing that the event needs before the event is over, as textbooks and published curves

@@ -13,7 +13,7 @@ from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How large DuoServe's cache is.
+    """Options of DuoServe's cache.
 
     Attributes:
         slots_per_layer: None for the paper's K slots in all; n for n slots for each MoE layer, n * L in all.

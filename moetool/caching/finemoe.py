@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ COLD_CAPACITY = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How far FineMoE looks, what it remembers, and its parts one by one.
+    """Options of FineMoE.
 
     Attributes:
         distance: d: the layers 1 to d are searched by meaning, layer l > d by the gates of the layers 1 to l-d.
@@ -66,10 +67,11 @@ class Policy(policy.Policy):
     is that of the predictor `expert_map`, if one is given; else it begins empty, and so do prefetches.
 
     Source: FineMoE (Yu et al., EuroSys 2026), section 4. Readings and deviations:
-        - Publishing and subscribing: the search that the gate of layer l starts is used `lag` events later, whatever
-          the time it took, so that replay decides as serve did; it is then that much less than `distance` layers
-          ahead. It runs on the model's thread. The search by meaning is used at once: it starts when the embedding
-          has spoken, before anything of the forward has run, and later it would miss the first layer.
+        - Publishing and subscribing: a thread of its own runs the search that the gate of layer l publishes, and its
+          result is used `lag` events later, so that replay decides as serve did; it is then that much less than
+          `distance` layers ahead. Where it is not there by then, the model's thread waits for it: that is what a search
+          costs. The search by meaning is used at once, on the model's thread: it starts when the embedding has spoken,
+          before anything of the forward has run, and later it would miss the first layer.
         - "A miss pauses all prefetches": a prefetch is placed only when every miss of the event has its slot.
         - 1 / (p * freq) is infinite for an expert that was never used or is not in the map: freq + 1, and a floor
           on p. freq counts events that needed the expert, resident or not. Of equal ones the least recently used
@@ -93,6 +95,7 @@ class Policy(policy.Policy):
         layers, experts = spec.num_layers, spec.num_experts
         self._lag = min(options.lag, options.distance - 1)
         self.store = self._first_store(getattr(predictor, "maps", None))
+        self._searcher = ThreadPoolExecutor(1, "finemoe-search")  # its thread ends with the policy
         self._requests: dict[int, _Request] = {}  # those of the forward
         self._last: dict[int, int] = {}  # of running requests: the row of the previous iteration
         self.chance_LE = np.zeros((layers, experts), np.float32)  # p, over all requests of the forward
@@ -160,16 +163,16 @@ class Policy(policy.Policy):
         rows_T = np.asarray(event.forward.request_T)
         for request, running in self._requests.items():
             if len(self._requests) == len(rows_T):  # a token each
-                running.search.observe(chance_TE[int(np.argmax(rows_T == request))])
+                chance_E = chance_TE[int(np.argmax(rows_T == request))]
             else:
-                running.search.observe(chance_TE[rows_T == request].mean(axis=0, dtype=np.float32))
-            running.pending.append(running.search.by_path())
+                chance_E = chance_TE[rows_T == request].mean(axis=0, dtype=np.float32)
+            running.pending.append(self._searcher.submit(_search_on, running.search, chance_E))
         self._found.append((event.layer + self._lag, event.layer + self.options.distance))
         self._stale = True
         while self._found and self._found[0][0] <= event.layer:
             target = self._found.popleft()[1]
             for running in self._requests.values():
-                running.match = running.pending.popleft()
+                running.match = running.pending.popleft().result()
             self._use(event.layer, range(target, min(target + 1, self.spec.num_layers)), first=target)
         return misses
 
@@ -203,6 +206,9 @@ class Policy(policy.Policy):
         return None if self._worth_X[found] > self._weigh(np.array([key]))[0] else found
 
     def end_forward(self, info: ForwardInfo) -> None:
+        for running in self._requests.values():
+            for search in running.pending:
+                search.result()  # the store must not change before
         done = {request: running.search for request, running in self._requests.items() if running.search.complete}
         self._requests = {}
         if not done:
@@ -266,7 +272,7 @@ class Policy(policy.Policy):
             self._wanted[target] = sorted(experts)
 
     def _ask(self, layer: int) -> list[int]:
-        """What to prefetch once the gate of `layer` has spoken, by PRI = p / (l - l_now)."""
+        """Experts to prefetch after the gate of `layer`, by PRI = p / (l - l_now)."""
         last = min(layer + self.options.distance, self.spec.num_layers - 1)
         wanted: list[tuple[float, int]] = []
         for ahead in range(layer + 1, last + 1):
@@ -276,7 +282,7 @@ class Policy(policy.Policy):
         return [key for _, key in sorted(wanted)]
 
     def _weigh(self, index: Any) -> np.ndarray:
-        """How much the experts at `index` are worth keeping: the reciprocal of PRI^evict."""
+        """Retention value of the experts at `index`: the reciprocal of PRI^evict."""
         if self.options.eviction == "lru":
             return self._used_X[index].astype(np.float64)
         uses = self._uses_X[index] + 1.0
@@ -301,19 +307,25 @@ class Policy(policy.Policy):
         return int(equal[self._used_X[equal].argmin()])
 
 
+def _search_on(search: MapSearch, chance_E: np.ndarray) -> tuple[int, float] | None:
+    """Take in one more layer, and search."""
+    search.observe(chance_E)
+    return search.by_path()
+
+
 @dataclass(slots=True, eq=False)
 class _Request:
     """A request of the running forward: its search, p as its matches have it, and what was found.
 
     Attributes:
         match: the newest (row, score) in use.
-        pending: those found and not yet in use, oldest first.
+        pending: searches whose results are not yet in use, oldest first.
     """
 
     search: MapSearch
     chance_LE: np.ndarray
     match: tuple[int, float] | None
-    pending: deque[tuple[int, float] | None]
+    pending: "deque[Future[tuple[int, float] | None]]"
 
     def __init__(self, search: MapSearch, chance_LE: np.ndarray) -> None:
         self.search, self.chance_LE = search, chance_LE

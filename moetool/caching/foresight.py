@@ -1,4 +1,4 @@
-"""Foresight: evicts what is needed again latest, as a network foretells it that learns while it runs."""
+"""Foresight: evicts what is needed again latest, as a network predicts it that learns while it runs."""
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -18,7 +18,7 @@ from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How Foresight looks ahead and learns.
+    """Options of Foresight.
 
     Attributes:
         hidden: width of the network's hidden layer; where a `next_use` predictor is given, its width counts.
@@ -26,7 +26,7 @@ class Options:
         prefetch: load experts of the next layer ahead, where that is worth it.
         waste: what an unused prefetch costs, in loads that a used one takes off the critical path.
         learn_every: forwards from one step of learning to the next, and four times as many while what was fitted
-            foretells better than what learns; 0 learns nothing.
+            predicts better than what learns; 0 learns nothing.
         batch: samples of a step.
         memory: samples kept; each takes 16 bytes for each expert of the model.
         learning_rate: of a new network; a trained one learns at a third of it.
@@ -53,13 +53,13 @@ class Options:
 
 
 class Policy(policy.Policy):
-    """Evicts the expert whose next use is foretold latest; prefetches for the next layer what is likely enough.
+    """Evicts the expert whose next use is predicted latest; prefetches for the next layer what is likely enough.
 
     After every `refresh` layers a network (`moetool.learning.next_use_network`) says for each expert of the model how
     soon it is needed again, from the path of the token so far, the last token's and past use. It goes on learning: some
     forwards later it is known what became of a look at the experts, and a step of gradient descent follows now and
-    then. Past use alone is mixed in by how well it foretold what came of late; and where a `next_use` predictor is
-    given, the network as it was fitted is asked in place of the one that learns, as long as it foretells better. It
+    then. Past use alone is mixed in by how well it predicted what came of late; and where a `next_use` predictor is
+    given, the network as it was fitted is asked in place of the one that learns, as long as it predicts better. It
     works without; predictors of other kinds it leaves alone.
 
     A prefetch is worth its probability of use, less that of no use times its price (`waste`, in loads) and the value
@@ -210,7 +210,7 @@ class Policy(policy.Policy):
         self._past.restore(state["past_use_RA"], state["past_age_A"])
 
     def _look(self, layer: int) -> None:
-        """Foretell all experts' next use, from after the router of `layer`."""
+        """Predict all experts' next use, from after the router of `layer`."""
         self._past.pass_layers(self._known_layers, layer + 1, self._used)
         self._used.clear()
         self._known_layers = layer + 1

@@ -14,7 +14,7 @@ from moetool.types import GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Options(HostCosts):
-    """How far HybriMoE looks, ahead and back.
+    """Options of HybriMoE.
 
     Attributes:
         distance: how many layers ahead it prefetches.
@@ -50,8 +50,8 @@ class Policy(policy.Policy):
         - A prefetch takes the place of no expert whose running score is at least as high as the predicted one, from
           which `recent` and the 2k rule take nothing.
         - Within a layer the host gets the misses that the fewest tokens use, of several those of lower score; the link
-          the others, so that both are done at about the same time. Costs are options and never measured while
-          deciding; without them the host computes nothing.
+          the others, so that both are done at about the same time. Costs are options, or with `live` averages
+          of late; without them the host computes nothing.
         - Kernels, quantisation and the order of the experts on the GPU are kTransformers' and left out.
     """
 
@@ -61,6 +61,8 @@ class Policy(policy.Policy):
     def __init__(self, spec: ModelSpec, options: Options, num_slots: int, predictor: Any = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
         self.computes_on_host = options.splits
+        self.live_costs = options.splits and options.live
+        self._costs: HostCosts = options.at_first()
         size = spec.num_layers * spec.num_experts  # one place for each key
         self._score_E = np.zeros(size)
         self._resident_E = np.zeros(size, bool)
@@ -72,13 +74,16 @@ class Policy(policy.Policy):
         self._ahead.clear()
         return ()
 
+    def take_costs(self, load_s: float, host_s: float) -> None:
+        self._costs = self._costs.measured(load_s, host_s)
+
     def on_host(self, event: GateEvent, misses: list[int]) -> Collection[int]:
         assert event.scores_TE is not None
         base = self.spec.expert_key(event.layer, 0)
         mean_E, tokens_E = event.scores_TE.mean(axis=0, dtype=np.float64), tokens_of(event, self.spec)
         ranked = sorted(misses, key=lambda key: (-tokens_E[key - base], -mean_E[key - base], key))
-        seconds = [self.options.seconds(tokens_E[key - base]) for key in ranked]
-        return ranked[two_pointers(seconds, self.options.load_s, finish=True) :]
+        seconds = [self._costs.seconds(tokens_E[key - base]) for key in ranked]
+        return ranked[two_pointers(seconds, self._costs.load_s, finish=True) :]
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
         assert event.scores_TE is not None
@@ -138,7 +143,7 @@ class Policy(policy.Policy):
         tokens_E = np.bincount(order_TK.reshape(-1), minlength=scores_TE.shape[1])
         missing = [e for e in np.flatnonzero(tokens_E).tolist() if not self._resident_E[base + e]]
         missing.sort(key=lambda e: (-tokens_E[e], -mean_E[e], e))
-        seconds = [self.options.seconds(int(tokens_E[e])) for e in missing]
+        seconds = [self._costs.seconds(int(tokens_E[e])) for e in missing]
         spans = [self._span(seconds[first:]) for first in range(len(missing) + 1)]
         gains = []
         least = float("inf")  # of those before: a later one is worth nothing without them
@@ -150,11 +155,11 @@ class Policy(policy.Policy):
         return gains
 
     def _span(self, host_s: list[float]) -> float:
-        """How long link or host, whichever takes longer, is busy with a layer's misses."""
+        """Seconds until both link and host have finished a layer's misses."""
         if not self.options.splits:
             return float(len(host_s))
-        loaded = two_pointers(host_s, self.options.load_s, finish=True)
-        return max(loaded * self.options.load_s, sum(host_s[loaded:]))
+        loaded = two_pointers(host_s, self._costs.load_s, finish=True)
+        return max(loaded * self._costs.load_s, sum(host_s[loaded:]))
 
     def _lowest(self, kept: Collection[int]) -> int | None:
         standing_E = np.where(self._resident_E, self._score_E, np.inf)

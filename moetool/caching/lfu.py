@@ -13,7 +13,7 @@ from moetool.types import GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What LFU counts.
+    """Options of LFU.
 
     Attributes:
         forget: count from zero again when an expert comes back; otherwise counts outlive evictions.

@@ -13,7 +13,7 @@ from moetool.types import GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How the pool is divided.
+    """Division of the pool.
 
     Attributes:
         slots_per_layer: residents that a layer keeps; None for an equal share of the pool, K slots less.

@@ -14,7 +14,7 @@ from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Options(_lfu_ahead.AheadOptions):
-    """What MoE-Infinity remembers and how far it looks.
+    """Options of MoE-Infinity.
 
     Attributes:
         history: earlier requests whose activation matrices are kept.

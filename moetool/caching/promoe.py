@@ -12,7 +12,7 @@ from moetool.types import GateEvent, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Options(_lfu_ahead.AheadOptions):
-    """How far ProMoE looks.
+    """Options of ProMoE.
 
     Attributes:
         distance: its stride: how many layers ahead it prefetches. Never farther than its predictor sees.

@@ -14,7 +14,7 @@ from moetool.types import GateEvent, ModelSpec, Phase
 
 @dataclass(frozen=True, kw_only=True)
 class Options(HostCosts):
-    """How far SMoE goes from the router's choice, and by which past it evicts.
+    """Options of SMoE.
 
     Attributes:
         alpha: how far from the (k+1)-th highest score, as a share of it, an expert may lie to be replaced or to replace
@@ -23,7 +23,7 @@ class Options(HostCosts):
         prefetch: whether the experts that the next layer's router seems to give a high score are loaded ahead.
         look: whether that is what the next router says of the hidden states that this layer's router got (`ahead`), or
             after a forward through resident and shared experts and the next attention (`resident`), as the paper has
-            it; only a trace holds the latter, so it is for replay.
+            it.
         split: by which sum a miss goes to the link or to the host: the `sums` so far, as printed, or what they
             `finish` with the expert at hand.
     """
@@ -64,16 +64,17 @@ class Policy(policy.Policy):
         - "Elevates the eviction priority" means that it protects: the event's experts, until its last is computed.
           What was prefetched is protected until its layer's router has chosen. Only where nothing else can go do they.
         - The paper predicts the next layer's scores by a forward through the resident and shared experts, the next
-          attention and the next gate. With `look` = `resident` a replay takes that from the trace (`moetool capture
-          --keep resident`, whose residents are those of a cache of its own: `moetool.runtime.resident_gates`). A server
-          cannot: on the CPU a forward beside the real one would cost what it hides. There, and unless told otherwise,
-          the next router is asked about the hidden states that this layer's router got (the column `ahead`), and the
-          predictions may be worse than those of the paper. Band C of the prediction is prefetched, the highest scores
-          first.
+          attention and the next gate. With `look` = `resident` a server runs that forward while a layer's misses are
+          on their way, through the experts that are resident after substitution (`moetool.runtime.resident_look`), and
+          its log holds what was said. A trace captured with `--keep resident` holds what is said with residents of a
+          cache of its own (`moetool.runtime.resident_gates`). Unless told otherwise, the next router is asked about the
+          hidden states that this layer's router got (the column `ahead`), which takes less and may say worse. Band C
+          of the prediction is prefetched, the highest scores first.
         - A prefetch takes the place of no expert whose mean score is at least as high as the predicted one.
-        - Algorithm 2 takes its costs from past timings. Decisions must not depend on time here: they are options, and
-          without them the host computes nothing. Its order is that of the scores, averaged over the event's tokens.
-          A cost for further tokens is an addition, since prompts use an expert with many.
+        - Algorithm 2 takes its costs from past timings, as `live` does; a server logs which were in force, so that a
+          replay decides the same. Otherwise they are options, and without them the host computes nothing. Its order is
+          that of the scores, averaged over the event's tokens. A cost for further tokens is an addition, since prompts
+          use an expert with many; averages have none.
     """
 
     needs = frozenset({"experts", "logits"})
@@ -83,6 +84,8 @@ class Policy(policy.Policy):
     def __init__(self, spec: ModelSpec, options: Options, num_slots: int, predictor: object = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
         self.computes_on_host = options.splits
+        self.live_costs = options.splits and options.live
+        self._costs: HostCosts = options.at_first()
         self._scores = ScoreWindow(spec, options.window)
         self._shield: set[int] = set()  # what the event at hand needs
         self._ahead: dict[int, float] = {}  # prefetched, or about to be, for the next layer, with the predicted score
@@ -98,12 +101,15 @@ class Policy(policy.Policy):
         here_E = [resident(base + expert) for expert in range(self.spec.num_experts_L[event.layer])]
         return cache_router(self.spec, event, np.array(here_E), self.options.alpha)
 
+    def take_costs(self, load_s: float, host_s: float) -> None:
+        self._costs = self._costs.measured(load_s, host_s)
+
     def on_host(self, event: GateEvent, misses: list[int]) -> Collection[int]:
         base = self.spec.expert_key(event.layer, 0)
         mean_E, tokens_E = _scores(event).mean(axis=0, dtype=np.float64), tokens_of(event, self.spec)
         ranked = sorted(misses, key=lambda key: (-mean_E[key - base], key))
-        seconds = [self.options.seconds(tokens_E[key - base]) for key in ranked]
-        return ranked[two_pointers(seconds, self.options.load_s, finish=self.options.split == "finish") :]
+        seconds = [self._costs.seconds(tokens_E[key - base]) for key in ranked]
+        return ranked[two_pointers(seconds, self._costs.load_s, finish=self.options.split == "finish") :]
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
         self._scores.see(event)
@@ -262,7 +268,9 @@ def choose_alpha(alphas: Sequence[float], tpot_s: Sequence[float], limit_s: floa
         UsageError: no alpha between the measured ones is fast enough, or too few were measured.
     """
     if len(set(alphas)) < 2 or len(alphas) != len(tpot_s):
-        raise UsageError(f"{len(alphas)} alphas and {len(tpot_s)} times make no curve, expected two of each or more")
+        raise UsageError(
+            f"{len(alphas)} alphas and {len(tpot_s)} times are too few for a curve, expected two of each or more"
+        )
     made = np.polynomial.Polynomial.fit(alphas, tpot_s, min(degree, len(set(alphas)) - 1))
     tried = np.linspace(min(alphas), max(alphas), 1001)
     fast = np.flatnonzero(made(tried) <= limit_s)

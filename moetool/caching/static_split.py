@@ -56,5 +56,5 @@ class Policy(policy.Policy):
 
 
 def _resident_layers(spec: ModelSpec, num_slots: int) -> int:
-    """How many first layers fit as a whole."""
+    """Number of first layers that fit completely."""
     return sum(total <= num_slots for total in accumulate(spec.num_experts_L))

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from moetool.caching._devices import Learners, Pool, build_policies, open_pool, 
 from moetool.caching._layer_slots import scaled_down
 from moetool.caching._policy import MIN_SLOTS, build_policy, policy_class
 from moetool.caching._residency import Residency
+from moetool.config import POSITIVE, Span, require_within
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.families import require_substitutable
@@ -23,11 +24,12 @@ from moetool.models.loading import CPU, LoadedModel, load_lazy, parse_devices, p
 from moetool.runtime.batching import Batcher
 from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import kv_cache_bytes
-from moetool.runtime.device_stores import Stores, open_stores
+from moetool.runtime.device_stores import Stores, begin_with, fill_device, open_stores
 from moetool.runtime.engine import Engine
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore, open_store
 from moetool.runtime.gate_log import ServeLog
+from moetool.runtime.live_oracle import LiveOracle, OraclePolicies
 from moetool.runtime.own_caches import OwnCaches, open_batcher
 from moetool.runtime.policy_state import restore_state, save_state
 from moetool.runtime.warm_start import WarmStart
@@ -50,7 +52,7 @@ _LEAST = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What `moetool serve --set` sets.
+    """Settings of `moetool serve --set`.
 
     Attributes:
         device: `cpu` or `cuda`: where the model computes and the expert slots are.
@@ -73,14 +75,16 @@ class ServeOptions:
         io_threads: threads that read experts, for each device.
         threads: threads of the model's own arithmetic (0 chooses).
         products: whether slots hold quantized experts in the form that is the fastest to compute with on a CPU
-            (`moetool.models.expert_files.ExpertFiles`): those of `pack-quantized` in four bits are multiplied as they
-            are packed, in bfloat16, where their weights are not rounded to bfloat16 first
-            (`moetool.models.packed_product`), and other formats are unpacked. Without it slots hold experts as stored,
+            (`moetool.models.expert_files.ExpertFiles`): integers of four bits are multiplied as they are packed, in
+            bfloat16, where their weights are not rounded to bfloat16 first (`moetool.models.packed_product`), and
+            other formats are unpacked. Without it slots hold experts as stored,
             which are unpacked for each product.
         policy: options of the cache policy.
         prefetch: limits of its prefetching; the plan's, or none, if not said.
         warm_start: keep residents and statistics in the user's cache folder and begin with them next
             time (`moetool cache`); not while a gate log is written, so that its replay begins as the server did.
+        oracle_s: seconds from one comparison with LRU, the plan's policy and Belady on the server's own last events to
+            the next, for `/stats` and the log (0: none).
         state: file that what the policy learns is kept in from one run to the next (empty: none).
         log_segment_s: seconds after which what `--log` records is closed into a segment, which others can read and a
             kill leaves.
@@ -101,21 +105,17 @@ class ServeOptions:
     policy: dict[str, Any] = field(default_factory=dict)
     prefetch: PrefetchLimits | None = None
     warm_start: bool = False
+    oracle_s: float = 60.0
     state: str = ""
     log_segment_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} is {getattr(self, name)}, expected at least {least}")
-        if not 0 <= self.max_prompt_wait < float("inf"):
-            raise UsageError(f"max_prompt_wait is {self.max_prompt_wait}, expected seconds, or 0 for no bound")
-        if not 0 < self.log_segment_s < float("inf"):
-            raise UsageError(f"log_segment_s is {self.log_segment_s}, expected seconds above 0")
+        require_within(self, **{name: Span(least) for name, least in _LEAST.items()})
+        require_within(self, max_prompt_wait=Span(0, below=True), oracle_s=Span(0, below=True), log_segment_s=POSITIVE)
 
 
 def fixed_bytes(checkpoint: Checkpoint, options: ServeOptions) -> tuple[int, int]:
-    """What a model takes besides its experts: bytes of its dense weights and of its KV cache."""
+    """Bytes of a model's dense weights and of its KV cache."""
     dtype = parse_dtype(options.dtype)
     return checkpoint.dense_bytes(dtype), kv_cache_bytes(checkpoint.config, dtype, options.kv_tokens)
 
@@ -159,7 +159,7 @@ def build_engine(
     name = policy or (plan.policy if plan else "lru")
     kind = policy_class(name)
     if kind.needs_future:
-        raise UsageError(f"policy {name} has to know the future: it works in replay only; choose another to serve")
+        raise UsageError(f"policy {name} needs future requests, so it works in replay only; choose another to serve")
     from_plan = plan is not None and plan.policy == name
     # Another runtime may send what its slots hold to other machines.
     with contextlib.ExitStack() as undo:
@@ -211,11 +211,16 @@ def build_engine(
         residency = open_pool(policies, pinned=pinned, limits=limits, layer_slots=layer_slots)
         store = open_stores(loaded, residency, options.io_threads, options.host_memory_bytes or None)
         undo.callback(store.close)
+        if isinstance(store, ExpertStore) and store.copies.staged and options.host_memory_bytes:
+            store.read_ahead(range(loaded.spec.total_experts))
         save: Callable[[], None] | None = None if state is None else partial(save_state, state, name, learned)
         if options.warm_start and log is None and state is None and isinstance(residency, Residency):
             warm = WarmStart(loaded.spec, name, learned, lambda: residency.residents)
-            _begin_with(warm.restore(), residency, store)
+            assert isinstance(store, ExpertStore)
+            begin_with(warm.restore(), residency, store)
             save = warm.save
+        if log is None:
+            fill_device(residency, store)
         runtime = open_runtime(loaded, residency, store)
         undo.callback(runtime.close)
         engine = Engine(
@@ -235,16 +240,12 @@ def build_engine(
             ),
             save=save,
         )
+        others = OraclePolicies(serving=name)
+        if plan is not None:
+            others = replace(others, plan=plan.policy, plan_options=plan.options)
+        engine.compare_with(LiveOracle(loaded.spec, residency.num_slots, runtime.window, others, options.oracle_s))
         undo.pop_all()
     return engine
-
-
-def _begin_with(keys: Sequence[int], residency: Residency, store: ExpertStore | Stores) -> None:
-    """Start to load experts into slots that are free; what has a demand goes ahead of them."""
-    assert isinstance(store, ExpertStore)
-    for key in keys[-residency.policy.num_slots :]:
-        if (step := residency.bring(key)) is not None:
-            store.load(step.key, step.slot, prefetch=True)
 
 
 def _batcher(loaded: LoadedModel, options: ServeOptions, *, resident: bool) -> Batcher | OwnCaches:
@@ -309,9 +310,9 @@ def _predictor(path: Path | None, plan: CachePlan | None) -> Any:
     return predictor
 
 
-def expert_slots(loaded: LoadedModel, budget_bytes: int) -> int:
-    """How many experts a budget for experts alone holds in the server's pool. Raises: CapacityError."""
-    return _slots(loaded, budget_bytes, 0, 0, 0)
+def expert_slots(loaded: LoadedModel, memory_bytes: int, dense_bytes: int, kv_bytes: int) -> int:
+    """Expert slots that fit beside dense weights and KV cache. Raises: CapacityError."""
+    return _slots(loaded, memory_bytes, dense_bytes, kv_bytes, 0)
 
 
 def _slots(loaded: LoadedModel, memory_bytes: int, dense: int, kv: int, predictor: int) -> int:

@@ -20,7 +20,7 @@ from moetool.tables import count
 
 AUTO = "auto"
 _RESERVE_BYTES = 640_000_000
-"""Of a process beyond what is counted: libraries that load later, the tokenizer, HTTP, compiled products, allocators.
+"""Uncounted memory of a process: late libraries, tokenizer, HTTP, compiled products, allocators.
 
 Shapes of DeepSeek-V2-Lite with 2 and 5 MoE layers took up to 560 MB (tests/soak/test_memory_limit.py).
 """
@@ -31,7 +31,7 @@ _IO_THREADS = 4  # readers that keep an NVMe drive busy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSetup:
-    """How a model is to be served.
+    """Automatic choices for serving a model.
 
     Attributes:
         options: every option, set or chosen.
@@ -72,7 +72,7 @@ def choose(
     chosen = dict(values)
     if "device" not in values:
         chosen["device"] = "cuda" if torch.cuda.is_available() else "cpu"
-        why["device"] = "the first GPU" if chosen["device"] == "cuda" else "no GPU that torch can use"
+        why["device"] = "the first GPU" if chosen["device"] == "cuda" else "torch sees no GPU"
     device = parse_device(chosen["device"])
     if "dtype" not in values:
         chosen["dtype"], why["dtype"] = _dtype(checkpoint, device)
@@ -126,7 +126,7 @@ def choose(
 
 
 def footprint(checkpoint: Checkpoint, dtype: torch.dtype, predictor_bytes: int = 0) -> Footprint:
-    """What the parts of a checkpoint take in memory as `dtype`."""
+    """Memory of a checkpoint's parts in `dtype`."""
     spec, config = checkpoint.spec, checkpoint.config
     empty, many = (kv_cache_bytes(config, dtype, pages * PAGE_TOKENS) for pages in (0, 64))
     return Footprint(
@@ -159,7 +159,7 @@ def _policy(slots: int, num_experts: int) -> tuple[str, str]:
     """
     if slots == num_experts:
         return "lru", "every expert has a slot"
-    return "foresight", "loads the least of those that need no training"
+    return "foresight", "fewest loads of the policies that need no training"
 
 
 def _dtype(checkpoint: Checkpoint, device: torch.device) -> tuple[str, str]:

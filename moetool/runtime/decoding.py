@@ -1,4 +1,4 @@
-"""What both ways of decoding share: the forward of a batch, what may run, when a request ends, what a cache takes."""
+"""Common parts of both decoders: batch forward, admission, end of a request, cache size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ def prefill(request: int, prompt: list[int], forward_id: int) -> Batch:
 
 
 def finish_of(token: int, done: int, params: SamplingParams, eos: frozenset[int]) -> Finish | None:
-    """How a request ends with its newest token, the `done`-th; None where it goes on."""
+    """Finish reason after the newest token, the `done`-th; None if the request continues."""
     if token in eos and not params.ignore_eos:
         return "stop"
     return "length" if done >= params.max_tokens else None

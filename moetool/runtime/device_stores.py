@@ -8,6 +8,7 @@ from dataclasses import fields
 import torch
 
 from moetool.caching._devices import Fleet, Pool
+from moetool.caching._residency import Residency
 from moetool.models.loading import LoadedModel, parse_devices
 from moetool.models.stored_expert import Weight
 from moetool.runtime.copies import Copies
@@ -116,3 +117,18 @@ def open_stores(
             store.close()
         raise
     return Stores(stores)
+
+
+def begin_with(keys: Sequence[int], residency: Residency, store: ExpertStore) -> None:
+    """Start to load experts into slots that are free; what has a demand goes ahead of them."""
+    for key in keys[-residency.policy.num_slots :]:
+        if (step := residency.bring(key)) is not None:
+            store.load(step.key, step.slot, prefetch=True)
+
+
+def fill_device(residency: Pool, store: ExpertStore | Stores) -> None:
+    """Start to load every expert, where a GPU has slots for all: then no layer has to ask which are chosen."""
+    total = residency.policy.spec.total_experts
+    one = isinstance(residency, Residency) and isinstance(store, ExpertStore)
+    if one and store.copies.staged and residency.policy.num_slots >= total:
+        begin_with(range(total), residency, store)  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from moetool.runtime.batching import Batcher
 from moetool.runtime.decoding import Batch
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.gate_log import ServeLog
+from moetool.runtime.live_oracle import LiveOracle
 from moetool.runtime.own_caches import OwnCaches
 from moetool.runtime.request_routes import RequestRoutes
 from moetool.runtime.sampling import NOT_NUMBERS
@@ -84,13 +85,15 @@ class Engine:
         self.residency = runtime.residency
         if log is not None:
             self.residency.sink = log.on_step
+            runtime.on_costs = log.on_costs
+        self._oracle: LiveOracle | None = None
         self._save = save
         self._saved = time.monotonic()
         self.batcher = batcher
         batcher.on_forward = self._on_forward
         self._log = log
         if log is not None:
-            log.attach(loaded)
+            log.attach(loaded, runtime.watch_looks)
         self._routes = RequestRoutes(loaded)
         self._sinks: dict[int, Sink] = {}
         self._scores: set[Future[list[TokenLogprob | None]]] = set()
@@ -105,6 +108,10 @@ class Engine:
         self._forward_began: float | None = None
         self._dense_bytes = sum(tensor.nbytes for tensor in loaded.model.parameters() if not tensor.is_meta)
 
+    def compare_with(self, oracle: LiveOracle) -> None:
+        """Have the policy compared with others while it serves; the oracle starts and closes with the engine."""
+        self._oracle = oracle
+
     # -- from any thread ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -117,6 +124,8 @@ class Engine:
             *(self.batcher.kv_bytes, self.store.pool_bytes, self.store.host_pool_bytes),
         )
         self._thread.start()
+        if self._oracle is not None:
+            self._oracle.start()
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         """Refuse what can never be served.
@@ -190,6 +199,8 @@ class Engine:
             self._wake.notify()
         if self._thread is not None and self._thread.is_alive():
             self._thread.join()
+        if self._oracle is not None:
+            self._oracle.close()
         self.runtime.close()
         self.batcher.close()
         _LOG.info(
@@ -248,7 +259,7 @@ class Engine:
         """Hit rate by layer, bytes by tier and of an expert, stall, prefetch recall, and memory by what holds it.
 
         `prefetch_recall` is the share of experts that were needed and not kept that a prefetch had brought in time or
-        late. Rates are null before anything was needed.
+        late. Rates are null before anything was needed. `oracle` compares the last forwards (`LiveOracle`).
         """
         counts, read = self.residency.counts, self.store.stats
         fetched = counts.prefetched + counts.missed + counts.hosted
@@ -256,6 +267,7 @@ class Engine:
         return {
             "hit_rate": _share(counts.kept + counts.prefetched, counts.needed),
             "hit_rate_by_layer": [_share(use - miss, use) for use, miss in zip(uses, misses, strict=True)],
+            "oracle": None if self._oracle is None else self._oracle.latest,
             "prefetch_recall": _share(counts.prefetched, fetched),
             "prefetches_wasted": counts.wasted,
             "bytes_by_tier": {"disk": read.bytes_read, "host": read.host_bytes},
@@ -304,7 +316,7 @@ class Engine:
             try:
                 self._save()
             except MoetoolError as error:  # a full disk must not end the server; `close` tells of it
-                _LOG.warning("what the policy has learned was not saved: %s", error)
+                _LOG.warning("policy state not saved: %s", error)
 
     @property
     def problems(self) -> Sequence[str]:
@@ -362,7 +374,7 @@ class Engine:
     def _require_ready(self) -> None:
         if self.state != "ready":
             if self.state == "failed":
-                raise Unavailable(f"the engine has failed: {self.problems[0]}")
+                raise Unavailable(f"the engine failed: {self.problems[0]}")
             raise Unavailable(f"the server is {self.state}; try again later")
 
     def _take_number(self) -> int:

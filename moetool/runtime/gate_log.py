@@ -14,12 +14,13 @@ segment (`moetool.trace.segments`), and its manifest holds the digest of the dec
 import contextlib
 import logging
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from moetool import durable
 from moetool.caching._decision_digest import DecisionDigest
@@ -71,6 +72,7 @@ class ServeLog:
         self._recorder: GateRecorder | None = None
         self._batch: Batch | None = None
         self._digest = DecisionDigest()
+        self._costs: list[tuple[int, float, float]] = []
         self._failed_forwards = 0
         self._reused_tokens = 0
         self._unseen: set[int] = set()  # requests that have had no forward
@@ -80,8 +82,8 @@ class ServeLog:
         """The folder of the trace."""
         return self._out
 
-    def attach(self, loaded: LoadedModel) -> None:
-        """Begin to record the model.
+    def attach(self, loaded: LoadedModel, looks: Callable[..., RemovableHandle] | None = None) -> None:
+        """Begin to record the model; `looks` as for `GateRecorder`.
 
         Raises:
             UsageError: another process writes there.
@@ -108,7 +110,7 @@ class ServeLog:
                 if isinstance(error, MoetoolError):
                     raise
                 raise MoetoolError(f"cannot write the gate log {self._out}: {error.strerror or error}") from error
-            self._recorder = GateRecorder(loaded.model, loaded.layers, self._keep, self._ahead)
+            self._recorder = GateRecorder(loaded.model, loaded.layers, self._keep, self._ahead, looks=looks)
             self._stack = stack.pop_all()
 
     def add_request(self, request: int, prompt_tokens: int) -> None:
@@ -128,6 +130,10 @@ class ServeLog:
     def on_step(self, forward: int, layer: int, step: Step) -> None:
         """A decision was taken."""
         self._digest(forward, layer, step)
+
+    def on_costs(self, forward: int, load_s: float, host_s: float) -> None:
+        """Measured costs are in force from a forward on (`Policy.take_costs`)."""
+        self._costs.append((forward, load_s, host_s))
 
     def end_forward(self, failed: bool) -> None:
         """Write the forward that has run; one that failed leaves no rows."""
@@ -154,7 +160,7 @@ class ServeLog:
         self._unseen.discard(request)
 
     def status(self) -> SegmentStatus:
-        """What became of the rows so far."""
+        """State of the rows so far."""
         assert self._writer is not None
         return self._writer.status()
 
@@ -176,6 +182,7 @@ class ServeLog:
             "decisions": self._digest.hexdigest(),
             "failed_forwards": self._failed_forwards,
             "reused_tokens": self._reused_tokens,
+            **({"costs": list(self._costs)} if self._costs else {}),
         }
 
 

@@ -1,5 +1,6 @@
 """Computing experts where they lie in host memory, in place of bringing them to the device."""
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -52,5 +53,9 @@ class HostCompute:
             self._thread.shutdown()
 
     def _compute(self, form: ExpertForm, key: int, x: torch.Tensor) -> torch.Tensor:
+        began = time.perf_counter()
         with torch.inference_mode(), self._store.host(key) as weights:
-            return form.compute(x, weights)
+            output = form.compute(x, weights)
+        if isinstance(self._store, ExpertStore) and self._store.meter is not None:
+            self._store.meter.hosted(time.perf_counter() - began)
+        return output

@@ -72,6 +72,25 @@ class HostTier:
             buffer.users += 1
             return buffer
 
+    def open_free(self, key: int) -> Buffer | None:
+        """As `open`, in a buffer that holds nothing; None where there is none, or the expert has one."""
+        with self._changed:
+            if key in self._of or not self._free:
+                return None
+            buffer = self._of[key] = self._free.pop()
+            buffer.key, buffer.users = key, 1
+            return buffer
+
+    def hold(self, key: int) -> Buffer | None:
+        """The buffer of an expert that is here, whole, as `open` gives it; None for any other, without waiting."""
+        with self._changed:
+            buffer = self._of.get(key)
+            if buffer is None or not buffer.filled:
+                return None
+            self._of[key] = self._of.pop(key)
+            buffer.users += 1
+            return buffer
+
     def publish(self, buffer: Buffer) -> None:
         """The buffer holds its expert, whole."""
         with self._changed:

@@ -125,11 +125,7 @@ class _Forward:
         self._work, self._made = work, None
 
     def go_on(self) -> None:
-        """Let the forward run until it waits for a module or ends.
-
-        Raises:
-            BaseException: what it raised.
-        """
+        """Let the forward run until it waits for a module or ends. Raises: BaseException: what it raised."""
         self.call = None
         self._resume.release()
         self._paused.acquire()
@@ -138,7 +134,7 @@ class _Forward:
             raise error
 
     def take(self) -> Any:
-        """What the forward returned; given once."""
+        """Result of the forward; given once."""
         made, self._made = self._made, None
         return made
 
@@ -149,7 +145,7 @@ class _Forward:
         self._thread.join()
 
     def wait_for(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """On its own thread: hand a call over and give its output."""
+        """Hand over a call and return its output, on the forward's thread."""
         if self._ended:
             raise _Ended
         self.call = (module, args, kwargs)

@@ -27,7 +27,7 @@ _SPECS: "weakref.WeakKeyDictionary[Any, ModelSpec]" = weakref.WeakKeyDictionary(
 
 
 class ModelRecorder:
-    """What a `record` block has recorded so far.
+    """Recording of a `record` block so far.
 
     Attributes:
         requests: sequences that were begun.
@@ -229,7 +229,7 @@ def record(
     if "text" in keep and (tokenizer is None or drop_tokens):
         raise UsageError("to keep text, give record the tokenizer, and leave drop_tokens out")
     if not hasattr(model, "config"):
-        raise UsageError(f"{type(model).__name__} is no transformers model, expected a causal language model")
+        raise UsageError(f"{type(model).__name__} is not a transformers model, expected a causal language model")
     out = Path(out)
     durable.require_absent(out, overwrite, MANIFEST)
     layers = moe_layers(model)

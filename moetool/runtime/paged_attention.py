@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 
 class SequenceEnds(NamedTuple):
-    """Where the sequences of a batch end, on the CPU: asked for once a forward, since on a GPU each question waits.
+    """Ends of a batch's sequences, on the CPU: read once per forward, since each read from a GPU waits.
 
     Attributes:
         queries: cumulative lengths, from 0.
@@ -16,12 +16,6 @@ class SequenceEnds(NamedTuple):
 
     queries: list[int]
     keys: dict[str, list[int]]
-
-    @classmethod
-    def of(cls, kwargs: dict[str, Any]) -> "SequenceEnds":
-        """From what the manager passes to a forward."""
-        keys = {kind: ends.tolist() for kind, ends in kwargs["cu_seq_lens_k"].items()}
-        return cls(kwargs["cu_seq_lens_q"].tolist(), keys)
 
 
 class Unwritten:

@@ -1,4 +1,4 @@
-"""What a policy has learned while serving, kept from one run of a server to the next: one safetensors file."""
+"""Learned policy state between runs of a server: one safetensors file."""
 
 import glob
 import os
@@ -52,7 +52,7 @@ def save_state(path: Path, name: str, policy: Learned, residents: Sequence[int] 
         _remove_left(path)
     except (OSError, safetensors.SafetensorError) as error:
         partial.unlink(missing_ok=True)
-        raise MoetoolError(f"cannot save what {name} has learned to {path}: {first_line(error)}") from error
+        raise MoetoolError(f"cannot save the state of {name} to {path}: {first_line(error)}") from error
 
 
 def _remove_left(path: Path) -> None:
@@ -74,7 +74,7 @@ def restore_state(path: Path, name: str, policy: Learned) -> list[int] | None:
     """
     if not path.exists():
         return None
-    advice = "remove it to begin afresh"
+    advice = "remove it to start afresh"
     try:
         require_regular(path)
         with safetensors.safe_open(path, framework="numpy") as file:
@@ -92,7 +92,7 @@ def restore_state(path: Path, name: str, policy: Learned) -> list[int] | None:
     try:
         for array_name, array in arrays.items():
             if array.dtype.kind == "f" and not (array < np.inf).all():  # -inf is no trust at all
-                raise ValueError(f"{array_name} has values that are no finite numbers")
+                raise ValueError(f"{array_name} has values that are not finite")
         residents = _residents(arrays, policy.spec) if _RESIDENTS in arrays else []
         if arrays:
             policy.restore(arrays)

@@ -1,6 +1,6 @@
 """Recording what the routers of a running model do."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from moetool.models import families
-from moetool.models.router_hooks import logits_ahead, read_logits, to_float16, watch
+from moetool.models.router_hooks import is_beside, logits_ahead, read_logits, to_float16, watch
 from moetool.models.router_scores import SelectionScores, watch_norms
 from moetool.models.spec import MoeLayer
 from moetool.runtime.decoding import Batch
@@ -28,6 +28,8 @@ class GateRecorder:
             experts and their weights.
         ahead: for how many layers `ahead` looks ahead.
         resident: share of a layer's experts that `resident` takes to be resident.
+        looks: where a server makes `resident` itself (`ExpertRuntime.watch_looks`): calls what it is given with the
+            logits of each layer but the first.
 
     Effects: adds forward hooks, which `close` removes.
 
@@ -37,7 +39,14 @@ class GateRecorder:
     """
 
     def __init__(
-        self, model: Any, layers: list[MoeLayer], keep: Iterable[str], ahead: int = 3, *, resident: float = 0.5
+        self,
+        model: Any,
+        layers: list[MoeLayer],
+        keep: Iterable[str],
+        ahead: int = 3,
+        *,
+        resident: float = 0.5,
+        looks: Callable[[Callable[[torch.Tensor], None]], RemovableHandle] | None = None,
     ) -> None:
         keep = frozenset(keep)
         self._held: list[tuple[Batch, dict[str, list[torch.Tensor]], torch.Tensor | None]] = []
@@ -50,13 +59,14 @@ class GateRecorder:
         self._hidden: list[torch.Tensor] | None = [] if "hidden" in keep else None
         self._ahead: list[torch.Tensor] | None = [] if "ahead" in keep else None
         self._resident: list[torch.Tensor] | None = [] if "resident" in keep else None
-        self._beside = (
-            ResidentForward(model, layers, resident, self._on_resident) if self._resident is not None else None
-        )
+        made_here = self._resident is not None and looks is None
+        self._beside = ResidentForward(model, layers, resident, self._on_resident) if made_here else None
         self._distance = ahead
         self._layers = layers
         self._embedding: torch.Tensor | None = None
         self._handles: list[RemovableHandle] = []
+        if self._resident is not None and looks is not None:
+            self._handles.append(looks(self._on_resident))
         self._family = families.known(model.config.get_text_config().model_type)
         for layer in layers:
             self._handles.append(watch(layer, self._on_routes))
@@ -75,7 +85,7 @@ class GateRecorder:
             self._beside.close()
 
     def begin_batch(self) -> None:
-        """What follows depends on no forward before."""
+        """Forget earlier forwards."""
         if self._beside is not None:
             self._beside.begin()
 
@@ -135,7 +145,7 @@ class GateRecorder:
         return rows, torch.cat(embeddings).float().cpu().numpy() if embeddings else None
 
     def _columns(self) -> dict[str, list[torch.Tensor]]:
-        """What the hooks have collected, a tensor a layer."""
+        """Collected tensors, one per layer."""
         columns = {
             "experts": self._experts,
             "weights": self._weights,
@@ -148,8 +158,6 @@ class GateRecorder:
         return {name: tensors for name, tensors in columns.items() if tensors is not None}
 
     def _on_routes(self, experts_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
-        if self._beside is not None and self._beside.running:
-            return
         self._experts.append(experts_TK)
         self._weights.append(weights_TK)
 
@@ -157,7 +165,7 @@ class GateRecorder:
         following = self._layers[layer.index + 1 : layer.index + 1 + self._distance]
 
         def hook(module: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if self._beside is not None and self._beside.running:
+            if is_beside():
                 return
             if self._logits is not None:
                 self._logits.append(read_logits(layer, output, self._family))

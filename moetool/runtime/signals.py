@@ -1,4 +1,4 @@
-"""What policies and predictors see of a running model besides the experts, just as a trace would hold it."""
+"""Signals of a running model for policies and predictors, exactly as a trace holds them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from moetool.errors import UsageError
 from moetool.models import families
-from moetool.models.router_hooks import logits_ahead, read_logits, to_float16
+from moetool.models.router_hooks import is_beside, logits_ahead, read_logits, to_float16
 from moetool.models.spec import MoeLayer
 from moetool.trace.events import ahead_scores, router_scores
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
@@ -22,15 +21,13 @@ class Signals:
     Everything is rounded to float16 on its way, as in a trace, so that a replay of the log decides as the server did.
 
     Args:
-        needs: `logits`, `hidden`, `ahead` and `embeddings`, of which the first three fill events.
+        needs: `logits`, `hidden`, `ahead` and `embeddings`, of which the first three fill events; `resident` is filled
+            while an event runs (`moetool.runtime.expert_forward`).
         ahead: for how many layers `ahead` looks ahead.
         on_embedded: called when the embedding layer has run, with embedding_TD float32: each token's request's mean.
             Only where `embeddings` is needed.
 
     Effects: adds forward hooks, which `close` removes.
-
-    Raises:
-        UsageError: `resident` is needed.
     """
 
     def __init__(
@@ -44,12 +41,6 @@ class Signals:
         on_embedded: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self._needs = frozenset(needs)
-        if "resident" in self._needs:
-            raise UsageError(
-                "what is asked for needs the column resident, which a running server cannot fill: the forward through "
-                "resident experts beside the real one would cost what it hides; replay a trace captured with --keep "
-                "topk,resident, or choose a predictor or an option that does without"
-            )
         self._spec = spec
         self._layers = layers
         self._distance = ahead
@@ -81,6 +72,8 @@ class Signals:
         following = self._layers[start : start + self._distance]
 
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if is_beside():
+                return
             seen: dict[str, np.ndarray] = {}
             self._seen[layer.index] = seen
             if "logits" in self._needs:
@@ -100,7 +93,7 @@ class Signals:
 
 
 def request_means(info: ForwardInfo, embedding_TD: torch.Tensor) -> np.ndarray:
-    """For each token the mean over its request's tokens in this forward: float32 [T, D], of float16 precision."""
+    """Mean over each token's request in this forward: float32 [T, D], of float16 precision."""
     rows_TD = embedding_TD.detach().float().cpu().numpy()
     request_T = np.asarray(info.request_T)
     mean_TD = np.empty_like(rows_TD)

@@ -1,4 +1,4 @@
-"""How a memory budget is divided between weights, activations, KV cache and expert slots, and why."""
+"""Division of a memory budget between weights, activations, KV cache and expert slots."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ _SHARE = 8  # one part in so many of what experts could use goes to the KV cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What the parts of a model take on its device.
+    """Memory of a model's parts on its device.
 
     Attributes:
         dense_bytes: weights outside the routed experts, predictor included.
@@ -94,7 +94,7 @@ def divide(
     if kv_tokens is None:
         more = _more(left // _SHARE, kv_token_bytes, context - kv) // PAGE_TOKENS * PAGE_TOKENS
         kv, left = kv + more, left - more * kv_token_bytes
-        why["kv_tokens"] = "a whole context" if kv >= context else f"1/{_SHARE} of what experts could use"
+        why["kv_tokens"] = "one full context" if kv >= context else f"1/{_SHARE} of what experts could use"
     if chunk_tokens is None:
         most = min(MOST_CHUNK, kv)
         more = _more(left // _SHARE, model.token_bytes, most - chunk)
@@ -107,12 +107,12 @@ def divide(
         most = min(max(MOST_KV_TOKENS, model.max_context), 4 * model.max_context)
         more = _more(left, kv_token_bytes, most - kv) // PAGE_TOKENS * PAGE_TOKENS
         kv, left = kv + more, left - more * kv_token_bytes
-        why["kv_tokens"] = "what every expert in its slot leaves"
+        why["kv_tokens"] = "rest, with every expert in a slot"
     return MemorySplit(slots=slots, kv_tokens=kv, chunk_tokens=chunk, unused_bytes=left, why=why)
 
 
 def _more(room_bytes: int, item_bytes: int, most: int) -> int:
-    """How many more items of a size, at most `most`, fit into some room."""
+    """Number of further items of a size that fit, at most `most`."""
     return max(0, min(most, room_bytes // item_bytes))
 
 

@@ -89,5 +89,5 @@ class WarmStart:
                     kept.path.unlink(missing_ok=True)
         except (MoetoolError, OSError) as error:
             if not self._warned:
-                _LOG.warning("what serving has learned is not kept: %s", error)
+                _LOG.warning("warm-start state not saved: %s", error)
             self._warned = True

@@ -1,7 +1,7 @@
-"""What a trace says about caching, prefetching and placing its model's experts, without the model.
+"""Advice on caching, prefetching and placing a model's experts, from a trace alone.
 
-Everything is chosen on every other request of each task and scored on the rest; each line carries what it was scored
-on. Of counts alone (no routes), what asks for the order of uses is said to be unknown.
+Choices are made on every other request of each task and scored on the rest. Counts without routes leave everything
+that needs the order of uses unknown.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from moetool.caching._policy import MIN_SLOTS
+from moetool.config import SHARE, Span, require_within
 from moetool.errors import UsageError
 from moetool.tables import numbered
 from moetool.trace.expert_counts import ExpertCounts
@@ -43,14 +44,14 @@ BOUND = "belady"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviceOptions:
-    """What advice is asked for.
+    """Options of the advice.
 
     Attributes:
         shares: memory sizes, as shares of all experts.
         policies: cache policies to compare; `auto`: all that keep the model's text and need no predictor.
-        bandwidths: from where experts are loaded, by name, bytes/s.
-        compute_s: time that a token takes to compute; None: what reading its experts from device memory takes at
-            `DEVICE_MEMORY_BYTES_S`, the least there is.
+        bandwidths: of the links that experts are loaded over, by name, bytes/s.
+        compute_s: time to compute a token (None: to read its experts from device memory at
+            `DEVICE_MEMORY_BYTES_S`, the least possible).
         tokens: most tokens of each half that policies are replayed on, in whole requests but for the last.
         ahead_tokens: most tokens that prefetching is judged on.
     """
@@ -65,14 +66,12 @@ class AdviceOptions:
     ahead_tokens: int = 150
 
     def __post_init__(self) -> None:
-        if not self.shares or not all(0 < share <= 1 for share in self.shares):
-            raise UsageError(f"shares are {self.shares}, expected some above 0, at most 1")
+        if not self.shares:
+            raise UsageError("shares are empty, expected some")
+        require_within(self, shares=SHARE)
         if not all(rate > 0 for rate in self.bandwidths.values()):
             raise UsageError(f"bandwidths are {dict(self.bandwidths)}, expected bytes/s above 0")
-        if self.compute_s is not None and self.compute_s <= 0:
-            raise UsageError(f"compute_s is {self.compute_s}, expected above 0")
-        if min(self.tokens, self.ahead_tokens) < 1:
-            raise UsageError(f"tokens and ahead_tokens are {self.tokens} and {self.ahead_tokens}, expected 1 or more")
+        require_within(self, compute_s=Span(0, above=True), tokens=Span(1), ahead_tokens=Span(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +85,7 @@ class PrefetchLine:
 
     @property
     def gain(self) -> float:
-        """By how much a token gets faster, as a factor."""
+        """Speed-up of a token."""
         return self.demand_ms / self.prefetch_ms
 
 
@@ -95,17 +94,14 @@ class MemoryLine:
     """The best cache for one memory size. Values are on held-out requests unless they say otherwise.
 
     Attributes:
-        share: of all experts; `budget_bytes` and `slots` the same in bytes and whole experts.
-        pool: its form.
-        policy: the best on the requests that were chosen on; None of counts.
-        hit_rate_chosen: there.
-        hit_rate: on held-out requests.
-        bound: Belady's there.
-        pinned: the hit rate of pinning the most used experts, by counts.
-        loads: experts loaded for each decoded token; None without decoded tokens.
-        bound_loads: Belady's.
+        share: memory as a share of all experts; `budget_bytes` and `slots` the same in bytes and whole experts.
+        pinned: hit rate of pinning the most used experts, by counts.
+        pool: form of the pool.
+        policy: the best policy on the requests of the choice; None for counts.
+        hit_rate_chosen, hit_rate, bound: of that policy on those requests and on held-out ones, and Belady's on these.
+        loads, bound_loads: experts loaded per decoded token, by that policy and by Belady; None without decoded tokens.
         rows: every policy's hit rate.
-        lookahead: what prefetching by affinity would have moved.
+        lookahead: loads that prefetching by affinity would have moved.
         prefetch: for each link.
     """
 
@@ -127,17 +123,17 @@ class MemoryLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What a trace says.
+    """Advice from a trace.
 
     Attributes:
-        model: its name, and `shape` its MoE layers in words.
-        chosen_on, scored_on: in words.
-        replayed_on: the part of `scored_on` that policies were replayed on, in words; None of counts.
-        held_out: whether any counts could be held out, and `replay_held_out` whether any requests to replay.
-        lines: by memory size.
+        model, shape: its name, and its MoE layers in words.
+        chosen_on, scored_on: the requests of the choices and of the scores, in words.
+        replayed_on: the part of `scored_on` that policies were replayed on, in words; None for counts.
+        held_out, replay_held_out: whether any counts, and any requests to replay, could be held out.
+        lines: one per memory size.
         stability: of the hot experts.
-        placements: what planned placements gain.
-        unknown: a sentence for each thing that cannot be said, and why.
+        placements: gains of planned placements.
+        unknown: a sentence for each unknown, with the reason.
     """
 
     model: str
@@ -153,7 +149,7 @@ class Advice:
     unknown: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; what is not known is null."""
+        """A JSON object; unknown values are null."""
         return _finite(asdict(self))
 
 
@@ -170,10 +166,10 @@ def advise(
     options: AdviceOptions | None = None,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Advice:
-    """Read a trace, or counts, and say what pays.
+    """Read a trace, or counts, and advise on caching, prefetching and placement.
 
     Args:
-        on_progress: is called with what is going on, how much is done, and of how much.
+        on_progress: called with the stage, how much is done, and of how much.
 
     Raises:
         UsageError: the trace has no tokens, or an unknown policy.
@@ -189,7 +185,7 @@ def advise(
     replayed_on = None
     if not counts.halves:
         lone = "pass" if isinstance(workload, ExpertCounts) else "request"
-        unknown.append(f"Nothing is held out: there is one {lone}, so every number is of what it was chosen on.")
+        unknown.append(f"Nothing is held out: there is one {lone}, so every number is on its own training data.")
     elif not held_out:
         unknown.append(
             "There is one request: counts are of its earlier half and scored on its later one, and policies are "
@@ -215,7 +211,7 @@ def advise(
     if gains[0] is None:
         unknown.append("Balance over GPUs is not planned: the experts of a layer do not divide among 8 GPUs.")
     if gains[1] is None:
-        unknown.append("There is one task, so it cannot be said whether another one wants other experts.")
+        unknown.append("There is one task, so differences between tasks are unknown.")
     return Advice(
         model=spec.name,
         shape=f"{spec.num_layers} MoE layers of {spec.num_experts} experts, top-{max(spec.top_k_L)}",
@@ -272,7 +268,7 @@ def _replayed(
     unknown: list[str],
     on_progress: Callable[[str, int, int], None],
 ) -> list[MemoryLine]:
-    """The lines with what replays say."""
+    """The lines with the results of replays."""
     names = servable(trace, None) if "auto" in options.policies else list(options.policies)
     names = [name for name in dict.fromkeys(names) if name != BOUND]
     sequential = trace.manifest["composition"]["kind"] != "log"

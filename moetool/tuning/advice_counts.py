@@ -1,4 +1,4 @@
-"""What counts of experts say of pinning and placement, chosen on one half of the requests and scored on the other.
+"""Pinning and placement by counts of experts, chosen on one half of the requests and scored on the other.
 
 Shapes, beside the letters of `moetool.types`: Q tasks, H the two halves of each task's requests: even places, on which
 everything is chosen, and odd ones, on which it is scored.
@@ -31,7 +31,6 @@ class HalvedCounts:
     """Counts of a trace, or of a folder of counts, by task and half.
 
     Attributes:
-        spec: the model.
         tasks: those with the most tokens; of counts a single one.
         tokens_QHLE: tokens that use each expert.
         halves: whether there is a second half: more than one request or pass, or the later half of a lone request.
@@ -44,13 +43,13 @@ class HalvedCounts:
 
     @property
     def chosen_LE(self) -> np.ndarray:
-        """Of the requests that are chosen on, all tasks together."""
+        """Tokens of the requests that choices are made on, all tasks together."""
         found: np.ndarray = self.tokens_QHLE[:, 0].sum(axis=0)
         return found
 
     @property
     def scored_LE(self) -> np.ndarray:
-        """Of the others; of a lone request, the same."""
+        """Tokens of the other requests; the same where there is one request."""
         found: np.ndarray = self.tokens_QHLE[:, int(self.halves)].sum(axis=0)
         return found
 
@@ -157,7 +156,7 @@ class PlacementGain:
 
 
 def balance_gain(counts: HalvedCounts, num_gpus: int = NUM_GPUS) -> PlacementGain | None:
-    """How much evener EPLB spreads the tokens over GPUs than a placement by number; None for too few experts."""
+    """Load balance over GPUs by EPLB against a placement by number; None for too few experts."""
     spec = counts.spec
     if len(set(spec.num_experts_L)) > 1 or spec.num_experts % num_gpus or spec.num_experts < 2 * num_gpus:
         return None
@@ -174,7 +173,7 @@ def balance_gain(counts: HalvedCounts, num_gpus: int = NUM_GPUS) -> PlacementGai
 
 
 def locality_gain(counts: HalvedCounts) -> PlacementGain | None:
-    """How many more calls stay on the own server with a server for each task; None with one task.
+    """Calls that stay on their own server, with a server for each task, by Prism; None with one task.
 
     Each server has room for its part of the experts and a quarter more, so that some may be copied.
     """

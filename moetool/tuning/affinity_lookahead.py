@@ -17,37 +17,37 @@ from moetool.types import GateEvent, ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookahead:
-    """What prefetching by affinity would have moved, over the forwards of one new token.
+    """Loads that prefetching by affinity would have moved, over the forwards of one new token.
 
     Attributes:
         tokens: of those forwards.
         missed: experts that were needed and not resident.
-        foretold: those of them that affinity predicted, one layer ahead.
+        predicted: those of them that affinity predicted, one layer ahead.
         wasted: experts that it predicted, that were not resident, and that were not needed.
     """
 
     tokens: int
     missed: int
-    foretold: int
+    predicted: int
     wasted: int
 
     @property
     def recall(self) -> float:
         """Share of the misses that were predicted; 0 without any."""
-        return self.foretold / self.missed if self.missed else 0.0
+        return self.predicted / self.missed if self.missed else 0.0
 
     def seconds(self, expert_bytes: int, bytes_s: float, compute_s: float) -> tuple[float, float]:
         """Time per token on demand, and with prefetching: loads move while the model computes, misses wait.
 
-        What is prefetched in vain takes the link as well; nothing computes while a miss that was not foretold moves.
+        Wasted prefetches take the link too; nothing computes during the load of a miss that was not predicted.
         """
         each = expert_bytes / bytes_s / max(self.tokens, 1)
-        moved = (self.foretold + self.wasted) * each
-        return compute_s + self.missed * each, max(compute_s, moved) + (self.missed - self.foretold) * each
+        moved = (self.predicted + self.wasted) * each
+        return compute_s + self.missed * each, max(compute_s, moved) + (self.missed - self.predicted) * each
 
 
 class AffinityCounts:
-    """How often expert j of the next layer followed expert i, [L - 1] arrays of [E, E], as shares of i's row.
+    """Share of expert i's uses that expert j of the next layer followed, [L - 1] arrays of [E, E].
 
     Source: DuoServe-MoE, Eqs. 2 and 3; a layer's score is the sum of the rows of the experts chosen.
     """
@@ -84,7 +84,7 @@ def look_ahead(
     setup = ReplaySetup(requests=requests, sequential=sequential)
     steps = _EventSteps(decisions(trace, "lru", budget_bytes, setup))
     resident: set[int] = set()
-    tokens = missed = foretold = wasted = 0
+    tokens = missed = predicted = wasted = 0
     for info, events in trace.forwards(sequential=sequential, requests=requests):
         single = len(info.request_T) == 1 and not info.prefill
         tokens += single
@@ -92,17 +92,17 @@ def look_ahead(
             program = steps.get(info.forward_id, event.layer)
             loads = [step for step in program if step.kind is StepKind.LOAD]
             if single and event.layer:
-                predicted = affinity.predict(event.layer - 1, events[event.layer - 1].experts_TK[0])
+                likely = affinity.predict(event.layer - 1, events[event.layer - 1].experts_TK[0])
                 missing = {step.key % spec.num_experts for step in loads}
                 missed += len(missing)
-                foretold += len(missing & predicted)
-                wasted += _unneeded(spec, event, predicted, resident)
+                predicted += len(missing & likely)
+                wasted += _unneeded(spec, event, likely, resident)
             elif single:
                 missed += len(loads)
             for step in loads:
                 resident.discard(step.evicted)
                 resident.add(step.key)
-    return Lookahead(tokens=tokens, missed=missed, foretold=foretold, wasted=wasted) if tokens else None
+    return Lookahead(tokens=tokens, missed=missed, predicted=predicted, wasted=wasted) if tokens else None
 
 
 def _unneeded(spec: ModelSpec, event: GateEvent, predicted: set[int], resident: set[int]) -> int:

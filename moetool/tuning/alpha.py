@@ -1,4 +1,4 @@
-"""How far SMoE may go from the router's choice: what each alpha takes and loses on a held-out text, measured live."""
+"""SMoE's alpha, chosen by the time and the loss of several values on a held-out text, measured live."""
 
 import contextlib
 import time
@@ -17,7 +17,7 @@ from moetool.caching.smoe import choose_alpha
 from moetool.errors import UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.families import require_substitutable
-from moetool.models.loading import load_lazy, parse_dtype, use_threads
+from moetool.models.loading import load_lazy, parse_devices, parse_dtype, use_threads
 from moetool.runtime.assembly import ServeOptions, expert_slots, fixed_bytes, slot_bytes
 from moetool.runtime.copies import stride_of
 from moetool.runtime.expert_forward import ExpertRuntime
@@ -27,15 +27,14 @@ from moetool.types import ForwardInfo, Phase
 
 @dataclass(frozen=True, kw_only=True)
 class AlphaOptions:
-    """How alpha is measured.
+    """Options of the measurement.
 
     Attributes:
-        alphas: where; 0, which changes nothing, is measured too.
+        alphas: values to measure; 0, which changes nothing, is measured too.
         tokens: of each text; shorter texts are left out.
         known: tokens of each that are the prompt; the rest are fed one at a time, as decoding does.
         texts: at most so many, evenly drawn from those that are long enough.
-        rounds: times that every alpha is timed, in turn; the time is the median over them. What is lost is measured
-            in the first.
+        rounds: timings of every alpha, in turn, of which the median counts; the loss is that of the first.
     """
 
     alphas: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.5, 0.8)
@@ -53,7 +52,7 @@ class AlphaOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlphaPoint:
-    """What one alpha takes and loses.
+    """Time and loss under one alpha.
 
     Attributes:
         tpot_s: mean seconds per token that is fed alone.
@@ -93,25 +92,25 @@ def plan_alpha(
     """The smallest alpha that is fast enough, by a curve through measured ones, as a plan for the policy smoe.
 
     Args:
-        model: as everywhere.
         texts: that neither the model was trained on nor anything else was chosen by.
-        device_memory_bytes: what the whole model may use.
+        device_memory_bytes: what the whole model may use on the device.
         target_tpot_s: R, the longest that a token may take.
-        serve: the options that the plan will be served with; `policy` has smoe's, of which alpha is chosen here.
+        serve: the options that the plan will be served with: device, host memory, threads, and in `policy` smoe's own,
+            of which alpha is chosen here.
         on_pass: called after every pass over the texts.
 
     Source: SMoE, Eq. 5 and section V-C (`moetool.caching.smoe.choose_alpha`). The paper minimises the loss by taking
-        the smallest alpha; what was lost is measured here too, and is in the plan's evidence, so that one sees whether
-        that holds for this model.
+        the smallest alpha; the loss is measured here too, in the plan's evidence, to check that for this model.
 
     Raises:
-        UsageError: no alpha is fast enough, the options are not those of one CPU, the texts are too short, or nothing
-        in this model can be substituted.
+        UsageError: no alpha is fast enough, there is no such device or several, the texts are too short, or nothing in
+            this model can be substituted.
         CapacityError: the memory does not hold the model.
     """
     serve, options = serve or ServeOptions(), options or AlphaOptions()
-    if serve.device != "cpu" or serve.devices != 1 or serve.host_memory_bytes:
-        raise UsageError("alpha is measured on the CPU alone, on one device, with no tier of host memory between")
+    parse_devices(serve.device, serve.devices)
+    if serve.devices != 1:
+        raise UsageError(f"devices is {serve.devices}: alpha is measured on one; leave it out here, not in serve")
     checkpoint = Checkpoint.open(model)
     tokenizer = checkpoint.tokenizer
     ids = [tokenizer(text)["input_ids"][: options.tokens] for text in texts]
@@ -121,11 +120,10 @@ def plan_alpha(
     alphas = sorted({0.0, *options.alphas})
     if not ids_ST:
         raise UsageError(f"none of {len(texts)} texts has {options.tokens} tokens; give longer ones, or --set tokens=N")
-    dense, kv = fixed_bytes(checkpoint, serve)
     passes: dict[float, list[_Pass]] = {}
     for number in range(options.rounds):
         for place, alpha in enumerate(alphas):
-            made = _feed(checkpoint, ids_ST, alpha, device_memory_bytes - dense - kv, serve, options.known)
+            made = _feed(checkpoint, ids_ST, alpha, device_memory_bytes, serve, options.known)
             passes.setdefault(alpha, []).append(made)
             on_pass(number * len(alphas) + place + 1)
     points = [_point(alpha, made, passes[0.0][0].likeliest) for alpha, made in passes.items()]
@@ -157,21 +155,23 @@ def _feed(
     checkpoint: Checkpoint,
     ids_ST: Sequence[Sequence[int]],
     alpha: float,
-    budget_bytes: int,
+    device_memory_bytes: int,
     serve: ServeOptions,
     known: int,
 ) -> _Pass:
     """Feed the texts one after the other to a pool that begins empty: the first tokens at once, the others alone."""
     seconds, nats, likeliest, forwards = [], [], [], 0
-    with contextlib.closing(load_lazy(checkpoint, parse_dtype(serve.dtype), products=serve.products)) as loaded:
+    dtype, (device, *_) = parse_dtype(serve.dtype), parse_devices(serve.device, serve.devices)
+    with contextlib.closing(load_lazy(checkpoint, dtype, device, products=serve.products)) as loaded:
         require_substitutable(loaded.spec.name, "smoe")
         use_threads(checkpoint.config, serve.threads)
-        slots = expert_slots(loaded, budget_bytes)
+        slots = expert_slots(loaded, device_memory_bytes, *fixed_bytes(checkpoint, serve))
         residency = Residency(build_policy("smoe", loaded.spec, {**serve.policy, "alpha": alpha}, slots))
-        runtime = ExpertRuntime(loaded, residency, open_store(loaded, residency, serve.io_threads))
+        store = open_store(loaded, residency, serve.io_threads, serve.host_memory_bytes or None)
+        runtime = ExpertRuntime(loaded, residency, store)
         with contextlib.closing(runtime):
             for request, row in enumerate(ids_ST):
-                ids_1T, cache = torch.tensor([row]), None
+                ids_1T, cache = torch.tensor([row], device=device), None
                 for begin, end in [(0, known), *((i, i + 1) for i in range(known, len(row) - 1))]:
                     info = ForwardInfo(
                         forward_id=forwards,
@@ -184,11 +184,12 @@ def _feed(
                     with torch.inference_mode():
                         runtime.begin_forward(info)
                         made = loaded.model(ids_1T[:, begin:end], past_key_values=cache, use_cache=True)
+                        last_V = made.logits[0, -1].float().cpu()  # waits for the device
                         runtime.end_forward()
                     cache, forwards = made.past_key_values, forwards + 1
                     if begin:
                         seconds.append(time.perf_counter() - began)
-                        scores_V = made.logits[0, -1].float().log_softmax(-1)
+                        scores_V = last_V.log_softmax(-1)
                         nats.append(-float(scores_V[row[end]]))
                         likeliest.append(int(scores_V.argmax()))
                 residency.end_request(request)

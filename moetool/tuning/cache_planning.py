@@ -1,4 +1,4 @@
-"""From a trace and what a machine has to a checked plan, with its evidence and its bound."""
+"""A checked cache plan from a trace and the memory of a machine, with its evidence and its bound."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -46,7 +46,7 @@ class DeviceBudget:
 
     @property
     def fixed_bytes(self) -> int:
-        """What is taken before the first expert."""
+        """Bytes taken before the first expert."""
         return self.dense_bytes + self.kv_bytes
 
     def as_stored(self, num_bytes: int, spec: ModelSpec) -> int:
@@ -59,7 +59,7 @@ class DeviceBudget:
         return self.fixed_bytes + slots_bytes
 
     def expert_bytes(self, spec: ModelSpec) -> int:
-        """What is left for experts, as bytes of experts as stored. Raises: CapacityError below the smallest pool."""
+        """Bytes left for experts, as stored. Raises: CapacityError below the smallest pool."""
         smallest_bytes = MIN_SLOTS * (self.slot_bytes or spec.slot_bytes)
         needed_bytes = self.fixed_bytes + smallest_bytes
         if self.device_memory_bytes < needed_bytes:
@@ -105,7 +105,7 @@ class PlanPredictor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSearch:
-    """What a plan is chosen among, and by which measure.
+    """The candidates of a plan, and the measure that chooses.
 
     Attributes:
         policies: candidates; by default every lossless policy that can serve with what there is, in the slots that
@@ -180,6 +180,11 @@ def plan_cache(
             raise UsageError("a time per output token to reach needs the costs of a machine; give a profile")
         budget = least_budget(candidates, budget, target_tpot_s, budgets, device_bytes)
         left_out = candidates.left_out(budget)
+    if target_tpot_s is None:
+        everybody, candidates = candidates, candidates.worth_their_predictor(budget)
+        if candidates is not everybody:
+            saved = f"{predictor.predictor_bytes:,} bytes"
+            left_out["the predictor"] = f"which saves less than its {saved} do as expert slots"
     candidates.winners([*budgets, budget])  # reads the trace once for all of them
     plain = as_it_comes(candidates, budget)
     divided = divide(candidates, budget, plain, search.pool)
@@ -270,14 +275,14 @@ def _reason(
 
 
 def _form(layer_slots: Sequence[int], slots: int) -> str:
-    """How the pool is divided."""
+    """The division of the pool, in words."""
     shared = slots - sum(layer_slots)
     rest = f" and all share {shared}" if shared else ""
     return f"each layer has {min(layer_slots)} to {max(layer_slots)} slots of its own{rest}"
 
 
 def _tuning(setup: PolicySetup, untuned: ReplayRow) -> str:
-    """What was changed, and what the winner without it takes on the held-out requests."""
+    """The changes, in words, and the cost of the winner without them on the held-out requests."""
     parts = []
     if setup.distance:
         parts.append(f"prefetch distance {setup.distance}")

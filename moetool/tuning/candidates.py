@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -83,7 +84,6 @@ class Candidates:
     """Policies to choose from, replayed on one half of the requests; each budget only once.
 
     Attributes:
-        spec: the model.
         options: values for the policies' `Options`, with the host's costs where a policy weighs them.
         used: the requests that choices are made on.
         held_out: the requests that they are shown on.
@@ -133,7 +133,7 @@ class Candidates:
 
     @cached_property
     def reuse_LE(self) -> np.ndarray:
-        """What slots of each layer are worth on `used` (`moetool.tuning.layer_reuse.reuse_LE`)."""
+        """Worth of each layer's slots on `used` (`moetool.tuning.layer_reuse.reuse_LE`)."""
         return reuse_LE(self.trace, self.used)
 
     def predicts(self, name: str) -> bool:
@@ -141,7 +141,7 @@ class Candidates:
         return policy_class(name).uses() or bool(policy_class(name).prefetch_distance)
 
     def slots_used(self, name: str, num_slots: int) -> int:
-        """How many of the slots that fit a policy makes use of."""
+        """Slots that a policy uses of those that fit."""
         options = parse_options(name, self.options.get(name, {}))
         return policy_class(name).slots_used(self.spec, options, num_slots)
 
@@ -151,7 +151,7 @@ class Candidates:
         return predictor is not None and policy_class(name).uses(predictor)
 
     def for_experts(self, name: str, budget_bytes: int) -> int:
-        """What a policy has left of a budget for experts."""
+        """Bytes of a budget that a policy has left for experts."""
         return budget_bytes - (self._predictor_bytes if self.pays(name) else 0)
 
     def left_out(self, budget_bytes: int) -> dict[str, str]:
@@ -229,6 +229,25 @@ class Candidates:
                     *(row.policy, budget, row.slots, row.decode.hit_rate, touched_bytes(row), tpot_s(row)),
                 )
         return {budget: best(self._rows[budget]) for budget in budgets if self._rows[budget]}
+
+    def worth_their_predictor(self, budget_bytes: int) -> "Candidates":
+        """These candidates, or the same without the predictor where its bytes are worth more as expert slots.
+
+        Policies that take a predictor and work without one are replayed without it too.
+        """
+        pay = [name for name in self._names if self.pays(name)]
+        alone = copy(self)
+        alone._setup, alone._predictor_bytes = replace(self._setup, predictor=None), 0
+        alone._names = [name for name in self._names if not policy_class(name).needs_predictor]
+        optional = [name for name in alone.fitting(budget_bytes) if name in pay]
+        if not optional:
+            return self
+        with_it = self.winners([budget_bytes])[budget_bytes]
+        without = alone.replay(optional, [budget_bytes], self.used)
+        if best([with_it, *without]) is with_it:
+            return self
+        alone._rows = {budget_bytes: [*(r for r in self._rows[budget_bytes] if r.policy not in pay), *without]}
+        return alone
 
     def require_decoding(self, row: ReplayRow) -> float:
         """A row's time per output token. Raises: UsageError if the requests decode nothing."""

@@ -1,4 +1,4 @@
-"""What of this machine moetool can use, in ten lines: `moetool doctor`."""
+"""Check what moetool can use of this machine, in ten lines: `moetool doctor`."""
 
 import importlib.metadata
 import importlib.util
@@ -72,8 +72,8 @@ def _cpu(machine: Machine) -> MachineCheck:
     return MachineCheck(
         name="processor",
         value=f"{machine.cpu}, {machine.cores} cores",
-        meaning=f"arithmetic runs on {threads} thread{'s' if threads > 1 else ''}"
-        + (f"; the machine is busy (load {load:.1f}), so measure again when it is not" if busy else ""),
+        meaning=f"compute uses {threads} thread{'s' if threads > 1 else ''}"
+        + (f"; the machine is busy (load {load:.1f}), measure again when it is idle" if busy else ""),
         data={"cpu": machine.cpu, "cores": machine.cores, "threads": threads, "load_average": load},
     )
 
@@ -83,7 +83,7 @@ def _memory() -> MachineCheck:
     return MachineCheck(
         name="memory",
         value=f"{count(free, 'B')} free of {count(total, 'B')}",
-        meaning="dense weights, KV cache and expert slots share what is free: see --device-memory",
+        meaning="dense weights, KV cache and expert slots share the free memory: see --device-memory",
         data={"free_bytes": free, "total_bytes": total},
     )
 
@@ -121,15 +121,15 @@ def _disk(folder: Path, file_bytes: int) -> tuple[MachineCheck, ...]:
             rates = {threads: _read_rate(shards, threads, min(_READ_BYTES, file_bytes // 2)) for threads in (1, 4)}
             direct = shards.direct
     except (OSError, MoetoolError) as error:
-        unknown = "cannot be tried in this folder; run it where the model will lie"
+        unknown = "cannot be tested in this directory; run it where the model will be stored"
         return tuple(MachineCheck(name=name, value=f"unknown ({error})", meaning=unknown, data={}) for name in names)
     return (
         MachineCheck(
             name=names[0],
             value="works in this folder" if direct else "refused in this folder",
-            meaning="experts are read past the page cache: memory use and timings are honest"
+            meaning="experts are read with direct I/O: memory use and timings exclude the page cache"
             if direct
-            else "experts are read through the page cache, which takes memory and flatters timings",
+            else "experts are read through the page cache, which takes memory and shortens timings",
             data={"direct": direct},
         ),
         MachineCheck(

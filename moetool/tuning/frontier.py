@@ -2,18 +2,18 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from moetool.caching._policy import MIN_SLOTS
 from moetool.errors import CapacityError
+from moetool.json_files import JsonRecord
 from moetool.tuning.candidates import Candidates, touched_bytes, tpot_s
 from moetool.tuning.replay import ReplayRow
 from moetool.types import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class Point(JsonRecord):
     """The best policy for one budget.
 
     Attributes:
@@ -35,10 +35,6 @@ class Point:
     bytes_used: float
     bytes_held_out: float
     chosen: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """A flat object."""
-        return asdict(self)
 
 
 def budgets_between(spec: ModelSpec, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What each layer's slots are worth by the reuse of its experts."""
+"""Worth of each layer's slots, by the reuse of its experts."""
 
 from collections.abc import Collection
 

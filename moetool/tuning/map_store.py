@@ -1,13 +1,14 @@
-"""Building a store of expert maps from a trace, and saying on held-out requests what its likenesses are worth."""
+"""Build a store of expert maps from a trace, and judge its similarity scores on held-out requests."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moetool.errors import MismatchError, UsageError
+from moetool.json_files import JsonRecord
 from moetool.learning.expert_maps import MapSearch, MapStore, distribution, select, threshold, top_mass
 from moetool.trace.reader import Trace
 from moetool.types import GateEvent, ModelSpec, Phase
@@ -18,7 +19,7 @@ _BINS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likeness:
-    """What one kind of likeness says of the hit rate, over pairs of a held-out iteration and a stored map.
+    """Relation of one similarity score to the hit rate, over pairs of a held-out iteration and a stored map.
 
     Attributes:
         pearson: its correlation with the hit rate (Figure 9); None where one of the two does not vary.
@@ -34,7 +35,7 @@ class Likeness:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MapReport:
+class MapReport(JsonRecord):
     """A store of expert maps, and what it does for iterations of requests that it was not made from.
 
     Attributes:
@@ -67,10 +68,6 @@ class MapReport:
     hit_rate: float
     top_k: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for `--json`."""
-        return asdict(self)
-
 
 def plan_maps(
     trace: Path, out: Path, *, options: Mapping[str, Any] | None = None, seed: int = 0, overwrite: bool = False
@@ -80,7 +77,6 @@ def plan_maps(
     Args:
         out: the folder to make: a predictor `expert_map`, for `--predictor` of serve, replay and plan cache.
         options: of the predictor `expert_map`.
-        seed: of the split.
 
     Source: FineMoE (Yu et al., EuroSys 2026), Figures 8 and 9. The paper pairs one iteration a prompt; here at most
         256 iterations of one token, evenly drawn from the test requests, meet every map. A map's hit rate is the
@@ -198,7 +194,7 @@ class _Pairs:
 
 
 class _Selections:
-    """What is selected for each layer at a distance, and how much of what was needed is in it."""
+    """Experts selected for each layer at a distance, and the share of the needed ones among them."""
 
     def __init__(self, store: MapStore, spec: ModelSpec, distance: int) -> None:
         self.distance = min(distance, spec.num_layers)

@@ -1,4 +1,4 @@
-"""Beyond a cache policy's defaults: slots by layer, prefetch distance, pinned experts, and limits of prefetching."""
+"""Tune a cache policy: slots by layer, prefetch distance, pinned experts and limits of prefetching."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _LEAST_RECALL = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySetup:
-    """A policy as it would serve, and what it did on the requests that choices are made on.
+    """A policy as it would serve, and its replay on the requests that choices are made on.
 
     Attributes:
         options: values for its `Options`.
@@ -38,7 +38,7 @@ class PolicySetup:
 
     @property
     def distance(self) -> int:
-        """How many layers ahead it prefetches."""
+        """Prefetch distance in layers."""
         kind = policy_class(self.row.policy)
         return int(getattr(parse_options(self.row.policy, self.options), "distance", kind.prefetch_distance))
 
@@ -105,13 +105,12 @@ def _by_layer(candidates: Candidates, names: Sequence[str], budget_bytes: int, p
 
 
 def tune(candidates: Candidates, budget_bytes: int, base: PolicySetup) -> PolicySetup:
-    """What is better than `base` (of `as_it_comes`) on the requests that choices are made on; itself if nothing is.
+    """The best setup found from `base` (of `as_it_comes`) on the requests that choices are made on.
 
-    One after the other, each kept only where it is better: the prefetch distance of every candidate that has such an
-    option and was given none, from 1 to 4 layers, as far as the trace looks ahead; for the winner the most used
-    experts pinned, in an eighth, a quarter or half of the slots; and where it prefetches, the limits that stop it
-    below a recall of one half, or let a forward prefetch half the bytes that one token's experts have. It is a search
-    along one axis after the other, not over all combinations.
+    The search goes along one axis after the other and keeps a change only where it is better: prefetch distances from
+    1 to 4 layers for every candidate with such an option that was given none, as far as the trace looks ahead; the
+    most used experts pinned, in an eighth, a quarter or half of the winner's slots; and for a winner that prefetches,
+    a least recall of one half, or at most half the bytes of one token's experts per forward.
     """
     found = _nearer_or_farther(candidates, base, budget_bytes)
     found = _best([found, *_pinning(candidates, found)])
@@ -130,7 +129,7 @@ def _again(candidates: Candidates, setup: PolicySetup) -> PolicySetup:
 
 
 def _nearer_or_farther(candidates: Candidates, base: PolicySetup, budget_bytes: int) -> PolicySetup:
-    """Of the setups with other prefetch distances and the base the best; the least distance where several are."""
+    """The best of the base and setups with other prefetch distances; the least distance among equals."""
     fitting = [name for name in candidates.fitting(budget_bytes) if _may_choose_distance(candidates, name)]
     rooms: dict[int, list[str]] = {}
     for name in fitting:

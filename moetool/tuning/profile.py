@@ -1,4 +1,4 @@
-"""From a model, or its config alone, and this machine to a `CostProfile`."""
+"""Measure the `CostProfile` of a model, or of its config alone, on this machine."""
 
 import time
 from collections.abc import Callable
@@ -33,7 +33,7 @@ _Stages = dict[tuple[str, ...], Callable[[float], Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """What is measured, and for how long.
+    """Options of the measurement.
 
     Attributes:
         config_only: there are no weights: reads are timed on a file of random bytes.

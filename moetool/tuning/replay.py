@@ -5,10 +5,12 @@ profile of a machine a timeline executes what they decide, and the rows say how 
 """
 
 import copy
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moetool import validation as check
 from moetool.cache_plan import PrefetchLimits
 from moetool.caching._decision_digest import DecisionDigest
 from moetool.caching._devices import build_policies, open_pool, split_bytes, split_slots, without_pinned
@@ -30,10 +32,9 @@ DEFAULT_MACHINE = TimelineOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayRow:
-    """What one policy did with one budget.
+    """Results of one policy with one budget.
 
     Attributes:
-        policy: its name.
         budget_bytes: what it was given.
         slots: how many expert slots it made of that; of a pool in bytes, how many of the largest experts fit.
         prefill: counts over the forwards with prompt tokens.
@@ -121,7 +122,7 @@ class ReplayRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplaySetup:
-    """What a replay runs with, beside policies and budgets.
+    """Inputs of a replay besides policies and budgets.
 
     Attributes:
         predictor: a `moetool.learning.predictor.Predictor`, for the policies that need one.
@@ -265,6 +266,7 @@ class _Run:
         capacity_bytes: Sequence[int] | None,
         setup: ReplaySetup,
         timeline: Timeline | None,
+        costs: Sequence[tuple[int, float, float]] = (),
     ) -> None:
         self._name = name
         self._budget_bytes = budget_bytes
@@ -281,12 +283,18 @@ class _Run:
             layer_slots=() if policies[0].needs_future else _layer_slots(policies[0], setup),
         )
         self._timeline = timeline
+        self._live = [policy for policy in policies if policy.live_costs]
+        self._costs = deque(costs)  # that a server measured, each in force from a forward on
         self._bytes = [0, 0]  # prefill, decode
         self._host_bytes = [0, 0]
         self._phase = Phase.DECODE
 
     def begin(self, info: ForwardInfo) -> list[Step]:
         self._phase = Phase.PREFILL if info.prefill else Phase.DECODE
+        while self._live and self._costs and self._costs[0][0] <= info.forward_id:
+            _, load_s, host_s = self._costs.popleft()
+            for policy in self._live:
+                policy.take_costs(load_s, host_s)
         steps = self._weigh(self._residency.begin_forward(info))
         if self._timeline is not None:
             self._timeline.begin_forward(info, steps)
@@ -331,6 +339,26 @@ class _Run:
             elif kind is not StepKind.COMPUTE:
                 self._bytes[self._phase] += sizes[key // stride]
         return steps
+
+
+def _measured_costs(trace: Trace) -> list[tuple[int, float, float]]:
+    """What a server measured (`moetool.runtime.gate_log`): forwards, and seconds of a load and of the host from there.
+
+    Raises:
+        MismatchError: the manifest holds something else.
+    """
+    found = trace.manifest["provenance"].get("costs", [])
+    check.require(isinstance(found, list), "manifest.provenance.costs", found, "a list")
+    made: list[tuple[int, float, float]] = []
+    for i, row in enumerate(found):
+        at = f"manifest.provenance.costs.{i}"
+        numbers = isinstance(row, list) and len(row) == 3 and all(type(part) in (int, float) for part in row)
+        check.require(numbers, at, row, "a forward and two times")
+        check.require_whole(f"{at}.0", row[0], 0)
+        for part in (1, 2):
+            check.require_positive(f"{at}.{part}", row[part])
+        made.append((row[0], row[1], row[2]))
+    return made
 
 
 def _layer_slots(policy: Policy, setup: ReplaySetup) -> Sequence[int]:
@@ -388,6 +416,7 @@ def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], s
             capacities if in_bytes else None,
             setup,
             None if prices is None else Timeline(prices, predictor=metered),
+            _measured_costs(source.trace),
         )
 
     return [run(name, budget, fit) for name in policies for budget, fit in zip(budgets, slots, strict=True)]
@@ -403,5 +432,5 @@ def _shared(predictor: Any, policies: Sequence[str]) -> dict[str, SharedPredicto
 
 
 def _columns(runs: Sequence[_Run]) -> frozenset[str]:
-    """What the events must carry besides the experts."""
+    """Trace columns that the events must carry besides the experts."""
     return frozenset[str]().union(*(run.columns for run in runs)) - {"experts"}

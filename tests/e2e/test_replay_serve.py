@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moetool.caching._layer_slots import equal_slots
+from moetool.errors import MismatchError
 from moetool.learning.predictor import build
 from moetool.learning.tokens import Tokens
 from moetool.models.checkpoint import Checkpoint
@@ -120,3 +121,27 @@ def test_replay_decides_as_serve_did_with_every_kind_of_signal(
     (row,) = replay(trace, ["promoe"], [60 * trace.spec.slot_bytes], ReplaySetup(predictor=again))
     assert row.counts == counts and counts.prefetch_loads
     assert row.digest == trace.manifest["provenance"]["decisions"]
+
+
+@pytest.mark.parametrize("policy", ["smoe", "hybrimoe"])
+def test_replay_decides_by_the_costs_that_the_server_measured(
+    policy: str, reference: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    made = engine(reference, tokenizer, policy, 60, log=log, options={"live": True}, host_memory_bytes=40 * 73_728)
+    for i, prompt in enumerate(PROMPTS):
+        made.submit(tokenizer(prompt)["input_ids"], SamplingParams(max_tokens=4 + 3 * i), lambda output: None)
+        made.step()
+    while not made.idle:
+        made.step()
+    counts = made.residency.counts
+    made.close()
+    trace = Trace(log)
+    costs = trace.manifest["provenance"]["costs"]
+    assert counts.hosted and counts.missed and costs and all(load_s > 0 and host_s > 0 for _, load_s, host_s in costs)
+    (row,) = replay(trace, [policy], [60 * trace.spec.slot_bytes], ReplaySetup(options={policy: {"live": True}}))
+    assert row.counts == counts
+    assert row.digest == trace.manifest["provenance"]["decisions"]
+    trace.manifest["provenance"]["costs"] = [[0, 1.0, "a"]]
+    with pytest.raises(MismatchError, match=r"costs\.0: .*a forward and two times"):
+        replay(trace, [policy], [60 * trace.spec.slot_bytes])

@@ -1,5 +1,6 @@
 """The policy finemoe and the predictor expert_map: what is prefetched when, what goes, what is kept for later."""
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,6 +99,30 @@ def test_a_search_is_used_a_fixed_number_of_events_later(lag: int) -> None:
     # The gate of layer 0 speaks for layer 2, that of layer 1 for layer 3, where expert 0 comes before its equal 1.
     expected = [[], [10], [10, 12], [12], []] if lag == 0 else [[], [], [10], [12], []]
     assert asked == expected
+
+
+def test_searches_run_beside_the_model_and_are_waited_for_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = _policy(_store(MAP_LE), distance=2, lag=1, meaning=False)
+    info, events = _forward([MAP_LE], [[1, 0, 0, 0]])
+    real, threads, may_go = MapSearch.by_path, set(), threading.Event()
+
+    def by_path(search: MapSearch) -> Any:
+        threads.add(threading.current_thread().name)
+        assert may_go.wait(20)
+        return real(search)
+
+    monkeypatch.setattr(MapSearch, "by_path", by_path)
+    policy.begin_forward(info)
+    policy.gate(events[0], [], [])
+    assert policy.after_first_expert(events[0]) == []  # nothing waits for the search yet
+    timer = threading.Timer(0.05, may_go.set)
+    timer.start()
+    policy.gate(events[1], [], [])
+    assert may_go.is_set() and policy.after_first_expert(events[1]) == [10]
+    for event in events[2:]:
+        policy.gate(event, [], [])
+    policy.end_forward(info)
+    assert policy.store.size == 2 and len(threads) == 1 and threads != {threading.current_thread().name}
 
 
 def test_what_is_least_likely_and_least_used_goes_and_what_is_in_flight_stays() -> None:

@@ -39,8 +39,8 @@ def scratch_shards(folder: Path, num_bytes: int) -> Iterator[Shards]:
     free = shutil.disk_usage(folder).free
     if free < 2 * num_bytes:
         raise CapacityError(
-            f"{folder.resolve()} has {free:,} bytes free, expected {2 * num_bytes:,} to try its disk; run in a folder "
-            "with more room"
+            f"{folder.resolve()} has {free:,} bytes free, expected {2 * num_bytes:,} to test its disk; run in a "
+            "directory with more space"
         )
     with tempfile.TemporaryDirectory(prefix=".moetool-", dir=folder) as scratch:
         file = Path(scratch) / "model.safetensors"
@@ -92,7 +92,7 @@ class DiskProbe:
                 slot[:num_bytes].copy_(data)
 
     def _place(self, num_bytes: int) -> tuple[int, int]:
-        """Where to read: a file and an offset into it, or, for whole experts, the key of one."""
+        """A random place to read: a file and an offset into it, or 0 and an expert's key for whole experts."""
         if self._files is not None and num_bytes == self._files.stored_bytes:
             spec = self._files.spec
             layer = self._random.randrange(spec.num_layers)

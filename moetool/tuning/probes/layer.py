@@ -113,7 +113,7 @@ class _Probe:
     def measure_decode(self, context: int) -> None:
         """One token more, and back again."""
         laps, cache = self._forward(self._model, 1, 1, self._caches[context])
-        with contextlib.suppress(ValueError, RuntimeError):  # what cannot go back has a window or a state of one size
+        with contextlib.suppress(ValueError, RuntimeError):  # a cache with a window or a fixed state cannot
             cache.crop(-1)
         self._timings["attention"].add(context, laps["layer"] - laps["block"])
         self._timings["head"].add(1, laps["total"] - laps["layer"] - laps.get("dense_layer", 0.0))
@@ -126,7 +126,7 @@ class _Probe:
         self._note_block(requests, laps)
 
     def curves(self) -> LayerCurves:
-        """What the timings say."""
+        """The curves through the timings."""
         made = self._timings
         return LayerCurves(
             attention=made["attention"].curve(),

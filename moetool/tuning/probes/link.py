@@ -1,7 +1,7 @@
 """The time of sending bytes to another machine: a tiny server that acknowledges, and a client that measures.
 
-Whoever reaches the server's port can make it receive bytes, and nothing else: they are thrown away. It does not ask
-who sends them and encrypts nothing, so it is for trusted networks.
+The server takes bytes from anyone who reaches its port, without authentication or encryption, and throws them away:
+use it on trusted networks.
 """
 
 import contextlib
@@ -24,14 +24,10 @@ _BUFFER_BYTES = 2**20
 
 
 def parse_peer(text: str) -> tuple[str, int]:
-    """(host, port) from `HOST:PORT`, or from `PORT` for this machine.
-
-    Raises:
-        UsageError: it is neither.
-    """
+    """(host, port) from `HOST:PORT`, or from `PORT` for this machine. Raises: UsageError: it is neither."""
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"{text!r} is no address: write HOST:PORT, or PORT for this machine only")
+        raise UsageError(f"{text!r} is not an address: write HOST:PORT, or PORT for this machine only")
     return host or "127.0.0.1", int(port)
 
 

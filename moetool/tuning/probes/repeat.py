@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from moetool.costing.costs import Curve
 
-_SHORTEST_S = 1e-9  # what is measured as a difference may come out as nothing
+_SHORTEST_S = 1e-9  # a difference of two timings may come out as nothing
 
 
 class Timings:

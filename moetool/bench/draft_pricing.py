@@ -1,0 +1,254 @@
+"""Speculative decoding with offloaded experts, priced by replay: one load then serves every token of a verification."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from moetool import tables
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Counts, Residency
+from moetool.errors import UsageError
+from moetool.trace.reader import Trace
+from moetool.trace.rows import TokenBatch
+from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """How drafts are made and what verifying them costs.
+
+    Attributes:
+        policy: cache policy, with its defaults.
+        share: of all experts that have a slot.
+        length: tokens drafted for each verification.
+        matched: last tokens of the context that an n-gram draft has to find earlier in it, at most.
+        accepted: chances that a drafted token is right, for drafters that the trace cannot run (a replica, or n-grams
+            where it has no token ids); 1 is the bound of any drafter.
+        verify: what a verification computes, in forwards of one token; others report 2.2.
+        compute: what a token's forward computes, in loads of all its experts; 0 is the bound where loads are all.
+        tokens: of the trace, in whole requests, at most.
+        seed: of which drafts are right, and of the routes of wrong ones.
+    """
+
+    policy: str = "lru"
+    share: float = 0.25
+    length: int = 4
+    matched: int = 3
+    accepted: tuple[float, ...] = (0.6, 0.8, 1.0)
+    verify: float = 2.2
+    compute: float = 0.1
+    tokens: int = 2000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.length < 1 or self.matched < 1 or self.tokens < 1 or not 0 < self.share <= 1:
+            raise UsageError("expected length, matched and tokens of 1 or more, and a share above 0 and up to 1")
+        if not all(0 <= chance <= 1 for chance in self.accepted) or min(self.verify, self.compute) < 0:
+            raise UsageError("expected chances from 0 to 1, and verify and compute of 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRow:
+    """One drafter on one trace.
+
+    Attributes:
+        drafter: `none`, `ngram`, or the chance that a drafted token is right.
+        right: drafted tokens that were right, for each drafted one.
+        tokens_per_forward: of decoding.
+        loads_per_token: of decoding.
+        speedup_loads: over `none`, where loads are all that takes time.
+        speedup: over `none`, with what forwards compute.
+    """
+
+    trace: str
+    drafter: str
+    right: float
+    tokens_per_forward: float
+    loads_per_token: float
+    speedup_loads: float
+    speedup: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTable:
+    """Rows of several traces."""
+
+    command: str
+    options: DraftOptions
+    rows: tuple[DraftRow, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return asdict(self)
+
+
+def price_drafts(traces: Sequence[Trace], options: DraftOptions, command: str = "") -> DraftTable:
+    """Replay decoding with and without drafts that one forward verifies.
+
+    A forward takes the newest token and the drafts after it. Right drafts take the routes that their tokens took; wrong
+    ones take those of the same token earlier in the request where there is one, else of a random token of the trace:
+    what they would have taken is not recorded. Prompts are forwarded as recorded.
+
+    Raises:
+        UsageError: a trace decodes nothing.
+    """
+    rows: list[DraftRow] = []
+    for trace in traces:
+        requests = _requests(trace, options.tokens)
+        known = any((request.token_id_T >= 0).all() for request in requests)
+        drafters: list[tuple[str, float | None]] = [("none", 0.0), *([("ngram", None)] if known else [])]
+        drafters += [(f"{chance:g}", chance) for chance in options.accepted]
+        base: _Tally | None = None
+        for name, chance in drafters:
+            tally = _replay(trace.spec, requests, name != "none", chance, options)
+            base = base or tally
+            rows.append(_row(trace.path.name, name, tally, base, trace.spec, options))
+    return DraftTable(command=command, options=options, rows=tuple(rows))
+
+
+def print_drafts(made: DraftTable) -> None:
+    """One table."""
+    options = made.options
+    tables.print_table(
+        f"{options.policy}, {options.share:.0%} of the experts in memory, {options.length} tokens drafted, verified at "
+        f"{options.verify:g} x the compute of a token",
+        ("trace", "drafter", "right", "tokens / forward", "loads / token", "x, loads alone", "x, with compute"),
+        [
+            [
+                *(row.trace, row.drafter, f"{row.right:.2f}", f"{row.tokens_per_forward:.2f}"),
+                *(f"{row.loads_per_token:.1f}", f"{row.speedup_loads:.2f}", f"{row.speedup:.2f}"),
+            ]
+            for row in made.rows
+        ],
+    )
+
+
+@dataclass(slots=True)
+class _Tally:
+    counts: Counts
+    tokens: int = 0
+    forwards: int = 0
+    drafted: int = 0
+    right: int = 0
+
+
+def _row(trace: str, drafter: str, tally: _Tally, base: _Tally, spec: ModelSpec, options: DraftOptions) -> DraftRow:
+    if not base.tokens:
+        raise UsageError(f"{trace} decodes nothing; capture it with --max-new-tokens")
+    one = options.compute * sum(spec.top_k_L)  # in loads
+    plain = base.counts.loads + base.forwards * one
+    loads, forward = tally.counts.loads, one if drafter == "none" else one * options.verify
+    return DraftRow(
+        trace=trace,
+        drafter=drafter,
+        right=tally.right / tally.drafted if tally.drafted else 0.0,
+        tokens_per_forward=tally.tokens / tally.forwards,
+        loads_per_token=loads / tally.tokens,
+        speedup_loads=base.counts.loads / loads,
+        speedup=plain / (loads + tally.forwards * forward),
+    )
+
+
+def _requests(trace: Trace, tokens: int) -> list[TokenBatch]:
+    found: list[TokenBatch] = []
+    for request in trace.whole_requests([]):
+        if found and sum(map(len, found)) + len(request) > tokens:
+            break
+        found.append(request)
+    return found
+
+
+def _replay(
+    spec: ModelSpec, requests: Sequence[TokenBatch], drafts: bool, chance: float | None, options: DraftOptions
+) -> _Tally:
+    slots = max(2, round(options.share * spec.total_experts))
+    residency = Residency(build_policy(options.policy, spec, {}, slots))
+    draw = np.random.default_rng(options.seed)
+    pool_TS = np.concatenate([request.experts_TS for request in requests])
+    tally = _Tally(Counts())
+    number = 0
+    for index, request in enumerate(requests):
+        prompt = int((request.phase_T == Phase.PREFILL).sum())
+        spans = [(0, prompt, request.experts_TS[:prompt])] if prompt else []
+        steps = _verified(request, prompt, drafts, chance, options, draw, pool_TS, tally)
+        for begin, end, experts_TS in (*spans, *steps):
+            phase = Phase.DECODE if begin >= prompt else Phase.PREFILL
+            info, events = _events(spec, experts_TS, number, index, begin, phase)
+            residency.begin_forward(info)
+            for event in events:
+                residency.event(event)
+            residency.end_forward(info)
+            number += 1
+            tally.tokens += (end - begin) if phase is Phase.DECODE else 0
+            tally.forwards += phase is Phase.DECODE
+        residency.end_request(index)
+    tally.counts = residency.decode
+    return tally
+
+
+def _verified(
+    request: TokenBatch,
+    prompt: int,
+    drafts: bool,
+    chance: float | None,
+    options: DraftOptions,
+    draw: np.random.Generator,
+    pool_TS: np.ndarray,
+    tally: _Tally,
+) -> Iterator[tuple[int, int, np.ndarray]]:
+    """The forwards of decoding: the true tokens from, to, and the routes of all that it forwards."""
+    ids, place, length = request.token_id_T.tolist(), prompt, len(request)
+    while place < length:
+        drafted: list[int] | int = 0
+        if drafts:
+            drafted = options.length if chance is not None else ngram(ids[: place + 1], options.length, options.matched)
+        count = drafted if isinstance(drafted, int) else len(drafted)
+        count = min(count, length - place - 1) if isinstance(drafted, int) else count
+        right = 0
+        while right < count and place + right + 1 < length:
+            good = draw.random() < chance if chance is not None else drafted[right] == ids[place + right + 1]  # type: ignore[index]
+            if not good:
+                break
+            right += 1
+        wrong = []
+        for i in range(right, count):
+            earlier = [] if isinstance(drafted, int) else [t for t in range(place + 1) if ids[t] == drafted[i]]
+            wrong.append(request.experts_TS[earlier[-1]] if earlier else pool_TS[draw.integers(len(pool_TS))])
+        tally.drafted, tally.right = tally.drafted + count, tally.right + right
+        end = place + 1 + right
+        yield place, end, np.concatenate([request.experts_TS[place:end], *(row[None] for row in wrong)])
+        place = end
+
+
+def ngram(context: Sequence[int], length: int, matched: int) -> list[int]:
+    """What followed the last tokens of a context when they last occurred in it, the longest match first.
+
+    Source: prompt lookup decoding (Saxena, 2023).
+    """
+    for size in range(min(matched, len(context) - 1), 0, -1):
+        tail = list(context[-size:])
+        for start in range(len(context) - size - 1, -1, -1):
+            if list(context[start : start + size]) == tail:
+                return list(context[start + size : start + size + length])
+    return []
+
+
+def _events(
+    spec: ModelSpec, experts_TS: np.ndarray, number: int, request: int, begin: int, phase: Phase
+) -> tuple[ForwardInfo, list[GateEvent]]:
+    count = len(experts_TS)
+    info = ForwardInfo(
+        forward_id=number,
+        request_T=(request,) * count,
+        phase_T=(phase,) * count,
+        position_T=tuple(range(begin, begin + count)),
+    )
+    ends = np.concatenate([[0], np.cumsum(spec.top_k_L)])
+    events = [
+        GateEvent(forward=info, layer=layer, experts_TK=tuple(map(tuple, experts_TS[:, a:b].tolist())))
+        for layer, (a, b) in enumerate(pairwise(ends))
+    ]
+    return info, events

@@ -1,0 +1,154 @@
+"""Every policy, cold, with several budgets on several traces: hits and bytes, against the bound."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moetool import tables
+from moetool.caching._policy import slots_within
+from moetool.errors import UsageError
+from moetool.trace.reader import Trace
+from moetool.tuning.candidates import servable, too_large
+from moetool.tuning.replay import ReplayRow, ReplaySetup, replay
+
+BOUND = "belady"
+BY_LAYER = ("lru", "lfu", "lfru", "least_stale", "foresight")
+"""Policies that are tried with slots for each layer too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyCell:
+    """One policy with one budget on one trace.
+
+    Attributes:
+        policy: its name, with `by layer` where each layer has the same number of slots.
+        share: of all experts that the budget holds.
+        hit_rate: share of needed experts that were resident.
+        loaded: loads, on demand and ahead, for each needed expert: bytes moved by bytes needed, since a trace's experts
+            count as one size here.
+        hosted: share of needed experts that the host computed in place of loading them.
+    """
+
+    trace: str
+    policy: str
+    share: float
+    slots: int
+    needed: int
+    hit_rate: float
+    loaded: float
+    hosted: float = 0.0
+
+    @property
+    def touched(self) -> float:
+        """Loaded, or computed with on the host: an expert that is read either way."""
+        return self.loaded + self.hosted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyTable:
+    """The cells, with the command that made them."""
+
+    command: str
+    tokens: int
+    cells: tuple[PolicyCell, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return asdict(self)
+
+
+def bench_policies(
+    traces: Sequence[Path],
+    shares: Sequence[float],
+    *,
+    tokens: int,
+    command: str = "",
+    on_trace: Callable[[int], object] = lambda number: None,
+) -> PolicyTable:
+    """Replay every lossless policy that needs no training, and the bound, from an empty pool.
+
+    Args:
+        shares: of all experts.
+        tokens: of each trace: its first requests up to about so many, at least one.
+        on_trace: called after each trace.
+
+    Raises:
+        UsageError: a share is not above 0 and at most 1, or two traces have the same folder name.
+    """
+    if not shares or not all(0 < share <= 1 for share in shares):
+        raise UsageError(f"budgets are {list(shares)}, expected shares of all experts, above 0% and up to 100%")
+    if len({path.name for path in traces}) < len(traces):
+        raise UsageError("traces are told apart by the names of their directories, and two are the same; rename one")
+    cells: list[PolicyCell] = []
+    for number, path in enumerate(traces, start=1):
+        cells += _cells(Trace(path), shares, tokens)
+        on_trace(number)
+    return PolicyTable(command=command, tokens=tokens, cells=tuple(cells))
+
+
+def print_policies(made: PolicyTable) -> None:
+    """A table for each trace: the fewest bytes at the middle budget first, loaded or computed with on the host."""
+    for trace, group in itertools.groupby(made.cells, key=lambda cell: cell.trace):
+        cells = list(group)
+        shares = sorted({cell.share for cell in cells})
+        rows: dict[str, dict[float, PolicyCell]] = {}
+        for cell in cells:
+            rows.setdefault(cell.policy, {})[cell.share] = cell
+        middle = shares[len(shares) // 2]
+        ranked = sorted(rows.items(), key=lambda item: item[1][middle].touched if middle in item[1] else 2.0)
+        tables.print_table(
+            f"{trace}: loads for each needed expert (and hits), by share of the experts in memory",
+            ("policy", *(f"{share:.1%}" for share in shares)),
+            [[name, *(_spelled(found.get(share)) for share in shares)] for name, found in ranked],
+        )
+
+
+def _spelled(cell: PolicyCell | None) -> str:
+    if cell is None:
+        return "-"
+    return f"{cell.loaded:.3f}{f' + {cell.hosted:.3f} on the host' if cell.hosted else ''} ({cell.hit_rate:.3f})"
+
+
+def _cells(trace: Trace, shares: Sequence[float], tokens: int) -> list[PolicyCell]:
+    spec = trace.spec
+    budgets = [max(2, round(share * spec.total_experts)) * spec.slot_bytes for share in shares]
+    setup = ReplaySetup(requests=_first(trace, tokens), pool="slots")
+    names = servable(trace, None)
+    found: list[PolicyCell] = []
+    for share, budget in zip(shares, budgets, strict=True):
+        lost = too_large(names, spec, budget, {})
+        fit = [name for name in names if name not in lost]
+        rows = replay(trace, [*fit, BOUND], [budget], setup)
+        found += [_cell(trace, share, row.policy, row) for row in rows]
+        if slots_within(spec, budget) >= spec.num_layers:
+            rows = replay(trace, BY_LAYER, [budget], replace(setup, pool="layer"))
+            found += [_cell(trace, share, f"{row.policy} by layer", row) for row in rows]
+    return found
+
+
+def _cell(trace: Trace, share: float, name: str, row: ReplayRow) -> PolicyCell:
+    counts = row.counts
+    return PolicyCell(
+        trace=trace.path.name,
+        policy=name,
+        share=share,
+        slots=row.slots,
+        needed=counts.needed,
+        hit_rate=counts.hit_rate,
+        loaded=counts.loads / counts.needed,
+        hosted=counts.hosted / counts.needed,
+    )
+
+
+def _first(trace: Trace, tokens: int) -> frozenset[int]:
+    """The first requests that have about so many tokens together."""
+    chosen: list[int] = []
+    total = 0
+    for request, count in zip(*(trace.requests[name].to_pylist() for name in ("request", "tokens")), strict=True):
+        if chosen and total + count > tokens:
+            break
+        chosen.append(request)
+        total += count
+    return frozenset(chosen)

@@ -1,0 +1,71 @@
+"""The last forwards of a server as a policy saw them: what each needed, and what it found."""
+
+import threading
+from collections import deque
+from dataclasses import dataclass, replace
+
+from moetool.caching._residency import Counts
+from moetool.types import ForwardInfo, GateEvent
+
+MOST_EVENTS = 4096
+MOST_ROWS = 1 << 16
+"""Choices of tokens and layers in a window, at most: each takes about 130 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class WindowForward:
+    """One forward.
+
+    Attributes:
+        events: of each layer, without the columns that some policies look at.
+        counts: what became of what it needed.
+    """
+
+    info: ForwardInfo
+    events: tuple[GateEvent, ...]
+    counts: Counts
+
+
+class EventWindow:
+    """Keeps the last whole forwards, at most `MOST_EVENTS` events and `MOST_ROWS` rows.
+
+    `begin`, `add` and `end` belong to the model's thread, `forwards` may be called from any.
+    """
+
+    def __init__(self, most_events: int = MOST_EVENTS, most_rows: int = MOST_ROWS) -> None:
+        self._most_events, self._most_rows = most_events, most_rows
+        self._lock = threading.Lock()
+        self._forwards: deque[WindowForward] = deque()
+        self._events = self._rows = 0
+        self._current: list[GateEvent] = []
+        self._before = Counts()
+        self.passed = 0
+        """Forwards so far, of which the last are kept."""
+
+    def begin(self, counts: Counts) -> None:
+        """A forward begins; `counts` are those before it."""
+        self._current, self._before = [], counts
+
+    def add(self, event: GateEvent) -> None:
+        """One of its events."""
+        self._current.append(event)
+
+    def end(self, info: ForwardInfo, counts: Counts) -> None:
+        """The forward is over, whole or not."""
+        bare = replace(info, embedding_TD=None)
+        events = tuple(GateEvent(forward=bare, layer=e.layer, experts_TK=e.experts_TK) for e in self._current)
+        self._current = []
+        with self._lock:
+            self._forwards.append(WindowForward(bare, events, counts - self._before))
+            self._events += len(events)
+            self._rows += len(events) * len(info.request_T)
+            self.passed += 1
+            while self._forwards and (self._events > self._most_events or self._rows > self._most_rows):
+                gone = self._forwards.popleft()
+                self._events -= len(gone.events)
+                self._rows -= len(gone.events) * len(gone.info.request_T)
+
+    def forwards(self) -> list[WindowForward]:
+        """What is kept, the oldest first."""
+        with self._lock:
+            return list(self._forwards)

@@ -1,0 +1,191 @@
+"""Partial forward: the next router's logits if only resident and shared experts had been computed.
+
+It takes the hidden states from before a MoE layer's block, adds what resident and shared experts give them, and goes
+through the next layer's norms, attention and router. The model's own forward computes what it would have computed.
+
+Source: SMoE (Zhu et al., "Enabling MoE on the Edge via Importance-Driven Expert Scheduling"), § IV-C. Readings and
+deviations:
+
+- Computed are the experts that the layer uses and that are resident when its router has chosen, with the weights that
+  they have in the sum. What is missing adds nothing; no weight is scaled up.
+- Attention reads the true keys and values of earlier forwards. Those of the forward itself come from the partial hidden
+  states, of a prompt's other tokens too, since no true ones exist before the layer has run.
+- What of the residents is computed here is computed again in the model's own forward.
+"""
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from moetool.errors import UsageError
+from moetool.models import families
+from moetool.models.expert_form import Call
+from moetool.models.router_hooks import beside, is_beside, read_logits
+from moetool.models.spec import MoeLayer
+from moetool.runtime.paged_attention import Unwritten
+
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_CLOSE = 0.02  # of the widest logit: how far a sum in another order may be off, in half precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """The modules of one layer of the usual shape: x + attention(norm(x)), then x + block(norm(x)).
+
+    Attributes:
+        layer: its MoE layer.
+        block: the module that holds its router and experts, and its shared experts if it has any.
+    """
+
+    layer: MoeLayer
+    input_norm: Any
+    attention: Any
+    block_norm: Any
+    block: Any
+
+
+def decoder_layers(model: Any, layers: list[MoeLayer]) -> list[DecoderLayer]:
+    """The decoder layers of the MoE layers.
+
+    Raises:
+        UsageError: they are not of the usual shape, or not one after the other.
+    """
+    modules = dict(model.named_modules())
+    found: list[DecoderLayer] = []
+    for layer in layers:
+        match = re.match(r"(.*?\.\d+)\.(.+?)(\.|$)", layer.path)
+        assert match is not None, "moe_layers numbers them"
+        whole, block = modules[match[1]], match[2]
+        parts = {name for name, _ in whole.named_children()}
+        if parts != {*_NORMS, "self_attn", block}:
+            raise unusual(model, f"layer {layer.layer_id} is made of {', '.join(sorted(parts))}")
+        if layer.form.call not in (Call.INTERFACE, Call.EXPERTS):
+            raise unusual(model, "its experts are not called with indices and weights")
+        if found and layer.layer_id != found[-1].layer.layer_id + 1:
+            raise unusual(model, f"between the MoE layers {found[-1].layer.layer_id} and {layer.layer_id} is another")
+        found.append(
+            DecoderLayer(
+                layer=layer,
+                input_norm=whole.input_layernorm,
+                attention=whole.self_attn,
+                block_norm=whole.post_attention_layernorm,
+                block=getattr(whole, block),
+            )
+        )
+    return found
+
+
+def unusual(model: Any, why: str) -> UsageError:
+    """The error for a model whose layers are not of the usual shape."""
+    name = model.config.get_text_config().model_type
+    return UsageError(
+        f"cannot look through resident experts for {name}: {why}; expected MoE layers one after the other, each of an "
+        f"input_layernorm, self_attn, post_attention_layernorm and its experts; leave resident out of --keep, or set "
+        f"policy.look=ahead"
+    )
+
+
+class PartialForward:
+    """Hooks on a model's layers that know what a partial forward begins with.
+
+    Effects: adds hooks, which `close` removes.
+
+    Raises:
+        UsageError: the layers are not of the usual shape.
+    """
+
+    def __init__(self, model: Any, layers: list[MoeLayer]) -> None:
+        self._layers = decoder_layers(model, layers)
+        self._family = families.known(model.config.get_text_config().model_type)
+        self._residual: torch.Tensor | None = None  # of the layer that ran last, and what its block got
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._handles: list[RemovableHandle] = []
+        for part in self._layers:
+            self._handles.append(part.block_norm.register_forward_pre_hook(self._on_block_norm))
+            self._handles.append(part.block.register_forward_pre_hook(self._on_block, with_kwargs=True))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def through(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """The logits [T, E] of MoE layer i + 1, after layer i's block as the experts at hand make it.
+
+        Layer i's block runs again (`beside`), and who binds its experts sees to it that only some are computed.
+
+        Args:
+            args, kwargs: what layer i + 1's attention gets in this forward, but for its hidden states.
+        """
+        before, part = self._layers[i : i + 2]
+        assert self._residual is not None
+        with beside():
+            given, named = self._given
+            added = before.block(*given, **named)
+            partial = self._residual + (added[0] if isinstance(added, tuple) else added).view_as(self._residual)
+            normed = part.input_norm(partial)
+            named = {**kwargs, **_unwritten(kwargs, part.attention)}
+            if not args:
+                named["hidden_states"] = normed
+            attended = part.attention.forward(*((normed, *args[1:]) if args else ()), **named)[0]
+            seen = part.block_norm.forward(partial + attended)
+            output = part.layer.router.forward(seen.reshape(-1, seen.shape[-1]))
+        return read_logits(part.layer, output, self._family)
+
+    def _require_true(self, model: Any, said: list[torch.Tensor]) -> None:
+        """Run a few tokens, for which the second forward must say what the routers say.
+
+        Args:
+            said: the logits of each layer but the first, filled meanwhile.
+
+        Raises:
+            UsageError: it does not.
+        """
+        true: list[torch.Tensor] = []
+
+        def on_router(layer: MoeLayer) -> Callable[..., None]:
+            def hook(module: Any, args: Any, output: Any) -> None:
+                if not is_beside():
+                    true.append(read_logits(layer, output, self._family).float())
+
+            return hook
+
+        hooks = [part.layer.router.register_forward_hook(on_router(part.layer)) for part in self._layers[1:]]
+        vocabulary = model.config.get_text_config().vocab_size
+        try:
+            with torch.inference_mode():
+                model(input_ids=torch.arange(min(8, vocabulary), device=model.device)[None], use_cache=False)
+        except (TypeError, AttributeError, RuntimeError, ValueError, IndexError) as error:
+            raise unusual(model, f"its layers are called otherwise ({error})") from error
+        finally:
+            for handle in hooks:
+                handle.remove()
+        for part, logits_TE, true_TE in zip(self._layers[1:], said, true, strict=True):
+            if not torch.allclose(logits_TE.float(), true_TE, rtol=0, atol=_CLOSE * float(true_TE.abs().max())):
+                raise unusual(model, f"layer {part.layer.layer_id} adds up in another way")
+
+    def _on_block_norm(self, module: Any, args: tuple[Any, ...]) -> None:
+        self._residual = args[0]
+
+    def _on_block(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not is_beside():
+            self._given = args, kwargs
+
+
+def _unwritten(kwargs: dict[str, Any], attention: Any) -> dict[str, Any]:
+    """The caches among the arguments of an attention, as ones that are not changed by it."""
+    made: dict[str, Any] = {}
+    if (paged := kwargs.get("cache")) is not None:
+        made["cache"] = Unwritten(paged)
+    for name in ("past_key_values", "past_key_value"):
+        if (past := kwargs.get(name)) is not None:
+            made[name] = copy.copy(past)
+            made[name].layers = list(past.layers)
+            for layer in past.layers[attention.layer_idx :][:1]:  # one that grows has none yet
+                made[name].layers[attention.layer_idx] = copy.deepcopy(layer)
+    return made

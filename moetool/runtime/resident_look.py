@@ -1,0 +1,149 @@
+"""The partial forward of a server: what the next router says after resident experts, while misses are on their way."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from moetool.caching._devices import Pool
+from moetool.caching._residency import Residency, Step, StepKind
+from moetool.errors import UsageError
+from moetool.models.loading import LoadedModel
+from moetool.models.router_hooks import is_beside, to_float16
+from moetool.models.spec import MoeLayer
+from moetool.runtime.device_stores import Stores
+from moetool.runtime.expert_store import ExpertStore
+from moetool.runtime.own_caches import own_cache
+from moetool.runtime.partial_forward import PartialForward
+from moetool.trace.events import next_scores
+from moetool.types import GateEvent
+
+
+class ResidentLook(PartialForward):
+    """Fills `GateEvent.resident_TE` of a running model, as its log will hold it.
+
+    Resident are the experts of the event that had a slot when its router had chosen, after substitution. The next
+    layer's attention gets what this one's got: masks and positions are those of the whole forward. On a GPU the partial
+    forward has a stream of its own, so that it waits for no load that the model's stream waits for.
+
+    Args:
+        store: where the experts are; None where they are not all in it.
+
+    Attributes:
+        aside: what the experts answer while the partial forward runs, else None.
+
+    Effects: as `PartialForward`; allocates a stream on a GPU.
+
+    Raises:
+        UsageError: this model or pool has no such forward.
+    """
+
+    def __init__(self, loaded: LoadedModel, residency: Pool, store: ExpertStore | Stores | None) -> None:
+        predictor = residency.policy.predictor
+        why = ""
+        if not isinstance(residency, Residency) or not isinstance(store, ExpertStore):
+            why = "the experts are not all in one device's pool"
+        elif predictor is not None and "resident" in predictor.needs:
+            why = "a predictor is asked before it can run; choose another predictor"
+        elif own_cache(loaded.model.config.get_text_config()):
+            why = "each request of this family runs a forward of its own"
+        if why:
+            raise UsageError(
+                f"no forward through resident experts (the column resident) can be run here: {why}; set "
+                f"policy.look=ahead, or replay a trace captured with --keep topk,logits,resident"
+            )
+        assert isinstance(residency, Residency) and isinstance(store, ExpertStore)
+        super().__init__(loaded.model, loaded.layers)
+        self.aside: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self._residency = residency
+        self._store = store
+        self._spec = residency.policy.spec
+        self._routes: tuple[MoeLayer, torch.Tensor, torch.Tensor] | None = None  # of the event at hand
+        self._under_way: set[int] = set()  # its loads that have begun
+        self._watchers: OrderedDict[int, Callable[[torch.Tensor], None]] = OrderedDict()
+        self._attended: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._stream = torch.cuda.Stream(loaded.device) if loaded.device.type == "cuda" else None
+        for part in self._layers:
+            self._handles.append(part.attention.register_forward_pre_hook(self._on_attention, with_kwargs=True))
+
+    def require_true(self, model: Any) -> None:
+        """Try it with experts that give back what they get; `model` must call them already.
+
+        Raises:
+            UsageError: the partial forward does not say what the routers say.
+        """
+        said: list[torch.Tensor] = []
+
+        def give_back(hidden_TD: torch.Tensor) -> torch.Tensor:
+            if not is_beside() and len(said) < len(self._layers) - 1:
+                said.append(self._logits(len(said)).to(hidden_TD.device))
+            return hidden_TD
+
+        self.aside = give_back
+        try:
+            self._require_true(model, said)
+        finally:
+            self.aside = None
+
+    def watch(self, on_logits: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """Call `on_logits` with the logits [T, E] of each layer but the first."""
+        handle = RemovableHandle(self._watchers)
+        self._watchers[handle.id] = on_logits
+        return handle
+
+    def begin(self, layer: MoeLayer, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
+        """A layer is about to compute these experts with these weights."""
+        self._routes = layer, index_TK, weights_TK
+
+    def program(self, event: GateEvent) -> list[Step]:
+        """The residency's program of the event that has begun; its first loads are under way when this returns."""
+        self._under_way.clear()
+        last = event.layer + 1 == self._spec.num_layers
+        return self._residency.event(event, None if last else self._fill)
+
+    def began(self, step: Step) -> bool:
+        """Whether a step of the program is a load that is under way."""
+        return step.kind is StepKind.LOAD and step.key in self._under_way
+
+    def _fill(self, event: GateEvent, steps: Sequence[Step]) -> GateEvent:
+        assert self._routes is not None
+        layer, index_TK, weights_TK = self._routes
+        for step in steps:
+            if step.kind is StepKind.LOAD:
+                self._store.load(step.key, step.slot, prefetch=False)
+                self._under_way.add(step.key)
+        slot_of = self._residency.slot_of
+        keys = {expert: self._spec.expert_key(event.layer, expert) for expert in event.needed}
+        here = {e: key for e, key in keys.items() if key in slot_of and key not in self._under_way}
+
+        def resident_sum(hidden_TD: torch.Tensor) -> torch.Tensor:
+            out_TD = torch.zeros_like(hidden_TD)
+            for expert, key in here.items():
+                rows, places = torch.where(index_TK == expert)
+                x = layer.form.compute(hidden_TD[rows], self._store.ready(key, slot_of[key]))
+                out_TD[rows] += (x * weights_TK[rows, places, None]).to(out_TD.dtype)
+            return out_TD
+
+        self.aside = resident_sum
+        try:
+            logits_TE = self._logits(event.layer)
+        finally:
+            self.aside = None
+        for on_logits in tuple(self._watchers.values()):
+            on_logits(logits_TE)
+        wide_TE = torch.nn.functional.pad(logits_TE, (0, self._spec.num_experts - logits_TE.shape[1]))
+        return replace(event, resident_TE=next_scores(self._spec, event.layer, to_float16(wide_TE)))
+
+    def _logits(self, i: int) -> torch.Tensor:
+        """The logits [T, E] of MoE layer i + 1, while layer i is about to compute its experts; on the CPU."""
+        if self._stream is None:
+            return self.through(i, *self._attended)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            return self.through(i, *self._attended).cpu()  # waits for this stream alone
+
+    def _on_attention(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._attended = args, kwargs

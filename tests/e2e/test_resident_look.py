@@ -1,0 +1,139 @@
+"""SMoE's partial forward in a server: what it says, that it changes no bit, and that its log replays."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moetool.caching import smoe
+from moetool.caching._devices import open_pool
+from moetool.caching._policy import build_policy
+from moetool.caching._residency import Residency
+from moetool.errors import UsageError
+from moetool.learning.predictor import build
+from moetool.models.checkpoint import Checkpoint
+from moetool.models.loading import load_lazy
+from moetool.request import SamplingParams
+from moetool.runtime.device_stores import open_stores
+from moetool.runtime.expert_forward import ExpertRuntime
+from moetool.trace.reader import Trace
+from moetool.tuning.replay import ReplaySetup, replay
+from moetool.types import GateEvent
+from tests import families
+from tests.engines import engine, generate
+
+LENGTHS = (7, 12, 5, 9)
+
+
+class Listening(smoe.Policy):
+    """SMoE that keeps what it was told of each layer, and of the one after it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.events: list[GateEvent] = []
+
+    def after_first_expert(self, event: GateEvent) -> Sequence[int]:
+        self.events.append(event)
+        return super().after_first_expert(event)
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3", "glm4_moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The last two route by sigmoid scores and have shared experts."""
+    folder: Path = tmp_path_factory.mktemp(request.param) / "model"
+    families.save(request.param, folder, num_hidden_layers=4, n_group=1)
+    return folder
+
+
+def _prompts() -> list[list[int]]:
+    return [[(11 * i + 5 * n) % 50 + 3 for i in range(length)] for n, length in enumerate(LENGTHS)]
+
+
+def _listened(model: Path, slots: int, alpha: float) -> list[GateEvent]:
+    options = smoe.Options(look="resident", alpha=alpha)
+    policy = Listening(Checkpoint.open(model).spec, options, slots, None)
+    made = engine(model, None, policy, slots)
+    generate(made, _prompts(), 5)
+    made.close()
+    return policy.events
+
+
+def _told(events: list[GateEvent]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The scores [T, E] that were foretold of each layer but the first, and its own."""
+    pairs = [(one, other) for one, other in pairwise(events) if other.layer == one.layer + 1]
+    assert len(pairs) >= 8
+    return [(one.resident_TE, other.scores_TE) for one, other in pairs]  # type: ignore[misc]
+
+
+def _right(events: list[GateEvent]) -> float:
+    """Share of the next layer's highest scores that were foretold, over prompts and new tokens."""
+    best = [[np.argsort(-scores_TE, axis=1)[:, :2] for scores_TE in pair] for pair in _told(events)]
+    return float(np.mean([(said[:, :, None] == true[:, None]).any(2).mean() for said, true in best]))
+
+
+def test_with_every_expert_resident_it_says_what_the_next_router_says(model: Path) -> None:
+    spec = Checkpoint.open(model).spec
+    policy = Listening(spec, smoe.Options(look="resident"), spec.total_experts, None)
+    warm = engine(model, None, policy, spec.total_experts)
+    for layer in range(spec.num_layers):
+        for expert in range(spec.num_experts_L[layer]):
+            assert isinstance(warm.residency, Residency)
+            assert warm.residency.bring(spec.expert_key(layer, expert)) is not None
+    generate(warm, _prompts(), 4)
+    warm.close()
+    for said_TE, true_TE in _told(policy.events):
+        np.testing.assert_allclose(said_TE, true_TE, rtol=2e-3, atol=2e-3)
+    assert _right(_listened(model, 4, 0.0)) < _right(_listened(model, 20, 0.0)) < _right(policy.events)
+
+
+def test_it_changes_no_bit(model: Path) -> None:
+    made = {}
+    for look in ("ahead", "resident"):
+        for slots in (5, 16):
+            served = engine(model, None, "smoe", slots, options={"alpha": 0.0, "look": look})
+            made[look, slots] = generate(served, _prompts(), 6)
+            assert served.residency.counts.prefetch_loads
+            served.close()
+    tokens, logits = made["ahead", 5]
+    for others, theirs in made.values():
+        assert others == tokens
+        assert all(torch.equal(one, other) for one, other in zip(logits, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("slots", "alpha"), [(4, 0.0), (12, 0.4), (18, 0.9)])
+def test_replay_decides_as_serve_did(model: Path, slots: int, alpha: float, tmp_path: Path) -> None:
+    options = {"alpha": alpha, "look": "resident"}
+    made = engine(model, None, "smoe", slots, log=tmp_path / "log", options=options)
+    for n, prompt in enumerate(_prompts()):
+        made.submit(prompt, SamplingParams(max_tokens=3 + 2 * n, ignore_eos=True), lambda output: None)
+        made.step()
+    while not made.idle:
+        made.step()
+    counts = made.residency.counts
+    made.close()
+    trace = Trace(tmp_path / "log")
+    assert "resident" in trace.columns and trace.resident == 0.0  # those of the server's own cache
+    (row,) = replay(trace, ["smoe"], [slots * trace.spec.slot_bytes], ReplaySetup(options={"smoe": options}))
+    assert row.counts == counts and (counts.prefetch_loads or alpha > 0.5)
+    assert row.digest == trace.manifest["provenance"]["decisions"]
+
+
+def test_where_it_cannot_run_it_is_refused_by_name(model: Path, tmp_path: Path) -> None:
+    loaded = load_lazy(Checkpoint.open(model), torch.float32)
+    two = [build_policy("smoe", loaded.spec, {"look": "resident"}, 6) for _ in range(2)]
+    pool = open_pool(two)
+    stores = open_stores(loaded, pool, 1)
+    with pytest.raises(UsageError, match="not all in one device's pool"):
+        ExpertRuntime(loaded, pool, stores)
+    stores.close()
+    told = build("resident_forward", loaded.spec).eval()
+    with pytest.raises(UsageError, match="asked before it can run"):
+        engine(model, None, "promoe", 8, predictor=told)
+    families.save("granitemoe", tmp_path / "other", residual_multiplier=0.25)
+    with pytest.raises(UsageError, match="granitemoe: layer 1 adds up in another way"):
+        engine(tmp_path / "other", None, "smoe", 8, options={"look": "resident"})
+    loaded.close()

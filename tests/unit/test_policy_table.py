@@ -1,0 +1,59 @@
+"""`moetool bench policies`: every policy on several traces, from an empty pool."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moetool.bench.policy_table import BY_LAYER, bench_policies
+from moetool.errors import UsageError
+from moetool.trace.reader import Trace
+from moetool.tuning.replay import ReplaySetup, replay
+from tests.command_line import exit_code
+from tests.synthetic_routes import make_spec, write_trace
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("traces")
+    return [write_trace(root / name, make_spec(4, 8, 2), num_requests=6, seed=i) for i, name in enumerate("ab")]
+
+
+def test_cells_are_what_a_replay_gives(folders: list[Path]) -> None:
+    made = bench_policies(folders, [0.25, 0.5], tokens=10_000)
+    cells = {(cell.trace, cell.policy, cell.share): cell for cell in made.cells}
+    assert len(cells) == len(made.cells)
+    assert {trace for trace, _, _ in cells} == {"a", "b"}
+    trace = Trace(folders[1])
+    for pool, name in (("slots", "lru"), ("layer", "lru by layer")):
+        (row,) = replay(trace, ["lru"], [16 * trace.spec.slot_bytes], ReplaySetup(pool=pool))
+        cell = cells["b", name, 0.5]
+        assert (cell.slots, cell.needed, cell.hit_rate) == (16, row.counts.needed, row.counts.hit_rate)
+        assert cell.loaded == row.counts.loads / row.counts.needed
+    names = {policy for _, policy, _ in cells}
+    assert {"foresight", "lfu", "moe_infinity", "belady", *(f"{name} by layer" for name in BY_LAYER)} <= names
+    for trace_name, share in (("a", 0.25), ("b", 0.5)):
+        on_demand = [
+            c for (t, p, s), c in cells.items() if (t, s) == (trace_name, share) and p.startswith(("lru", "lfu"))
+        ]
+        assert cells[trace_name, "belady", share].loaded <= min(cell.loaded for cell in on_demand)
+    few = bench_policies(folders[:1], [0.5], tokens=1)
+    assert few.cells[0].needed < cells["a", few.cells[0].policy, 0.5].needed
+
+
+def test_refusals(folders: list[Path]) -> None:
+    with pytest.raises(UsageError, match="expected shares"):
+        bench_policies(folders, [0.0], tokens=9)
+    with pytest.raises(UsageError, match="names of their directories"):
+        bench_policies([folders[0], folders[0]], [0.5], tokens=9)
+
+
+def test_one_command_writes_and_prints_it(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("bench", "policies", "--trace", folders[0], "--trace", folders[1], "--tokens", 40, "--out", tmp_path)
+    assert exit_code(monkeypatch, *given) == 0
+    printed = capsys.readouterr().out
+    assert "a: loads for each needed expert" in printed and "belady" in printed and "12.5%" in printed
+    kept = json.loads((tmp_path / "policies.json").read_text())
+    assert {cell["share"] for cell in kept["cells"]} == {0.125, 0.25, 0.5} and kept["tokens"] == 40
