@@ -4,7 +4,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from moetool.cluster.edge.protocol import ArrivedExpert, EdgeWorker, Holders, WorkerInfo, WorkerStats
+from moetool.cluster.edge.protocol import (
+    ArrivedExpert,
+    EdgeWorker,
+    Holders,
+    HoldersChange,
+    MovedRound,
+    WorkerInfo,
+    WorkerStats,
+)
 from moetool.cluster.launch import WorkerDied
 from moetool.errors import CapacityError, MoetoolError
 from moetool.placement._placement_plan import Place
@@ -100,6 +108,31 @@ class DrawnWorker:
         self._clear()
         return made
 
+    def change_holders(self, change: HoldersChange) -> bool:
+        self._live()
+        if self.holders is None or self.holders.version != change.base:
+            return False
+        servers_LE = [list(servers_E) for servers_E in self.holders.servers_LE]
+        for (layer, expert), servers in change.servers.items():
+            servers_LE[layer][expert] = servers
+        self.holders = Holders(version=change.version, servers_LE=tuple(map(tuple, servers_LE)), peers=change.peers)
+        return True
+
+    def adopt_all(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert | str]:
+        arrived: list[ArrivedExpert | str] = []
+        for move in moves:
+            try:
+                arrived.append(self.adopt(*move))
+            except WorkerDied:
+                raise
+            except MoetoolError as error:
+                arrived.append(str(error))
+        return arrived
+
+    def drop_all(self, places: Sequence[Place]) -> None:
+        for place in places:
+            self.drop(*place)
+
     def set_holders(self, holders: Holders) -> None:
         self._live()
         assert self.holders is None or holders.version > self.holders.version
@@ -181,6 +214,20 @@ class Table:
         self._held[server].add((layer, expert))
         self._publish()
         return moved
+
+    def move(self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MovedRound:
+        arrived, failed = {}, list[tuple[int, Place, Exception]]()
+        for server, at in drops:
+            try:
+                self.drop(server, *at)
+            except MoetoolError as error:
+                failed.append((server, at, error))
+        for server, at, source in copies:
+            try:
+                arrived[server, at] = self.adopt(server, *at, source)
+            except MoetoolError as error:
+                failed.append((server, at, error))
+        return MovedRound(arrived=arrived, failed=failed)
 
     def drop(self, server: int, layer: int, expert: int) -> None:
         if not any((layer, expert) in held for n, held in enumerate(self._held) if n != server):

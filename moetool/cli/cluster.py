@@ -18,11 +18,7 @@ from moetool.errors import UsageError, unknown_name
 
 
 def serve_cluster(command: ClusterCommand) -> None:
-    """Serve a model on a cluster until it is interrupted.
-
-    Raises:
-        UsageError: something that the mode does not do.
-    """
+    """Serve a model on a cluster until it is interrupted. Raises: UsageError: something that the mode does not do."""
     if command.mode not in MODES:
         raise unknown_name("--mode", command.mode, MODES)
     MODES[command.mode](command)
@@ -37,7 +33,7 @@ def require_no_placement(plan: Path) -> None:
         PlacementPlan.load(plan)
     except (UsageError, MismatchError):
         return  # whoever reads it as a cache plan says what is wrong with it
-    raise UsageError(f"{plan} is a placement plan, which is for several servers; serve it with --cluster local:N")
+    raise UsageError(f"{plan} is a placement plan for several servers; serve it with --cluster local:N")
 
 
 def _edge(command: ClusterCommand) -> None:
@@ -55,15 +51,13 @@ def _edge(command: ClusterCommand) -> None:
 
     where = parse_where(command.cluster)
     if command.plan is None:
-        raise UsageError("--cluster needs to know where the experts are; give it --plan, from: moetool plan placement")
+        raise UsageError("--cluster needs a placement plan; give --plan FILE, made with: moetool plan placement")
     if command.predictor is not None:
-        raise UsageError(
-            "--predictor means nothing with --cluster in mode edge: the plan says who holds what; leave it out"
-        )
+        raise UsageError("--predictor has no effect with --cluster in mode edge, which follows the plan; leave it out")
     if command.profile is not None:
-        raise UsageError("--profile means nothing with --cluster in mode edge, which measures its calls; leave it out")
+        raise UsageError("--profile has no effect with --cluster in mode edge, which measures its calls; leave it out")
     if given := [name for name, is_given in command.refused.items() if is_given]:
-        raise UsageError(f"{given[0]} means nothing with --cluster: the plan says what each server holds; leave it out")
+        raise UsageError(f"{given[0]} has no effect with --cluster: the plan places the experts; leave it out")
     plan = PlacementPlan.load(command.plan)
     names = [server.name for server in plan.cluster.servers]
     if where.count not in (None, len(names)):
@@ -98,8 +92,8 @@ def _edge(command: ClusterCommand) -> None:
         tables.narrate(f"moetool: {warning}")
     if _only_here(command.host) and not _only_here(settings[0].toward or command.host):
         tables.narrate(
-            f"moetool: warning: with --host {command.host} each server answers only users on its own machine; "
-            f"--host 0.0.0.0 --api-key KEY lets others in"
+            f"moetool: warning: with --host {command.host} each server is reachable from its own machine "
+            f"only; --host 0.0.0.0 --api-key KEY admits others"
         )
     settings = watch.begin_with(settings)
     tables.narrate(f"moetool: starting {len(names)} servers")
@@ -127,7 +121,7 @@ def _edge(command: ClusterCommand) -> None:
                 )
             watch.open(limits.allowed_hosts)
             interrupts.wait()
-            tables.narrate("moetool: finishing the running requests; Ctrl-C again stops at once")
+            tables.narrate("moetool: finishing the running requests; press Ctrl-C again to stop at once")
             interrupts.during(lambda: head.drain(limits.drain_timeout_s + 15.0), stop_at=2)
         finally:
             head.close()
@@ -157,12 +151,12 @@ def _ep(command: ClusterCommand) -> None:
     from moetool.cli.parallel import serve_parallel
 
     if given := [name for name, is_given in command.refused.items() if is_given]:
-        raise UsageError(f"{given[0]} means nothing with --cluster: the plan says what each server holds; leave it out")
+        raise UsageError(f"{given[0]} has no effect with --cluster: the plan places the experts; leave it out")
     serve_parallel(command)
 
 
 MODES: dict[str, Callable[[ClusterCommand], None]] = {"edge": _edge, "ep": _ep}
-"""What `--mode` names."""
+"""Values of `--mode`."""
 
 
 class _Interrupts:

@@ -11,34 +11,32 @@ from moetool.config import parse, parse_settings
 from moetool.errors import UsageError, unknown_name
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `moetool bench`."""
-    app.command()(cluster)
-
-
 def cluster(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="'reference', a folder in Hugging Face format, or a hub name.")
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="'reference', a Hugging Face directory or a hub name.")],
     data: Annotated[
-        list[str], typer.Option(help="Prompt sets or files, one a server; arithmetic, ascii_words and narratives.")
+        list[str],
+        typer.Option(help="Prompt sets or files, one per server (default: arithmetic, ascii_words, narratives)."),
     ] = [],  # noqa: B006 - Typer copies defaults
     line: Annotated[
-        list[str], typer.Option(help="alone, redirected, or a planner; all of Prism's, if not given. Repeatable.")
+        list[str],
+        typer.Option(
+            help="System to compare: alone, redirected, or a planner (default: all of Prism's); with --mode ep "
+            "vanilla, offline, reactive, ... Repeatable."
+        ),
     ] = [],  # noqa: B006
-    mode: Annotated[
-        str, typer.Option(help="edge, or ep: expert parallelism, with vanilla, offline, reactive, ... for --line.")
-    ] = "edge",
-    quick: Annotated[bool, typer.Option("--quick", help="Only to see it run: a few short requests.")] = False,
+    mode: Annotated[str, typer.Option(help="Cluster mode: edge, or ep for expert parallelism.")] = "edge",
+    quick: Annotated[bool, typer.Option("--quick", help="Smoke test: a few short requests.")] = False,
     settings: Annotated[
         list[str],
-        typer.Option("--set", help="bench.rounds, bench.gaps_s, bench.links, bench.where=namespaces, ... Repeatable."),
+        typer.Option(
+            "--set", help="Setting: bench.rounds, bench.gaps_s, bench.links, bench.where=namespaces, ... Repeatable."
+        ),
     ] = [],  # noqa: B006
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the results (JSON) and the figures.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what an earlier run left there.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Output directory for results (JSON) and figures.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite earlier results.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Edge servers with a task each under Poisson arrivals, placements and single machines side by side; or ranks."""
+    """Compare placements on live edge servers, or on expert-parallel ranks, under Poisson arrivals."""
     from moetool.bench.live_cluster.bench_options import QUICK, ClusterBenchOptions, parse_lines
 
     values = parse_settings(settings)
@@ -65,7 +63,7 @@ def cluster(
     from moetool.bench.live_cluster.rounds import bench_cluster
 
     tasks = [name for text in data for name in text.split(",") if name] or list(_TASKS)
-    with tables.progress(f"benching {model}", 100) as on_progress:
+    with tables.progress(f"benchmarking {model}", 100) as on_progress:
         made = bench_cluster(
             model,
             tasks,
@@ -79,4 +77,4 @@ def cluster(
 
 _MODES = ("edge", "ep")
 _TASKS = ("arithmetic", "ascii_words", "narratives")
-"""As Prism's first set-up: three tasks of BIG-bench, here those of the embedded prompts that are most like them."""
+"""Prism's first setup has three BIG-bench tasks; these embedded sets are the closest."""

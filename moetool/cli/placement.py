@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetool import durable, tables
+from moetool.cli.flags import Json, open_predictor
 from moetool.config import parse, parse_settings
 from moetool.errors import UsageError
 
@@ -15,43 +16,40 @@ if TYPE_CHECKING:
     from moetool.placement._comparing import PlannerRow, Setting
     from moetool.types import Cluster
 
-Traces = Annotated[list[str], typer.Option("--trace", help="SERVER=DIR: the trace of a server's requests. Repeatable.")]
+Traces = Annotated[list[str], typer.Option("--trace", help="SERVER=DIR: trace of a server's requests. Repeatable.")]
 ClusterFile = Annotated[Path, typer.Option("--cluster", help="TOML file with servers, GPUs and links.")]
-Profile = Annotated[Path | None, typer.Option("--profile", help="A cost profile; unit costs without one.")]
+Profile = Annotated[Path | None, typer.Option("--profile", help="Cost profile (default: unit costs).")]
 Split = Annotated[float, typer.Option("--split", help="Share of the requests to plan on; the rest is held out.")]
 Settings = Annotated[
     list[str],
-    typer.Option("--set", help="The planner's options, and seed, starts, sides, routing, value_bytes. Repeatable."),
+    typer.Option("--set", help="Option of the planner, or seed, starts, sides, routing, value_bytes. Repeatable."),
 ]
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan made by 'moetool plan placement'.")]
-CMax = Annotated[int | None, typer.Option("--c-max", help="Most experts of a layer on a GPU; as memory allows.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan from 'moetool plan placement'.")]
+CMax = Annotated[
+    int | None, typer.Option("--c-max", help="Experts of a layer per GPU at most (default: as memory allows).")
+]
 
 _SETTINGS = ("seed", "starts", "sides", "routing", "value_bytes")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to `moetool plan`."""
-    for command in (placement, score, compare, stream, migrate, export):
-        app.command()(command)
 
 
 def placement(
     trace: Traces,
     cluster: ClusterFile,
-    planner: Annotated[str, typer.Option(help="Name of a planner, such as prism_exact or director.")],
-    out: Annotated[Path, typer.Option("--out", help="The plan, a JSON file.")],
+    planner: Annotated[str, typer.Option(help="Planner name, e.g. prism_exact or director.")],
+    out: Annotated[Path, typer.Option("--out", help="Plan file to write (JSON).")],
     profile: Profile = None,
     engine: Annotated[
         str | None,
-        typer.Option("--for", help="Engine whose constraints bind: sglang, vllm, tensorrt_llm or vllm_ascend."),
+        typer.Option(
+            "--for", help="Target engine, whose constraints the plan meets: sglang, vllm, tensorrt_llm or vllm_ascend."
+        ),
     ] = None,
     split: Split = 1.0,
     c_max: CMax = None,
     settings: Settings = [],  # noqa: B006 - Typer copies defaults
     as_json: Json = False,
 ) -> None:
-    """Decide which GPU of a cluster holds which experts, from the traces of its servers."""
+    """Place experts on the GPUs of a cluster, from traces of its servers."""
     from moetool.placement._cluster_file import load_cluster
     from moetool.placement._comparing import open_traces, plan_placement
 
@@ -82,7 +80,7 @@ def score(
     settings: Settings = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    """Score a placement on traces: locality, latency, balance, bytes over links, gaps to the bounds."""
+    """Score a placement on traces: locality, latency, load balance, link traffic, gap to the bounds."""
     from moetool.placement._comparing import open_traces, score_plan
     from moetool.placement._placement_plan import PlacementPlan
 
@@ -102,26 +100,32 @@ def score(
 def compare(
     trace: Traces,
     cluster: ClusterFile,
-    planners: Annotated[list[str] | None, typer.Option(help="Names; all but exhaustive, if not given.")] = None,
+    planner: Annotated[
+        list[str] | None, typer.Option(help="Planner names, comma-separated (default: all but exhaustive).")
+    ] = None,
     split: Split = 0.5,
-    unseen_task: Annotated[Path | None, typer.Option(help="Trace of a task that no planner sees.")] = None,
+    unseen_task: Annotated[Path | None, typer.Option(help="Trace directory of a task that no planner sees.")] = None,
     profile: Profile = None,
     c_max: CMax = None,
     settings: Annotated[
-        list[str], typer.Option("--set", help="A planner's option as PLANNER.OPTION=VALUE, or as elsewhere.")
+        list[str],
+        typer.Option(
+            "--set",
+            help="Option of a planner, PLANNER.OPTION=VALUE, or seed, starts, sides, routing, value_bytes. Repeatable.",
+        ),
     ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    """Run planners side by side and score them on requests that they have not seen."""
+    """Compare planners on held-out requests."""
     from moetool.placement._cluster_file import load_cluster
-    from moetool.placement._comparing import comparable, open_traces
+    from moetool.placement._comparing import comparable, open_traces, verdict
     from moetool.placement._comparing import compare as run
     from moetool.placement._planner import find
     from moetool.trace.reader import Trace
 
     setting, options = _settings(settings)
     machines = load_cluster(cluster)
-    names = [name for given in planners for name in given.split(",") if name] if planners else comparable()
+    names = [name for given in planner for name in given.split(",") if name] if planner else comparable()
     if stray := [name for name in options if name not in names or not isinstance(options[name], dict)]:
         raise UsageError(f"--set {stray[0]!r} is for none of {', '.join(names)}; write PLANNER.OPTION=VALUE")
     if c_max is not None:
@@ -144,21 +148,25 @@ def compare(
         return
     costs = "unit costs, no profile" if profile is None else f"profile {profile}"
     _print(rows, machines, setting, f"{costs}; in {rows[0].score.unit}", _c_max(options))
+    for line in verdict(rows):
+        print(line)
 
 
 def stream(
-    trace: Annotated[list[Path], typer.Option(help="Folders of traces whose requests arrive mixed. Repeatable.")],
+    trace: Annotated[
+        list[Path], typer.Option(help="Trace directory; requests of all traces arrive mixed. Repeatable.")
+    ],
     cluster: ClusterFile,
-    planner: Annotated[str, typer.Option(help="Name of a planner.")] = "director",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a request, one request a GPU in each batch.")] = 64,
-    batches: Annotated[int, typer.Option(min=2, help="How many batches to serve.")] = 20,
+    planner: Annotated[str, typer.Option(help="Planner name.")] = "director",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens per request; each batch has one request per GPU.")] = 64,
+    batches: Annotated[int, typer.Option(min=2, help="Number of batches.")] = 20,
     predictor: Annotated[
-        Path | None, typer.Option(help="Folder of a trained predictor; recall of earlier tokens without one.")
+        Path | None, typer.Option(help="Directory of a trained predictor (default: recall of earlier tokens).")
     ] = None,
     settings: Settings = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    """Serve batches of mixed requests under placements made before, after each batch, and ahead of it."""
+    """Compare offline, reactive and proactive placement over a stream of mixed batches."""
     from moetool.placement._cluster_file import load_cluster
     from moetool.placement._modes import BatchStream, run_stream
     from moetool.trace.reader import Trace
@@ -166,19 +174,14 @@ def stream(
     setting, options = _settings(settings)
     for name in ("starts", "routing", "value_bytes"):
         if name in parse_settings(settings):
-            raise UsageError(f"--set {name} changes nothing here: a stream has requests on every GPU and unit costs")
-    predicts = None
-    if predictor is not None:
-        from moetool.learning.predictor import load_predictor
-
-        predicts = load_predictor(predictor)
+            raise UsageError(f"--set {name} has no effect here: a stream has requests on every GPU and unit costs")
     rows = run_stream(
         [Trace(path) for path in trace],
         load_cluster(cluster),
         planner,
         options,
         BatchStream(tokens=tokens, batches=batches),
-        predictor=predicts,
+        predictor=open_predictor(predictor),
         setting=setting,
     )
     if as_json:
@@ -186,25 +189,28 @@ def stream(
         return
     tables.print_table(
         f"{planner} on {rows[0].batches} batches of {tokens} tokens a GPU (mean over batches and layers)",
-        ["mode", "T_comp + T_comm", "of what the truth gains", "experts moved a batch"],
+        ["mode", "T_comp + T_comm", "share of the oracle's gain", "experts moved per batch"],
         [[r.mode, tables.significant(r.latency), f"{r.share_of_truth:.0%}", f"{r.moved:,.1f}"] for r in rows],
     )
     print(f"tokens start one request a GPU; sides {setting.sides}; seed {setting.seed}; options {options or 'default'}")
 
 
 def migrate(
-    old: Annotated[Path, typer.Argument(metavar="OLD", help="The plan that is in force.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="The plan to go to.")],
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="Current plan.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="Target plan.")],
     trace: Traces,
-    horizon_tokens: Annotated[float, typer.Option(help="Tokens that will be served until the next change.")],
-    out: Annotated[Path, typer.Option("--out", help="The migration plan, a JSON file.")],
-    window_ms: Annotated[float | None, typer.Option(help="Length of a compute phase to move in.")] = None,
+    horizon_tokens: Annotated[float, typer.Option(help="Tokens to serve until the next migration.")],
+    out: Annotated[Path, typer.Option("--out", help="Migration plan to write (JSON).")],
+    window_ms: Annotated[
+        float | None, typer.Option(help="Length of a compute phase that moves may overlap with, in milliseconds.")
+    ] = None,
     call_ms: Annotated[
-        float | None, typer.Option(help="A remote call, measured; from the links, if not given.")
+        float | None,
+        typer.Option(help="Measured latency of a remote call, in milliseconds (default: from the cluster's links)."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Order the moves from one placement to another and say whether they pay."""
+    """Order the expert moves between two placements and estimate whether they pay."""
     from moetool.placement._comparing import open_traces
     from moetool.placement._decide import plan_migration
     from moetool.placement._demand import read_demand
@@ -231,7 +237,7 @@ def migrate(
     aside = sum(move.kind == "stage" for move in plan.moves)
     print(
         f"{out}: {tables.numbered(len(plan.moves), 'move')}, {copies:,} of them copies "
-        f"({tables.count(plan.bytes, 'B')}), {aside:,} by way of host memory, {plan.seconds:,.2f} s one after the other"
+        f"({tables.count(plan.bytes, 'B')}), {aside:,} through host memory, {plan.seconds:,.2f} s one after the other"
     )
     print(
         f"over {horizon_tokens:,.0f} tokens: {plan.calls_before:,.0f} remote calls become {plan.calls_after:,.0f}, "
@@ -247,15 +253,16 @@ def export(
     format: Annotated[
         str,
         typer.Option(
-            help="sglang, tensorrt_llm, vllm_ascend, ktransformers; of a cache plan llamacpp_override_tensor."
+            help="Format: sglang, tensorrt_llm, vllm_ascend or ktransformers; for a cache plan "
+            "llamacpp_override_tensor."
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="The file to write.")],
+    out: Annotated[Path, typer.Option("--out", help="Output file.")],
     num_hidden_layers: Annotated[
-        int | None, typer.Option(help="The model's layers with and without experts, if the last has none.")
+        int | None, typer.Option(help="Number of layers, dense and MoE (needed if the last layer is dense).")
     ] = None,
 ) -> None:
-    """Write a placement, or a cache plan, for a production engine."""
+    """Export a placement or cache plan to a production engine's format."""
     from moetool import plugins
     from moetool.cache_plan import CachePlan
     from moetool.errors import unknown_name
@@ -275,7 +282,7 @@ def export(
 
 
 def _settings(given: Sequence[str], default: Mapping[str, Any] | None = None) -> "tuple[Setting, dict[str, Any]]":
-    """What of `--set` is about the judging, and what is left for planners."""
+    """Settings of scoring, and the rest for planners."""
     from moetool.errors import unknown_name
     from moetool.placement._comparing import Setting
     from moetool.placement._demand import STARTS
@@ -310,7 +317,7 @@ def _print(rows: "Sequence[PlannerRow]", cluster: "Cluster", setting: "Setting",
     """Rows side by side, and under what conditions they hold."""
     scores = [(row, row.score) for row in rows]
     tables.print_table(
-        "calls that a server's own GPUs compute; remote calls by Prism's Eq. 2, and the least in these slots",
+        "local compute share; remote calls by Prism's Eq. 2, and their lower bound in these slots",
         [
             *("planner", "requests", *(server.name for server in cluster.servers)),
             *("mean", "in all", "remote", "least", "copies", "sent", "s to plan"),
@@ -329,8 +336,8 @@ def _print(rows: "Sequence[PlannerRow]", cluster: "Cluster", setting: "Setting",
         num_text=2,
     )
     tables.print_table(
-        f"DIRECTOR's Eqs. 2 and 4 ({costs}); the gap to a bound with one copy each in these slots a layer or, of plans "
-        f"with copies, of the work alone; balance as three engines define it",
+        f"DIRECTOR's Eqs. 2 and 4 ({costs}); the gap to one bound of all: with one copy each in these slots a layer "
+        f"or, where a plan has copies, of the work alone; balance as three engines define it",
         [
             "planner",
             "requests",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetool import durable, tables
+from moetool.cli.flags import Json, open_predictor
 from moetool.config import parse_settings
 from moetool.errors import UsageError
 
@@ -15,13 +16,10 @@ if TYPE_CHECKING:
     from moetool.types import ModelSpec
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `moetool`."""
-    app.command()(simulate)
-
-
 def simulate(
-    trace: Annotated[list[str], typer.Option(help="SERVER=DIR: what a server's requests are drawn from. Repeatable.")],
+    trace: Annotated[
+        list[str], typer.Option(help="SERVER=DIR: trace that a server's requests are drawn from. Repeatable.")
+    ],
     cluster: Annotated[Path, typer.Option(help="TOML file with servers, GPUs and links.")],
     mode: Annotated[
         list[str],
@@ -31,34 +29,43 @@ def simulate(
         ),
     ],
     arrivals: Annotated[
-        str, typer.Option(help="poisson:10s at each server, every:10s, or a file with Azure's or Mooncake's columns.")
+        str,
+        typer.Option(help="Arrivals per server: poisson:10s, every:10s, or a file in Azure's or Mooncake's format."),
     ] = "poisson:10s",
-    requests: Annotated[int, typer.Option(min=1, help="How many arrive.")] = 200,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 200,
     plan: Annotated[
-        Path | None, typer.Option(help="The placement to begin with; the mode's planner's, if none.")
+        Path | None, typer.Option(help="Initial placement plan (default: made by the mode's planner).")
     ] = None,
-    profile: Annotated[Path | None, typer.Option(help="A cost profile; assumed costs without one.")] = None,
+    profile: Annotated[Path | None, typer.Option(help="Cost profile (default: assumed costs).")] = None,
     predictor: Annotated[
-        Path | None, typer.Option(help="For --set lookahead=predicted; else recall of earlier tokens.")
+        Path | None,
+        typer.Option(
+            help="Directory of a trained predictor for --set lookahead=predicted (default: recall of earlier tokens)."
+        ),
     ] = None,
     sweep: Annotated[
         list[str],
         typer.Option(
-            help="gpus=4,16, bandwidth=100Mbps,1Gbps, gap=8s,15s, seed=0,1, lookahead=…, migrate=…. Repeatable."
+            help="Values to sweep: gpus=4,16, bandwidth=100Mbps,1Gbps, gap=8s,15s, seed=0,1, lookahead=…, "
+            "migrate=…. Repeatable."
         ),
     ] = [],  # noqa: B006 - Typer copies defaults
     figure: Annotated[
         Path | None,
-        typer.Option(help="Draw the runs: an .svg, .png or .pdf file; or a folder, for every figure as SVG and PNG."),
+        typer.Option(
+            help="Figure of the runs: an .svg, .png or .pdf file, or a directory for all figures as SVG and PNG."
+        ),
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Tables and figures as a page, one HTML file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="HTML file to write tables and figures to.")] = None,
     settings: Annotated[
         list[str],
-        typer.Option("--set", help="seed, seats, replan_s, ..., and planners' options, or PLANNER.OPTION. Repeatable."),
+        typer.Option(
+            "--set", help="Setting or planner option: seed, seats, replan_s, ..., PLANNER.OPTION. Repeatable."
+        ),
     ] = [],  # noqa: B006
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Simulate requests on a cluster event by event: latencies, local computing, utilisation, traffic, migrations."""
+    """Simulate a cluster event by event: latency, local compute share, utilization, traffic, migrations."""
     from moetool.costing.costs import CostProfile
     from moetool.placement._cluster_file import load_cluster
     from moetool.placement._placement_plan import PlacementPlan
@@ -78,13 +85,9 @@ def simulate(
     if plan is not None and {"gpus", "bandwidth"} & swept.keys():
         raise UsageError("--plan is for one cluster, and --sweep makes others; leave one of them out")
     given = None if plan is None else PlacementPlan.load(plan)
-    predicts = None
-    if predictor is not None:
-        from moetool.learning.predictor import load_predictor
-
-        predicts = load_predictor(predictor)
+    predicts = open_predictor(predictor)
     sources = open_sources(trace)
-    with tables.progress("simulating", None):
+    with tables.stages() as on_progress:
         runs = run(
             sources,
             load_cluster(cluster),
@@ -95,6 +98,7 @@ def simulate(
             options,
             costs=costs if profile is None else CostProfile.load(profile),
             inputs=ModeInputs(options=planner_options, plan=given, predictor=predicts),
+            on_progress=on_progress,
         )
     if figure is not None:
         from moetool.report.simulation_page import save
@@ -110,7 +114,7 @@ def simulate(
             "costs": runs[0][1].costs,
             "plan": plan,
             "settings": ", ".join(settings),
-            "links": f"by {options.links}; {options.seats} under way on a GPU; seed {options.seed}",
+            "links": f"by {options.links}; {options.seats} running per GPU; seed {options.seed}",
         }
         _write_page(report, runs, next(iter(sources.values())).spec, said)
     if as_json:
@@ -126,7 +130,7 @@ def simulate(
     if len(runs) == 1:
         _print_one(runs[0][1])
     print(
-        f"{runs[0][1].costs}; arrivals {arrivals}; seed {options.seed}; {options.seats} under way on a GPU; links by "
+        f"{runs[0][1].costs}; arrivals {arrivals}; seed {options.seed}; {options.seats} running per GPU; links by "
         f"{options.links}; requests drawn from {drawn_from}"
     )
     if figure is not None:
@@ -162,8 +166,8 @@ def _drawn_from(split: float, planned: float | None) -> str:
         planned: the share of the requests that a given plan was made from.
     """
     if split == 1:
-        return "all that placements see"
-    return "others than placements see" if planned in (None, split) else "some that the plan has seen, perhaps"
+        return "the requests that placements are planned on"
+    return "requests held out from planning" if planned in (None, split) else "requests that the plan may have seen"
 
 
 def _print(runs: Any) -> None:
@@ -211,7 +215,7 @@ def _seconds(value: float) -> str:
 
 
 def _print_one(found: "Simulated") -> None:
-    """What is seen of a single run besides its row."""
+    """Details of a single run below its row."""
     slowest = sorted(found.mean_by_server.items(), key=lambda one: -one[1])
     more = f" and {len(slowest) - 12} more" if len(slowest) > 12 else ""
     print("mean latency by server: " + ", ".join(f"{name} {_seconds(s)} s" for name, s in slowest[:12]) + more)

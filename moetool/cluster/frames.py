@@ -127,7 +127,7 @@ class FrameConnection:
         self._sock.close()
 
     def prove(self, token: bytes, by: float) -> None:
-        """As the caller: let the peer prove that it knows the token, and prove it to the peer.
+        """Authenticate both sides by the token, as the caller.
 
         Both sides give a random number that nobody has seen before, so that nothing that was overheard helps later,
         and the two proofs differ, so that neither can be sent back as the other.
@@ -148,7 +148,7 @@ class FrameConnection:
             raise LinkError("the peer does not know this cluster's token")
 
     def demand_proof(self, token: bytes, by: float) -> None:
-        """As the called one: the other side of `prove`. Raises: LinkError."""
+        """Authenticate both sides by the token, as the called side of `prove`. Raises: LinkError."""
         mine = secrets.token_bytes(_NONCE_BYTES)
         self.send(HELLO + mine, (), by)
         answer = bytes(self._take(2 * _NONCE_BYTES, by))
@@ -181,7 +181,7 @@ class FrameConnection:
             raise Lost(f"the connection broke ({error.strerror or error})") from None
 
     def _wait(self, event: int, by: float | None) -> None:
-        """Until the socket can go on. Raises: TimeoutError; OSError where it was closed meanwhile."""
+        """Wait until the socket is ready. Raises: TimeoutError; OSError where it was closed meanwhile."""
         if (number := self._sock.fileno()) < 0:
             raise OSError(errno.EBADF, "closed")
         poll = select.poll()
@@ -199,7 +199,7 @@ def dial(address: tuple[str, int], token: bytes, by: float, limit_bytes: int) ->
     try:
         sock = socket.create_connection(address, timeout=_left(by))
     except OSError as error:
-        raise LinkError(f"nobody answers at {address[0]}:{address[1]} ({error})") from None
+        raise LinkError(f"no answer from {address[0]}:{address[1]} ({error})") from None
     connection = FrameConnection(sock, limit_bytes)
     try:
         connection.prove(token, by)

@@ -11,13 +11,16 @@ to be joined again, by the same `ray start`, and gets its server back. What it i
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moetool.cluster.ray_check import ask_head, require_fitting, use_mode
 from moetool.cluster.ray_hosts import choose, head_of
+from moetool.cluster.ray_reaper import RaySession
 from moetool.errors import CapacityError, MoetoolError, UsageError, first_line
 
 _LOG = logging.getLogger(__name__)
@@ -48,7 +51,7 @@ def parse_where(text: str) -> Where:
     kind, _, rest = text.partition(":")
     if kind == "local":
         if not rest.isdecimal() or int(rest) < 1:
-            raise UsageError(f"--cluster {text!r} does not say how many servers, expected such as local:3")
+            raise UsageError(f"--cluster {text!r} lacks the number of servers; write e.g. local:3")
         return Where(count=int(rest))
     if not kind or not rest.isdecimal():
         raise UsageError(f"--cluster {text!r} is neither local:N nor the host:port that 'ray start --head' printed")
@@ -69,7 +72,8 @@ class Workers:
         threads: of arithmetic, for each worker's libraries (0 leaves it to them).
         late: whether servers for which no machine has joined yet are left out until `restart` finds one.
 
-    Effects: starts Ray (`local:N`) or joins it, and the processes. `close` ends them, and a Ray that was started here.
+    Effects: starts Ray (`local:N`) or joins it, and the processes. `close` ends them, and a Ray that was started here;
+    so does the end of this process, by SIGKILL too (`RaySession`).
 
     Raises:
         UsageError: Ray is not installed, or there is no head at the address.
@@ -89,8 +93,7 @@ class Workers:
         self._build, self._arguments = build, [dict(one) for one in arguments]
         self._ray = require_ray()
         self._own = not self._ray.is_initialized()
-        if self._own:
-            _connect(self._ray, where)
+        self._session = _connect(self._ray, where) if self._own else None
         self._names, self._threads = tuple(names), threads
         self._joined = where.address is not None
         self._nodes: list[str | None] = [None] * len(names)
@@ -164,7 +167,7 @@ class Workers:
             self._ray.kill(self._actors[n], no_restart=True)
 
     def watch(self, on_death: Callable[[int], None]) -> None:
-        """From now on have `on_death(n)` called, on a thread of this class, when a worker has ended by itself."""
+        """Call `on_death(n)`, on a thread of this class, when a worker ends by itself."""
         for n in range(len(self)):
             if self.is_started(n):
                 self._watch(n, on_death)
@@ -182,6 +185,8 @@ class Workers:
             self._ray.kill(actor, no_restart=True)
         if self._own:
             self._ray.shutdown()
+        if self._session is not None:
+            self._session.close()
         for watcher in self._watchers:
             watcher.join(timeout=5.0)
 
@@ -287,25 +292,51 @@ def head_address(where: Where) -> str:
             ray.shutdown()
 
 
-def _connect(ray: Any, where: Where) -> None:
-    """Start Ray, or join it. Raises: UsageError."""
+def _connect(ray: Any, where: Where) -> RaySession | None:
+    """Start Ray, whose session is given, or join it. Raises: UsageError."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # a server is no background job, which Ray takes it for
     common: dict[str, Any] = {"logging_level": "error", "log_to_driver": False}
     if where.address is None:
         # Without an address it would join whatever Ray runs on this machine.
         given = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
-        with _sigterm_kept():
-            ray.init(address="local", **given, **common)
-        return
+        session = RaySession()
+        try:
+            with _sigterm_kept(), _own_token():
+                ray.init(address="local", _temp_dir=str(session.folder), **given, **common)
+        except BaseException:
+            session.close()
+            raise
+        return session
+    answer = ask_head(where.address)
+    require_fitting(where.address, answer)
+    if answer.asks_token:
+        use_mode("token")
     try:
         with _sigterm_kept():
             ray.init(address=where.address, **common)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        hint = "start one there with: ray start --head"
-        if "authtoken" in str(error).lower():
-            hint = "it asks for Ray's own token: have its ~/.ray/auth_token and RAY_AUTH_MODE=token on every machine"
-        raise UsageError(f"no Ray head at {where.address} ({first_line(error)}); {hint}") from None
+        raise UsageError(f"cannot join the Ray head at {where.address} ({first_line(error)})") from None
+    return None
+
+
+@contextlib.contextmanager
+def _own_token() -> Iterator[None]:
+    """Have a Ray that starts here ask for a token of its own, unless the environment says which.
+
+    By itself it would leave one in `~/.ray`, which a head that is started there later would ask of every machine.
+    """
+    names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    if any(name in os.environ for name in names):
+        yield
+        return
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    use_mode("token")
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

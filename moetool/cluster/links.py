@@ -68,6 +68,6 @@ class Links:
 
     @property
     def bytes_out(self) -> dict[int, int]:
-        """By server the bytes sent to it so far, of calls and of answers."""
+        """Bytes sent to each server so far, calls and answers."""
         with self._lock:
             return dict(self._sent)

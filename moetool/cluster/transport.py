@@ -57,7 +57,7 @@ class Listener:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where peers connect."""
+        """Address that peers connect to."""
         return self._acceptor.address
 
     def close(self) -> None:
@@ -212,4 +212,4 @@ def own_address(toward: str) -> str:
             sock.connect(address)  # sends nothing: it only looks up the way
             return str(sock.getsockname()[0])
     except OSError as error:
-        raise MoetoolError(f"there is no way from this machine to {host} ({error.strerror or error})") from None
+        raise MoetoolError(f"no route to {host} ({error.strerror or error})") from None

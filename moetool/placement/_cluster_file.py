@@ -31,7 +31,7 @@ def load_cluster(path: Path) -> Cluster:
     """Read and check a cluster file.
 
     Raises:
-        UsageError: there is no such file, it is no TOML, or a field is unknown or wrong.
+        UsageError: there is no such file, it is not valid TOML, or a field is unknown or wrong.
     """
     try:
         values = read_toml(path)
@@ -40,7 +40,7 @@ def load_cluster(path: Path) -> Cluster:
             f"cannot read the cluster file {path}: {error.strerror}; write it like recipes/reference/cluster.toml"
         ) from None
     except ValueError as error:
-        raise UsageError(f"{path} is no TOML ({first_line(error)}); correct it") from None
+        raise UsageError(f"{path} is not valid TOML ({first_line(error)}); correct it") from None
     for server in values.get("servers", ()) if isinstance(values.get("servers"), list) else ():
         if isinstance(server, dict) and isinstance(server.get("gpus"), list):
             server["gpus"] = [alike for gpu in server["gpus"] for alike in _repeat(gpu, path)]

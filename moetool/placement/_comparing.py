@@ -1,8 +1,8 @@
-"""From traces, a cluster and costs to placement plans, and planners side by side on requests they have not seen."""
+"""Placement plans from traces, a cluster and costs, and comparison of planners on held-out requests."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from moetool.placement._engine_slots import equal_slots, filled
 from moetool.placement._latency import Latency, profiled_latency, unit_latency
 from moetool.placement._placement_plan import PlacementPlan, TraceReference, experts_of
 from moetool.placement._planner import Problem
-from moetool.placement._scoring import PlacementScore, score
+from moetool.placement._scoring import PlacementScore, latency_bound, remote_bound, score, work_bound
 from moetool.trace.expert_counts import ExpertCounts, open_workload
 from moetool.trace.reader import Trace
 from moetool.types import Cluster, ModelSpec
@@ -50,7 +50,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.seed < 0:
-            raise UsageError(f"--set seed: found {self.seed}, expected a whole number from 0")
+            raise UsageError(f"--set seed: found {self.seed}, expected a whole number, 0 or more")
         if self.value_bytes < 1:
             raise UsageError(f"--set value_bytes: found {self.value_bytes}, expected a whole number above 0")
 
@@ -263,14 +263,42 @@ def compare(
         tokens_LE = read_demand({cluster.servers[0].name: unseen}, alone).tokens_LE
         demands["unseen task"] = spread(spec, cluster, np.repeat(tokens_LE[None], len(cluster.servers), axis=0))
     problem = Problem(demand=demands["planned on"], latency=latency, seed=setting.seed)
-    rows = []
+    made, limits = {}, []
     for name in names:
         chosen = config.parse(planner.find(name).Options, (options or {}).get(name, {}), f"planner {name}")
-        placed_GLE, seconds = timed(name, problem, chosen)
-        for requests, demand in demands.items():
-            found = _score(demand, latency, placed_GLE, setting, int(getattr(chosen, "c_max", 0)))
-            rows.append(PlannerRow(planner=name, requests=requests, score=found, planning_s=seconds))
-    return rows
+        made[name] = timed(name, problem, chosen)
+        limits.append(int(getattr(chosen, "c_max", 0)))
+    placed = [placed_GLE for placed_GLE, _ in made.values()]
+    rows: dict[tuple[str, str], PlannerRow] = {}
+    for requests, demand in demands.items():
+        asked = Problem(demand=demand, latency=latency)
+        bounds: dict[str, Any] = {
+            "remote_bound": remote_bound(asked),
+            "work_bound": work_bound(asked),
+            "latency_bound": latency_bound(asked, *placed, c_max=0 if 0 in limits else max(limits)),
+        }
+        for name, (placed_GLE, seconds) in made.items():
+            found = score(asked, placed_GLE, bounds=False, routing=setting.routing, value_bytes=setting.value_bytes)
+            rows[name, requests] = PlannerRow(
+                planner=name, requests=requests, score=replace(found, **bounds), planning_s=seconds
+            )
+    return [rows[name, requests] for name in made for requests in demands]
+
+
+def verdict(rows: Sequence[PlannerRow]) -> list[str]:
+    """For each kind of requests the planner with the least T_comp + T_comm, and the one with the most local calls."""
+    lines = []
+    for requests in dict.fromkeys(row.requests for row in rows):
+        mine = sorted((row for row in rows if row.requests == requests), key=lambda row: row.score.latency)
+        best, local = mine[0], max(mine, key=lambda row: row.score.local)
+        line = f"{requests}: {best.planner} has the least T_comp + T_comm"
+        if len(mine) > 1 and best.score.latency > 0:
+            more = mine[1].score.latency / best.score.latency - 1
+            line += f" ({mine[1].planner} {more:.1%} more)"
+        if best.score.latency_gap is not None:
+            line += f", at most {best.score.latency_gap:.1%} above the least possible"
+        lines.append(f"{line}; {local.planner} computes the most calls locally ({local.score.local:.1%})")
+    return lines
 
 
 def _split_demands(

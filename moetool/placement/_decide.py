@@ -73,6 +73,7 @@ class ReplacementCosts:
     Attributes:
         latency: of computing and sending.
         call_s: of a remote call (None: from the cluster's links).
+        move_control_s: that a copy takes beside those of its bytes.
         move_bytes_s: rate at which experts come to each GPU where all receive at once.
         added_byte_s: seconds that serving lately took longer for each byte of experts on the move.
         free_s: compute phases before the new placement is needed, in which such moves cost nothing.
@@ -81,6 +82,7 @@ class ReplacementCosts:
 
     latency: Latency
     call_s: float | None = None
+    move_control_s: float = 0.0
     move_bytes_s: float = float("inf")
     added_byte_s: float = 0.0
     free_s: float = 0.0
@@ -176,7 +178,7 @@ def decide(
         demand = Demand(
             spec=spec, cluster=planner.leaving_free(cluster, spare * spec.slot_bytes), tokens_GLE=tokens_GLE
         )
-        problem = Problem(demand=demand, latency=costs.latency, seed=replanner.seed)
+        problem = Problem(demand=demand, latency=costs.latency, seed=replanner.seed, start_GLE=old_GLE)
         return planner.place(replanner.planner, problem, dict(replanner.options))
 
     stuck: CapacityError | None = None
@@ -207,7 +209,7 @@ def decide(
         gain_s=gain_s,
         cost_s=cost_s,
         made=bool(moves) and (pays or replanner.always),
-        reason=("worth it" if pays else "not worth it") if moves else "the placement in force is the best known",
+        reason=("worth it" if pays else "not worth it") if moves else "the current placement is the best known",
         saw=observed.source,
     )
 
@@ -229,7 +231,8 @@ def _eq4(
         - Eq. 3 charges additions only; as printed, dropping an expert would cost as much as loading it.
         - Eq. 4 compares a number of calls with seconds. Here both sides are seconds: the calls saved over the horizon,
           each as long as a remote call takes, against Eq. 3 or, if they take longer, against all moves one after the
-          other: Eq. 3 loads every expert at the GPU's own rate, also one that comes over a slow link.
+          other, with what each was measured to take beside its bytes: Eq. 3 loads every expert at the GPU's own
+          rate, also one that comes over a slow link.
         - Calls are counted on requests that the placement was not made from, where there are any.
     """
     spec, cluster, old_GLE = in_force.spec, in_force.cluster, in_force.placed_GLE
@@ -240,12 +243,14 @@ def _eq4(
     if call_s is None:
         if spec.hidden_size <= 0:
             raise MismatchError(
-                f"the hidden size of {spec.name} is not known, so what a remote call takes is not; measure one and "
-                f"give --call-ms"
+                f"the hidden size of {spec.name} is not known, so the cost of a remote call is unknown; measure "
+                f"one and give --call-ms"
             )
         call_s = remote_call_s(cluster, _VALUE_BYTES * spec.hidden_size)
     loads_s = _added_bytes(in_force, new_GLE) / np.array([gpu.host_to_device_bytes_s for gpu in cluster.gpus])
-    saved_s, eq3_s, moves_s = (before - after) * call_s, float(loads_s.sum()), sum(move.seconds for move in moves)
+    saved_s, eq3_s = (before - after) * call_s, float(loads_s.sum())
+    bytes_s, copies = sum(move.seconds for move in moves), sum(move.kind == "copy" for move in moves)
+    moves_s = bytes_s + copies * costs.move_control_s
     return MigrationPlan(
         spec=spec,
         cluster=cluster,

@@ -26,7 +26,6 @@ class Demand:
     """The workload matrices W of DIRECTOR, and the activation frequencies f of Prism.
 
     Attributes:
-        spec: the model.
         cluster: where its tokens start.
         tokens_GLE: tokens that start on GPU g and use expert e of layer l (float64); 0 beyond a layer's experts.
 

@@ -22,7 +22,9 @@ def equal_slots(cluster: Cluster, spec: ModelSpec, engine: str) -> tuple[Cluster
     if engine not in ENGINES:
         raise unknown_name("--for", engine, ENGINES)
     if len(set(spec.num_experts_L)) > 1:
-        raise MismatchError(f"{engine} knows one number of experts for all layers, but {spec.name} has several")
+        raise MismatchError(
+            f"{engine} takes one number of experts for all layers, but the layers of {spec.name} differ"
+        )
     slots_G = cluster.slots_G(spec.slot_bytes)
     slots = min(min(slots_G) // spec.num_layers, spec.num_experts)
     if slots * len(slots_G) < spec.num_experts:

@@ -1,4 +1,4 @@
-"""From the experts of servers to those of GPUs."""
+"""Experts of GPUs from the experts of servers."""
 
 import numpy as np
 

@@ -67,7 +67,7 @@ class Latency:
 
     @property
     def ways(self) -> float:
-        """How often the all-to-all is paid."""
+        """Number of all-to-all exchanges per layer."""
         return 2.0 if self.sides == "both" else 1.0
 
     def comp_s(self, tokens_XG: np.ndarray) -> np.ndarray:
@@ -227,6 +227,25 @@ def flows(cluster: Cluster, tokens_GE: np.ndarray, placed_GE: np.ndarray, routin
         flow_GG[mine_G] = away_GE @ share_GE.T
     flow_GG[np.diag_indices(len(tokens_GE))] += np.where(placed_GE, tokens_GE, 0.0).sum(axis=1)
     return flow_GG
+
+
+def expert_flow(server_G: np.ndarray, tokens_G: np.ndarray, hosts_G: np.ndarray, to_H: np.ndarray) -> np.ndarray:
+    """Tokens [G, H] of one expert to some GPUs, as `flows` has it where routing is to the nearest; for many trials.
+
+    Args:
+        server_G: the server of each GPU, from 0.
+        hosts_G: bool, the GPUs that have it; none, as beyond a layer's experts: nothing is sent.
+        to_H: the GPUs that are asked about.
+    """
+    hosts_H = hosts_G[to_H]
+    count_G = np.bincount(server_G, weights=hosts_G)[server_G]
+    own_GH = (server_G[:, None] == server_G[to_H]) & hosts_H
+    share_GH = np.where(
+        count_G[:, None] > 0, own_GH / np.maximum(count_G, 1.0)[:, None], hosts_H / max(1.0, float(hosts_G.sum()))
+    )
+    share_GH[hosts_G] = np.flatnonzero(hosts_G)[:, None] == to_H
+    flow_GH: np.ndarray = tokens_G[:, None] * share_GH
+    return flow_GH
 
 
 def layers_s(latency: Latency, cluster: Cluster, tokens_GLE: np.ndarray, placed_GLE: np.ndarray) -> float:

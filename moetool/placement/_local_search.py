@@ -9,6 +9,14 @@ import numpy as np
 from moetool.placement._latency import Latency, along
 
 _POTENTIAL = 1e-7
+_SENDERS = 2
+"""Whose time to send bounds a swap from below before that of all is computed."""
+_CHUNK = 64
+"""Swaps whose score is computed at once, and"""
+_MOST = 2048
+"""at most in a step, of those with the lowest bound: many swaps leave the straggler as it is."""
+_REFRESH = 64
+"""Swaps after which sums are made from scratch, so that errors of rounding do not pile up."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,8 +38,7 @@ class Layer:
 
     def flow(self, gpu_E: np.ndarray) -> np.ndarray:
         """Tokens [G, G] from GPU j to GPU k, those that stay on the diagonal."""
-        flow_GG = np.zeros((len(self.room_G), len(self.room_G)))
-        np.add.at(flow_GG.T, gpu_E, self.tokens_GE.T)
+        flow_GG: np.ndarray = self.tokens_GE @ (gpu_E[:, None] == np.arange(len(self.room_G))).astype(np.float64)
         return flow_GG
 
     def cost(self, gpu_E: np.ndarray) -> float:
@@ -44,11 +51,15 @@ class Descent:
 
     A free slot counts as an expert that nobody wants, so a move is a swap. A step looks at every swap that touches the
     slowest GPU (by computing, sending or receiving) and takes the best; if none helps and links are unequal, at every
-    swap there is. Of placements with the same straggler the one
-    with the smaller sum of squares is better, so that a step may lower a second straggler first.
+    swap there is. Of placements with the same straggler the one with the smaller sum of squares is better, so that a
+    step may lower a second straggler first. A bound from below, which needs the two GPUs of a swap and the slowest
+    senders alone, leaves few swaps to compute whole.
+
+    Args:
+        wide: whether every swap there is may be looked at.
     """
 
-    def __init__(self, layer: Layer, gpu_E: np.ndarray) -> None:
+    def __init__(self, layer: Layer, gpu_E: np.ndarray, *, wide: bool = True) -> None:
         self.layer, self.latency = layer, layer.latency
         num_gpus = len(layer.room_G)
         self.num_experts = layer.num_experts
@@ -61,18 +72,22 @@ class Descent:
         self.recv_GX = self.slope_GG.T @ self.tokens_GX
         self.both = self.latency.sides == "both"
         # Where a GPU reaches others at unequal cost, an exchange between two others can help it.
-        self.uneven = not self.linear or len(np.unique(self.latency.link_GG)) > 2
+        self.uneven = wide and (not self.linear or len(np.unique(self.latency.link_GG)) > 2)
+        self._swaps = 0
         self._refresh()
 
     def _refresh(self) -> None:
-        """Sums from scratch, so that errors of rounding do not pile up."""
+        """Sums from scratch."""
         gpu_E = self.gpu_X[: self.num_experts]
         self.flow_GG = self.layer.flow(gpu_E)
+        self.free_G = self.layer.room_G - np.bincount(gpu_E, minlength=len(self.layer.room_G))
+        self._sum()
+
+    def _sum(self) -> None:
         self.load_G = self.flow_GG.sum(axis=0)
         self.comp_G = self.latency.comp_s(self.load_G)
         self.comm_GG = self.flow_GG * self.slope_GG if self.linear else self.latency.comm_s(self.flow_GG)
         self.send_G, self.recv_G = self.comm_GG.sum(axis=1), self.comm_GG.sum(axis=0)
-        self.free_G = self.layer.room_G - np.bincount(gpu_E, minlength=len(self.load_G))
         self.score = float(self._score(self.comp_G.max(), self._comm(), self._potential()))
 
     def _comm(self) -> float:
@@ -85,10 +100,13 @@ class Descent:
         cost = comp + self.latency.ways * comm
         return cost + _POTENTIAL * potential / np.maximum(cost, 1e-30)
 
-    def run(self) -> float:
-        """Step until no swap helps; the cost."""
+    def run(self, steps: int = 0) -> float:
+        """Step until no swap helps, or so many times (0: any); the cost."""
+        taken = 0
         while self._step():
-            pass
+            taken += 1
+            if taken == steps:
+                break
         return float(self.comp_G.max() + self.latency.ways * self._comm())
 
     def _step(self) -> bool:
@@ -101,11 +119,21 @@ class Descent:
         here, there = self.candidates(gpus)
         if not len(here):
             return False
-        score = self.scores(here, there)
-        best = int(score.argmin())
-        if score[best] >= self.score * (1 - 1e-12) - 1e-300:
+        bound = self.bounds(here, there)
+        best, found = self.score * (1 - 1e-12) - 1e-300, -1
+        able = np.flatnonzero(bound < best)
+        able = able[np.argsort(bound[able], kind="stable")[:_MOST]]
+        for start in range(0, len(able), _CHUNK):
+            chunk = able[start : start + _CHUNK]
+            if bound[chunk[0]] >= best:
+                break
+            score = self.scores(here[chunk], there[chunk])
+            lowest = int(score.argmin())
+            if score[lowest] < best:
+                best, found = float(score[lowest]), int(chunk[lowest])
+        if found < 0:
             return False
-        self.swap(int(here[best]), int(there[best]))
+        self.swap(int(here[found]), int(there[found]))
         return True
 
     def candidates(self, gpus: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -118,6 +146,31 @@ class Descent:
             there.append(np.tile(outside, len(inside)))
         return np.concatenate(here), np.concatenate(there)
 
+    def bounds(self, here: np.ndarray, there: np.ndarray) -> np.ndarray:
+        """What the score after each swap is at least: by the work of its two GPUs, and by the slowest senders."""
+        if not self.linear:
+            return np.zeros(len(here))
+        g, h = self.gpu_X[here], self.gpu_X[there]
+        more = self.tokens_X[there] - self.tokens_X[here]
+        slope = self.latency.comp_slope_G
+        comp = np.maximum((self.load_G[g] + more) * slope[g], (self.load_G[h] - more) * slope[h])
+        comp = np.maximum(comp, _others(self.comp_G, g, h))
+        comm = np.zeros(len(here))
+        for j in np.argsort(-self.send_G, kind="stable")[:_SENDERS].tolist():
+            tokens_X, slope_G = self.tokens_GX[j], self.slope_GG[j]
+            comm = np.maximum(comm, self.send_G[j] + (tokens_X[there] - tokens_X[here]) * (slope_G[g] - slope_G[h]))
+        if self.both:
+            comm = np.maximum(comm, np.maximum(_others(self.recv_G, g, h), self._received(here, there).max(axis=0)))
+        bound: np.ndarray = comp + self.latency.ways * comm
+        return bound
+
+    def _received(self, here: np.ndarray, there: np.ndarray) -> np.ndarray:
+        """Time [2, C] that the two GPUs of each swap receive after it, where the curves are linear."""
+        g, h = self.gpu_X[here], self.gpu_X[there]
+        gained_g = self.recv_GX[g, there] - self.recv_GX[g, here]
+        gained_h = self.recv_GX[h, here] - self.recv_GX[h, there]
+        return np.stack([self.recv_G[g] + gained_g, self.recv_G[h] + gained_h])
+
     def scores(self, here: np.ndarray, there: np.ndarray) -> np.ndarray:
         """The score after each swap."""
         g, h = self.gpu_X[here], self.gpu_X[there]
@@ -129,12 +182,7 @@ class Descent:
             comp_2C = comp_2C * np.stack([slope[g], slope[h]])
             send_GC = self.send_G[:, None] + more_GC * (self.slope_GG[:, g] - self.slope_GG[:, h])
             if self.both:
-                recv_2C = np.stack(
-                    [
-                        self.recv_G[g] + self.recv_GX[g, there] - self.recv_GX[g, here],
-                        self.recv_G[h] + self.recv_GX[h, here] - self.recv_GX[h, there],
-                    ]
-                )
+                recv_2C = self._received(here, there)
         else:
             speed = np.array(self.latency.speed_G)
             comp_2C = along(self.latency.comp, comp_2C) / np.stack([speed[g], speed[h]])
@@ -156,7 +204,17 @@ class Descent:
         for item, gpu in ((here, h), (there, g)):
             if item < self.num_experts:
                 self.gpu_X[item] = gpu
-        self._refresh()
+        self._swaps += 1
+        if self._swaps % _REFRESH == 0:
+            self._refresh()
+            return
+        more_G = self.tokens_GX[:, there] - self.tokens_GX[:, here]
+        self.flow_GG[:, g] += more_G
+        self.flow_GG[:, h] -= more_G
+        change = int(there < self.num_experts) - int(here < self.num_experts)
+        self.free_G[g] -= change
+        self.free_G[h] += change
+        self._sum()
 
     def kick(self, rng: np.random.Generator, swaps: int) -> None:
         """Random swaps and moves, to leave a local optimum."""
@@ -180,19 +238,21 @@ def _others(value_G: np.ndarray, g: np.ndarray, h: np.ndarray) -> np.ndarray:
     return largest
 
 
-def improve(layer: Layer, starts: list[np.ndarray], rng: np.random.Generator, kicks: int) -> tuple[float, np.ndarray]:
+def improve(
+    layer: Layer, starts: list[np.ndarray], rng: np.random.Generator, kicks: int, *, wide: bool = True
+) -> tuple[float, np.ndarray]:
     """Descend from every start, then kick the best and descend again so many times; the best found.
 
     Shapes: gpu_E int.
     """
     best, found = np.inf, starts[0]
     for start in starts:
-        descent = Descent(layer, start)
+        descent = Descent(layer, start, wide=wide)
         cost = descent.run()
         if cost < best:
             best, found = cost, descent.place()
     for _ in range(kicks):
-        descent = Descent(layer, found)
+        descent = Descent(layer, found, wide=wide)
         descent.kick(rng, int(rng.integers(2, 5)))
         cost = descent.run()
         if cost <= best:

@@ -1,4 +1,4 @@
-"""From one placement to another: moves in an order that never breaks serving."""
+"""Migration between placements, in an order that never breaks serving."""
 
 from collections.abc import Sequence
 from math import ceil, inf

@@ -1,13 +1,14 @@
 """Offline, reactive and proactive placement on a stream of batches: one planner that sees different requests."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moetool.errors import MismatchError, UsageError
+from moetool.json_files import JsonRecord
 from moetool.placement import _planner as planner
 from moetool.placement._decide import SEES, Decision, InForce, Observed, ReplacementCosts, Replanner, decide
 from moetool.placement._demand import Batch, Demand, held_out, planned_share, read_batches
@@ -25,7 +26,7 @@ Predict = Callable[[Batch], Demand]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementModeScore:
+class PlacementModeScore(JsonRecord):
     """A mode on a stream.
 
     Attributes:
@@ -42,10 +43,6 @@ class PlacementModeScore:
     share_of_truth: float
     moved: float
     batches: int
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,8 +246,8 @@ def rollout(predictor: "Predictor", batch: Batch) -> np.ndarray:
 
     if more := sorted(set(predictor.needs) - {"experts"}):
         raise MismatchError(
-            f"{predictor.name} needs {', '.join(more)}, and of a batch that has not begun only the first layer's "
-            f"experts are known; use one that needs experts alone, such as affinity"
+            f"{predictor.name} needs {', '.join(more)}, but of a pending batch only the first layer's experts "
+            f"are known; use one that needs experts alone, e.g. affinity"
         )
     demand, parts = batch
     spec: ModelSpec = demand.spec

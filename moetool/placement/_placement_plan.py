@@ -1,4 +1,4 @@
-"""Where experts live in a cluster, and how to get from one such plan to another. A plan is one JSON file."""
+"""Placement plans of a cluster and migrations between them. A plan is one JSON file."""
 
 import json
 import math
@@ -41,8 +41,6 @@ class PlacementPlan:
     """The experts that each GPU of a cluster holds.
 
     Attributes:
-        spec: the model.
-        cluster: the machines.
         planner: name of the planner.
         options: every value of the planner's `Options`, also those left at their default.
         seed: of its random choices.
@@ -132,7 +130,7 @@ class PlacementPlan:
             placed = {expert for experts in gpus for expert in experts}
             if len(placed) < num_experts:
                 missing = next(expert for expert in range(num_experts) if expert not in placed)
-                check.require(False, f"experts_LG.{layer}", f"no place for expert {missing}", "one for every expert")
+                check.require(False, f"experts_LG.{layer}", f"expert {missing} unplaced", "one for every expert")
         for g, (held, gpu) in enumerate(zip(held_G, self.cluster.gpus, strict=True)):
             if held > gpu.expert_bytes:
                 raise CapacityError(
@@ -225,8 +223,6 @@ class MigrationPlan:
     """Ordered moves from one placement to another, and whether they pay.
 
     Attributes:
-        spec: the model.
-        cluster: the machines.
         moves: in order; after each, every expert has a place and every GPU fits.
         bytes: that move in all.
         seconds: of all moves, one after the other.

@@ -30,12 +30,14 @@ class Problem:
         demand: whose tokens it is for.
         latency: what computing and sending cost.
         seed: of every random choice.
+        start_GLE: the placement in force, from which a planner may go on; None: there is none.
         slots_G: experts that each GPU has room for, of the largest size that the model has.
     """
 
     demand: Demand
     latency: Latency
     seed: int = 0
+    start_GLE: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         require_room(self.spec, self.cluster)
@@ -98,7 +100,7 @@ def find(name: str, *, option: str = "planner", others: Iterable[str] = ()) -> M
         raise unknown_name(option, name, {*planners, *others})
     module = plugins.load("planner", name)
     if not is_dataclass(getattr(module, "Options", None)) or not callable(getattr(module, "place", None)):
-        raise UsageError(f"{name} is no planner, expected a module with a dataclass Options and a function place")
+        raise UsageError(f"{name} is not a planner, expected a module with a dataclass Options and a function place")
     return module
 
 
@@ -128,8 +130,8 @@ def place(name: str, problem: Problem, options: Any = None) -> np.ndarray:
 def check_placed(problem: Problem, placed_GLE: np.ndarray, name: str) -> None:
     """Raises: AssertionError if a planner broke its contract."""
     assert placed_GLE.shape == problem.demand.tokens_GLE.shape and placed_GLE.dtype == bool, name
-    assert not placed_GLE[:, ~problem.exists_LE].any(), f"{name} placed experts that do not exist"
-    assert (placed_GLE.any(axis=0) == problem.exists_LE).all(), f"{name} left experts without a place"
+    assert not placed_GLE[:, ~problem.exists_LE].any(), f"{name} placed experts outside the model"
+    assert (placed_GLE.any(axis=0) == problem.exists_LE).all(), f"{name} left experts unplaced"
     assert (placed_GLE.sum(axis=(1, 2)) <= problem.slots_G).all(), f"{name} overfilled a GPU"
 
 

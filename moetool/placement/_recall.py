@@ -68,10 +68,7 @@ class Recall:
         return np.asarray(counted_X.reshape(spec.num_layers, spec.num_experts))
 
     def _features(self, rows_TS: np.ndarray) -> np.ndarray:
-        """What is known of each token of a request, such that the product of two is their likeness.
-
-        Shapes: float32 [T, 5 E].
-        """
+        """Features of each token of a request, whose inner product is their similarity. Shapes: float32 [T, 5 E]."""
         own_TE, top_k = _chosen(self._spec, rows_TS), self._spec.top_k_L[0]
         apart_E = own_TE.mean(axis=0) - self._mean_E
         apart_E = apart_E / max(float(np.linalg.norm(apart_E)), 1e-6)

@@ -1,13 +1,13 @@
 """A decision and its outcome, as simulations and schedulers keep it."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
+from moetool.json_files import JsonRecord
 from moetool.placement._decide import Decision
 
 
 @dataclass(slots=True, kw_only=True)
-class ReplacementRecord:
+class ReplacementRecord(JsonRecord):
     """One decision whether to place experts anew; zeros where nothing could be decided or nothing changes.
 
     Attributes:
@@ -23,6 +23,7 @@ class ReplacementRecord:
         saved_s: one side of Eq. 4: (calls_before - calls_after) * call_s.
         eq3_s: Eq. 3, additions only.
         moves_s: all moves one after the other.
+        foreseen_s: how long the migration is expected to take, with the pauses that leave links to users.
         cost_s: the other side of Eq. 4: the larger of the two.
         worth_it: saved_s > cost_s.
         made: whether experts moved.
@@ -45,6 +46,7 @@ class ReplacementRecord:
     saved_s: float = 0.0
     eq3_s: float = 0.0
     moves_s: float = 0.0
+    foreseen_s: float = 0.0
     cost_s: float = 0.0
     worth_it: bool = False
     made: bool = False
@@ -63,7 +65,3 @@ class ReplacementRecord:
         for name in ("calls_before", "calls_after", "call_s", "saved_s", "eq3_s", "worth_it", "bytes"):
             setattr(self, name, getattr(plan, name))
         self.moves_s, self.cost_s, self.copies = plan.seconds, decision.cost_s, decision.copies
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
-        return asdict(self)

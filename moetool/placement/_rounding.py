@@ -60,7 +60,7 @@ def _walk(layer: Layer, x_EG: np.ndarray, split: np.ndarray, rng: np.random.Gene
 
 
 def _room(layer: Layer, x_V: np.ndarray, direction: np.ndarray, gpus: np.ndarray, slack_G: np.ndarray) -> float:
-    """How far a direction leads to the first bound."""
+    """Step length along a direction to the first bound."""
     with np.errstate(divide="ignore", invalid="ignore"):
         to_bound = np.where(direction > 0, (1 - x_V) / direction, np.where(direction < 0, -x_V / direction, np.inf))
         growth_G = np.bincount(gpus, weights=direction, minlength=len(slack_G))
@@ -70,7 +70,7 @@ def _room(layer: Layer, x_V: np.ndarray, direction: np.ndarray, gpus: np.ndarray
 
 
 def _latency_rows(layer: Layer, experts: np.ndarray, gpus: np.ndarray) -> np.ndarray:
-    """What a unit of each variable adds to the work of its GPU, and takes off what the GPU sends."""
+    """Work that a unit of each variable adds to its GPU, and traffic that it saves."""
     num_gpus = len(layer.room_G)
     total_E = layer.tokens_GE.sum(axis=0)
     mine = np.arange(num_gpus)[:, None] == gpus

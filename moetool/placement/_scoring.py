@@ -1,4 +1,4 @@
-"""How good a placement is for some requests: locality, latency, balance, bytes, and how far from the bounds."""
+"""Scores of a placement on requests: locality, latency, balance, bytes, gaps to the bounds."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -30,7 +30,7 @@ class PlacementScore:
         latency_bound: a bound of comp + comm of fewer placements, or None. For a placement with one copy each: of all
             with one copy each that hold no more of a layer on a GPU than this one, or than `layer_slots` gives, by the
             relaxation with the hottest expert; one with copies, or with other shares of the layers, may have less.
-            For a placement with copies: `work_bound`.
+            For a placement with copies: `work_bound`. Placements that are compared have one bound, of all of them.
         balancedness: three definitions on the same loads of GPUs: `sglang`, the mean over layers of
             (mean + 1e-5) / (max + 1e-5); `vllm`, the sum of means over the sum of maxima; `tensorrt_llm`, the mean
             over layers of (max - mean) / mean, where 0 is best.
@@ -63,12 +63,12 @@ class PlacementScore:
 
     @property
     def latency_gap(self) -> float | None:
-        """How far above `latency_bound`, as a share of it."""
+        """Gap to `latency_bound`, as a share of it."""
         return None if not self.latency_bound else self.latency / self.latency_bound - 1
 
     @property
     def remote_gap(self) -> float | None:
-        """How far Eq. 2 is above its bound, as a share of all calls."""
+        """Gap of Eq. 2 to its bound, as a share of all calls."""
         if self.remote_bound is None:
             return None
         calls = self.remote_calls / max(1e-12, 1 - self.local) if self.local < 1 else None
@@ -125,7 +125,7 @@ def score(
         comp=float(parts[:, 0].sum()),
         comm=float(parts[:, 1].sum()),
         work_bound=work_bound(problem) if bounds else None,
-        latency_bound=latency_bound(problem, placed_GLE, c_max) if bounds else None,
+        latency_bound=latency_bound(problem, placed_GLE, c_max=c_max) if bounds else None,
         balancedness=balancedness(flow_LGG.sum(axis=1)),
         even_balancedness=balancedness(even_LG)["sglang"],
         link_bytes=_link_bytes(problem, flow_NN, value_bytes),
@@ -180,16 +180,16 @@ def work_bound(problem: Problem) -> float:
     return total
 
 
-def latency_bound(problem: Problem, placed_GLE: np.ndarray, c_max: int = 0) -> float:
-    """A bound of T_comp + T_comm of placements like this one (`PlacementScore.latency_bound`)."""
+def latency_bound(problem: Problem, *placed_GLE: np.ndarray, c_max: int = 0) -> float:
+    """A bound of T_comp + T_comm of placements like all of these (`PlacementScore.latency_bound`)."""
     latency, demand = problem.latency, problem.demand
-    if (placed_GLE.sum(axis=0) > 1).any():
+    if any((one_GLE.sum(axis=0) > 1).any() for one_GLE in placed_GLE):
         return work_bound(problem)
     from moetool.placement._local_search import Layer
     from moetool.placement._relaxation import relax
 
     # Experts may sit where this placement has them, though planners that share memory by layers would not put them.
-    room_GL = np.maximum(layer_slots(problem, c_max), placed_GLE.sum(axis=2))
+    room_GL = np.maximum.reduce([layer_slots(problem, c_max), *(one_GLE.sum(axis=2) for one_GLE in placed_GLE)])
     total = 0.0
     for i, num_experts in enumerate(problem.spec.num_experts_L):
         layer = Layer(tokens_GE=demand.tokens_GLE[:, i, :num_experts], room_G=room_GL[:, i], latency=latency)

@@ -41,7 +41,7 @@ def place(problem: Problem, options: Options) -> np.ndarray:
 
 
 def even_shares(num_experts: int, room_G: np.ndarray) -> np.ndarray:
-    """As even as the room of each GPU allows; the room is enough in all."""
+    """Slots as even as each GPU's memory allows; total memory suffices."""
     share_G = np.zeros(len(room_G), np.int64)
     for _ in range(num_experts):
         share_G[int(np.where(share_G < room_G, share_G, num_experts + 1).argmin())] += 1

@@ -1,4 +1,4 @@
-"""When requests arrive and at which server: a Poisson process, a fixed pace, or a published request trace."""
+"""Arrivals of requests at servers: a Poisson process, a fixed pace, or a published request trace."""
 
 import csv
 import json
@@ -60,11 +60,11 @@ def read_arrivals(text: str, busy: list[int], count: int, rng: np.random.Generat
     path = Path(text)
     if not path.is_file():
         raise UsageError(
-            f"--arrivals {text!r} is no file; write poisson:10s, every:10s, or the path of a request trace"
+            f"--arrivals {text!r} is not a file; write poisson:10s, every:10s, or the path of a request trace"
         )
     rows = sorted(row for row, _ in zip(_rows(path), range(count), strict=False))
     if not rows:
-        raise MismatchError(f"{path} has no request; get the file again")
+        raise MismatchError(f"{path} has no request; download the file again")
     servers = rng.integers(len(busy), size=len(rows)).tolist()
     return [
         Arrival(at_s=(at_s - rows[0][0]) / pace, server=busy[n], prompt_tokens=prompt, new_tokens=new)
@@ -86,6 +86,6 @@ def _rows(path: Path) -> Iterator[tuple[float, int, int]]:
                 yield at_s, max(1, int(prompt)), max(1, int(new))
     except (KeyError, TypeError, ValueError) as error:
         raise MismatchError(
-            f"{path} is no request trace ({first_line(error)}), expected the columns {', '.join(_AZURE)} (CSV) or "
+            f"{path} is not a request trace ({first_line(error)}), expected the columns {', '.join(_AZURE)} (CSV) or "
             f"{', '.join(_MOONCAKE)} (JSON lines)"
         ) from None

@@ -58,7 +58,7 @@ class SimulatedMachines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOptions:
-    """How requests are admitted, and what happens at regular times.
+    """Admission of requests and periodic events.
 
     Attributes:
         seats: requests that a GPU has under way at a time; the others wait for it.
@@ -66,12 +66,14 @@ class LoopOptions:
             on every GPU as many as it has seats, when all of the last round are through: static batches.
         tick_s: how often the watcher is asked to place anew (0: never).
         window_s: how often `EventLoop.windows` gets a row.
+        on_finished: told how many requests are through, after each.
     """
 
     seats: int = 1
     admission: str = "seats"
     tick_s: float = 0.0
     window_s: float = 60.0
+    on_finished: Callable[[int], None] = lambda count: None
 
 
 class EventLoop:
@@ -126,6 +128,7 @@ class EventLoop:
         self._under_way_G = [0] * num_gpus
         self._seats, self._rounds = options.seats, options.admission == "rounds"
         self._round_called = False
+        self._on_finished = options.on_finished
         self._tick_s, self._window_s = options.tick_s, options.window_s
         self._next_tick_s = options.tick_s if options.tick_s > 0 else inf
         # (time; time of the event that it follows from, time of the one before that, number; kind, what, GPU, seconds,
@@ -177,7 +180,7 @@ class EventLoop:
             heappush(self._heap, (request.arrived_s, -1.0, -1.0, 0, ARRIVE, request, 0, 0.0, 0))
 
     def ahead_G(self) -> list[float]:
-        """How long after a message's arrival nothing that comes later can have left the server of each GPU.
+        """Seconds after a message's arrival until no later message can have left each GPU's server.
 
         What a GPU alone sends over a link leaves in the order in which the GPU took it up.
         """
@@ -364,6 +367,7 @@ class EventLoop:
         self._under_way_G[request.gpu] -= 1
         del self.running[request.number]
         self.finished.append(request)
+        self._on_finished(len(self.finished))
         if self.watcher is not None:
             self.watcher.on_finished(request)
         if not self._rounds:

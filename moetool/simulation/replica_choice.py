@@ -12,7 +12,7 @@ Target = int | tuple[int, ...]
 
 
 class Routing:
-    """Where the experts are now, as the event loop looks it up.
+    """Current expert locations, for the event loop.
 
     Attributes:
         near: near[g][layer][expert], for tokens that start on GPU g.

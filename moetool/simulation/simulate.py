@@ -1,4 +1,4 @@
-"""From traces, a cluster and a mode to what its requests would take."""
+"""Simulate a mode's request latencies from traces and a cluster."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -172,6 +172,7 @@ def simulate(
     *,
     costs: AssumedCosts | CostProfile | None = None,
     inputs: ModeInputs | None = None,
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Simulated:
     """Simulate a mode.
 
@@ -182,6 +183,7 @@ def simulate(
         arrivals: as of `moetool.simulation.arrivals.read_arrivals`.
         requests: how many arrive.
         costs: a measured profile, or assumed costs.
+        on_progress: told what is done, how much of it, and of how much.
 
     Raises:
         UsageError: an unknown mode, or arrivals that are none.
@@ -211,6 +213,7 @@ def simulate(
     else:
         computing = assumed(costs or AssumedCosts(), longest)
     latency = planning_latency(cluster, computing, size)
+    on_progress(f"{mode}: placing", 0, 1)
     if inputs.plan is None:
         problem = Problem(demand=world.history, latency=latency, seed=options.seed)
         placed_GLE = planner.place(chosen.planner, problem, own_options)
@@ -219,6 +222,7 @@ def simulate(
         if inputs.plan.cluster != cluster:
             raise MismatchError("the plan is for another cluster; plan for this one with: moetool plan placement")
         placed_GLE = inputs.plan.placed_GLE
+    on_progress(f"{mode}: placing", 1, 1)
     network = make_network(cluster, size, options.links)
     control = SimulatedReplacement(
         chosen.sees,
@@ -244,6 +248,7 @@ def simulate(
             admission="rounds" if rounds else "seats",
             tick_s=options.replan_s if chosen.sees != "nothing" and not rounds else 0.0,
             window_s=options.window_s,
+            on_finished=lambda count: on_progress(f"{mode}: serving", count, len(drawn)),
         ),
     )
     _LOG.info("%s: %d requests on %d GPUs, %s", mode, len(drawn), len(cluster.gpus), computing.name)
@@ -258,11 +263,21 @@ def _options_of(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prediction(world: World, predictor: "Predictor | None") -> Callable[[Route], np.ndarray]:
-    """Expected expert calls of a request: its prompt's as predicted, and as many a token for the rest of it."""
-    prompts = [prompt for source in world.history_sources.values() for prompt in source.prompts]
-    history = [_batch(world.spec, prompts)]
+    """Expected expert calls of a request: its prompt's as predicted, and as many a token for the rest of it.
+
+    A predictor of prompts sees the tokens of the prompt alone, as where requests wait, and replies are taken to be as
+    long as those of the history are on average. Others are told what the first MoE layer chose, and the reply's length.
+
+    Source: DIRECTOR § V-A.
+    """
     if predictor is not None:
         world.spec.require_same(predictor.spec, "the traces", "the predictor")
+        if predictor.predicts_prompts:
+            replies = [len(reply_TS) for source in world.history_sources.values() for reply_TS in source.replies]
+            new_tokens = round(float(np.mean(replies)))
+            return lambda route: predictor.workload(route.token_id_T.tolist(), new_tokens)
+    prompts = [prompt for source in world.history_sources.values() for prompt in source.prompts]
+    history = [_batch(world.spec, prompts)]
     predict: Predict = Recall(history) if predictor is None else calibrated(predictor, history)
 
     def expected(route: Route) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from moetool.errors import UsageError, unknown_name
+from moetool.config import Span, require_within
+from moetool.errors import unknown_name
 from moetool.simulation.event_loop import ADMISSIONS
 from moetool.simulation.simulated_costs import LINKS
 
@@ -30,7 +31,8 @@ class SimulationOptions:
             once and for nothing.
         piece_bytes: that an expert on the move puts into a link's queue at a time.
         lookahead: what a mode that sees the queue knows of it: `true` routing, of decoded tokens too, or `predicted`
-            from the first MoE layer of each prompt; tokens to be decoded are then taken to be like the prompt's.
+            from each prompt's tokens (cascade, replica) or, by other predictors, from what its first MoE layer chose;
+            tokens to be decoded are then taken to be like the prompt's.
         links: `pair` or `server` (`moetool.simulation.simulated_costs.make_network`).
         window_s: of the local compute ratio over time.
         value_bytes: bytes of one number of a hidden state.
@@ -68,14 +70,7 @@ class SimulationOptions:
         ):
             if getattr(self, name) not in known:
                 raise unknown_name(f"--set {name}", getattr(self, name), known)
-        for name, least in (("seed", 0), ("prompt_tokens", 0), ("replan_s", 0), ("token_bytes", 0)):
-            if not getattr(self, name) >= least:
-                raise UsageError(f"--set {name}: found {getattr(self, name)}, expected {least} or more")
-        for name in ("decode_tokens", "seats", "piece_bytes", "value_bytes"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--set {name}: found {getattr(self, name)}, expected 1 or more")
-        for name in ("pace", "window_s"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"--set {name}: found {getattr(self, name)}, expected a number above 0")
-        if not 0 <= self.decay <= 1:
-            raise UsageError(f"--set decay: found {self.decay}, expected 0 to 1")
+        zero, one, more = Span(0), Span(1), Span(0, above=True)
+        require_within(self, "--set ", seed=zero, prompt_tokens=zero, replan_s=zero, token_bytes=zero, decay=Span(0, 1))
+        require_within(self, "--set ", decode_tokens=one, seats=one, piece_bytes=one, value_bytes=one)
+        require_within(self, "--set ", pace=more, window_s=more)

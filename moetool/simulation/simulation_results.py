@@ -38,7 +38,7 @@ class ServedRequest:
 
     @property
     def latency_s(self) -> float:
-        """From its arrival to its last token, waiting included."""
+        """Seconds from arrival to the last token, waiting included."""
         return self.finished_s - self.arrived_s
 
 

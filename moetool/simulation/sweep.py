@@ -1,6 +1,6 @@
 """The same simulation over a grid: more GPUs, other links, other arrivals, modes and seeds."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -44,8 +44,6 @@ def sweep(
     arrivals: str,
     requests: int,
     options: SimulationOptions | None = None,
-    *,
-    on_run: Callable[[int, int], None] = lambda done, of: None,
     **more: Any,
 ) -> list[tuple[dict[str, str], Simulated]]:
     """A run for each combination of the swept values; what is not swept is as given.
@@ -53,14 +51,16 @@ def sweep(
     `gpus` makes the cluster larger or smaller by its servers, in turn, again and again; copies of a server have
     requests like its own, and as many: arrivals are per server. So the requests grow with the GPUs too.
 
+    Args:
+        more: of `simulate`.
+
     Raises:
         UsageError: a value that makes no sense; as `simulate`.
     """
     options = options or SimulationOptions()
     names, runs = list(swept), []
     worlds: dict[tuple[str | None, str | None], World] = {}
-    combinations = list(product(*(swept[name] for name in names)))
-    for done, values in enumerate(combinations):
+    for values in product(*(swept[name] for name in names)):
         at = dict(zip(names, values, strict=True))
         key = at.get("gpus"), at.get("seed")
         chosen = replace(
@@ -89,7 +89,6 @@ def sweep(
         gap = arrivals if "gap" not in at else f"{arrivals.partition(':')[0]}:{at['gap']}"
         count = requests * len(world.sources) // max(1, len(traces))
         runs.append((at, simulate(world, at.get("mode", mode), gap, count, chosen, **more)))
-        on_run(done + 1, len(combinations))
     return runs
 
 

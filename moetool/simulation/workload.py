@@ -26,6 +26,7 @@ class Route:
         new_tokens: forwards after it.
         calls_LE: expert calls of all its tokens.
         prompt_TS: the routes of the prompt, as a trace has them.
+        token_id_T: its tokens, which alone are known while the request waits; none of made-up routes.
     """
 
     steps: list[Step]
@@ -33,6 +34,7 @@ class Route:
     new_tokens: int
     calls_LE: np.ndarray
     prompt_TS: np.ndarray
+    token_id_T: np.ndarray
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -72,10 +74,12 @@ class RequestSource:
     Attributes:
         prompts: for each request the routes [T, S] of its prompt.
         replies: of the tokens that it decoded.
+        token_ids: of its prompt.
     """
 
     prompts: list[np.ndarray]
     replies: list[np.ndarray]
+    token_ids: list[np.ndarray]
 
 
 def read_source(
@@ -95,16 +99,17 @@ def read_source(
         UsageError: no request with a token is left.
     """
     wanted = {request for place, request in enumerate(trace.requests["request"].to_pylist()) if uses(place)}
-    rows: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+    rows: dict[int, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
     for batch in trace.batches():
         for request in np.unique(batch.request_T).tolist():
             if request in wanted:
                 mine = batch.request_T == request
-                rows.setdefault(request, []).append((batch.phase_T[mine], batch.experts_TS[mine]))
-    prompts, replies = [], []
+                rows.setdefault(request, []).append(
+                    (batch.phase_T[mine], batch.experts_TS[mine], batch.token_id_T[mine])
+                )
+    prompts, replies, token_ids = [], [], []
     for request in sorted(rows):
-        phase_T = np.concatenate([phase for phase, _ in rows[request]])
-        experts_TS = np.concatenate([experts for _, experts in rows[request]])
+        phase_T, experts_TS, token_id_T = map(np.concatenate, zip(*rows[request], strict=True))
         prompt_TS, reply_TS = experts_TS[phase_T == Phase.PREFILL], experts_TS[phase_T == Phase.DECODE]
         if not len(reply_TS):
             cut = prompt_tokens or max(len(prompt_TS) - decode_tokens, (len(prompt_TS) + 1) // 2)
@@ -112,10 +117,12 @@ def read_source(
         elif not len(prompt_TS):
             prompt_TS = reply_TS[:1]
         prompts.append(prompt_TS[: prompt_tokens or None])
+        prompt_id_T = token_id_T[phase_T == Phase.PREFILL] if Phase.PREFILL in phase_T else token_id_T
+        token_ids.append(prompt_id_T[: len(prompts[-1])])
         replies.append(reply_TS[:decode_tokens] if len(reply_TS) else prompt_TS[-1:])
     if not prompts:
         raise UsageError(f"{trace.path} has no request left to draw; give a longer trace or a smaller --split")
-    return RequestSource(prompts=prompts, replies=replies)
+    return RequestSource(prompts=prompts, replies=replies, token_ids=token_ids)
 
 
 def draw_requests(
@@ -152,7 +159,8 @@ def draw_requests(
         # Servers that share a source share its routes.
         key = (id(source), pick, prompt, new)
         if key not in known:
-            known[key] = lay_out(spec, _repeated(prompt_TS, prompt), _repeated(reply_TS, new))
+            token_id_T = _repeated(source.token_ids[pick], prompt)
+            known[key] = lay_out(spec, _repeated(prompt_TS, prompt), _repeated(reply_TS, new), token_id_T)
         gpu = first[n] + turn[n] % len(cluster.servers[n].gpus)
         turn[n] += 1
         requests.append(SimulatedRequest(number=number, gpu=gpu, route=known[key], arrived_s=arrival.at_s))
@@ -163,7 +171,9 @@ def _repeated(rows_TS: np.ndarray, length: int) -> np.ndarray:
     return rows_TS[np.arange(length) % len(rows_TS)]
 
 
-def lay_out(spec: ModelSpec, prompt_TS: np.ndarray, reply_TS: np.ndarray) -> Route:
+def lay_out(
+    spec: ModelSpec, prompt_TS: np.ndarray, reply_TS: np.ndarray, token_id_T: np.ndarray | None = None
+) -> Route:
     """The steps of a prompt and of a reply."""
     start_L = np.concatenate([[0], np.cumsum(spec.top_k_L)]).tolist()
     spans = [slice(a, b) for a, b in pairwise(start_L)]
@@ -179,4 +189,5 @@ def lay_out(spec: ModelSpec, prompt_TS: np.ndarray, reply_TS: np.ndarray) -> Rou
         new_tokens=len(reply_TS),
         calls_LE=count_experts(spec, np.concatenate([prompt_TS, reply_TS])),
         prompt_TS=prompt_TS,
+        token_id_T=np.zeros(0, np.int32) if token_id_T is None else token_id_T,
     )

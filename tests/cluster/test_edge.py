@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 MAX_TOKENS = 12
 CHAT = "https://chat.example"
+CALL_TIMEOUT_S = 5
 HANG_S = 8
 """More than a server takes to answer the head while another one starts beside it."""
 
@@ -35,7 +37,7 @@ def right(reference: Path, tokenizer: Any) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EdgeProcess]:
     folder = tmp_path_factory.mktemp("cluster")
-    settings = ("--set", f"cluster.hang_s={HANG_S}", "--set", "cluster.call_timeout_s=5")
+    settings = ("--set", f"cluster.hang_s={HANG_S}", "--set", f"cluster.call_timeout_s={CALL_TIMEOUT_S}")
     with edge_cluster(folder, *settings, "--allowed-host", "lab.example", "--cors-origin", CHAT) as started:
         yield started
 
@@ -53,12 +55,12 @@ def test_every_server_answers_as_one_server_would(cluster: EdgeProcess, right: d
     for name in NAMES:
         stats = json.loads(get(cluster.urls[name], "/stats")[2])["engine"]["cluster"]
         assert stats["remote_pairs"] > 0 and stats["served_pairs"] > 0 and 0.2 < stats["local_share"] < 0.8
-        assert not stats.get("last_resort") and not stats.get("failed_calls")
+        assert not stats.get("failed_calls") and (stats.get("late_calls") or not stats.get("last_resort"))
 
 
 def test_every_port_answers_only_known_names_and_pages(cluster: EdgeProcess) -> None:
-    eventually(lambda: "is to be seen on" in cluster.narration)
-    page = cluster.narration.partition("is to be seen on ")[2].split()[0]
+    eventually(lambda: "cluster page:" in cluster.narration)
+    page = cluster.narration.partition("cluster page: ")[2].split()[0]
     for url, path in ((page, "/state.json"), *((cluster.urls[name], "/health") for name in NAMES)):
         assert get(url, path)[0] == get(url, path, Host="lab.example:9")[0] == 200
         assert get(url, path, Host="evil.example")[0] == get(url, path, Origin="https://evil.example")[0] == 403
@@ -80,14 +82,23 @@ def test_a_server_that_is_killed_under_load(cluster: EdgeProcess, right: dict[st
     assert not load.wrong
     for name in ("s0", "s2"):  # whoever asked another server did not notice
         assert {outcome for at, outcome in load.outcomes if at == name} == {"right"}, load.outcomes
-    assert "experts that only it held have another place until it is back" in cluster.narration
+    assert "experts held by it alone are placed elsewhere until it returns" in cluster.narration
     _all_right(cluster, right)
 
 
 def test_a_server_that_hangs(cluster: EdgeProcess, right: dict[str, str]) -> None:
-    cluster.server("s2").send_signal(signal.SIGSTOP)
     load = Load(cluster, right, MAX_TOKENS)
-    assert load.ask("s0", PROMPTS[0]) == "right"  # its calls run out of time, and others have what it had
+
+    def ask_s() -> float:
+        began = time.monotonic()
+        assert load.ask("s0", PROMPTS[0]) == "right"
+        return time.monotonic() - began
+
+    usual_s = sorted(ask_s() for _ in range(5))
+    cluster.server("s2").send_signal(signal.SIGSTOP)
+    hung_s = ask_s()  # others have what it had, long before its calls run out of time
+    print(f"usually {usual_s}, and {hung_s:.3f} s once a server stands still")
+    assert hung_s < usual_s[-1] + 2.0 < usual_s[-1] + CALL_TIMEOUT_S
     gone = f"server s2 is gone: server s2 did not answer info in {HANG_S} s"
     eventually(lambda: gone in cluster.narration)
     eventually(lambda: cluster.is_back("s2"), within_s=240)

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -142,37 +141,91 @@ def went_over(hosts: Hosts) -> int:
     return sent
 
 
-def test_servers_on_hosts_of_their_own_answer_as_one_would(
-    hosts: Hosts, reference: Path, tokenizer: Any, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def joined(hosts: Hosts) -> Hosts:
+    """The hosts, which have joined a Ray head that asks for a token."""
     pytest.importorskip("ray")
+    hosts.start_ray(["s0", "s1"])
+    return hosts
+
+
+def run_on(hosts: Hosts, n: int | None, *arguments: str, **environment: str) -> tuple[int, str, str, float]:
+    """Exit code, stdout, stderr and seconds of a moetool command on a host, without a token unless one is given."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    given = {**os.environ, "PYTHONPATH": path, "HOME": "/nonexistent", **environment}
+    began = time.monotonic()
+    command = hosts.command(n, sys.executable, "-m", "moetool.cli.main", *arguments)
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr, time.monotonic() - began
+
+
+def test_the_doctor_compares_this_machine_with_the_head_and_all_that_have_joined(joined: Hosts) -> None:
+    address = joined.ray_address
+    code, said, _, _ = run_on(joined, 0, "doctor", "--cluster", address, "--json", **joined.environment)
+    found = {check["name"]: check for check in json.loads(said)}
+    assert code == 0 and all(check["good"] for check in found.values()), said
+    assert list(found) == ["head", "token", "Python", "Ray", "moetool", "machines"]
+    assert all(found[name]["meaning"] == "the same on all that answered" for name in ("Python", "Ray", "moetool"))
+    assert "10.77.0.1 (s0), 10.77.0.2 (s1)" in found["machines"]["value"]
+    path = {"RAY_AUTH_TOKEN_PATH": joined.environment["RAY_AUTH_TOKEN_PATH"]}
+    code, said, _, _ = run_on(joined, 0, "doctor", "--cluster", address, **path)  # RAY_AUTH_MODE is found out
+    assert code == 0 and "machines: ok" in said
+
+
+@pytest.mark.parametrize(
+    ("token", "port", "says"),
+    [
+        (None, 6379, "asks for a token, and there is none on this machine; copy ~/.ray/auth_token from the head's"),
+        ("wrong" * 8, 6379, "does not accept the token in $RAY_AUTH_TOKEN; copy ~/.ray/auth_token from the head's"),
+        ("wrong" * 8, 6388, "(Connection refused); start one there with: RAY_AUTH_MODE=token ray start --head"),
+    ],
+)
+def test_who_may_not_join_is_told_why_within_seconds(
+    joined: Hosts, tmp_path: Path, token: str | None, port: int, says: str
+) -> None:
+    spec = Checkpoint.open("reference").spec
+    placed_GLE = np.zeros((2, spec.num_layers, spec.num_experts), bool)
+    placed_GLE[0, :, ::2] = placed_GLE[1, :, 1::2] = True
+    make_plan(spec, make_cluster([[130]] * 2, slot_bytes=spec.slot_bytes), placed_GLE).save(tmp_path / "plan.json")
+    address = f"{joined.address(None)}:{port}"
+    given = {} if token is None else {"RAY_AUTH_TOKEN": token}
+    code, said, _, _ = run_on(joined, 0, "doctor", "--cluster", address, **given)
+    assert code == 1 and says in said
+    serve = ["serve", "reference", "--plan", str(tmp_path / "plan.json"), "--cluster", address, "--port", "0"]
+    code, _, said, seconds = run_on(joined, 0, *serve, **given)
+    assert code == 2 and says in said and len(said.splitlines()) == 1, said
+    assert seconds < 30  # most of them to import torch beside others; Ray's own client takes 20 to 330
+
+
+def test_servers_on_hosts_of_their_own_answer_as_one_would(
+    joined: Hosts, reference: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    hosts = joined
     spec = Checkpoint.open("reference").spec
     placed_GLE = np.zeros((2, spec.num_layers, spec.num_experts), bool)
     placed_GLE[0, :, ::2] = placed_GLE[1, :, 1::2] = True
     plan = tmp_path / "plan.json"
     make_plan(spec, make_cluster([[130]] * 2, slot_bytes=spec.slot_bytes), placed_GLE).save(plan)
     before = went_over(hosts)
-    with ThreadPoolExecutor() as threads, tempfile.NamedTemporaryFile("w", suffix=".stderr") as stderr:
-        started = threads.submit(hosts.start_ray, ["s0", "s1"])
+    with tempfile.NamedTemporaryFile("w", suffix=".stderr") as stderr:
         alone = engine(reference, tokenizer, "lru", 256)
         right = {}
         for prompt in PROMPTS:
             (tokens,), _ = generate(alone, [tokenizer(prompt)["input_ids"]], 8)
             right[prompt] = tokenizer.decode(tokens, skip_special_tokens=True)
         alone.close()
-        started.result()
         # 127.0.0.1 is the head's machine only to itself: the servers have to hear of another address.
         where = ["--plan", str(plan), "--cluster", "127.0.0.1:6379", "--host", "0.0.0.0", "--port", "0"]
         command = [sys.executable, "-m", "moetool.cli.main", "serve", "reference", *where, "--set", "kv_tokens=512"]
         path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {"RAY_AUTH_MODE": "disabled", **os.environ, "PYTHONPATH": path, "MOETOOL_API_KEY": KEY}
+        environment = {**os.environ, **hosts.environment, "PYTHONPATH": path, "MOETOOL_API_KEY": KEY}
         served = subprocess.Popen(hosts.command(None, *command), stderr=stderr, env=environment)
 
         def said() -> str:
             return Path(stderr.name).read_text(encoding="utf-8")
 
         try:
-            eventually(lambda: "to be seen" in said() or served.poll() is not None, within_s=300)
+            eventually(lambda: "cluster page" in said() or served.poll() is not None, within_s=300)
             urls = dict(re.findall(r"(\w+) is serving on (http://\S+?)/v1", said()))
             assert {name: url.split(":")[1] for name, url in urls.items()} == {
                 "s0": f"//{hosts.address(0)}",

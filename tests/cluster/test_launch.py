@@ -1,14 +1,20 @@
 """Workers as Ray actors, with workers that cost nothing to build."""
 
+import os
 import re
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from moetool.cluster.launch import Where, WorkerDied, Workers
+from moetool.cluster.ray_reaper import processes_of
 from moetool.errors import MismatchError, MoetoolError
 from tests.launched import build
 from tests.servers import PATIENCE_S, eventually
@@ -67,3 +73,28 @@ def test_a_worker_that_cannot_be_built_says_why(workers: Workers) -> None:
         workers.call(1, "say", "hello")
     workers.restart(1, {"name": "e"})
     eventually(lambda: workers.call(1, "say", "hello") == "e: hello")
+
+
+def test_nothing_is_left_of_a_head_that_is_killed() -> None:
+    program = (
+        "import os, time; from moetool.cluster.launch import Where, Workers; from tests.launched import build; "
+        "made = Workers(Where(count=1), build, [{'name': 'a'}], ['first']); "
+        "import ray; print(ray.get_runtime_context().gcs_address, made.pid(0), flush=True); time.sleep(600)"
+    )
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        given = {**os.environ, "PYTHONPATH": path, "TMPDIR": folder}
+        head = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=given)
+        try:
+            assert head.stdout is not None and head.stdout.readline()
+            (session,) = Path(folder).glob("moetool-ray-*")
+            started = psutil.Process(head.pid).children(recursive=True)
+            found = {process.pid for process in started} & set(processes_of(session, head.pid))
+            assert len(found) >= 5  # Ray's daemons, the agents and a worker among them
+        finally:
+            head.kill()
+            head.communicate()
+        eventually(lambda: not any(one.is_running() and one.status() != "zombie" for one in started))
+        eventually(lambda: not list(Path(folder).iterdir()))
+    assert session.parent == Path(folder)

@@ -27,8 +27,8 @@ def test_experts_move_under_load_and_no_answer_changes(reference: Path, tokenize
     state_file = tmp_path / "state.json"
     settings = [part for name in (*FAST, f"scheduler.state={state_file}") for part in ("--set", name)]
     with edge_cluster(tmp_path, *settings) as cluster:
-        eventually(lambda: "the cluster is to be seen on" in cluster.narration)
-        found = re.search(r"to be seen on (http://\S+)", cluster.narration)
+        eventually(lambda: "cluster page:" in cluster.narration)
+        found = re.search(r"cluster page: (http://\S+)", cluster.narration)
         assert found is not None
 
         def state() -> Any:

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +31,9 @@ from moetool.request import Output, SamplingParams
 from moetool.runtime.expert_store import open_store
 from moetool.types import ForwardInfo, Phase
 from tests import families
-from tests.edge import TOKEN, Nodes, cluster
+from tests.edge import PATIENT, TOKEN, Nodes, cluster
 from tests.engines import engine, every_read_fails_once, generate
+from tests.servers import eventually
 
 TEXTS = ["Question: What is 12 + 7? Answer:", "def add(a, b):", "The king said"]
 LAYERS, EXPERTS = 8, 32
@@ -75,7 +77,7 @@ def well_again(thirds: Nodes) -> Iterator[Nodes]:
     yield thirds
     for node in thirds.nodes:
         node.on_call = None
-        node.runtime.options = CallOptions()
+        node.runtime.options = PATIENT
         node.peers.distance = (1.0,) * 3
         node.listen_again()  # so that nobody thinks ill of it any more
     thirds.arrange(PLACEMENTS["a third each"])
@@ -253,13 +255,13 @@ def test_what_nobody_gives_is_read_from_the_own_disk(well_again: Nodes, baseline
 def test_without_a_last_resort_the_forward_fails_and_the_next_is_served(well_again: Nodes, baseline: Any) -> None:
     nodes = well_again
     ended: list[Output] = []
-    nodes[0].runtime.options = CallOptions(last_resort=False)
+    nodes[0].runtime.options = CallOptions(last_resort=False, hedge_s=0.0)
     nodes.publish(gone=[1])
     nodes[0].engine.submit(baseline[0][0], SamplingParams(max_tokens=5), ended.append)
     while not nodes[0].engine.idle:
         nodes[0].engine.step()
     assert [output.finish for output in ended] == ["error"]
-    assert "no server gives expert" in str(ended[0].error)
+    assert "no server holds expert" in str(ended[0].error)
     nodes.publish()
     _check(nodes, baseline)
 
@@ -285,7 +287,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_call(well_again: Nodes, baseline: A
 def test_a_slow_peer_is_given_up_for_a_replica(well_again: Nodes, baseline: Any) -> None:
     nodes = well_again
     nodes.arrange([_third(0), REST, REST])
-    nodes[0].runtime.options = CallOptions(timeout_s=0.2)
+    nodes[0].runtime.options = CallOptions(timeout_s=0.2, hedge_s=0.0)
     nodes[0].peers.distance = (0.0, 1.0, 2.0)  # the slow one is nearer
     nodes[1].on_call = lambda message: time.sleep(0.4)
     before = dict(nodes[0].meter.total)
@@ -296,9 +298,37 @@ def test_a_slow_peer_is_given_up_for_a_replica(well_again: Nodes, baseline: Any)
     assert nodes[0].meter.total["last_resort"] == before.get("last_resort", 0)
 
 
+@pytest.mark.parametrize("replicas", [True, False], ids=["replicas", "disk"])
+def test_a_peer_that_stands_still_costs_little(well_again: Nodes, baseline: Any, replicas: bool) -> None:
+    nodes = well_again
+    if replicas:
+        nodes.arrange([_third(0), REST, REST])
+        nodes[0].peers.distance = (0.0, 1.0, 2.0)  # who will stand still is nearer
+    _check(nodes, baseline)  # and is known to be quick
+    before, goes_on = Counter(nodes[0].meter.total), threading.Event()
+    asked: list[Frame] = []
+
+    def stand_still(message: Frame) -> None:
+        asked.append(message)
+        goes_on.wait(60.0)
+
+    nodes[0].runtime.options = CallOptions(timeout_s=120.0, hedge_s=0.1)
+    nodes[1].on_call = stand_still
+    began = time.monotonic()
+    _check(nodes, baseline)
+    assert time.monotonic() - began < 60.0  # its answer would have come no sooner
+    total = nodes[0].meter.total
+    assert len(asked) == 1 == total["late_calls"] - before["late_calls"]
+    assert total["failed_calls"] == before["failed_calls"]
+    assert (total["last_resort"] == before["last_resort"]) == replicas
+    goes_on.set()
+    eventually(lambda: nodes[0].peers.choose([1], 1) == 1)  # its answer has come, though nobody wants it any more
+    _check(nodes, baseline)
+
+
 def test_a_half_open_link_holds_nobody_up(well_again: Nodes, baseline: Any) -> None:
     nodes = well_again
-    nodes[0].runtime.options = CallOptions(timeout_s=0.2)
+    nodes[0].runtime.options = CallOptions(timeout_s=0.2, hedge_s=0.0)
     before = nodes[0].meter.total["last_resort"]
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
         holders = nodes.publish()

@@ -15,7 +15,7 @@ import pytest
 from moetool.cluster.cluster_options import ClusterOptions, read_token
 from moetool.cluster.edge import edge_head as edge
 from moetool.cluster.edge.edge_head import EdgeHead
-from moetool.cluster.edge.protocol import ArrivedExpert, Holders, WorkerInfo
+from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange, WorkerInfo
 from moetool.cluster.edge.server_settings import Endpoints, held_by, worker_settings
 from moetool.cluster.edge.worker import WorkerSettings, message_bytes
 from moetool.cluster.launch import WorkerDied
@@ -39,6 +39,7 @@ class _Worker:
         self.server, self.slots, self.port = settings.server, settings.capacity, settings.port
         self.held = set(settings.held)
         self.holders: list[Holders] = []
+        self.changes: list[HoldersChange] = []
         self.hangs = False
 
     def info(self) -> WorkerInfo:
@@ -51,6 +52,31 @@ class _Worker:
 
     def set_holders(self, holders: Holders) -> None:
         self.holders.append(holders)
+
+    def change_holders(self, change: HoldersChange) -> bool:
+        if not self.holders or self.holders[-1].version != change.base:
+            return False
+        servers_LE = [list(servers_E) for servers_E in self.holders[-1].servers_LE]
+        for (layer, expert), servers in change.servers.items():
+            servers_LE[layer][expert] = servers
+        self.changes.append(change)
+        self.holders.append(
+            Holders(version=change.version, servers_LE=tuple(map(tuple, servers_LE)), peers=change.peers)
+        )
+        return True
+
+    def adopt_all(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert | str]:
+        arrived: list[ArrivedExpert | str] = []
+        for move in moves:
+            try:
+                arrived.append(self.adopt(*move))
+            except MoetoolError as error:
+                arrived.append(str(error))
+        return arrived
+
+    def drop_all(self, places: Sequence[tuple[int, int]]) -> None:
+        for place in places:
+            self.drop(*place)
 
     def adopt(self, layer: int, expert: int, source: int) -> ArrivedExpert:
         if len(self.held) >= self.slots:
@@ -198,6 +224,20 @@ def test_everybody_is_told_what_all_hold(start: Callable[..., _Cluster]) -> None
     assert cluster.head.holders() == cluster.processes[2].holders[-1]
 
 
+def test_a_round_of_moves_is_told_twice_and_by_what_has_changed(start: Callable[..., _Cluster]) -> None:
+    cluster = start(HALVES, 4)
+    worker, heard = cluster.processes[2], len(cluster.processes[2].holders)
+    made = cluster.head.move([], [(1, (0, 0), 0), (1, (0, 1), 0), (2, (1, 0), 0)])
+    assert set(made.arrived) == {(1, (0, 0)), (1, (0, 1)), (2, (1, 0))} and not made.failed
+    assert len(worker.holders) == heard + 1 and cluster.agree()
+    assert worker.changes[-1].servers == {(0, 0): (0, 1), (0, 1): (0, 1), (1, 0): (0, 2)}
+    made = cluster.head.move([(0, (0, 0)), (0, (1, 1)), (0, (0, 1))], [(1, (1, 1), 0)])
+    assert [(server, at) for server, at, _ in made.failed] == [(0, (1, 1)), (1, (1, 1))]
+    assert "s0 is the only one" in str(made.failed[0][2]) and str(made.failed[1][2]) == "full"
+    assert cluster.agree() and cluster.processes[0].held == {(1, 0), (1, 1)}
+    assert len(worker.holders) == heard + 2  # before the drops; nothing has arrived
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_server_that_goes_is_replaced_and_comes_back(start: Callable[..., _Cluster], hangs: bool) -> None:
     cluster = start(HALVES, 6)
@@ -209,16 +249,16 @@ def test_a_server_that_goes_is_replaced_and_comes_back(start: Callable[..., _Clu
         cluster.processes.die(0)
     eventually(lambda: cluster.covered() == ALL and cluster.agree())  # by the two others
     assert cluster.head.infos()[0] is None and cluster.head.stats()[0] is None
-    with pytest.raises(MoetoolError, match="server s0 is not there just now"):
+    with pytest.raises(MoetoolError, match="server s0 is unavailable"):
         cluster.head.adopt(0, 0, 0, -1)
-    with pytest.raises(MoetoolError, match="server s0 is not there just now"):
+    with pytest.raises(MoetoolError, match="server s0 is unavailable"):
         cluster.head.drop(0, 0, 0)
     cluster.processes.may_start.set()
     eventually(lambda: [worker and worker.held for worker in cluster.processes.workers] == list(HALVES))
     eventually(cluster.agree)
     assert cluster.processes[0].port == 5000  # where its users know it
     eventually(lambda: any("s0 is back on http://127.0.0.1:5000/v1 with 4 experts" in line for line in cluster.lines))
-    assert any("4 experts that only it held have another place" in line for line in cluster.lines)
+    assert any("4 experts held by it alone are placed elsewhere" in line for line in cluster.lines)
 
 
 def test_replicas_make_room_and_come_back(start: Callable[..., _Cluster]) -> None:
@@ -239,7 +279,7 @@ def test_what_fits_nowhere_is_said_and_the_rest_goes_on(start: Callable[..., _Cl
     cluster.processes.die(0)
     eventually(lambda: cluster.covered() == ALL)  # two more each
     cluster.processes.die(1)  # now two are gone, and one has room for four
-    eventually(lambda: any("4 experts have no place until it is back" in line for line in cluster.lines))
+    eventually(lambda: any("4 experts are unplaced until it returns" in line for line in cluster.lines))
     assert len(cluster.covered()) == 4 and cluster.agree()
     cluster.processes.may_start.set()
     eventually(lambda: [worker and worker.held for worker in cluster.processes.workers] == list(HALVES))
@@ -262,7 +302,7 @@ def test_a_server_that_fails_to_start_is_tried_again_elsewhere(start: Callable[.
     cluster.processes.die(2)
     eventually(lambda: cluster.processes.workers[2] is not None)
     assert cluster.processes[2].port == 0  # any free port, since its own did not do
-    assert sum("could not be started: the port is in use; trying again" in line for line in cluster.lines) == 2
+    assert sum("failed to start: the port is in use; retrying" in line for line in cluster.lines) == 2
     eventually(cluster.agree)
 
 
@@ -402,7 +442,7 @@ def test_options_that_make_no_sense() -> None:
 
 def test_the_own_address_on_the_way_to_another() -> None:
     assert own_address("127.0.0.1:6379") == own_address("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(MoetoolError, match=r"no way from this machine to nowhere\.invalid"):
+    with pytest.raises(MoetoolError, match=r"no route to nowhere\.invalid"):
         own_address("nowhere.invalid:6379")
 
 

@@ -259,6 +259,33 @@ def test_a_rank_that_ends_before_it_says_hello_is_started_again() -> None:
 
 
 @pytest.mark.usefixtures("quick")
+def test_ranks_that_go_and_come_are_narrated() -> None:
+    launched, said = Launched(), list[str]()
+    ranks = Members(2, launched, lambda kind, value: None, names=["clinic", "court"], narrate=said.append)
+
+    def form(*there: int) -> None:
+        ranks.call({})
+        for kind in ("holds", "formed"):
+            for gpu in there:
+                ranks.heard(gpu, kind, ranks.generation)
+
+    for gpu in range(2):
+        ranks.greet(gpu, Told(), ("", 0))
+    form(0, 1)
+    assert not said  # the command says itself that it serves
+    ranks.lose(1)
+    form(0)
+    assert said == [
+        "rank court left; 1 ranks remain; restarting it",
+        "1 of 2 ranks serve, with all experts",
+    ]
+    settle(launched, 1)
+    ranks.greet(1, Told(), ("", 0))
+    form(0, 1)
+    assert said[2:] == ["rank court is back; 2 of 2 ranks serve"]
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_rank_that_cannot_be_started_is_tried_again() -> None:
     launched = Launched(fail=2)
     posted: list[tuple[str, Any]] = []
@@ -312,9 +339,9 @@ def test_a_rank_without_a_machine_is_told_of(monkeypatch: pytest.MonkeyPatch, lo
     batches = head.loop
     batches.step("gone", (1, channels[1]))
     batches.step(*batches.events.get(timeout=10))
-    assert logged[0] == "GPU 1 of generation 1 is gone; 1 are left"
-    assert "GPU 1 has lost its machine" in logged[1]
-    assert head.problems == ["GPU 1 has no machine; the others go on"] and head.state == "ready"
+    assert logged[0] == "GPU 1 of generation 1 left; 1 remain"
+    assert "GPU 1 lost its machine" in logged[1]
+    assert head.problems == ["GPU 1 has no machine; continuing without it"] and head.state == "ready"
     with pytest.raises(MoetoolError, match="all ranks are gone"):
         batches.step("gone", (0, channels[0]))
         batches.step(*batches.events.get(timeout=10))

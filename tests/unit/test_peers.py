@@ -1,9 +1,11 @@
 """Whom to ask among the servers that have an expert."""
 
+from concurrent.futures import Future
+
 import pytest
 
 from moetool.cluster.edge.peers import Peers
-from moetool.cluster.frames import LinkError
+from moetool.cluster.frames import Frame, LinkError
 from tests.clusters import make_cluster
 
 ADDRESSES = [None, ("127.0.0.1", 1), ("127.0.0.1", 2), ("127.0.0.1", 3)]
@@ -54,11 +56,47 @@ def test_who_failed_is_left_alone_for_longer_each_time() -> None:
     assert peers.choose([1], 1) == 1
 
 
+def test_how_long_calls_usually_take() -> None:
+    peers, clock = _peers()
+    assert peers.usual_s(1, 10) is None
+    for _ in range(200):
+        peers.answered(1, 10, 0.1)
+    assert peers.usual_s(1, 10) == pytest.approx(0.2) and peers.usual_s(1, 100) == pytest.approx(2.0)
+    assert peers.usual_s(2, 10) == pytest.approx(0.2)  # which has not been called
+    peers.answered(1, 10, 0.6)  # half a second more than usual
+    clock.now = 31.0
+    for _ in range(200):
+        peers.answered(1, 10, 0.1)
+    assert peers.usual_s(1, 10) == pytest.approx(2 * 0.6)  # it was not long ago
+    clock.now = 61.0
+    peers.answered(1, 10, 0.1)
+    assert peers.usual_s(1, 10) == pytest.approx(0.2)
+
+
+def test_who_owes_an_answer_is_asked_by_those_only_who_have_nobody_else() -> None:
+    peers, clock = _peers()
+    peers.answered(1, 1, 0.1)
+    late: Future[Frame] = Future()
+    peers.overdue(1, 1, 0.5, late)
+    assert peers.choose([1], 1) is None and peers.choose([1], 1, wait=True) == 1
+    assert peers.choose([1, 3], 1) == peers.choose([1, 3], 1, wait=True) == 3
+    late.set_result(Frame(head={}))
+    assert peers.choose([1, 3], 1) == 1
+    usual_s = peers.usual_s(1, 1)
+    assert usual_s is not None and 1.0 < usual_s < 3.0  # twice what was waited, and not for ever
+    broken: Future[Frame] = Future()
+    peers.overdue(1, 1, 0.5, broken)
+    broken.set_exception(LinkError("server 1: the peer did not answer in time"))
+    assert peers.choose([1], 1, wait=True) is None  # it has failed
+    clock.now += 1.0
+    assert peers.choose([1], 1) == 1
+
+
 def test_who_is_gone_is_not_asked() -> None:
     peers, _ = _peers()
     peers.update([None, None, ("127.0.0.1", 2)])
     assert peers.choose([1, 3], 1) is None
-    with pytest.raises(LinkError, match="server 1 is not there just now"):
+    with pytest.raises(LinkError, match="server 1 is unavailable"):
         peers.call(1, {}, (), timeout_s=1).result(1)
 
 

@@ -10,7 +10,16 @@ from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.machine import Machine
 from moetool.placement import eplb, prism
 from moetool.placement._demand import Demand, spread
-from moetool.placement._latency import Latency, along, flows, hull, profiled_latency, unit_latency
+from moetool.placement._latency import (
+    Latency,
+    along,
+    expert_flow,
+    flows,
+    hull,
+    layers_s,
+    profiled_latency,
+    unit_latency,
+)
 from moetool.placement._local_search import Descent, Layer
 from moetool.placement._planner import apportion, place
 from moetool.placement._relaxation import relax
@@ -345,3 +354,47 @@ def test_processes_do_not_change_the_placement() -> None:
     problem = make_problem(replace(make_spec(2, 8)), make_cluster([[4, 4], [8]]))
     one, two = (place("director", problem, {"processes": n, "kicks": 2}) for n in (1, 2))
     assert (one == two).all()
+
+
+def test_the_flow_of_one_expert_is_that_of_all() -> None:
+    cluster, rng = make_cluster([[4, 4], [4], [4, 4, 4]]), np.random.default_rng(0)
+    server_G = np.array(cluster.server_G)
+    for _ in range(50):
+        hosts_G, tokens_G = rng.random(6) < rng.random(), rng.integers(0, 9, 6).astype(float)
+        whole_GG = flows(cluster, tokens_G[:, None], hosts_G[:, None])
+        to_H = np.flatnonzero(rng.random(6) < 0.5)
+        np.testing.assert_allclose(expert_flow(server_G, tokens_G, hosts_G, to_H), whole_GG[:, to_H])
+
+
+@pytest.mark.parametrize("num_servers", [1, 4])
+def test_swaps_are_bounded_from_below_and_summed_as_from_scratch(num_servers: int) -> None:
+    rng = np.random.default_rng(3)
+    cluster = make_cluster([[6] * (8 // num_servers)] * num_servers)
+    tokens_GE = rng.integers(0, 50, (8, 32)).astype(float)
+    layer = Layer(tokens_GE=tokens_GE, room_G=np.full(8, 6), latency=unit_latency(cluster))
+    descent = Descent(layer, np.arange(32) % 8)
+    for _ in range(6):
+        here, there = descent.candidates(range(8))
+        assert (descent.bounds(here, there) <= descent.scores(here, there) + 1e-9).all()
+        descent.run(steps=3)
+        other = Descent(layer, descent.place())
+        np.testing.assert_allclose(descent.flow_GG, other.flow_GG)
+        assert (descent.free_G == other.free_G).all() and descent.score == pytest.approx(other.score)
+
+
+def test_large_layers_go_on_from_the_placement_in_force() -> None:
+    rng = np.random.default_rng(1)
+    spec = make_spec(layers=2, experts=128)
+    cluster = make_cluster([[10] * 8] * 4, slot_bytes=spec.slot_bytes)
+    drawn_GLE = rng.poisson(rng.gamma(0.5, 40.0, size=(32, 2, 128))).astype(float)
+    problem = make_problem(spec, cluster, tokens_GLE=drawn_GLE)
+    before_GLE = place("director", problem, {"quick": True})
+    later = replace(problem, demand=replace(problem.demand, tokens_GLE=rng.poisson(drawn_GLE).astype(float)))
+    fresh_GLE = place("director", later, {"quick": True})
+    warm_GLE = place("director", replace(later, start_GLE=before_GLE), {"quick": True})
+    assert (warm_GLE & ~before_GLE).sum() <= 2 * (2 * 12 + 3 * 2) < (fresh_GLE & ~before_GLE).sum()
+    cost = {
+        name: layers_s(later.latency, cluster, later.demand.tokens_GLE, placed_GLE)
+        for name, placed_GLE in (("stay", before_GLE), ("warm", warm_GLE), ("fresh", fresh_GLE))
+    }
+    assert cost["warm"] < cost["stay"] and cost["warm"] < 1.1 * cost["fresh"]

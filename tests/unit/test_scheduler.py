@@ -2,13 +2,15 @@
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from moetool.cluster.edge.replacement import as_array, places_of, pooled, steps_to
+from moetool.cluster.edge.protocol import MovedRound
+from moetool.cluster.edge.replacement import as_array, next_round, places_of, pooled, steps_to
 from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
 from moetool.errors import MismatchError, UsageError
 from moetool.placement import _planner as planner
@@ -166,7 +168,8 @@ def test_eq4_has_both_sides_in_seconds() -> None:
     assert refused.saved_s == pytest.approx((refused.calls_before - refused.calls_after) * 1e-7, rel=1e-6)
     assert refused.measured and refused.calls_after < refused.calls_before
     # 100 kB/s: 10 ms for an expert of 1,000 bytes; Eq. 3 goes by the GPUs' own rate.
-    assert refused.moves_s == pytest.approx(refused.copies * 0.01)
+    # No expert has moved yet: a copy takes as long as a call besides, of which each here is one pair of 0.1 ms.
+    assert refused.moves_s == pytest.approx(refused.copies * (0.01 + 1e-4), rel=1e-4)
     assert refused.eq3_s == pytest.approx(refused.copies * 1000 / 12e9)
     cheap = World(odds_NLE, planned(odds_NLE, "uniform"))
     cheap.pass_s(130)
@@ -190,6 +193,32 @@ def test_copies_leave_links_their_share() -> None:
     assert world.now_s - began_s >= (copies - 2) * 0.05 / 0.25
 
 
+def test_a_migration_takes_what_was_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    odds_NLE = odds(SPEC, 3)
+    world = World(odds_NLE, planned(odds_NLE, "uniform"))
+    move = world.table.move
+
+    def late(drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MovedRound:
+        world.now_s += 0.2  # until all have heard of it
+        return move(drops, copies)
+
+    monkeypatch.setattr(world.table, "move", late)
+    for shift in (0, 1, 2, 3):
+        for n, worker in world.workers.items():
+            worker.odds_LE = odds_NLE[(n + shift) % 3]
+        world.pass_s(200)
+    made = [one for one in world.scheduler.chronicle.decisions if one.made and one.outcome == "done"]
+    took_s = [one.done_s - one.at_s for one in made if one.done_s is not None]
+    assert len(made) >= 3 and made[0].foreseen_s < took_s[0] / 2  # nothing was measured yet
+    for one, seconds in list(zip(made, took_s, strict=True))[1:]:
+        assert one.copies < 5 or seconds / 1.5 < one.foreseen_s < 1.5 * seconds
+
+
+def slow(world: "World") -> None:
+    """Have moves take so long that a round has few."""
+    world.scheduler.cluster = make_cluster([[room] for room in SLOTS], link_bytes_s=1e4)
+
+
 def test_the_measured_rate_of_moves_is_used_next_time() -> None:
     odds_NLE = odds(SPEC, 3)
     world = World(odds_NLE, planned(odds_NLE, "uniform"))
@@ -205,8 +234,9 @@ def test_the_measured_rate_of_moves_is_used_next_time() -> None:
 def test_a_worker_that_dies_ends_the_migration_and_the_next_starts_from_what_is_there() -> None:
     odds_NLE = odds(SPEC, 3)
     world = World(odds_NLE, planned(odds_NLE, "uniform"), slots=(40, 28, 40))
+    slow(world)
     world.pass_s(61)
-    for _ in range(6):
+    for _ in range(3):
         world.step()
     assert world.scheduler.migrating
     lost = world.workers[1]
@@ -214,7 +244,7 @@ def test_a_worker_that_dies_ends_the_migration_and_the_next_starts_from_what_is_
     while world.scheduler.migrating:
         world.scheduler.tick(world.table, world.now_s)
         world.now_s += 1.0
-    assert world.made[0].startswith("broken off: server")
+    assert world.made[0].startswith("cancelled: server")
     world.lose(1)
     lost.dead = False
     lost.holders = None
@@ -261,8 +291,9 @@ def test_a_scheduler_that_is_started_again_goes_on_where_it_was(tmp_path: Path) 
     odds_NLE = odds(SPEC, 3)
     state = tmp_path / "scheduler.json"
     world = World(odds_NLE, planned(odds_NLE, "uniform"), state=state)
+    slow(world)
     world.pass_s(61)
-    for _ in range(8):
+    for _ in range(3):
         world.step()
     assert world.scheduler.migrating
     target = json.loads(state.read_text())["target"]
@@ -354,3 +385,20 @@ def test_options_that_make_no_sense_are_refused() -> None:
     ):
         with pytest.raises(UsageError):
             SchedulerOptions(**wrong)
+
+
+def test_a_round_is_what_can_be_made_together() -> None:
+    def step(kind: str, expert: int, server: int) -> Move:
+        return Move(kind=kind, layer=0, expert=expert, gpu=server, source=-1, bytes=1, seconds=0.2)
+
+    held = {0: {(0, 0), (0, 1)}, 1: {(0, 1), (0, 2)}, 2: {(0, 3)}}
+    slots = {0: 2, 1: 2, 2: 2}
+    swap = [step("drop", 1, 0), step("copy", 2, 0), step("copy", 0, 2), step("drop", 0, 0), step("copy", 3, 0)]
+    drops, copies, done, skipped = next_round(swap, held, slots, 64, 9.0)
+    assert (drops, copies, done, skipped) == (swap[:1], swap[1:3], 3, 0)  # 0 of expert 0 has to be on server 2 first
+    assert next_round(swap, held, slots, 1, 9.0) == (swap[:1], swap[1:2], 2, 0)
+    assert next_round(swap, held, slots, 64, 0.1) == (swap[:1], swap[1:2], 2, 0)  # one always
+    full = [step("copy", 2, 0), step("copy", 2, 2), step("copy", 3, 2)]
+    assert next_round(full, held, slots, 64, 9.0) == ([], full[1:2], 3, 1)  # no room on 0, and 3 is on 2 already
+    both = [step("drop", 1, 0), step("drop", 1, 1)]
+    assert next_round(both, held, slots, 64, 9.0) == (both, [], 2, 0)  # the head refuses the second

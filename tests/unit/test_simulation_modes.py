@@ -1,12 +1,15 @@
 """Whole simulations: modes, what they see, Eq. 4, seeds, and grids."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from moetool.errors import MismatchError, UsageError
+from moetool.learning.predictor import build
 from moetool.placement._placement_plan import bare_plan
 from moetool.placement._planner import quick_options
 from moetool.simulation.event_loop import EventLoop
@@ -51,6 +54,13 @@ def test_every_mode_serves_every_request_and_the_same_under_a_seed(world: World,
         assert first.migrations == ()
 
 
+def test_progress_is_told_by_what_is_done(world: World) -> None:
+    told: list[tuple[str, int, int]] = []
+    simulate(world, "uniform", "poisson:3s", 5, OPTIONS, on_progress=lambda *at: told.append(at))
+    assert told[:2] == [("uniform: placing", 0, 1), ("uniform: placing", 1, 1)]
+    assert told[2:] == [("uniform: serving", count, 5) for count in range(1, 6)]
+
+
 def test_another_seed_draws_other_requests(world: World) -> None:
     runs = [simulate(world, "uniform", "poisson:3s", 12, replace(OPTIONS, seed=seed)) for seed in (1, 2)]
     assert runs[0].latencies_s != runs[1].latencies_s
@@ -88,6 +98,29 @@ def test_who_sees_the_coming_requests_has_more_of_their_experts_at_hand(world: W
     assert local["director-proactive"] > local["director-offline"] > local["uniform"]
     guessed = simulate(world, "director-proactive", "every:5s", 8, replace(options, lookahead="predicted"))
     assert guessed.migrations and guessed.local > local["uniform"]
+
+
+@pytest.mark.parametrize("name", ["cascade", "single_transformer"])
+def test_requests_that_wait_are_predicted_from_their_tokens_alone(world: World, name: str) -> None:
+    predictor: Any = build(name, SPEC, {"width": 16, "heads": 2, "vocabulary": 4096}).eval().requires_grad_(False)
+    asked: list[tuple[tuple[int, ...], int]] = []
+    workload = predictor.workload
+
+    def hear(token_id_S: Sequence[int], new_tokens: int) -> np.ndarray:
+        asked.append((tuple(token_id_S), new_tokens))
+        made: np.ndarray = workload(token_id_S, new_tokens)
+        return made
+
+    predictor.workload = hear
+    options = replace(OPTIONS, lookahead="predicted", migrate="free", decide="always")
+    inputs = ModeInputs(predictor=predictor)
+    found = simulate(world, "director-proactive", "every:5s", 8, options, inputs=inputs)
+    assert len(found.served) == 8 and found.migrations
+    prompts = {tuple(ids.tolist()) for source in world.sources.values() for ids in source.token_ids}
+    lengths = [len(reply_TS) for source in world.history_sources.values() for reply_TS in source.replies]
+    assert {ids for ids, _ in asked} <= prompts and {new for _, new in asked} == {round(np.mean(lengths))}
+    for source in world.sources.values():
+        assert [len(ids) for ids in source.token_ids] == [len(prompt_TS) for prompt_TS in source.prompts]
 
 
 def test_a_round_that_waits_for_its_experts_begins_later(world: World) -> None:
@@ -129,7 +162,7 @@ def test_a_grid_of_clusters(traces: dict[str, Trace], cluster: Cluster) -> None:
 
 def test_what_makes_no_sense_is_refused(world: World) -> None:
     for settings, message in (
-        ({"seats": 0}, "seats: found 0"),
+        ({"seats": 0}, "seats is 0, expected at least 1"),
         ({"admission": "round"}, "did you mean 'rounds'"),
         ({"decay": 2.0}, "decay"),
         ({"dense_s": -1.0}, "dense_s: found -1"),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moetool.config import POSITIVE, Span, require_within
 from moetool.errors import UsageError, unknown_name
 from moetool.placement import _planner as planner
 
@@ -61,19 +62,14 @@ class ClusterBenchOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("rounds", 1), ("requests", 1), ("prompts", 2), ("new_tokens", 1), ("prompt_tokens", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(f"bench.{name} is {getattr(self, name)}, expected at least {least}")
-        for name in ("gaps_s", "links", "memory"):
-            values = getattr(self, name)
-            if not values or not all(0 < value < float("inf") for value in values):
-                raise UsageError(f"bench.{name} is {list(values)}, expected numbers above 0")
+        one, finite = Span(1), Span(0, below=True)
+        require_within(self, "bench.", rounds=one, requests=one, prompts=Span(2), new_tokens=one, prompt_tokens=Span(0))
+        require_within(self, "bench.", gaps_s=POSITIVE, links=POSITIVE, memory=POSITIVE, interval_s=POSITIVE)
+        require_within(self, "bench.", expert_us=finite)
+        if empty := [name for name in ("gaps_s", "links", "memory") if not getattr(self, name)]:
+            raise UsageError(f"bench.{empty[0]} is empty, expected numbers above 0")
         if self.where not in WHERES:
             raise unknown_name("--set bench.where", self.where, WHERES)
-        if not 0 <= self.expert_us < float("inf"):
-            raise UsageError(f"bench.expert_us is {self.expert_us}, expected microseconds, 0 or more")
-        if not 0 < self.interval_s < float("inf"):
-            raise UsageError(f"bench.interval_s is {self.interval_s}, expected seconds above 0")
 
 
 QUICK = {
@@ -88,7 +84,7 @@ QUICK = {
     "profile_s": 0.0,
     "expert_us": 200.0,
 }
-"""For a look at whether it runs: nothing that it prints means anything."""
+"""Sizes of a smoke test: its results mean nothing."""
 
 
 def parse_lines(given: Sequence[str]) -> tuple[str, ...]:

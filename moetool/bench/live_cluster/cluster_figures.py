@@ -8,20 +8,17 @@ from moetool.bench.live_cluster.cluster_results import ClusterBench, LineRun
 from moetool.bench.paper.found_figure import draw_all
 from moetool.bench.paper.verdict import Curve, Found
 
-_TIME = ("seconds", "computed at home, %")
+_TIME = ("seconds", "computed locally, %")
 
 
 def save_figures(made: ClusterBench, folder: Path) -> list[Path]:
-    """Draw the figures of the runs as SVG files.
-
-    Effects: writes into `folder`.
-    """
+    """Draw the figures of the runs as SVG files. Effects: writes into `folder`."""
     founds: dict[str, Found] = {}
     placed = {run.line: run for run in made.runs if run.windows and run.number == 0 and run in made.of(run.line)}
     if placed:
         local = {name: [run.local or 0.0 for run in made.of(name)] for name in placed}
         curves = {name: [_shares(run)] for name, run in placed.items()}
-        founds["local"] = _found(made, "expert calls computed at home (Prism, Fig. 6)", "%", local, curves, _TIME)
+        founds["local"] = _found(made, "expert calls computed locally (Prism, Fig. 6)", "%", local, curves, _TIME)
     if made.shifts:
         runs = dict(zip(("with migration", "without"), made.shifts, strict=False))
         means = {name: [run.mean_s] for name, run in runs.items()}

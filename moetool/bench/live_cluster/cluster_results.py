@@ -22,7 +22,7 @@ class LineRun:
         failed: requests that got no answer.
         redirected: requests that another server answered.
         other_texts: answers that differ from the first one to the same prompt.
-        local: share of expert calls computed at home; None of servers by themselves.
+        local: share of expert calls computed locally; None of servers by themselves.
         expected_local: the same by the traces of the same prompts, as long as nothing migrates.
         call_s: what a remote call cost, measured.
         sent_bytes: between servers.
@@ -206,7 +206,7 @@ def print_cluster_bench(made: ClusterBench) -> None:
     if placed:
         _print_latencies(made, "placements (Prism, Table II)", placed)
         tables.print_table(
-            "expert calls computed at home: live, by the traces of the same requests, and simulated",
+            "expert calls computed locally: live, by the traces of the same requests, and simulated",
             ["placement", "live", "by traces", "simulated", "a remote call", "migrations", "simulated mean"],
             [
                 [
@@ -222,7 +222,7 @@ def print_cluster_bench(made: ClusterBench) -> None:
     settings = list(dict.fromkeys((run.gap_s, run.link) for run in made.runs))
     if len(settings) > 1:
         tables.print_table(
-            "mean latency and calls at home by the gap between requests and the rate of links",
+            "mean latency and local compute share by the gap between requests and the rate of links",
             ["line", *(f"{gap_s:g} s, x{link:g}" for gap_s, link in settings)],
             [[line, *(_cell(made.of(line, gap_s, link)) for gap_s, link in settings)] for line in made.lines],
         )
@@ -235,7 +235,7 @@ def print_cluster_bench(made: ClusterBench) -> None:
         how = f"with migration ({moved} made)" if run.decisions else "without"
         print(
             f"tasks change servers, {how}: mean {run.mean_s:.3g} s ({run.between_s(0.0, changed_s):.3g} s before, "
-            f"{run.between_s(changed_s, float('inf')):.3g} s after); at home {_percent(_mean(before))} before, "
+            f"{run.between_s(changed_s, float('inf')):.3g} s after); local share {_percent(_mean(before))} before, "
             f"{_percent(_mean(after))} after, {_percent(shares[-1] if shares else None)} at the end"
         )
     slots = ", ".join(map(str, made.slots))
@@ -247,7 +247,7 @@ def print_cluster_bench(made: ClusterBench) -> None:
         f"{made.load_before} to {made.load_after}"
     )
     if wrong := sum(row["other_texts"] for row in rows.values()):
-        print(f"{wrong} answers differ from the first to the same prompt: other requests were forwarded beside them")
+        print(f"{wrong} answers differ from the first to the same prompt: different requests shared their batches")
 
 
 def _print_latencies(made: ClusterBench, title: str, rows: list[dict[str, Any]]) -> None:

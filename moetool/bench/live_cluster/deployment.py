@@ -86,7 +86,7 @@ class Stand:
 
     @property
     def urls(self) -> list[str]:
-        """Of each server's endpoint."""
+        """Port of each server's endpoint."""
         return [info.url for info in self.head.infos() if info is not None]
 
     def arrange(self, plan: PlacementPlan) -> None:
@@ -110,7 +110,7 @@ class Stand:
                     self.head.drop(step.gpu, *step.place)
         wanted = {n: frozenset(held_by(plan, n)) for n in range(len(self.head.names))}
         if dict(enumerate(self.head.held())) != wanted:
-            raise MoetoolError("the servers have no room to go from one placement to the next; give them more memory")
+            raise MoetoolError("the servers lack the memory to migrate from one placement to the next; give them more")
 
     @contextmanager
     def watched(self, plan: PlacementPlan, options: SchedulerOptions) -> Iterator[Scheduler]:
@@ -137,7 +137,7 @@ class _Turn:
         self._scheduler: Scheduler | None = None
 
     def take(self, scheduler: Scheduler | None) -> None:
-        """From now on this one; returns when the one before is through."""
+        """Switch to this placement; return when the migration is done."""
         with self._lock:
             self._scheduler = scheduler
 
@@ -164,7 +164,7 @@ def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, site: Site
         limits=ServerOptions(),
         cluster=options,
     )
-    settings = [replace(one, calls=CallOptions(timeout_s=60.0, last_resort=False)) for one in settings]
+    settings = [replace(one, calls=CallOptions(timeout_s=60.0, hedge_s=0.0, last_resort=False)) for one in settings]
     names = [server.name for server in spare.cluster.servers]
     turn = _Turn()
     site.link(spare.cluster)

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -42,11 +43,9 @@ def require_namespaces() -> None:
     """Raises: UsageError where this user or this machine cannot make hosts."""
     otherwise = "or run the servers without them: --set bench.where=ray"
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        raise UsageError(f"hosts in namespaces need iproute2, and there is no {missing[0]}; install it, {otherwise}")
+        raise UsageError(f"hosts in namespaces need {missing[0]} of iproute2; install it, {otherwise}")
     if os.geteuid() != 0:
-        raise UsageError(
-            f"only root may make hosts in namespaces, and this is user {os.geteuid()}; be root, {otherwise}"
-        )
+        raise UsageError(f"only root can create hosts in namespaces; this is user {os.geteuid()}; be root, {otherwise}")
 
 
 class Hosts:
@@ -57,6 +56,7 @@ class Hosts:
         link_bytes_s: rate from one host to another, by (from, to); pairs without one are not shaped.
 
     Attributes:
+        environment: of processes that join their Ray: its token.
         count: as given.
         names: of the hosts' namespaces; they carry this process's number.
         head: the head's.
@@ -83,6 +83,7 @@ class Hosts:
         self.names = tuple(f"{prefix}-{n}" for n in range(count))
         self.head, self._hub = f"{prefix}-head", f"{prefix}-hub"
         self._folder = _FOLDERS / prefix
+        self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._folder / "token")}
         Hosts._open = True
         try:
             self._make_folder()
@@ -100,7 +101,7 @@ class Hosts:
 
     @property
     def ray_address(self) -> str:
-        """Of the head, for `moetool.cluster.launch.Where`."""
+        """Address of the head, for `moetool.cluster.launch.Where`."""
         return f"{self.address(None)}:{_RAY_PORT}"
 
     def address(self, n: int | None) -> str:
@@ -112,7 +113,7 @@ class Hosts:
         return self.head if n is None else self.names[n]
 
     def shape(self, sender: int, receiver: int, bytes_s: float) -> None:
-        """From now on what one host sends to another goes at this rate.
+        """Limit what each host sends to another to this rate.
 
         A message of more than a packet waits for its bytes; a single packet on an idle link does not.
         """
@@ -187,7 +188,8 @@ class Hosts:
         try:
             self._folder.mkdir(mode=0o700)
         except OSError as error:
-            raise MoetoolError(f"cannot make the folder {self._folder} ({error.strerror or error})") from None
+            raise MoetoolError(f"cannot make the directory {self._folder} ({error.strerror or error})") from None
+        Path(self.environment["RAY_AUTH_TOKEN_PATH"]).write_text(secrets.token_hex(32), encoding="ascii")
 
     def _join_all(self) -> None:
         _tool("ip", "netns", "add", self._hub)
@@ -225,17 +227,16 @@ class Hosts:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments]
         command += [f"--node-ip-address={self.address(n)}", "--num-cpus=0", f"--object-store-memory={_STORE_BYTES}"]
         command += [f"--temp-dir={folder}", "--disable-usage-stats", "--include-log-monitor=false"]
-        return _Start(self.command(n, *command), "head" if n is None else self.address(n))
+        return _Start(self.command(n, *command), "head" if n is None else self.address(n), self.environment)
 
 
 class _Start:
     """A `ray start` under way."""
 
-    def __init__(self, command: Sequence[str], name: str) -> None:
+    def __init__(self, command: Sequence[str], name: str, environment: Mapping[str, str]) -> None:
         self._name = name
-        # As `moetool.cluster.launch` has it where it starts Ray itself: a server is no background job. Where nobody has
-        # said whether Ray is to ask for its token, the head would if one lies in the user's home, and hosts know none.
-        environment = {"RAY_AUTH_MODE": "disabled", **os.environ, "RAY_worker_niceness": "0"}
+        # As `moetool.cluster.launch` has it where it starts Ray itself: a server is no background job.
+        environment = {**os.environ, **environment, "RAY_worker_niceness": "0"}
         # Its own session: Ctrl-C is for whoever made the hosts, who then ends them in order.
         self._popen = subprocess.Popen(
             command,

@@ -1,4 +1,4 @@
-"""Where the servers of a cluster bench run: in processes, in this one, or on hosts of their own."""
+"""Sites of a cluster bench's servers: processes, threads of this process, or hosts in network namespaces."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ class Threads:
 
     def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None:
         """Raises: MoetoolError."""
-        raise MoetoolError("a worker of this process cannot be started anew")
+        raise MoetoolError("a worker of this process cannot be restarted")
 
     def kill(self, n: int) -> None:
         """Nothing: a thread cannot be ended from outside."""
@@ -58,7 +58,7 @@ class Threads:
 
 
 class Site:
-    """Where servers run.
+    """Site that servers run on.
 
     Args:
         where: of `ClusterBenchOptions`.
@@ -78,7 +78,7 @@ class Site:
         return self._hosts is not None
 
     def link(self, cluster: Cluster) -> None:
-        """From now on the links are the cluster's, if there are any. What a link's latency adds is left out."""
+        """Shape the links as the cluster's, if it has any; link latency is ignored."""
         if self._hosts is not None:
             servers = range(len(cluster.servers))
             for sender, receiver in ((n, m) for n in servers for m in servers if n != m):
@@ -114,8 +114,24 @@ def open_site(where: str, names: Sequence[str]) -> Iterator[Site]:
         undo.enter_context(_ends_in_order())
         hosts = undo.enter_context(Hosts(len(names)))
         hosts.start_ray(names)
+        undo.enter_context(_environment(hosts.environment))
         undo.enter_context(hosts.inside())
         yield Site(where, hosts)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Have this process's environment hold these meanwhile."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.placement_table import PlacementTable
-from moetool.cluster.edge.protocol import ArrivedExpert, Holders, WorkerInfo, WorkerStats
+from moetool.cluster.edge.protocol import ArrivedExpert, Holders, MovedRound, WorkerInfo, WorkerStats
 from moetool.cluster.edge.worker import WorkerSettings
 from moetool.cluster.launch import WorkerDied
 from moetool.errors import CapacityError, MoetoolError, first_line
@@ -51,7 +51,7 @@ class MigrationScheduler(Protocol):
     tick_s: float
 
     def on_tick(self, head: "EdgeHead") -> None:
-        """Look at `head.stats()` and `head.held()`, and `adopt` and `drop`, one expert at a time.
+        """Look at `head.stats()` and `head.held()`, and `move` experts.
 
         Called on a thread of its own, not before the last call has returned. An error is narrated, and the next tick
         comes.
@@ -182,6 +182,43 @@ class EdgeHead:
         self._ask(server, "drop", layer, expert)
         _LOG.info("server %s dropped expert %d of MoE layer %d", self.names[server], expert, layer)
 
+    def move(self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MovedRound:
+        """Have servers drop experts, all at once, and then hold others; all are told before the drops and at the end.
+
+        Args:
+            drops: (server, place).
+            copies: (server, place, source); -1: the server's own disk.
+        """
+        failed: list[tuple[int, Place, Exception]] = []
+        dropped: dict[int, list[Place]] = {}
+        for server, at in drops:
+            try:
+                self._table.move_out(server, at)
+                dropped.setdefault(server, []).append(at)
+            except MoetoolError as error:
+                failed.append((server, at, error))
+        if dropped:
+            self.publish()
+            for (server, places), answer in self._ask_each("drop_all", dropped).items():
+                failed += [(server, at, answer) for at in places if isinstance(answer, Exception)]
+        wanted: dict[int, list[tuple[int, int, int]]] = {}
+        for server, at, source in copies:
+            wanted.setdefault(server, []).append((*at, source))
+        arrived: dict[tuple[int, Place], ArrivedExpert] = {}
+        for (server, moves), answer in self._ask_each("adopt_all", wanted).items():
+            answers = [answer] * len(moves) if isinstance(answer, Exception) else answer
+            for (layer, expert, _), found in zip(moves, answers, strict=True):
+                at = layer, expert
+                if isinstance(found, ArrivedExpert):
+                    self._table.moved_in(server, at)
+                    arrived[server, at] = found
+                else:
+                    failed.append((server, at, found if isinstance(found, Exception) else MoetoolError(found)))
+        if arrived:
+            self.publish()
+        _LOG.info("a round of moves: %d dropped, %d arrived, %d failed", len(drops), len(arrived), len(failed))
+        return MovedRound(arrived=arrived, failed=failed)
+
     def publish(self) -> None:
         """Tell all servers who holds what; returns when those that are there have heard it."""
         self._table.holders(newer=True)
@@ -192,10 +229,15 @@ class EdgeHead:
     def _tell(self, n: int) -> None:
         """Tell one server who holds what, if it is there and has not heard it."""
         with self._telling[n]:
-            table = self._table.holders()
-            if table.peers[n] is None or self._told[n] == table.version:
+            table, told = self._table.holders(), self._told[n]
+            if table.peers[n] is None or told == table.version:
                 return
             try:
+                if told >= 0:
+                    change = self._table.change_since(told)
+                    if self._call(n, "change_holders", change, timeout_s=_TELL_S):
+                        self._told[n] = change.version
+                        return
                 self._call(n, "set_holders", table, timeout_s=_TELL_S)
                 self._told[n] = table.version
             except Exception as error:  # its supervisor sees the same, or tells it again
@@ -213,6 +255,21 @@ class EdgeHead:
     def _ask(self, n: int, method: str, *args: Any) -> Any:
         self._table.require(n)
         return self._call(n, method, *args, timeout_s=self._options.fetch_timeout_s + _TELL_S)
+
+    def _ask_each(self, method: str, asked: Mapping[int, list[Any]]) -> dict[tuple[int, tuple[Any, ...]], Any]:
+        """Call a method of servers at once; by server and what was asked its answer, or the error in place of it."""
+
+        def ask(i: int) -> Any:
+            try:
+                return self._ask(servers[i], method, asked[servers[i]])
+            except MoetoolError as error:
+                return error
+
+        servers = list(asked)
+        return {
+            (server, tuple(asked[server])): answer
+            for server, answer in zip(servers, _at_once(ask, len(servers)), strict=True)
+        }
 
     def _each(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Call a method of every server that is there, at once; None for those that do not answer."""
@@ -269,11 +326,11 @@ class EdgeHead:
             count = sum(self._adopt_somewhere(at) for at in missing)
             if count:
                 self.publish()
-                self._narrate(f"{count} experts that only it held have another place until it is back")
+                self._narrate(f"{count} experts held by it alone are placed elsewhere until it returns")
             if count < len(missing):
                 self._narrate(
-                    f"{len(missing) - count} experts have no place until it is back: each server reads them from its "
-                    "own disk when it needs them"
+                    f"{len(missing) - count} experts are unplaced until it returns: each server reads them from its "
+                    "own disk on demand"
                 )
 
     def _adopt_somewhere(self, at: Place) -> bool:
@@ -286,7 +343,7 @@ class EdgeHead:
             try:
                 self._ask(server, "adopt", *at, -1)
             except MoetoolError as error:
-                _LOG.info("server %s cannot adopt an expert that nobody holds: %s", self.names[server], error)
+                _LOG.info("server %s cannot adopt an unplaced expert: %s", self.names[server], error)
                 continue
             if self._table.lend(server, at):
                 return True
@@ -321,7 +378,7 @@ class EdgeHead:
                     self._narrate(f"server {self.names[n]} waits for a machine: {first_line(error)}")
                 waits_for_machine = True
             except Exception as error:
-                self._narrate(f"server {self.names[n]} could not be started: {first_line(error)}; trying again")
+                self._narrate(f"server {self.names[n]} failed to start: {first_line(error)}; retrying")
                 port = self._settings[n].port
             if self._closing.wait(wait):
                 return

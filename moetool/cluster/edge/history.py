@@ -97,7 +97,7 @@ class Chronicle:
 
     @property
     def local(self) -> float | None:
-        """Share of expert calls computed at home, of all that were counted; None before any was."""
+        """Share of expert calls computed locally, of all that were counted; None before any was."""
         local = sum(sum(window["local"]) for window in self._windows)
         calls = local + sum(sum(window["remote"]) for window in self._windows)
         return local / calls if calls else None

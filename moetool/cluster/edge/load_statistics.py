@@ -60,13 +60,11 @@ class Statistics:
         self._computed_N = np.zeros((num_servers, 3))  # seconds, pairs, since when
         self._expert_s_N = np.full(num_servers, np.nan)
         self._moved_NN = np.zeros((num_servers, num_servers, 2))  # bytes, seconds
+        self._control = np.zeros(2)  # seconds of migrations beside those of bytes, copies
+        self._messages = np.zeros(2)  # seconds of calls, calls
 
     def add(self, stats: WorkerStats, now_s: float) -> None:
-        """Count a worker's report.
-
-        Raises:
-            MismatchError: it is of another model.
-        """
+        """Count a worker's report. Raises: MismatchError: it is of another model."""
         n = stats.server
         if stats.tokens_LE.shape != self._tokens_FNLE.shape[2:]:
             raise MismatchError(
@@ -76,6 +74,7 @@ class Statistics:
         self._decay(now_s)
         self._tokens_FNLE[int(now_s // self._block_s) % _FOLDS, n] += stats.tokens_LE
         self._call += (sum(stats.call_s.values()), sum(stats.call_pairs.values()))
+        self._messages += (sum(stats.call_s.values()), sum(stats.calls.values()))
         if stats.expert_pairs:
             self._computed_N[n, :2] += (stats.expert_s, stats.expert_pairs)
         seconds, pairs, began_s = self._computed_N[n]
@@ -88,6 +87,19 @@ class Statistics:
         if moved.source >= 0 and moved.seconds > 0:
             self._moved_NN[moved.source, server] *= _OLDER_MOVES
             self._moved_NN[moved.source, server] += (moved.bytes, moved.seconds)
+
+    def migrated(self, copies: int, beside_s: float) -> None:
+        """Count a migration, and the seconds that it took beside those of its bytes; later ones weigh more."""
+        self._control = _OLDER_MOVES * self._control + (beside_s, copies)
+
+    @property
+    def move_control_s(self) -> float:
+        """Seconds that a copy takes beside those of its bytes: telling all of it, waiting for a turn.
+
+        Before the first migration what a call takes stands in: it waits for the same servers.
+        """
+        seconds, count = self._control if self._control[1] else self._messages
+        return max(0.0, float(seconds / count)) if count else 0.0
 
     def changed(self, now_s: float) -> None:
         """The placement is another from now on: start anew. What a call took is remembered until it is known again."""
@@ -164,6 +176,7 @@ class Statistics:
             "call_s": self._call_s,
             "expert_s": [None if np.isnan(value) else float(value) for value in self._expert_s_N],
             "moved": self._moved_NN.tolist(),
+            "control": self._control.tolist(),
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
@@ -176,6 +189,9 @@ class Statistics:
                 f"{self._tokens_FNLE.shape[1:]}; remove it or name another file"
             )
         call = np.array(values["call"], float)
+        control = np.array(values.get("control", (0.0, 0.0)), float)  # states of before it was counted have none
+        finite = control.shape == (2,) and bool(np.isfinite(control).all()) and control[1] >= 0
+        require(finite, "statistics.control", control, "seconds and copies")
         expert_s_N = np.array([np.nan if value is None else value for value in values["expert_s"]], float)
         require(call.shape == (2,), "statistics.call", call.shape, "seconds and pairs")
         require(expert_s_N.shape == (num_servers,), "statistics.expert_s", expert_s_N.shape, f"{num_servers} servers")
@@ -188,7 +204,7 @@ class Statistics:
         for value in expert_s_N[~np.isnan(expert_s_N)]:
             require_number("statistics.expert_s", float(value))
         self._tokens_FNLE, self._moved_NN = tokens_FNLE, moved_NN
-        self._call, self._expert_s_N = call, expert_s_N
+        self._call, self._expert_s_N, self._control = call, expert_s_N, control
         self._call_s = values["call_s"]
         self.since_s, self._decayed_s = values["since_s"], values["decayed_s"]
         self._seconds, self._restored = float(values["seconds"]), True
@@ -203,9 +219,10 @@ class Statistics:
         self._tokens_FNLE *= kept
         self._seconds = self._seconds * kept + counted_s
         self._call *= kept
+        self._messages *= kept
         self._decayed_s = max(now_s, self._decayed_s)
 
 
 def _clean(tokens_NLE: np.ndarray) -> np.ndarray:
-    """Without what is left of sums that cancel, or have decayed."""
+    """Drop residues of sums that cancel or have decayed."""
     return np.where(tokens_NLE > _TRACE, tokens_NLE, 0.0)

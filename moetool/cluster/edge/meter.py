@@ -21,8 +21,9 @@ class Meter:
 
     Attributes:
         total: counted since the beginning: `local_pairs`, `remote_pairs`, `served_pairs` (for others),
-            `calls`, `failed_calls`, `late_drops` (experts that went while they were to be computed here) and
-            `last_resort` (experts that no server gave, read from the own disk for one event).
+            `calls`, `failed_calls`, `late_calls` (others were asked besides), `late_drops` (experts that went while
+            they were to be computed here) and `last_resort` (experts that no server gave, read from the own disk for
+            one event).
     """
 
     def __init__(

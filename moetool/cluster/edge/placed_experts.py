@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -16,11 +16,11 @@ from moetool.caching._residency import Residency
 from moetool.cluster.edge.held_experts import Holding
 from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
-from moetool.cluster.edge.protocol import ArrivedExpert, Holders
+from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange
 from moetool.cluster.frames import Frame, LinkError
 from moetool.cluster.row_bytes import read_rows, rows_bytes, rows_head
 from moetool.cluster.transport import CallRefused
-from moetool.errors import MismatchError, MoetoolError
+from moetool.errors import MismatchError, MoetoolError, first_line
 from moetool.models.loading import LoadedModel
 from moetool.models.spec import MoeLayer
 from moetool.runtime.device_stores import Stores
@@ -30,6 +30,8 @@ from moetool.types import ForwardInfo, GateEvent, Phase
 
 _LOG = logging.getLogger(__name__)
 
+_DISK_BYTES_S = 500e6
+"""At which experts of the last resort are taken to be read."""
 _FOR_OTHERS = ForwardInfo(forward_id=-1, request_T=(-1,), phase_T=(Phase.DECODE,), position_T=(0,))
 
 Inputs = Callable[[int, torch.Tensor], torch.Tensor]
@@ -37,16 +39,19 @@ Inputs = Callable[[int, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """How other servers are called.
+    """Calls to other servers.
 
     Attributes:
         timeout_s: seconds until a call is given up and tried elsewhere.
+        hedge_s: until a call is tried elsewhere too, at least; longer where such calls take longer (`Peers.usual_s`).
+            0: never.
         fetch_timeout_s: the same for an expert that moves here.
         last_resort: an expert that no server gives is read from the own disk for the event at hand; without it, the
             forward fails.
     """
 
     timeout_s: float = 10.0
+    hedge_s: float = 0.25
     fetch_timeout_s: float = 60.0
     last_resort: bool = True
 
@@ -65,8 +70,9 @@ class PlacedRuntime(ExpertRuntime):
     """Computes the held experts here and has the others computed by servers that hold them.
 
     For each event one message goes to each server that is needed, with the rows of all its experts;
-    the held ones are computed meanwhile. A call that fails or is late is repeated at another holder of each expert. An
-    expert that no server gives is read from the own disk for this once.
+    the held ones are computed meanwhile. A call that fails is repeated at another holder of each expert, and so is one
+    that takes longer than such calls do; its answer is then ignored. An expert that no server gives is read from the
+    own disk for this once.
 
     On whichever server, the tokens that one forward has for an expert form one product; the family's last step and the
     weighted sum are taken here, in the order of the top-k. So on machines of one kind (the same processor, the same
@@ -124,7 +130,7 @@ class PlacedRuntime(ExpertRuntime):
         return tuple(self.spec.expert_of(key) for key in self.holding)
 
     def set_holders(self, holders: Holders) -> None:
-        """From the next layer on, others are called where this says; one that is older than its own is ignored.
+        """Use this table from the next layer on; ignore one older than the current table.
 
         Raises:
             MismatchError: it is of another model.
@@ -136,6 +142,30 @@ class PlacedRuntime(ExpertRuntime):
                 _LOG.debug("expert placement of version %d", holders.version)
                 self._peers.update(holders.peers)
                 self._holders = holders
+
+    def change_holders(self, change: HoldersChange) -> bool:
+        """As `moetool.cluster.edge.protocol.EdgeWorker.change_holders`."""
+        with self._changing:
+            if self._holders.version != change.base:
+                return False
+            servers_LE = [list(servers_E) for servers_E in self._holders.servers_LE]
+            for (layer, expert), servers in change.servers.items():
+                servers_LE[layer][expert] = servers
+            self._peers.update(change.peers)
+            self._holders = Holders(
+                version=change.version, servers_LE=tuple(map(tuple, servers_LE)), peers=change.peers
+            )
+        return True
+
+    def adopt_all(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert | str]:
+        """As `moetool.cluster.edge.protocol.EdgeWorker.adopt_all`."""
+        arrived: list[ArrivedExpert | str] = []
+        for move in moves:
+            try:
+                arrived.append(self.adopt(*move))
+            except MoetoolError as error:
+                arrived.append(first_line(error))
+        return arrived
 
     def adopt(self, layer: int, expert: int, source: int) -> ArrivedExpert:
         """Hold an expert from now on; as `moetool.cluster.edge.protocol.EdgeWorker.adopt`."""
@@ -166,7 +196,7 @@ class PlacedRuntime(ExpertRuntime):
             return self._compute_for_others(message)
         if kind == "fetch":
             return self._give(message)
-        raise MoetoolError(f"{kind!r} is nothing that this version of moetool does for others")
+        raise MoetoolError(f"{kind!r} is not a request that this version of moetool supports")
 
     def begin_forward(self, info: ForwardInfo) -> None:
         with self.holding.computing:
@@ -200,7 +230,7 @@ class PlacedRuntime(ExpertRuntime):
             try:
                 if nowhere and not self.options.last_resort:
                     raise MoetoolError(
-                        f"no server gives expert {nowhere[0]} of layer {self.spec.layer_ids_L[layer.index]} just now"
+                        f"no server holds expert {nowhere[0]} of layer {self.spec.layer_ids_L[layer.index]} just now"
                     )
                 done = self._compute_here(layer, event, {e: rows_of[e] for e in here}, inputs, put)
                 for expert in nowhere:  # one at a time: there may be no more than a slot for them
@@ -222,7 +252,7 @@ class PlacedRuntime(ExpertRuntime):
         nowhere = []
         holders = self._holders.servers_LE[layer.index]
         for expert, count in pairs.items():
-            server = self._peers.choose(holders[expert], count, tried[expert])
+            server = self._peers.choose(holders[expert], count, tried[expert], wait=not self.options.last_resort)
             if server is None:
                 nowhere.append(expert)
             else:
@@ -244,11 +274,12 @@ class PlacedRuntime(ExpertRuntime):
         every = sum(call.pairs.values())
         outputs: dict[int, torch.Tensor] = {}
         try:
-            # The channel keeps the deadline; the second on top only saves from waiting for a bug in it for ever.
-            answer = call.answer.result(self.options.timeout_s + 1.0)
+            answer = self._await(layer, call, tried)
+            if answer is None:
+                return {}
             outputs = read_rows(answer.head, answer.parts, self.spec)
             if answer.head["layer"] != layer.index or any(len(x) != call.pairs.get(e) for e, x in outputs.items()):
-                raise MoetoolError("the answer belongs to another question")
+                raise MoetoolError("the answer belongs to another request")
         except (MoetoolError, TimeoutError) as error:
             outputs = {}
             self.meter.count("failed_calls")
@@ -264,6 +295,37 @@ class PlacedRuntime(ExpertRuntime):
         for expert in call.pairs.keys() - outputs.keys():
             tried[expert].add(call.server)
         return outputs
+
+    def _await(self, layer: MoeLayer, call: _Call, tried: Mapping[int, set[int]]) -> Frame | None:
+        """The answer of a call; None where it is late, and others can compute all of its experts. Raises: as it did."""
+        every = sum(call.pairs.values())
+        usual_s = self._peers.usual_s(call.server, every) if self.options.hedge_s else None
+        others_s = self._others_s(layer, call, tried)
+        if usual_s is not None and others_s is not None:
+            late_s = max(self.options.hedge_s, usual_s, others_s)
+            if late_s < self.options.timeout_s:
+                try:
+                    return call.answer.result(max(0.0, call.began + late_s - time.monotonic()))
+                except TimeoutError:
+                    if not call.answer.done():
+                        self.meter.count("late_calls")
+                        self._peers.overdue(call.server, every, time.monotonic() - call.began, call.answer)
+                        return None
+        # The channel keeps the deadline; the second on top only saves from waiting for a bug in it for ever.
+        return call.answer.result(self.options.timeout_s + 1.0)
+
+    def _others_s(self, layer: MoeLayer, call: _Call, tried: Mapping[int, set[int]]) -> float | None:
+        """Least cost of a call's experts without its server; None if impossible.
+
+        A call is waited for as long as that, so that both together never cost more than twice the better choice.
+        """
+        holders = self._holders.servers_LE[layer.index]
+        alone = [
+            e for e, n in call.pairs.items() if self._peers.choose(holders[e], n, {*tried[e], call.server}) is None
+        ]
+        if alone and not self.options.last_resort:
+            return None
+        return len(alone) * self._slot_bytes / _DISK_BYTES_S
 
     def _compute_here(
         self,
@@ -297,7 +359,7 @@ class PlacedRuntime(ExpertRuntime):
                 self.meter.computed(pairs, time.perf_counter() - began, own=own)
         if borrowed:
             self.meter.count("last_resort", len(found))
-            _LOG.info("no server gives experts %s of MoE layer %d: read from disk", found, layer.index)
+            _LOG.info("no server holds experts %s of MoE layer %d: reading from disk", found, layer.index)
         elif own and len(found) < len(rows_of):
             self.meter.count("late_drops", len(rows_of) - len(found))
         return found

@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from moetool.cluster.edge.protocol import Holders, WorkerInfo
+from moetool.cluster.edge.protocol import Holders, HoldersChange, WorkerInfo
 from moetool.errors import MoetoolError
 from moetool.placement._placement_plan import Place
 
@@ -28,7 +28,10 @@ class PlacementTable:
         self._held: list[set[Place]] = [set() for _ in home]
         self._home: list[set[Place]] = [set(own) for own in home]
         self._lent: set[tuple[int, Place]] = set()
-        self._version = 0
+        self._changed: dict[Place, int] = {}  # and the version since which its servers are what they are
+        self._holders = Holders(
+            version=0, servers_LE=tuple(((),) * num for num in num_experts_L), peers=(None,) * len(home)
+        )
 
     def infos(self) -> list[WorkerInfo | None]:
         """Each server's own description; None while it is gone."""
@@ -46,23 +49,33 @@ class PlacementTable:
             return tuple(sorted(self._home[server]))
 
     def holders(self, *, newer: bool = False) -> Holders:
-        """The table as servers are told of it; with `newer`, of a version that no server has heard yet."""
+        """The table as servers are told of it; with `newer`, as it is now, of a version that none has heard yet."""
         with self._lock:
-            self._version += newer
-            servers_LE: list[list[list[int]]] = [[[] for _ in range(num)] for num in self._num_experts_L]
-            for n, held in enumerate(self._held):
-                for layer, expert in held:
-                    servers_LE[layer][expert].append(n)
-            return Holders(
-                version=self._version,
-                servers_LE=tuple(tuple(tuple(servers) for servers in experts) for experts in servers_LE),
-                peers=tuple(None if info is None else info.peer for info in self._infos),
-            )
+            if newer:
+                servers_LE: list[list[list[int]]] = [[[] for _ in range(num)] for num in self._num_experts_L]
+                for n, held in enumerate(self._held):
+                    for layer, expert in held:
+                        servers_LE[layer][expert].append(n)
+                before_LE, version = self._holders.servers_LE, self._holders.version + 1
+                now_LE = tuple(tuple(tuple(servers) for servers in experts) for experts in servers_LE)
+                for layer, expert in self._every:
+                    if now_LE[layer][expert] != before_LE[layer][expert]:
+                        self._changed[layer, expert] = version
+                peers = tuple(None if info is None else info.peer for info in self._infos)
+                self._holders = Holders(version=version, servers_LE=now_LE, peers=peers)
+            return self._holders
+
+    def change_since(self, base: int) -> HoldersChange:
+        """What `holders` says that it did not say in an earlier version."""
+        with self._lock:
+            now = self._holders
+            servers = {at: now.servers_LE[at[0]][at[1]] for at, version in self._changed.items() if version > base}
+            return HoldersChange(base=base, version=now.version, servers=servers, peers=now.peers)
 
     def require(self, server: int) -> None:
         """Raises: MoetoolError if a server is not there."""
         if self.infos()[server] is None:
-            raise MoetoolError(f"server {self.names[server]} is not there just now")
+            raise MoetoolError(f"server {self.names[server]} is unavailable")
 
     def arrived(self, info: WorkerInfo) -> None:
         """A server is there."""

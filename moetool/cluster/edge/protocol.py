@@ -1,6 +1,6 @@
 """Messages between the scheduler of a cluster and its workers. Servers are numbered as in the plan's cluster."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -91,6 +91,36 @@ class ArrivedExpert:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldersChange:
+    """What of the expert placement has changed, for a server that has an earlier one.
+
+    Attributes:
+        base: version that the server has.
+        version: that it has then.
+        servers: of each changed (layer, expert) the servers that have it, ascending.
+        peers: as of `Holders`.
+    """
+
+    base: int
+    version: int
+    servers: Mapping[tuple[int, int], tuple[int, ...]]
+    peers: tuple[tuple[str, int] | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedRound:
+    """What became of one round of a migration.
+
+    Attributes:
+        arrived: by (server, (layer, expert)).
+        failed: (server, (layer, expert), why) of drops and copies that were not to be.
+    """
+
+    arrived: Mapping[tuple[int, tuple[int, int]], ArrivedExpert]
+    failed: Sequence[tuple[int, tuple[int, int], Exception]]
+
+
 class EdgeWorker(Protocol):
     """Calls from the scheduler to a worker, through Ray (`moetool.cluster.launch.Workers.call`), or in one process."""
 
@@ -103,7 +133,19 @@ class EdgeWorker(Protocol):
         ...
 
     def set_holders(self, holders: Holders) -> None:
-        """From the next layer on, call experts where this says. Experts that are held here are computed here."""
+        """Use this table from the next layer on. Experts held here are computed here."""
+        ...
+
+    def change_holders(self, change: HoldersChange) -> bool:
+        """As `set_holders`; False, and nothing has changed, where it has another version than the change's base."""
+        ...
+
+    def adopt_all(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert | str]:
+        """As `adopt` for each (layer, expert, source), in order; the reason in place of one that could not be had."""
+        ...
+
+    def drop_all(self, places: Sequence[tuple[int, int]]) -> None:
+        """As `drop`, for each."""
         ...
 
     def adopt(self, layer: int, expert: int, source: int) -> ArrivedExpert:

@@ -62,7 +62,9 @@ def observe(
     return (
         Observed(tokens_GLE=tokens_NLE, held_out=tuple(folds), horizon_tokens=horizon_tokens, source="past"),
         InForce(spec=spec, cluster=machines, placed_GLE=placed_NLE),
-        ReplacementCosts(latency=unit_latency(machines), call_s=statistics.call_s),
+        ReplacementCosts(
+            latency=unit_latency(machines), call_s=statistics.call_s, move_control_s=statistics.move_control_s
+        ),
     )
 
 
@@ -80,6 +82,54 @@ def steps_to(
         return by_server(order_moves(spec, cluster, old_NLE, new_NLE), servers)
     except CapacityError:
         return []
+
+
+def next_round(
+    steps: Sequence[Move], held: Mapping[int, Set[Place]], slots: Mapping[int, int], copies: int, seconds: float
+) -> tuple[list[Move], list[Move], int, int]:
+    """The first of some moves that can be made together: first all drops, then all copies.
+
+    A drop of an expert that only a copy of the same round brings elsewhere has to wait for the next.
+
+    Args:
+        steps: in an order in which they can be made one by one, `gpu` being the server.
+        held, slots: of the servers that are there.
+        copies, seconds: of a round, at most; one copy is always allowed.
+
+    Returns:
+        Drops, copies, how many of the steps that is, and how many of these are left out for want of room.
+    """
+    now = {n: set(places) for n, places in held.items()}
+    room = {n: slots[n] - len(places) for n, places in now.items()}
+    coming: dict[int, set[Place]] = {n: set() for n in now}
+    made: tuple[list[Move], list[Move]] = [], []
+    done = skipped = 0
+    spent_s = 0.0
+    for step in steps:
+        n, at = step.gpu, step.place
+        if step.kind == "copy":
+            if made[1] and (len(made[1]) == copies or spent_s + step.seconds > seconds):
+                break
+            if at in coming[n]:
+                skipped += 1
+            elif at not in now[n] and room[n] > 0:
+                room[n] -= 1
+                spent_s += step.seconds
+                coming[n].add(at)
+                made[1].append(step)
+            elif at not in now[n]:
+                skipped += 1
+        elif at in coming[n]:
+            break
+        elif at in now[n]:
+            if any(at in coming[m] for m in now) and not any(at in now[m] for m in now if m != n):
+                break
+            if any(at in now[m] for m in now if m != n):  # else the head refuses it and says so
+                now[n].discard(at)
+                room[n] += 1
+            made[0].append(step)
+        done += 1
+    return *made, done, skipped
 
 
 def by_server(moves: Sequence[Move], servers: Sequence[int]) -> list[Move]:

@@ -1,4 +1,4 @@
-"""The global scheduler: asks the workers what happens, places anew when that pays, and moves experts one by one."""
+"""The global scheduler: asks the workers what happens, places anew when that pays, and moves experts in rounds."""
 
 import logging
 import threading
@@ -13,8 +13,8 @@ import numpy as np
 from moetool import config, durable
 from moetool.cluster.edge.history import Chronicle
 from moetool.cluster.edge.load_statistics import Statistics
-from moetool.cluster.edge.protocol import ArrivedExpert, WorkerInfo, WorkerStats
-from moetool.cluster.edge.replacement import by_server, observe, places_of, pooled, steps_to
+from moetool.cluster.edge.protocol import MovedRound, WorkerInfo, WorkerStats
+from moetool.cluster.edge.replacement import by_server, next_round, observe, places_of, pooled, steps_to
 from moetool.cluster.edge.scheduler_state import Kept, reading
 from moetool.cluster.launch import WorkerDied
 from moetool.errors import CapacityError, MoetoolError, UsageError, first_line, unknown_name
@@ -30,6 +30,10 @@ _LOG = logging.getLogger(__name__)
 _SAVE_S = 30.0
 _GLANCE_S = 0.2
 _BREATH_S = 0.005
+_ROUND = 64
+"""Copies that are made before all are told of them, at most, and"""
+_ROUND_S = 0.5
+"""seconds of them by what is known of the links."""
 _DECIDES = ("eq4", "always", "never")
 
 
@@ -96,12 +100,8 @@ class Servers(Protocol):
         """Counters of each server since the last report; None: no answer."""
         ...
 
-    def adopt(self, server: int, layer: int, expert: int, source: int) -> ArrivedExpert:
-        """Have a server hold an expert from now on, and tell all of it."""
-        ...
-
-    def drop(self, server: int, layer: int, expert: int) -> None:
-        """Tell all that a server holds an expert no longer, then have it drop it; refused if nobody else has it."""
+    def move(self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MovedRound:
+        """Have servers drop experts, which is refused where nobody else has one, and then hold others; tell all."""
         ...
 
 
@@ -154,6 +154,7 @@ class Scheduler:
         self._steps: list[Move] = []
         self._target: dict[int, frozenset[Place]] | None = None
         self._moving: ReplacementRecord | None = None
+        self._moved = np.zeros(2)  # in this migration: copies, and the seconds of their bytes
         self._now_s: float | None = None
         self._resume = False
         self._servers: Servers | None = None
@@ -222,7 +223,7 @@ class Scheduler:
             self._save()
 
     def snapshot(self) -> dict[str, Any]:
-        """All that a page about the cluster shows, as a JSON object. While an expert moves, as it was before."""
+        """Data of the cluster page as a JSON object; during a move, as before it."""
         if not self._lock.acquire(timeout=_GLANCE_S if self._shown else -1):
             assert self._shown is not None
             return self._shown
@@ -294,7 +295,7 @@ class Scheduler:
             servers_there = sorted(slots)
             self._steps = by_server(decision.moves, servers_there)
             self._target = {n: frozenset(places_of(decision.placed_GLE[i])) for i, n in enumerate(servers_there)}
-            self._moving, self._next_move_s = record, now_s
+            self._moving, self._next_move_s, self._moved = record, now_s, np.zeros(2)
             self._narrate(
                 f"{record.copies} experts move: {record.saved_s:,.1f} s of remote calls saved over "
                 f"{self._horizon_s:g} s, against {record.cost_s:,.1f} s"
@@ -329,6 +330,8 @@ class Scheduler:
             record.outcome = f"no room: {error}"
             return None
         record.take(decision)
+        pauses_s = (1 / self.options.share - 1) * sum(move.seconds for move in decision.moves)
+        record.foreseen_s = record.moves_s + pauses_s
         _LOG.info(
             "Eq. 4: %s saved against %s (%s): %d copies; %s",
             *(f"{decision.gain_s:.4g} s", f"{decision.cost_s:.4g} s", self.options.planner, decision.copies),
@@ -339,47 +342,45 @@ class Scheduler:
         return decision
 
     def _move(self, servers: Servers, now_s: float) -> None:
-        """The next step of the migration: a copy, with the drops that come before it."""
+        """The next round of the migration."""
         assert self._moving is not None and self._target is not None
-        pause_s = 0.0
-        while self._steps:
-            slots, held = _there(servers)
-            if gone := sorted(self._target.keys() - slots.keys()):
-                self._end(now_s, f"broken off: server {self.cluster.servers[gone[0]].name} has gone")
-                return
-            step = self._steps.pop(0)
-            try:
-                if step.kind == "copy":
-                    pause_s = self._copy(servers, step, slots, held)
-                    break
-                if step.place in held[step.gpu]:
-                    servers.drop(step.gpu, *step.place)
-            except WorkerDied as error:
-                self._end(now_s, f"broken off: {first_line(error)}")
-                return
-            except MoetoolError as error:
-                self._moving.skipped += 1
-                self._narrate(f"expert {step.place[1]} of MoE layer {step.place[0]} is not moved: {first_line(error)}")
-        self._next_move_s = now_s + pause_s
-        if not self._steps:
-            left = f"; {self._moving.skipped} moves skipped" if self._moving.skipped else ""
-            self._end(now_s, f"done{left}")
-
-    def _copy(self, servers: Servers, step: Move, slots: dict[int, int], held: dict[int, frozenset[Place]]) -> float:
-        """Bring an expert to a server and tell all; gives the seconds until the next may move."""
-        assert self._moving is not None
-        server, place = step.gpu, step.place
-        if place in held[server]:
-            return 0.0
-        if len(held[server]) >= slots[server]:
-            self._moving.skipped += 1  # an earlier drop was not to be: its expert had no other place left
-            return 0.0
-        _LOG.debug(
-            "expert %d of MoE layer %d moves to server %d; %d moves left", place[1], place[0], server, len(self._steps)
+        began = time.monotonic()
+        slots, held = _there(servers)
+        if gone := sorted(self._target.keys() - slots.keys()):
+            self._end(now_s, f"cancelled: server {self.cluster.servers[gone[0]].name} has gone")
+            return
+        drops, copies, done, skipped = next_round(self._steps, held, slots, _ROUND, _ROUND_S)
+        self._steps = self._steps[done:]
+        self._moving.skipped += skipped
+        left = {n: places - {step.place for step in drops if step.gpu == n} for n, places in held.items()}
+        made = servers.move(
+            [(step.gpu, step.place) for step in drops],
+            [(step.gpu, step.place, self._nearest(step.gpu, step.place, left)) for step in copies],
         )
-        moved = servers.adopt(server, *place, self._nearest(server, place, held))
-        self.statistics.moved(server, moved)
-        return moved.seconds / self.options.share
+        for (server, _), moved in made.arrived.items():
+            self.statistics.moved(server, moved)
+        busy_s = sum(moved.seconds for moved in made.arrived.values())
+        self._moved += (len(made.arrived), busy_s)
+        for _, place, error in made.failed:
+            if isinstance(error, WorkerDied):
+                self._end(now_s, f"cancelled: {first_line(error)}")
+                return
+            self._moving.skipped += 1
+            self._narrate(f"expert {place[1]} of MoE layer {place[0]} is not moved: {first_line(error)}")
+        _LOG.debug("%d experts moved in %.3g s; %d steps left", len(made.arrived), busy_s, len(self._steps))
+        self._next_move_s = now_s + busy_s / self.options.share
+        if not self._steps:
+            over_s = now_s + max(busy_s, time.monotonic() - began)
+            self._migrated(over_s)
+            left_out = f"; {self._moving.skipped} moves skipped" if self._moving.skipped else ""
+            self._end(over_s, f"done{left_out}")
+
+    def _migrated(self, over_s: float) -> None:
+        """Learn from a migration what moves take beside their bytes."""
+        assert self._moving is not None
+        copies, busy_s = self._moved
+        if copies and copies == self._moving.copies:  # else it was begun by an earlier scheduler, or was cut short
+            self.statistics.migrated(int(copies), over_s - self._moving.at_s - busy_s / self.options.share)
 
     def _nearest(self, server: int, place: Place, held: dict[int, frozenset[Place]]) -> int:
         """The holder with the plan's fastest link to a server; -1 if there is none."""
@@ -389,7 +390,8 @@ class Scheduler:
     def _end(self, now_s: float, outcome: str) -> None:
         assert self._moving is not None
         self._moving.outcome, self._moving.done_s = outcome, now_s
-        self._narrate(f"the migration of experts: {outcome}")
+        took = f"{now_s - self._moving.at_s:,.1f} s, {self._moving.foreseen_s:,.1f} s foreseen"
+        self._narrate(f"the migration of experts: {outcome} ({took})")
         self._steps, self._target, self._moving = [], None, None
         self.statistics.changed(now_s)
         self._save()
@@ -403,7 +405,7 @@ class Scheduler:
             self._steps = steps_to(self.spec, pooled(self.spec, self.cluster, room), held, self._target)
         self._next_move_s = now_s
         if not self._steps:
-            self._end(now_s, "broken off when the scheduler was started again")
+            self._end(now_s, "cancelled by a restart of the scheduler")
 
     def _save(self) -> None:
         if self._state is None or self._now_s is None:

@@ -88,9 +88,9 @@ def reading(path: Path) -> Iterator[None]:
     except MoetoolError as error:
         if str(path) in str(error):
             raise
-        raise MismatchError(f"{path} is no scheduler state ({first_line(error)}); {_ADVICE}") from None
+        raise MismatchError(f"{path} is not a scheduler state ({first_line(error)}); {_ADVICE}") from None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise MismatchError(f"{path} is no scheduler state ({first_line(error)}); {_ADVICE}") from None
+        raise MismatchError(f"{path} is not a scheduler state ({first_line(error)}); {_ADVICE}") from None
 
 
 def _places(places: Any, spec: ModelSpec) -> frozenset[Place]:

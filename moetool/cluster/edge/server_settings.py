@@ -1,4 +1,4 @@
-"""From a placement plan to the settings of each server of a cluster."""
+"""Settings of each server of a cluster, from a placement plan."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from moetool.serving.server_options import ServerOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """Where the servers' users reach them.
+    """Addresses that users reach the servers at.
 
     Attributes:
         host: the same for all.
@@ -52,9 +52,10 @@ def worker_settings(
     if options.devices != 1:
         raise UsageError(f"devices is {options.devices}, expected 1: each server of a cluster serves on one device")
     if options.state:
-        raise UsageError("state is for policies that learn, and servers of a cluster keep what the plan says")
-    if endpoints.port and endpoints.port + len(plan.cluster.servers) > 2**16:
-        raise UsageError(f"port {endpoints.port} leaves none for the last server; choose a lower one with --port")
+        raise UsageError("state is for policies that learn, and servers of a cluster follow the plan")
+    for option, port in (("--port", endpoints.port), ("--set cluster.peer_port", cluster.peer_port)):
+        if port and port + len(plan.cluster.servers) > 2**16:
+            raise UsageError(f"port {port} leaves none for the last server; choose a lower one with {option}")
     slots_G, server_G = plan.cluster.slots_G(spec.slot_bytes), plan.cluster.server_G
     settings = []
     servers = range(len(plan.cluster.servers))
@@ -79,12 +80,14 @@ def worker_settings(
                 host=endpoints.host,
                 port=endpoints.port + n if endpoints.port else 0,
                 toward=endpoints.toward,
+                peer_port=cluster.peer_port + n if cluster.peer_port else 0,
                 token=token,
                 distance=tuple(plan.cluster.round_trip_s(n, m, 4 * spec.hidden_size) for m in servers),
                 links=links if cluster.emulate_links else {},
                 options=options,
                 calls=CallOptions(
                     timeout_s=cluster.call_timeout_s,
+                    hedge_s=cluster.hedge_s,
                     fetch_timeout_s=cluster.fetch_timeout_s,
                     last_resort=cluster.last_resort,
                 ),
@@ -103,7 +106,7 @@ def held_by(plan: PlacementPlan, server: int) -> tuple[tuple[int, int], ...]:
 
 
 def beyond_reserved(checkpoint: Checkpoint, plan: PlacementPlan, options: ServeOptions) -> dict[str, Any]:
-    """By name the servers whose first GPU reserves less than the dense weights and the KV cache take: (needs, has)."""
+    """Servers whose first GPU reserves too little for dense weights and KV cache, by name: (needs, has)."""
     needs = sum(fixed_bytes(checkpoint, options))
     return {
         server.name: (needs, server.gpus[0].reserved_bytes)

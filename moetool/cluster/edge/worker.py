@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from moetool.caching._policy import MIN_SLOTS
 from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
 from moetool.cluster.edge.placed_experts import CallOptions, PlacedRuntime
-from moetool.cluster.edge.protocol import ArrivedExpert, Holders, WorkerInfo, WorkerStats
+from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange, WorkerInfo, WorkerStats
 from moetool.cluster.links import Bucket, Links
 from moetool.cluster.listener import listen
 from moetool.cluster.transport import Listener, own_address
@@ -51,6 +51,7 @@ class WorkerSettings:
         host: where its users reach it; 0.0.0.0: at every address of its machine.
         port: 0 takes any free one.
         toward: an address of the cluster's head, on whose network the peers are; empty: they are all on this machine.
+        peer_port: where it listens for peers; 0 takes any free one.
         token: of the cluster.
         distance: as for `Peers`.
         links: by server (bytes/s, seconds), where links are emulated.
@@ -68,6 +69,7 @@ class WorkerSettings:
     host: str = "127.0.0.1"
     port: int = 0
     toward: str = ""
+    peer_port: int = 0
     token: bytes = field(repr=False)
     distance: tuple[float, ...]
     links: Mapping[int, tuple[float, float]] = field(default_factory=dict)
@@ -101,7 +103,7 @@ class Worker:
             users = bind(settings.host, settings.port)
             undo.callback(users.close)
             peer_host = own_address(settings.toward) if settings.toward else "127.0.0.1"
-            for_peers = listen(peer_host)
+            for_peers = listen(peer_host, settings.peer_port)
             undo.callback(for_peers.close)
             slots = max(MIN_SLOTS, settings.slots or settings.capacity)
             memory = sum(fixed_bytes(checkpoint, settings.options)) + slots * stride_of(spec.slot_bytes)
@@ -157,8 +159,21 @@ class Worker:
         return self._meter.take(int(metrics["queue_running"] + metrics["queue_waiting"]))
 
     def set_holders(self, holders: Holders) -> None:
-        """From the next layer on, call experts where this says."""
+        """Use this table from the next layer on."""
         self._runtime.set_holders(holders)
+
+    def change_holders(self, change: HoldersChange) -> bool:
+        """The same, where only a part has changed."""
+        return self._runtime.change_holders(change)
+
+    def adopt_all(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert | str]:
+        """Hold experts from now on."""
+        return self._runtime.adopt_all(moves)
+
+    def drop_all(self, places: Sequence[tuple[int, int]]) -> None:
+        """Hold experts no longer."""
+        for place in places:
+            self._runtime.drop(*place)
 
     def adopt(self, layer: int, expert: int, source: int) -> ArrivedExpert:
         """Hold an expert from now on."""

@@ -98,7 +98,7 @@ class BatchLoop:
         """Why it has failed, or which ranks are missing for want of a machine."""
         if self.state == "failed":
             return [self.reason]
-        return [f"GPU {gpu} has no machine; the others go on" for gpu in self.ranks.homeless]
+        return [f"GPU {gpu} has no machine; continuing without it" for gpu in self.ranks.homeless]
 
     @property
     def idle(self) -> bool:
@@ -165,7 +165,7 @@ class BatchLoop:
             case "died":
                 self.ranks.died(value)
             case "waits":
-                _LOG.warning("GPU %d has lost its machine, and there is no other; looking on", value)
+                _LOG.warning("GPU %d lost its machine and no other is available; still searching", value)
             case "message":
                 gpu, channel, message = value
                 if self.ranks.knows(gpu, channel):

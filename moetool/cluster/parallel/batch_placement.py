@@ -15,7 +15,7 @@ from moetool.placement._latency import Latency, along, linear_latency
 from moetool.types import Cluster, ModelSpec
 
 PLACEMENTS = tuple(mode for mode, sees in SEES.items() if sees != "prediction")
-Foretell = Callable[[Sequence[int], int], np.ndarray]
+PredictRouting = Callable[[Sequence[int], int], np.ndarray]
 """Expert uses [L, E] of a request, from its prompt and the number of new tokens."""
 
 _FORGET = 0.5
@@ -63,22 +63,22 @@ class RoutingPredictor:
     """A way to predict the routing of requests that wait, and its measured cost.
 
     Attributes:
-        foretell: tokens [L, E] of a prompt and so many new tokens.
+        predict: gives the expert uses [L, E] of a prompt and a number of new tokens.
         token_s: seconds a prompt token, lately; 0 before the first.
         passed_over: decisions since it was asked.
     """
 
-    def __init__(self, name: str, foretell: Foretell) -> None:
+    def __init__(self, name: str, predict: PredictRouting) -> None:
         self.name = name
         self.token_s = 0.0
         self.passed_over = 0
-        self.foretell = foretell
+        self.predict = predict
 
     def measure(self, prompt: Sequence[int]) -> None:
         """Measure its cost before a batch waits for it: the second call, since the first may load files."""
         for _ in range(2):
             began = time.perf_counter()
-            self.foretell(prompt, 0)
+            self.predict(prompt, 0)
             self.token_s = (time.perf_counter() - began) / len(prompt)
 
     def demand(self, spec: ModelSpec, cluster: Cluster, batch: Sequence[Waiting]) -> tuple[np.ndarray, float]:
@@ -86,7 +86,7 @@ class RoutingPredictor:
         began = time.perf_counter()
         tokens_GLE = np.zeros((len(cluster.gpus), spec.num_layers, spec.num_experts))
         for one in batch:
-            tokens_GLE[one.gpu] += self.foretell(one.prompt, one.new_tokens)
+            tokens_GLE[one.gpu] += self.predict(one.prompt, one.new_tokens)
         taken_s = time.perf_counter() - began
         token_s = taken_s / max(1, sum(len(one.prompt) for one in batch))
         stale = not self.token_s or self.passed_over  # what it took long ago, the machine perhaps busier
@@ -112,11 +112,11 @@ class BatchReplacement:
 
     Source: DIRECTOR § V-A: the cascade is for frequent, minor adjustments, the replica for critical, major ones. Which
     is which, the paper leaves open. Here the cheaper predictor is always asked. The other one is asked after it where
-    the gain that the first foretells is more than the other was measured to take (a major adjustment), and its answer
+    the gain that the first predicts is more than the other was measured to take (a major adjustment), and its answer
     would not come too late; and after each 32 decisions without it, or if it was never measured, to measure it.
 
     Deviations:
-        - The paper's placement follows every prediction; here it does where the gain foretold exceeds the cost
+        - The paper's placement follows every prediction; here it does where the gain predicted exceeds the cost
           (`moetool.placement._decide.decide`).
         - `reactive` sees the last batch when that has ended, so its migrations are waited for, whatever way they take.
         - Both sides take a batch as one event of each layer, as the paper's T_comp and T_comm do; its forwards may be
@@ -139,7 +139,7 @@ class BatchReplacement:
             raise unknown_name("--set placement", placement, PLACEMENTS)
         if placement == "proactive" and not predictors:
             raise UsageError(
-                "placement proactive predicts the routing of the queue, and there is no predictor; train one with "
+                "placement proactive needs a predictor; train one with "
                 "moetool train cascade --trace DIR, and give it with --predictor DIR"
             )
         self.placement, self.predictors = placement, list(predictors)

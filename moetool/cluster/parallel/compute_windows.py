@@ -64,7 +64,7 @@ class Windows:
                 free = self._changed.wait_for(lambda: not self._holders, timeout_s)
                 self.waited_s += time.perf_counter() - began
                 if not free:
-                    raise MoetoolError(f"an expert has been on its way for {timeout_s:g} s, and an all-to-all waits")
+                    raise MoetoolError(f"an expert transfer has taken {timeout_s:g} s, and an all-to-all waits")
             self.exchanging = True
             self.exchanges += 1
 

@@ -50,11 +50,7 @@ class Shelf:
         return self._views[key]
 
     def load(self, key: int) -> None:
-        """Read an expert from the checkpoint, if it is not held.
-
-        Raises:
-            OSError: the disk failed.
-        """
+        """Read an expert from the checkpoint, if it is not held. Raises: OSError: the disk failed."""
         if key not in self._views:
             room = self.room()
             self.files.read_into(key, room)

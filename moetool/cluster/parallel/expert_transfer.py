@@ -117,7 +117,7 @@ class ExpertTransfer:
     def require_well(self) -> None:
         """Raises: MoetoolError if experts can no longer come here."""
         if self._failure is not None:
-            raise MoetoolError(f"GPU {self._gpu} could not take in an expert ({first_line(self._failure)})")
+            raise MoetoolError(f"GPU {self._gpu} could not receive an expert ({first_line(self._failure)})")
 
     def switched(self, version: int) -> None:
         """The placement of this version is in force: room that it has freed may be used."""
@@ -145,7 +145,7 @@ class ExpertTransfer:
         try:
             self._bring_stages()
         except Exception as error:  # such as a disk that cannot be read; `require_well` tells the rank's own thread
-            _LOG.warning("GPU %d takes in no more experts: %s", self._gpu, error)
+            _LOG.warning("GPU %d stopped receiving experts: %s", self._gpu, error)
             self._failure = error
 
     def _bring_stages(self) -> None:
@@ -172,7 +172,7 @@ class ExpertTransfer:
         try:
             size = self._pull(key, source, room, epoch)
         except LinkError as error:
-            _LOG.info("GPU %d does not give expert %d: %s", source, key, error)
+            _LOG.info("GPU %d cannot send expert %d: %s", source, key, error)
             if (channel := self._channels.pop(source, None)) is not None:
                 channel.close()
             size = None

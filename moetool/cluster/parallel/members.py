@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from moetool.cluster.frames import LinkError
 from moetool.cluster.parallel.channel import RankChannel
-from moetool.errors import CapacityError
+from moetool.errors import CapacityError, first_line
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,11 +40,7 @@ class Launcher(Protocol):
         """
 
     def restart(self, gpu: int) -> None:
-        """A new process for a rank whose old one has ended.
-
-        Raises:
-            CapacityError: there is no machine for it now.
-        """
+        """A new process for a rank whose old one has ended. Raises: CapacityError: there is no machine for it now."""
 
     def kill(self, gpu: int) -> None:
         """End a rank's process at once."""
@@ -83,6 +79,8 @@ class Members:
 
     Args:
         post: puts an event into the head's queue.
+        names: of the ranks, by GPU.
+        narrate: is given a line about a rank that goes or comes.
 
     Attributes:
         ranks: those that are there, by GPU.
@@ -93,13 +91,23 @@ class Members:
         starting: those whose new process is not there yet.
     """
 
-    def __init__(self, num_gpus: int, launcher: Launcher, post: Callable[[str, Any], None]) -> None:
+    def __init__(
+        self,
+        num_gpus: int,
+        launcher: Launcher,
+        post: Callable[[str, Any], None],
+        *,
+        names: Sequence[str] = (),
+        narrate: Callable[[str], object] = lambda line: None,
+    ) -> None:
         self.ranks: dict[int, _Rank] = {}
         self.members: list[int] = []
         self.generation = 0
         self.whole = False
         self.joined: dict[int, float] = {}
         self._num_gpus, self._launcher, self._post = num_gpus, launcher, post
+        self._names, self._narrate = tuple(names) or tuple(str(gpu) for gpu in range(num_gpus)), narrate
+        self._served: frozenset[int] = frozenset()  # members of the last generation that was whole
         self._tries: dict[int, int] = {}  # of the ranks that are coming back
         self.starting: set[int] = set()
         self._homeless: set[int] = set()  # of those that are coming back: without a machine
@@ -122,7 +130,7 @@ class Members:
         return sorted(self._homeless.copy())
 
     def joined_after(self, generation: int) -> float | None:
-        """When the first generation after one was whole; from any thread. None while none is."""
+        """Time when the first generation after one was complete, None before; from any thread."""
         later = [number for number in list(self.joined) if number > generation]
         return self.joined[min(later)] if later else None
 
@@ -130,7 +138,7 @@ class Members:
         """A rank has said hello."""
         self._tries.pop(gpu, None)
         self.ranks[gpu] = _Rank(channel, (peer[0], peer[1]))
-        _LOG.info("GPU %d is there; it gives experts at %s:%d", gpu, *self.ranks[gpu].peer)
+        _LOG.info("GPU %d joined; it serves experts at %s:%d", gpu, *self.ranks[gpu].peer)
 
     def knows(self, gpu: int | None, channel: RankChannel) -> bool:
         """Whether this is the connection of a rank that is there."""
@@ -139,7 +147,8 @@ class Members:
     def lose(self, gpu: int) -> bool:
         """A rank is gone; it is started again. Whether it was a member."""
         del self.ranks[gpu]
-        _LOG.warning("GPU %d of generation %d is gone; %d are left", gpu, self.generation, len(self.ranks))
+        _LOG.warning("GPU %d of generation %d left; %d remain", gpu, self.generation, len(self.ranks))
+        self._narrate(f"rank {self._names[gpu]} left; {len(self.ranks)} ranks remain; restarting it")
         self._start_again(gpu)
         return gpu in self.members
 
@@ -182,6 +191,12 @@ class Members:
         self.whole, self._deadline = True, None
         self.joined[generation] = monotonic()
         _LOG.info("generation %d is whole", generation)
+        if self._served and (come := sorted({*self.members} - self._served)):
+            names = ", ".join(self._names[g] for g in come)
+            self._narrate(f"rank {names} is back; {len(self.members)} of {self._num_gpus} ranks serve")
+        elif self._served and len(self.members) < len(self._served):
+            self._narrate(f"{len(self.members)} of {self._num_gpus} ranks serve, with all experts")
+        self._served = frozenset(self.members)
         return True
 
     def end_silent(self) -> None:
@@ -197,19 +212,20 @@ class Members:
             silent = [gpu for gpu, rank in late.items() if now - rank.heard_s > _FORM_S]
         self._deadline = now + _ALIVE_S
         for gpu in silent:
-            _LOG.warning("GPU %d says nothing about generation %d: its process is ended", gpu, self.generation)
+            _LOG.warning("GPU %d does not answer in generation %d: killing its process", gpu, self.generation)
+            self._narrate(f"rank {self._names[gpu]} does not answer: killing its process")
             with contextlib.suppress(Exception):
                 self._launcher.kill(gpu)
             ranks[gpu].channel.close()
 
     def send(self, gpu: int, message: Mapping[str, Any]) -> None:
-        """To one rank, if it is there; the generation's number goes with it."""
+        """Send to one rank, if present, with the generation's number."""
         if gpu in self.ranks:
             with contextlib.suppress(LinkError):  # its thread says so
                 self.ranks[gpu].channel.send({"generation": self.generation, **message})
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """To all members."""
+        """Send to all members."""
         for gpu in self.members:
             self.send(gpu, message)
 
@@ -222,7 +238,8 @@ class Members:
     def _start_again(self, gpu: int) -> None:
         tries = self._tries.pop(gpu, 0)
         if tries == _TRIES:
-            _LOG.error("GPU %d stays away after %d starts; the others go on", gpu, tries)
+            _LOG.error("GPU %d failed to start %d times; continuing without it", gpu, tries)
+            self._narrate(f"rank {self._names[gpu]} failed to start {tries} times; continuing without it")
             return
         self._tries[gpu] = tries + 1
         self.starting.add(gpu)
@@ -236,11 +253,13 @@ class Members:
             except CapacityError:
                 if gpu not in self._homeless:
                     self._homeless.add(gpu)
+                    self._narrate(f"rank {self._names[gpu]} waits for a machine")
                     self._post("waits", gpu)
                 wait_s = MACHINE_S
                 continue
             except Exception as error:
                 _LOG.warning("GPU %d could not be started again: %s", gpu, error)
+                self._narrate(f"rank {self._names[gpu]} could not be started: {first_line(error)}; trying again")
                 self._homeless.discard(gpu)
                 self.starting.discard(gpu)
                 self._post("died", gpu)

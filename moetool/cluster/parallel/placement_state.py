@@ -126,11 +126,11 @@ class PlacementState:
             _LOG.warning("no decision about batch %d: %s", batch, found)
         elif found is not None and epoch == self._epoch:
             _LOG.info(
-                "batch %d, seen by %s: %.4g s gained against %.4g s: %s, %d copies",
+                "batch %d, planned by %s: %.4g s gained against %.4g s: %s, %d copies",
                 *(batch, found.saw, found.gain_s, found.cost_s, found.reason, found.copies),
             )
             if running >= batch:
-                _LOG.info("the decision about batch %d came late", batch)
+                _LOG.info("the decision for batch %d was late", batch)
                 self.late += 1
                 return []
             self.decisions = [*self.decisions, found][-_KEPT:]

@@ -88,11 +88,7 @@ class Group:
         return theirs_RE
 
     def exchange(self, rows_XD: torch.Tensor, send_R: list[int], receive_R: list[int]) -> torch.Tensor:
-        """Rows to each rank, in the order of the ranks, and rows from each.
-
-        Raises:
-            GroupBroken: a rank is gone.
-        """
+        """Rows to each rank, in the order of the ranks, and rows from each. Raises: GroupBroken: a rank is gone."""
         got_YD = rows_XD.new_empty(sum(receive_R), rows_XD.shape[1])
         self._all_to_all(self._data, got_YD, rows_XD.contiguous(), receive_R, send_R)
         return got_YD

@@ -154,7 +154,7 @@ class Rank:
             thread.start()
 
     def ready(self) -> bool:
-        """For `Workers.call`: answers once the rank is built, or not at all."""
+        """Wait until the rank is built, for `Workers.call`."""
         return True
 
     def close(self) -> None:

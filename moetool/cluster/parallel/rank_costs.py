@@ -13,7 +13,7 @@ from moetool.placement._latency import profiled_latency
 from moetool.types import Cluster, ModelSpec
 
 _NEWEST = 0.5
-"""How much of a measured cost is the newest batch's."""
+"""Weight of the newest batch in a measured cost."""
 _STILL = 0.9
 """Share of the expected cost of moving that is left after each batch in which nothing moved."""
 _UNKNOWN_ROW_S = 1e-6

@@ -92,7 +92,9 @@ class RankHead:
         self.launcher, self._rank_options, self._host = launcher, dict(rank_options), options.host
         self._migrate: str = self._rank_options.get("migrate", "overlap")
         self.loop = BatchLoop(model.spec, cluster, options, model.content)
-        self.loop.ranks = Members(len(cluster.gpus), launcher, self.loop.post)
+        self.loop.ranks = Members(
+            len(cluster.gpus), launcher, self.loop.post, names=options.names, narrate=options.narrate
+        )
         self.loop.placing = PlacementState(
             model.spec,
             cluster,
@@ -119,7 +121,7 @@ class RankHead:
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        """Where the head listens, once started: for its ranks, and for their process groups."""
+        """Addresses that the started head listens on: for its ranks and for their process groups."""
         return [] if self._listener is None else [self._listener.address, (self._host, self._store.port)]
 
     @property
@@ -197,7 +199,7 @@ class RankHead:
             while self.state == "starting":
                 late_s, there = time.monotonic() - deadline, len(self.loop.ranks.there)
                 if late_s > 0 and there < len(arguments):
-                    raise MoetoolError(f"{there} of {len(arguments)} ranks came within {timeout_s:g} s")
+                    raise MoetoolError(f"{there} of {len(arguments)} ranks joined within {timeout_s:g} s")
                 if late_s > read_s:
                     raise MoetoolError(f"the ranks did not read their experts within {read_s:g} s")
                 time.sleep(0.02)

@@ -1,5 +1,6 @@
-"""How each rank of expert parallelism runs, and their head."""
+"""Options of expert-parallel ranks and their head."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moetool.cluster.parallel.compute_windows import MIGRATIONS
@@ -9,24 +10,28 @@ from moetool.errors import UsageError, unknown_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOptions:
-    """How the head gathers batches.
+    """Options of the head's batches.
 
     Attributes:
         seating: deals requests to the ranks (None: in turn).
         host: this machine's address, as the ranks reach it.
         gather_s: how long a batch that is not full waits for more requests.
         patience_s: how long a batch waits for a decision about it that is under way.
+        names: of the ranks, by GPU.
+        narrate: is given a line about a rank that goes or comes.
     """
 
     seating: Seating | None = None
     host: str = "127.0.0.1"
     gather_s: float = 0.01
     patience_s: float = 1.0
+    names: tuple[str, ...] = ()
+    narrate: Callable[[str], object] = lambda line: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptions:
-    """How each rank runs.
+    """Options of each rank.
 
     Attributes:
         device: `cpu` or `cuda`. With `cuda` rows travel over NCCL, and each rank needs a GPU of its own.

@@ -1,4 +1,4 @@
-"""On which rank a request's tokens start, as a placement plan says."""
+"""Rank that a request's tokens start on, by a placement plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

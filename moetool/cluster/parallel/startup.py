@@ -1,6 +1,6 @@
-"""From a placement plan and options to a head: what `moetool serve --mode ep` and the bench start."""
+"""Start the head of `moetool serve --mode ep` and of the bench from a placement plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from moetool.placement._planner import Problem
 from moetool.types import Cluster, ModelSpec
 
 _MEASURED_TOKENS = 32
-"""Of a prompt that predictors are measured on."""
+"""Tokens of the prompt that predictors are measured on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +121,9 @@ def open_predictors(folders: Sequence[str], spec: ModelSpec) -> list[RoutingPred
     for folder in folders:
         found = load_predictor(Path(folder))
         spec.require_same(found.spec, "the model", "the predictor")
-        if not found.foretells:
+        if not found.predicts_prompts:
             raise UsageError(
-                f"{found.name} predicts nothing before a request runs; use cascade, single_transformer or awq_replica"
+                f"{found.name} cannot predict pending requests; use cascade, single_transformer or awq_replica"
             )
         opened.append(RoutingPredictor(found.name, found.workload))
         opened[-1].measure(range(_MEASURED_TOKENS))
@@ -139,12 +139,14 @@ def open_head(
     *,
     profile: CostProfile | None = None,
     toward: str = "",
+    narrate: Callable[[str], object] = lambda line: None,
 ) -> RankHead:
     """A head that is not started.
 
     Args:
         profile: costs before they are measured.
         toward: HOST:PORT of the Ray head that other machines have joined; empty where all is on this machine.
+        narrate: is given a line about a rank that goes or comes.
 
     Raises:
         UsageError: an unknown planner, or a predictor that needs the running request.
@@ -199,5 +201,16 @@ def open_head(
             host=own_address(toward) if toward else "127.0.0.1",
             gather_s=options.gather_s,
             patience_s=options.patience_s,
+            names=rank_names(cluster),
+            narrate=narrate,
         ),
+    )
+
+
+def rank_names(cluster: Cluster) -> tuple[str, ...]:
+    """The server of each GPU, with the GPU's place in it where it has several."""
+    return tuple(
+        f"{server.name}/{place}" if len(server.gpus) > 1 else server.name
+        for server in cluster.servers
+        for place in range(len(server.gpus))
     )

@@ -1,0 +1,347 @@
+"""A Ray head as this machine sees it, in seconds: whether it answers, takes this machine's token and fits its versions.
+
+Ray's own client waits 20 s to 5.5 minutes for a head that is not there or refuses it, and writes its log meanwhile. So
+a process of its own asks, which is given up after a few seconds.
+"""
+
+import importlib
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moetool import __version__
+from moetool.errors import UsageError, first_line
+
+REACH_S = 2.0
+"""For a connection to the head."""
+ANSWER_S = 5.0
+"""For everything that is asked of it."""
+_MACHINES_S = 2.5
+_ALIVE = 0
+_NAME = "moetool:"
+START = "RAY_AUTH_MODE=token ray start --head --node-ip-address=ADDRESS"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedMachine:
+    """A machine of a cluster.
+
+    Attributes:
+        servers: whose names it carries (`--resources '{"moetool:NAME": 1}'`).
+        versions: of Python, Ray and moetool there; None: it was not asked, or gave no answer.
+        trouble: why it gave none.
+    """
+
+    address: str
+    servers: tuple[str, ...] = ()
+    versions: Mapping[str, str] | None = None
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadAnswer:
+    """What a head says.
+
+    Attributes:
+        asks_token: whether it lets nobody in without one.
+        versions: of Python and Ray there.
+        machines: that have joined and live.
+    """
+
+    asks_token: bool
+    versions: Mapping[str, str]
+    machines: tuple[JoinedMachine, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterCheck:
+    """One line of `moetool doctor --cluster`.
+
+    Attributes:
+        value: what was found.
+        meaning: what that means, or what to do.
+        good: whether a cluster can be served; None: not known.
+    """
+
+    name: str
+    value: str
+    meaning: str
+    good: bool | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The line as a JSON object."""
+        return asdict(self)
+
+
+def ask_head(address: str, *, machines: bool = False, within_s: float = ANSWER_S) -> HeadAnswer:
+    """Ask the head at HOST:PORT, with the token that this machine's environment names.
+
+    Args:
+        machines: whether every machine that has joined is asked for its versions.
+
+    Effects: starts a process, for at most `within_s`.
+
+    Raises:
+        UsageError: nobody answers, it is no Ray head, or it refuses this machine; in one line, with what to do.
+    """
+    require_reach(address)
+    command = [sys.executable, "-m", "moetool.cluster.ray_check", address, *(["machines"] if machines else [])]
+    package = str(Path(__file__).parents[2])
+    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=within_s,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"what listens at {address} gave no answer as a Ray head in {within_s:.0f} s; look there with: ray status"
+        ) from None
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise UsageError(f"the Ray head at {address} could not be asked ({said[-1]})")
+    found = json.loads(lines[-1])
+    if (refusal := found.get("refusal")) is not None:
+        raise UsageError(_refusal(address, refusal, os.environ))
+    joined = tuple(JoinedMachine(**{**one, "servers": tuple(one["servers"])}) for one in found["machines"])
+    return HeadAnswer(asks_token=found["asks_token"], versions=found["versions"], machines=joined)
+
+
+def require_reach(address: str) -> None:
+    """Raises: UsageError: nobody takes connections at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+    except (OSError, OverflowError) as error:
+        reason = "no answer; a firewall may be between"
+        if not isinstance(error, TimeoutError):
+            reason = getattr(error, "strerror", None) or first_line(error)
+        raise UsageError(f"no Ray head at {address} ({reason}); start one there with: {START} --port={port}") from None
+
+
+def require_fitting(address: str, answer: HeadAnswer) -> None:
+    """Raises: UsageError: the head runs another Ray or Python, asks no token, or this machine has not joined it."""
+    if not answer.asks_token and os.environ.get("RAY_AUTH_MODE") == "token":
+        raise UsageError(
+            f"the Ray head at {address} asks for no token, and RAY_AUTH_MODE is token here; start it with: {START}"
+        )
+    for name, own in own_versions().items():
+        if (theirs := answer.versions.get(name, own)) != own:
+            raise UsageError(
+                f"the Ray head at {address} runs {name} {theirs}, and this machine {own}; install the same on both"
+            )
+    if not any(is_here(machine.address) for machine in answer.machines):
+        raise UsageError(
+            f"this machine has not joined the Ray head at {address}; join with: ray start --address={address}"
+        )
+
+
+def own_versions() -> dict[str, str]:
+    """Of Python and Ray on this machine. Raises: ImportError."""
+    import ray
+
+    return {"Python": platform.python_version(), "Ray": ray.__version__}
+
+
+def is_here(address: str) -> bool:
+    """Whether an IP address is one of this machine's."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def token_source(environment: Mapping[str, str]) -> str:
+    """Where Ray has this machine's token from; empty: there is none.
+
+    Source: Ray's order: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token.
+    """
+    if environment.get("RAY_AUTH_TOKEN"):
+        return "$RAY_AUTH_TOKEN"
+    named = environment.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    return str(path) if path.is_file() and path.stat().st_size else ""
+
+
+def check_cluster(address: str) -> list[ClusterCheck]:
+    """Compare this machine with a Ray head and the machines that have joined it.
+
+    Effects: as `ask_head`; takes at most 5 s, and two where all is well.
+    """
+    by = time.monotonic() + ANSWER_S
+    try:
+        require_reach(address)
+    except UsageError as error:
+        return [ClusterCheck(name="head", value="no answer", meaning=str(error), good=False)]
+    reached = ClusterCheck(name="head", value=f"answers at {address}", meaning="this machine reaches it", good=True)
+    source = token_source(os.environ)
+    try:
+        answer = ask_head(address, machines=True, within_s=by - time.monotonic())
+    except UsageError as error:
+        return [reached, ClusterCheck(name="token", value=source or "none", meaning=str(error), good=False)]
+    token = ClusterCheck(
+        name="token",
+        value=f"accepted, from {source}" if answer.asks_token else "not asked for",
+        meaning="the head lets only machines in that have it"
+        if answer.asks_token
+        else f"anyone who reaches the head controls it; start it again with: {START}",
+        good=True if answer.asks_token else None,
+    )
+    return [reached, token, *_compare(answer)]
+
+
+def _compare(answer: HeadAnswer) -> list[ClusterCheck]:
+    checks = []
+    own = {**own_versions(), "moetool": __version__}
+    for name, version in own.items():
+        there = {one.address: one.versions[name] for one in answer.machines if one.versions is not None}
+        if name in answer.versions:
+            there["head"] = answer.versions[name]
+        others = [f"{found} on {where}" for where, found in sorted(there.items()) if found != version]
+        means = f"found {', '.join(others)}; install the same everywhere" if others else "the same on all that answered"
+        checks.append(
+            ClusterCheck(name=name, value=f"{version} here", meaning=means if there else "nobody to compare with yet",
+                         good=not others if there else None)
+        )  # fmt: skip
+    here = any(is_here(machine.address) for machine in answer.machines)
+    join = (
+        "this machine is among them" if here else "this one is not: RAY_AUTH_MODE=token ray start --address=HOST:PORT"
+    )
+    names = [f"{one.address} ({', '.join(one.servers) or 'no name'})" for one in answer.machines]
+    checks.append(
+        ClusterCheck(name="machines", value=", ".join(names) or "none has joined", meaning=join, good=here or None)
+    )
+    silent = [f"{one.address}: {one.trouble}" for one in answer.machines if one.versions is None]
+    if silent:
+        checks.append(
+            ClusterCheck(
+                name="silent",
+                value="; ".join(silent),
+                meaning="open the ports of 'moetool guide clusters' between the machines, both ways",
+                good=False,
+            )
+        )
+    return checks
+
+
+def _refusal(address: str, refusal: str, environment: Mapping[str, str]) -> str:
+    if refusal != "token":
+        return f"the Ray head at {address} could not be asked ({refusal}); look there with: ray status"
+    copy = "copy ~/.ray/auth_token from the head's machine to this one"
+    mode = environment.get("RAY_AUTH_MODE", "")
+    if mode and mode != "token":
+        return f"the Ray head at {address} asks for a token, and RAY_AUTH_MODE is {mode} here; set RAY_AUTH_MODE=token"
+    if not (source := token_source(environment)):
+        return f"the Ray head at {address} asks for a token, and there is none on this machine; {copy}"
+    return f"the Ray head at {address} does not accept the token in {source}; {copy}"
+
+
+# -- in the process of its own -----------------------------------------------------------------------------------------
+
+
+def _ask(address: str, machines: bool) -> dict[str, Any]:
+    from ray.exceptions import AuthenticationError, RpcError
+
+    raylet: Any = importlib.import_module("ray._raylet")
+    given, asks_token = os.environ.get("RAY_AUTH_MODE", "token"), False
+    try:
+        use_mode("disabled")
+        try:
+            client = raylet.GcsClient(address=address)
+        except AuthenticationError:
+            asks_token = True
+            if given != "token" or not token_source(os.environ):
+                return {"refusal": "token"}
+            use_mode("token")
+            client = raylet.GcsClient(address=address)
+    except AuthenticationError:
+        return {"refusal": "token"}
+    except RpcError as error:
+        return {"refusal": first_line(error)}
+    kept = json.loads(client.internal_kv_get(b"CLUSTER_METADATA", namespace=b"cluster", timeout=2) or b"{}")
+    versions = {"Python": kept.get("python_version"), "Ray": kept.get("ray_version")}
+    found: dict[str, Any] = {"asks_token": asks_token}
+    found["versions"] = {name: version for name, version in versions.items() if version}
+    nodes = [info for info in client.get_all_node_info(timeout=2).values() if info.state == _ALIVE]
+    nodes.sort(key=lambda info: info.node_manager_address)
+    found["machines"] = [
+        {
+            "address": info.node_manager_address,
+            "servers": sorted(name.removeprefix(_NAME) for name in info.resources_total if name.startswith(_NAME)),
+            "trouble": "asked only from a machine that has joined, with the same Ray and Python",
+        }
+        for info in nodes
+    ]
+    fits = all(found["versions"].get(name, own) == own for name, own in own_versions().items())
+    if machines and fits and any(is_here(info.node_manager_address) for info in nodes):
+        _ask_machines(address, {info.node_id.hex(): one for info, one in zip(nodes, found["machines"], strict=True)})
+    return found
+
+
+def _ask_machines(address: str, machines: Mapping[str, dict[str, Any]]) -> None:
+    """Add to each machine, by its number at Ray, what it answers."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    def versions() -> dict[str, str]:
+        import platform
+
+        import ray
+
+        found = {"Python": platform.python_version(), "Ray": ray.__version__}
+        try:
+            from moetool import __version__ as own
+        except ImportError:
+            return {**found, "moetool": "none"}
+        return {**found, "moetool": own}
+
+    versions.__module__ = "__main__"  # Ray then sends its code, which a machine without moetool can run
+    ray.init(address=address, logging_level="error", log_to_driver=False)
+    task = ray.remote(versions)
+    answers = {}
+    for number in machines:
+        where = NodeAffinitySchedulingStrategy(number, soft=False)
+        answers[task.options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()] = machines[number]
+    there, late = ray.wait(list(answers), num_returns=len(answers), timeout=_MACHINES_S)
+    for answer in there:
+        try:
+            answers[answer] |= {"versions": ray.get(answer), "trouble": ""}
+        except Exception as error:
+            answers[answer]["trouble"] = first_line(error)
+    for answer in late:
+        answers[answer]["trouble"] = f"no answer in {_MACHINES_S:g} s"
+
+
+def use_mode(mode: str) -> None:
+    """From now on this process says its token to Ray, or does not, whatever it did before.
+
+    Args:
+        mode: as of RAY_AUTH_MODE.
+    """
+    raylet: Any = importlib.import_module("ray._raylet")
+    os.environ["RAY_AUTH_MODE"] = mode
+    raylet.Config.initialize("")  # Ray reads its environment once
+    raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(_ask(sys.argv[1], "machines" in sys.argv[2:])) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # Ray's threads may wait for a head that does not answer
