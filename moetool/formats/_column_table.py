@@ -52,7 +52,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "task": ("task", "dataset", "domain", "category", "label"),
     "count": ("count", "counts", "hits", "activations", "frequency", "freq", "num_tokens"),
 }
-"""What a column may mean, and the names (in any case) by which it is known."""
+"""Meanings of columns, and their known names (in any case)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,6 @@ class MappedColumns:
     """A file by the meaning of its columns.
 
     Attributes:
-        table: the file.
         names: the column of each field that there is one for.
         used: in words, for the provenance.
     """
@@ -127,10 +126,10 @@ def read(path: Path, said: Mapping[str, str]) -> MappedColumns:
         if field not in names:
             raise UsageError(
                 f"{path} has the columns {', '.join(table.column_names)}, of which none is known to be the {field}; "
-                f"say it with --map {field}=COLUMN"
+                f"name it with --map {field}=COLUMN"
             )
     if not len(table):
-        raise MismatchError(f"{path} has no rows, expected some; get it again")
+        raise MismatchError(f"{path} has no rows, expected some; download it again")
     return MappedColumns(table=table, names=names)
 
 
@@ -169,7 +168,7 @@ def _table(path: Path) -> "pa.Table":
             return _json_lines(path)
         return _delimited(path, first)
     except (pa.ArrowException, OSError, ValueError, RecursionError) as error:
-        raise MismatchError(f"{path} is no whole table ({first_line(error)[:200]}); get it again") from None
+        raise MismatchError(f"{path} is not a complete table ({first_line(error)[:200]}); download it again") from None
 
 
 def _json_lines(path: Path) -> "pa.Table":
@@ -207,11 +206,7 @@ def _delimited(path: Path, first: str) -> "pa.Table":
 
 
 def whole_numbers(path: Path, name: str, column: "pa.ChunkedArray") -> np.ndarray:
-    """A column of numbers from 0, int64.
-
-    Raises:
-        MismatchError: it has something else, or empty cells.
-    """
+    """A column of numbers from 0, int64. Raises: MismatchError: it has something else, or empty cells."""
     import pyarrow as pa
 
     if column.null_count:
@@ -219,7 +214,7 @@ def whole_numbers(path: Path, name: str, column: "pa.ChunkedArray") -> np.ndarra
     try:
         found: np.ndarray = column.cast(pa.int64()).to_numpy()
     except (pa.ArrowException, ValueError) as error:
-        raise MismatchError(f"{path} has {name} that are no whole numbers ({first_line(error)[:100]})") from None
+        raise MismatchError(f"{path} has {name} that are not whole numbers ({first_line(error)[:100]})") from None
     if len(found) and not 0 <= found.min() <= found.max() < 2**31:
         wrong = found.min() if found.min() < 0 else found.max()
         raise MismatchError(f"{path} has the {name} {wrong}, expected numbers from 0")
@@ -227,17 +222,13 @@ def whole_numbers(path: Path, name: str, column: "pa.ChunkedArray") -> np.ndarra
 
 
 def numbers(path: Path, name: str, column: "pa.ChunkedArray") -> np.ndarray:
-    """A column of numbers, float32.
-
-    Raises:
-        MismatchError: it has something else, or empty cells.
-    """
+    """A column of numbers, float32. Raises: MismatchError: it has something else, or empty cells."""
     import pyarrow as pa
 
     try:
         found: np.ndarray = column.cast(pa.float32()).to_numpy()
     except (pa.ArrowException, ValueError) as error:
-        raise MismatchError(f"{path} has {name} that are no numbers ({first_line(error)[:100]})") from None
+        raise MismatchError(f"{path} has {name} that are not numbers ({first_line(error)[:100]})") from None
     if column.null_count:
         raise MismatchError(f"{path} has {column.null_count:,} empty cells in {name}, expected a number in each")
     return found
@@ -255,7 +246,7 @@ def labels(column: "pa.ChunkedArray") -> tuple[np.ndarray, list[str]]:
 
 
 def lists(path: Path, name: str, column: "pa.ChunkedArray") -> tuple[np.ndarray, "pa.ChunkedArray"] | None:
-    """Of a column of lists, or of text such as `[3, 5]` or `3 5`: how many elements each row has, and all of them.
+    """Elements per row, and all elements, of a column of lists or of text such as `[3, 5]` or `3 5`.
 
     None for a column of single numbers.
 
@@ -279,5 +270,5 @@ def lists(path: Path, name: str, column: "pa.ChunkedArray") -> tuple[np.ndarray,
     try:
         values = np.array([float(value) for cell in cells for value in cell])
     except ValueError as error:
-        raise MismatchError(f"{path} has {name} that are no lists of numbers ({error})") from None
+        raise MismatchError(f"{path} has {name} that are not lists of numbers ({error})") from None
     return np.array([len(cell) for cell in cells], np.int64), pa.chunked_array([pa.array(values)])

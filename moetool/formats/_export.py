@@ -16,11 +16,10 @@ from moetool.trace.reader import Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What an export wrote.
+    """Result of an export.
 
     Attributes:
         out: the file, or the folder of files.
-        bytes: its size.
         notes: what the format does not say, and what is in it that the trace does not know.
     """
 

@@ -40,7 +40,7 @@ def guess(path: Path) -> Guess:
     found = candidates(path)
     if not found:
         raise UsageError(
-            f"{path} is of no format that is recognized; name it with --format, or the columns of a table with --map "
+            f"{path} has an unknown format; name it with --format, or the columns of a table with --map "
             f"layer=COLUMN,expert=COLUMN"
         )
     if len(found) > 1:

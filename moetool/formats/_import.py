@@ -20,7 +20,7 @@ from moetool.trace.expert_counts import Counted
 from moetool.trace.reader import MANIFEST
 from moetool.trace.rows import TokenBatch
 from moetool.trace.writer import TraceWriter
-from moetool.types import Phase
+from moetool.types import ModelSpec, Phase
 
 DATASET = "routes"
 TOKENS_AS = ("decode", "prefill")
@@ -28,7 +28,7 @@ TOKENS_AS = ("decode", "prefill")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What an import wrote.
+    """Result of an import.
 
     Attributes:
         out: folder of the trace or the counts.
@@ -113,8 +113,8 @@ def import_trace(
     for file in files:
         if not (file.is_dir() if folders else file.is_file()):
             if file.is_dir():
-                raise UsageError(f"{file} is a folder, and {format} has files: give them, as in {file}/*")
-            raise UsageError(f"no {'folder' if folders else 'file'} at {file}; give the path of a {format} file")
+                raise UsageError(f"{file} is a directory, and {format} has files: give them, as in {file}/*")
+            raise UsageError(f"no {'directory' if folders else 'file'} at {file}; give the path of a {format} file")
     takes_map = getattr(reader, "TAKES_MAP", False)
     if mapping and not takes_map:
         raise UsageError(f"{format} has columns of its own; leave out --map, or use --format columns")
@@ -253,20 +253,7 @@ def _write_routes(
         except BaseException:
             writer.abort()
             raise
-        num_bytes = _size(folder)
-    return Imported(
-        out=out,
-        kind="trace",
-        format=provenance["imported"]["format"],
-        guessed=provenance["imported"].get("guessed"),
-        model=spec.name,
-        revision=spec.revision,
-        tasks=tasks,
-        requests=requests,
-        tokens=tokens,
-        bytes=num_bytes,
-        notes=notes,
-    )
+        return _imported(out, folder, spec, imported, tasks=tasks, requests=requests, tokens=tokens)
 
 
 def _write_counts(
@@ -281,24 +268,34 @@ def _write_counts(
     spec = counted.spec
     with durable.staged_directory(out, overwrite, MANIFEST) as folder:
         expert_counts.write_counts(folder, counted, {"model": spec.name, **provenance, "imported": imported})
-        num_bytes = _size(folder)
+        tokens = int(counted.counts_WLE.sum()) // sum(spec.top_k_L)
+        return _imported(out, folder, spec, imported, tasks=None, requests=len(counted.counts_WLE), tokens=tokens)
+
+
+def _imported(
+    out: Path,
+    folder: Path,
+    spec: ModelSpec,
+    provenance: Mapping[str, Any],
+    *,
+    tasks: list[str] | None,
+    requests: int,
+    tokens: int,
+) -> Imported:
+    """The result of writing a staged folder: a trace, or counts where `tasks` is None."""
     return Imported(
         out=out,
-        kind="counts",
-        format=provenance["imported"]["format"],
-        guessed=provenance["imported"].get("guessed"),
+        kind="counts" if tasks is None else "trace",
+        format=provenance["format"],
+        guessed=provenance.get("guessed"),
         model=spec.name,
         revision=spec.revision,
-        tasks=[],
-        requests=len(counted.counts_WLE),
-        tokens=int(counted.counts_WLE.sum()) // sum(spec.top_k_L),
-        bytes=num_bytes,
-        notes=notes,
+        tasks=tasks or [],
+        requests=requests,
+        tokens=tokens,
+        bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+        notes=provenance["notes"],
     )
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _prompt_tokens(sequence: RouteSequence, tokens_as: str | None) -> int:

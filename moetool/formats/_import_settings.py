@@ -1,4 +1,4 @@
-"""What a user says of a model with `--set`, beside foreign files which tell little of it."""
+"""Facts about a model from `--set`, which foreign files lack."""
 
 import re
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class Settings:
             if (value := getattr(self, name)) is not None and not 1 <= value <= most:
                 raise UsageError(f"--set {name}: found {value}, expected a whole number above 0, at most {most:,}")
         if self.first_k_dense is not None and self.first_k_dense < 0:
-            raise UsageError(f"--set first_k_dense: found {self.first_k_dense}, expected a whole number from 0")
+            raise UsageError(f"--set first_k_dense: found {self.first_k_dense}, expected a whole number, 0 or more")
         if self.first_k_dense is not None and self.moe_layers is not None:
             raise UsageError("--set first_k_dense and moe_layers both say which layers have experts; give one")
         shape = ("name", "first_k_dense", "moe_layers", "num_experts", "top_k", "expert_bytes", "hidden_size")
@@ -82,11 +82,7 @@ class Settings:
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    """Layers from `1..26` or `1,3,5`.
-
-    Raises:
-        UsageError: it is neither.
-    """
+    """Layers from `1..26` or `1,3,5`. Raises: UsageError: it is neither."""
     if match := re.fullmatch(r"(\d{1,6})\s*\.\.\s*(\d{1,6})", text.strip()):
         layers = tuple(range(int(match[1]), int(match[2]) + 1))
     elif re.fullmatch(r"\d{1,6}(\s*,\s*\d{1,6})*", text.strip()):
@@ -113,7 +109,7 @@ def _model(name: str) -> tuple[ModelSpec, int | None]:
 
     if name != REFERENCE and not (path / "config.json").is_file():
         raise UsageError(
-            f"no model at {name!r}: give {REFERENCE!r}, a folder with a model's config.json, or the folder of a trace"
+            f"no model at {name!r}: give {REFERENCE!r}, a directory with a model's config.json, or a trace directory"
         )
     folder = locate(name)
     checkpoint = Checkpoint(folder, weights=has_weights(folder))

@@ -10,11 +10,14 @@ A forward therefore ends where the layer number falls. Two things such files lea
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from moetool.errors import MismatchError
+from moetool.formats._model_facts import ModelFacts
+from moetool.formats._routes import Routes, RouteSequence, check, renormalized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +60,46 @@ class TokenRows:
     prompt_tokens: list[int | None]
     filled: int
 
-    def filled_note(self) -> str:
-        """A sentence about the tokens that had no row in the last layer."""
-        return (
-            f"{self.filled} prompt tokens have no experts in layer {self.layers[-1]} in the file; they repeat those of "
-            f"a later one, so that the union of the prompt is as recorded"
-        )
+    def routes(self, path: Path, facts: ModelFacts, notes: list[str], *, with_forwards: bool = False) -> Routes:
+        """The routes of the file, checked, each request a sequence.
 
-    def spans(self) -> list[slice]:
-        """The tokens of each request."""
-        return [slice(a, b) for a, b in zip(self.starts, [*self.starts[1:], len(self.forward_T)], strict=True)]
+        Args:
+            notes: of the file; one is added where tokens had no row in the last layer.
+            with_forwards: keep the forward that each token ran in.
+
+        Raises:
+            UsageError: the model's experts or their bytes are neither in the file nor known.
+            MismatchError: no router can give these rows, or the file and the known model differ.
+        """
+        num_tokens, num_layers, top_k = self.experts_TLK.shape
+        spec = facts.spec_of(path, layers=self.layers, top_k_L=[top_k] * num_layers)
+        experts_TS, weights_TS = self.experts_TLK.reshape(num_tokens, -1), None
+        if self.weights_TLK is not None:
+            weights_TS = self.weights_TLK.reshape(num_tokens, -1).astype(np.float16)
+        check(path, spec, experts_TS, weights_TS)
+        if self.filled:
+            notes = [
+                *notes,
+                f"{self.filled} prompt tokens have no experts in layer {self.layers[-1]} in the file; they repeat "
+                f"those of a later one, so that the union of the prompt is as recorded",
+            ]
+        spans = [slice(a, b) for a, b in pairwise([*self.starts, num_tokens])]
+        last_TS = None if weights_TS is None else weights_TS[[span.stop - 1 for span in spans]]
+        return Routes(
+            spec=renormalized(spec, facts, last_TS),
+            task=path.stem,
+            sequences=[
+                RouteSequence(
+                    name=str(i),
+                    prompt_tokens=prompt,
+                    experts_TS=experts_TS[span].astype(np.uint16),
+                    weights_TS=None if weights_TS is None else weights_TS[span],
+                    forward_T=self.forward_T[span].astype(np.int32) if with_forwards else None,
+                )
+                for i, (span, prompt) in enumerate(zip(spans, self.prompt_tokens, strict=True))
+            ],
+            notes=notes,
+        )
 
 
 def by_token(path: Path, rows: LayerRows) -> TokenRows:

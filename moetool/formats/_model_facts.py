@@ -1,4 +1,4 @@
-"""What a user says of a model beside foreign files, which tell little of it, and how the two are brought together.
+"""Facts about a model from the user and from foreign files, combined.
 
 Shape letter of files that have a row for every layer of the model: H hidden layers, with and without experts.
 """
@@ -22,7 +22,7 @@ SAY_LAYERS = "--set model=PATH, first_k_dense=N or moe_layers=1..26"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What is said of the model beside the files, which tell little of it.
+    """Facts about the model from the user, which the files lack.
 
     Attributes:
         spec: of a model or a trace at hand; it has to agree with the files, and is taken as it is.
@@ -90,7 +90,7 @@ class ModelFacts:
         self,
         path: object,
         *,
-        name: str,
+        name: str = "unnamed model",
         layers: Sequence[int],
         num_experts: int | None = None,
         top_k_L: Sequence[int] | None = None,

@@ -1,4 +1,4 @@
-"""What the three files of SGLang's expert distribution recorder share: `.pt` files read without running their code.
+"""Common parts of SGLang's three expert recorder formats: `.pt` files read without running their code.
 
 `torch.load(weights_only=True)` builds tensors, numbers, lists and dictionaries, and nothing else; a file that asks for
 more is refused.
@@ -32,7 +32,7 @@ def load(path: Path) -> dict[str, Any]:
                 f"of a file: record again with SGLang"
             ) from None
         reason = "not made by torch.save" if isinstance(error, pickle.UnpicklingError) else first_line(error)[:200]
-        raise MismatchError(f"{path} is no whole .pt file ({reason}); record again") from None
+        raise MismatchError(f"{path} is not a complete .pt file ({reason}); record again") from None
     if not isinstance(pack, dict):
         raise MismatchError(f"{path} holds a {type(pack).__name__}, expected a dictionary of SGLang's recorder")
     return pack
@@ -67,11 +67,7 @@ def records_of(pack: dict[str, Any]) -> str | None:
 
 
 def records(path: Path, pack: dict[str, Any]) -> list[dict[str, Any]]:
-    """The records of the modes per_pass and per_token.
-
-    Raises:
-        MismatchError: there are none.
-    """
+    """The records of the modes per_pass and per_token. Raises: MismatchError: there are none."""
     found = pack.get("records")
     if not isinstance(found, list) or not all(isinstance(record, dict) for record in found):
         raise MismatchError(f"{path} has no records, expected those of per_pass or per_token; use sglang_stat for stat")
@@ -107,7 +103,7 @@ def logical_map(path: Path, pack: dict[str, Any]) -> np.ndarray:
 
 
 def map_notes(logical_HP: np.ndarray) -> list[str]:
-    """What there is to say of the mapping."""
+    """Remarks about the mapping."""
     num_experts = int(logical_HP.max()) + 1
     if np.array_equal(logical_HP, np.tile(np.arange(logical_HP.shape[1]) % num_experts, (len(logical_HP), 1))):
         return []

@@ -1,4 +1,4 @@
-"""What the routed experts of SGLang and vLLM share: files of responses, and rows for every layer of the model.
+"""Common parts of SGLang's and vLLM's routed experts: files of responses, with rows for every layer.
 
 A file is one response, a JSON list of them, or one a line.
 """
@@ -35,7 +35,7 @@ def read_responses(path: Path) -> list[tuple[str, dict[str, Any]]]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise MismatchError(f"{path} is no text ({error.reason}), expected JSON responses") from None
+        raise MismatchError(f"{path} is not text ({error.reason}), expected JSON responses") from None
     try:
         whole = json.loads(text)
         every = whole if isinstance(whole, list) else [whole]
@@ -47,12 +47,12 @@ def read_responses(path: Path) -> list[tuple[str, dict[str, Any]]]:
                 try:
                     responses.append((f"{path}, line {i}", json.loads(line)))
                 except (ValueError, RecursionError) as error:
-                    raise MismatchError(f"{path}, line {i} is no JSON ({error}); the file is cut off") from None
+                    raise MismatchError(f"{path}, line {i} is not JSON ({error}); the file is cut off") from None
     for where, response in responses:
         if not isinstance(response, dict):
             raise MismatchError(f"{where} is {str(response)[:40]!r}, expected a JSON object")
     if not responses:
-        raise MismatchError(f"{path} has no response, expected some; get it again")
+        raise MismatchError(f"{path} has no response, expected some; download it again")
     return responses
 
 
@@ -71,15 +71,11 @@ def field(where: str, holder: Any, name: str, kind: type) -> Any:
 
 
 def decoded(where: str, text: str) -> bytes:
-    """The bytes of a base64 text.
-
-    Raises:
-        MismatchError: it is none.
-    """
+    """The bytes of a base64 text. Raises: MismatchError: it is none."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise MismatchError(f"{where} has routed_experts that are no base64 ({error}); it is cut off") from None
+        raise MismatchError(f"{where} has routed_experts that are not base64 ({error}); it is cut off") from None
 
 
 def sequence(
@@ -107,7 +103,7 @@ def sequence(
     """
     num_rows, num_hidden, top_k = experts_THK.shape
     layers = facts.layers_of(where, num_hidden)
-    spec = facts.spec_of(where, name="unnamed model", layers=layers, top_k_L=[top_k] * len(layers))
+    spec = facts.spec_of(where, layers=layers, top_k_L=[top_k] * len(layers))
     start = 0
     if prompt_tokens is not None:
         start = prompt_tokens + new_tokens - 1 - num_rows if new_tokens is not None else 0

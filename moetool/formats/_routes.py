@@ -1,4 +1,4 @@
-"""What a foreign file of routes comes to, and a trace on its way to one: which experts a model used, token by token.
+"""Routes between a foreign file and a trace: the experts of each token.
 
 A module of `moetool.formats` may have any of these; `moetool.formats._import` and `moetool.formats._export` call them:
 
@@ -75,11 +75,7 @@ class Routes:
 
 
 def one_task(trace: "Trace", format: str) -> str:
-    """The task of a trace that has a single one.
-
-    Raises:
-        MismatchError: it has several.
-    """
+    """The task of a trace that has a single one. Raises: MismatchError: it has several."""
     tasks = sorted(set(trace.requests["task"].to_pylist()))
     if len(tasks) != 1:
         raise MismatchError(
@@ -97,19 +93,23 @@ def whole_requests(trace: "Trace", columns: Sequence[str] = ()) -> "Iterator[tup
 
 
 def prompt_rows(rows: "TokenBatch") -> int:
-    """How many rows of a request are of its prompt."""
+    """Number of prompt rows of a request."""
     return int(np.count_nonzero(rows.phase_T == Phase.PREFILL))
 
 
-def sums_to_one(weights_TS: np.ndarray, num_layers: int) -> bool:
-    """Whether the weights of each token and layer add up to 1, as those of routers that renormalise do."""
-    sums_TL = weights_TS.astype(np.float32).reshape(len(weights_TS), num_layers, -1).sum(axis=2)
-    return bool((np.abs(sums_TL - 1) < 0.01).all())
+def run_order(num_layers: int, prompt: int, num_tokens: int) -> Iterator[tuple[int, int]]:
+    """(token, layer) in the order that a request runs: the prompt layer by layer, then new tokens one by one."""
+    yield from ((token, layer) for layer in range(num_layers) for token in range(prompt))
+    yield from ((token, layer) for token in range(prompt, num_tokens) for layer in range(num_layers))
 
 
-def renormalized(spec: ModelSpec, facts: ModelFacts, weights: bool) -> ModelSpec:
-    """The spec with what its routes' weights say; a model at hand says it itself."""
-    return spec if facts.spec is not None else replace(spec, renormalize=weights)
+def renormalized(spec: ModelSpec, facts: ModelFacts, weights_TS: np.ndarray | None) -> ModelSpec:
+    """The spec with `renormalize` set where the weights of each token and layer add up to 1; a known spec as it is."""
+    if facts.spec is not None or weights_TS is None:
+        return spec
+    starts = np.cumsum([0, *spec.top_k_L[:-1]])
+    sums_TL = np.add.reduceat(weights_TS.astype(np.float32), starts, axis=1)
+    return replace(spec, renormalize=bool((np.abs(sums_TL - 1) < 0.01).all()))
 
 
 def check(path: object, spec: ModelSpec, experts_TS: np.ndarray, weights_TS: np.ndarray | None) -> None:
@@ -133,16 +133,16 @@ def check(path: object, spec: ModelSpec, experts_TS: np.ndarray, weights_TS: np.
             )
         if experts.min() < 0 or experts.max() >= num_experts:
             wrong = experts[(experts < 0) | (experts >= num_experts)][0]
-            raise MismatchError(f"{name} uses expert {wrong}, expected 0 to {num_experts - 1}; get the file again")
+            raise MismatchError(f"{name} uses expert {wrong}, expected 0 to {num_experts - 1}; download the file again")
         ordered = np.sort(experts, axis=1)
         if len(twice := np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1))):
             found = experts[twice[0]].tolist()
             raise MismatchError(
-                f"{name} gives row {twice[0]} the experts {found}, expected {top_k} different ones; get the file again"
+                f"{name} gives row {twice[0]} the experts {found}, expected {top_k} different ones; download it again"
             )
         if weights is None:
             continue
         if not np.isfinite(weights).all() or weights.min() < 0:
-            raise MismatchError(f"{name} has weights below 0 or not finite, expected neither; get the file again")
+            raise MismatchError(f"{name} has weights below 0 or not finite, expected neither; download the file again")
         if not weights.any():
-            raise MismatchError(f"{name} has no weight above 0, expected those of its experts; get the file again")
+            raise MismatchError(f"{name} has no weight above 0, expected those of its experts; download the file again")

@@ -110,7 +110,7 @@ def read_numbers(path: Path, width: int, names: str, *, negative_first: bool = F
         )
     except (pa.ArrowException, OSError) as error:
         raise MismatchError(
-            f"{path} is no CSV of {names} ({first_line(error)}); it is cut off, damaged or of another format"
+            f"{path} is not a CSV of {names} ({first_line(error)}); it is cut off, damaged or of another format"
         ) from None
     if not len(table):
         raise MismatchError(f"{path} has no rows, expected {names}; record again")

@@ -1,4 +1,4 @@
-"""What exporters of placements share: equal slots, no expert twice on a rank, a sidecar."""
+"""Common parts of placement exporters: equal slots, distinct experts per rank, a sidecar."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def equal_slots(plan: PlacementPlan, format: str) -> np.ndarray:
 
 
 def write_sidecar(plan: PlacementPlan, out: Path) -> Path:
-    """Where the plan comes from, beside a format that has no place for it."""
+    """Provenance of the plan, for formats that cannot hold it."""
     path = out.with_name(out.name + ".about.json")
     about = {
         "spec": plan.spec.to_json(),

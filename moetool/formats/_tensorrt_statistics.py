@@ -1,4 +1,4 @@
-"""What the two kinds of TensorRT-LLM's expert statistics share: a folder with `meta_info.json` and files by rank.
+"""Common parts of TensorRT-LLM's expert statistics: a directory with `meta_info.json` and files by rank.
 
     meta_info.json              {"num_experts", "num_experts_per_token"}
     rank{r}.safetensors         "{iter}_{layer}": tokens that used each expert, [E]
@@ -25,7 +25,7 @@ def recognized(path: Path, raw: bool) -> str | None:
     if not (path / META).is_file():
         return None
     files = [file.name for file in path.glob("rank*.safetensors") if file.stem.endswith("_raw") == raw]
-    return f"a folder with {META} and {min(files)}" if files else None
+    return f"a directory with {META} and {min(files)}" if files else None
 
 
 def read_meta(folder: Path) -> tuple[int, int]:
@@ -36,7 +36,7 @@ def read_meta(folder: Path) -> tuple[int, int]:
         MismatchError: there is no meta_info.json, or it says something else.
     """
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder, expected the one that EXPERT_STATISTIC_PATH named")
+        raise UsageError(f"{folder} is not a directory, expected the one that EXPERT_STATISTIC_PATH named")
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         values = [meta["num_experts"], meta["num_experts_per_token"]]
@@ -48,7 +48,7 @@ def read_meta(folder: Path) -> tuple[int, int]:
 
 
 def read_ranks(folder: Path, raw: bool) -> dict[int, dict[tuple[int, int], np.ndarray]]:
-    """For each rank its arrays by (iteration, layer).
+    """Arrays of each rank by (iteration, layer).
 
     Raises:
         MismatchError: a file is damaged or there are none, a key is another, or an iteration lacks layers.
@@ -64,7 +64,9 @@ def read_ranks(folder: Path, raw: bool) -> dict[int, dict[tuple[int, int], np.nd
         try:
             tensors = load_file(file)
         except (SafetensorError, OSError, ValueError, TypeError) as error:
-            raise MismatchError(f"{file} is no whole safetensors file ({first_line(error)}); record again") from None
+            raise MismatchError(
+                f"{file} is not a complete safetensors file ({first_line(error)}); record again"
+            ) from None
         arrays = {}
         for key, array in tensors.items():
             if (parts := _KEY.fullmatch(key)) is None or array.dtype.kind not in "iu":

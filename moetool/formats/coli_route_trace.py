@@ -19,7 +19,7 @@ import numpy as np
 from moetool.errors import MismatchError
 from moetool.formats._layer_runs import LayerRows, by_token
 from moetool.formats._model_facts import ModelFacts, require_even
-from moetool.formats._routes import Routes, RouteSequence, check, renormalized, sums_to_one, whole_requests
+from moetool.formats._routes import Routes, whole_requests
 from moetool.formats._sample import FileSample
 
 if TYPE_CHECKING:
@@ -58,32 +58,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     layer_rows = LayerRows(
         layer_R=heads_R3[:, 2], experts_RK=experts_RK, weights_RK=weights_RK, most_drafts=_MOST_DRAFTS
     )
-    tokens = by_token(path, layer_rows)
-    top_k = experts_RK.shape[1]
-    spec = facts.spec_of(path, name="unnamed model", layers=tokens.layers, top_k_L=[top_k] * len(tokens.layers))
-    assert tokens.weights_TLK is not None
-    num_tokens = len(tokens.forward_T)
-    experts_TS = tokens.experts_TLK.reshape(num_tokens, -1)
-    weights_TS = tokens.weights_TLK.reshape(num_tokens, -1).astype(np.float16)
-    check(path, spec, experts_TS, weights_TS)
-    if tokens.filled:
-        notes.append(tokens.filled_note())
-    last_TS = weights_TS[[span.stop - 1 for span in tokens.spans()]]
-    return Routes(
-        spec=renormalized(spec, facts, sums_to_one(last_TS, spec.num_layers)),
-        task=path.stem,
-        sequences=[
-            RouteSequence(
-                name=str(i),
-                prompt_tokens=prompt,
-                experts_TS=experts_TS[span].astype(np.uint16),
-                weights_TS=weights_TS[span],
-                forward_T=tokens.forward_T[span].astype(np.int32),
-            )
-            for i, (span, prompt) in enumerate(zip(tokens.spans(), tokens.prompt_tokens, strict=True))
-        ],
-        notes=notes,
-    )
+    return by_token(path, layer_rows).routes(path, facts, notes, with_forwards=True)
 
 
 def _rows(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -92,7 +67,7 @@ def _rows(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         lines = path.read_text(encoding="ascii").splitlines()
     except UnicodeDecodeError:
         raise MismatchError(
-            f"{path} is no ASCII text, expected lines of <call> <row> <layer> <expert>:<weight> …"
+            f"{path} is not ASCII text, expected lines of <call> <row> <layer> <expert>:<weight> …"
         ) from None
     lines = [line for line in lines if line.strip()]
     if not lines:

@@ -60,7 +60,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
     layers = np.unique(rows[:, 0] if limit is None else rows[rows[:, 0] < limit, 0])
     if (high := rows[:, 1].max()) >= num_experts:
         raise MismatchError(f"{paths[0]} counts expert {high}, expected 0 to {num_experts - 1}; is it of this model?")
-    spec = facts.spec_of(paths[0], name="unnamed model", layers=layers.tolist(), num_experts=num_experts)
+    spec = facts.spec_of(paths[0], layers=layers.tolist(), num_experts=num_experts)
     counts_WLE = np.zeros((len(paths), len(layers), num_experts), np.int64)
     for w, (_, triples) in enumerate(found):
         known = triples[np.isin(triples[:, 0], layers)]
@@ -82,12 +82,12 @@ def _read(path: Path, notes: list[str]) -> tuple[tuple[int, int] | None, np.ndar
     try:
         lines = [line.split() for line in data.decode("ascii").splitlines() if line.strip()]
         if any(len(line) != 3 for line in lines):
-            raise MismatchError(f"{path} has lines that are no <layer> <expert> <count>; it is cut off or damaged")
+            raise MismatchError(f"{path} has lines that are not <layer> <expert> <count>; it is cut off or damaged")
         triples = np.array([[int(number) for number in line] for line in lines], np.int64)
     except (UnicodeDecodeError, ValueError, OverflowError):
         triples = np.zeros((0, 0), np.int64)
     if not len(triples):
-        raise MismatchError(f"{path} has no lines of <layer> <expert> <count>; it is empty or no .coli_usage")
+        raise MismatchError(f"{path} has no lines of <layer> <expert> <count>; it is empty or not a .coli_usage file")
     shape = None
     for kind, first, second in triples[triples[:, 0] < 0].tolist():
         if kind == -1:

@@ -37,7 +37,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts, mapping: Mapping[str, 
     for path in paths:
         mapped = _column_table.read(path, mapping or {})
         if "count" not in mapped.names:
-            raise UsageError(f"{path} has no column known to be the count; say it with --map count=COLUMN")
+            raise UsageError(f"{path} has no column known to be the count; name it with --map count=COLUMN")
         rows_R3 = np.stack(
             [
                 _column_table.whole_numbers(path, mapped.names[field], mapped.table[mapped.names[field]])
@@ -56,7 +56,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts, mapping: Mapping[str, 
         notes.append(f"{num_experts} experts a layer, by the highest number in the files")
     if rows[:, 1].max() >= num_experts:
         raise MismatchError(f"{paths[0]} counts expert {rows[:, 1].max()}, expected 0 to {num_experts - 1}")
-    spec = facts.spec_of(paths[0], name="unnamed model", layers=layers.tolist(), num_experts=num_experts)
+    spec = facts.spec_of(paths[0], layers=layers.tolist(), num_experts=num_experts)
     counts_WLE = np.zeros((len(paths), len(layers), num_experts), np.int64)
     for w, rows_R3 in enumerate(found):
         counts_WLE[w, np.searchsorted(layers, rows_R3[:, 0]), rows_R3[:, 1]] = rows_R3[:, 2]

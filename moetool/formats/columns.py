@@ -16,7 +16,7 @@ from moetool.formats import _column_table
 from moetool.formats._column_table import MappedColumns
 from moetool.formats._layer_runs import LayerRows, by_token
 from moetool.formats._model_facts import ModelFacts
-from moetool.formats._routes import Routes, RouteSequence, check, renormalized, sums_to_one
+from moetool.formats._routes import Routes, RouteSequence, check, renormalized
 from moetool.formats._sample import FileSample
 
 GENERIC = True
@@ -112,11 +112,9 @@ class _Rows:
         shape = len(start_T), width
         experts_TS = self.expert_R[order].reshape(shape)
         weights_TS = None if self.weight_R is None else self.weight_R[order].reshape(shape).astype(np.float16)
-        spec = facts.spec_of(self.path, name="unnamed model", layers=layers.tolist(), top_k_L=top_k_L.tolist())
+        spec = facts.spec_of(self.path, layers=layers.tolist(), top_k_L=top_k_L.tolist())
         check(self.path, spec, experts_TS, weights_TS)
-        if weights_TS is not None:
-            cuts = np.cumsum(top_k_L)[:-1]
-            spec = renormalized(spec, facts, all(sums_to_one(part, 1) for part in np.split(weights_TS, cuts, axis=1)))
+        spec = renormalized(spec, facts, weights_TS)
         sequences = []
         edges = [*np.flatnonzero(np.diff(request_R[start_T], prepend=-1)).tolist(), len(start_T)]
         for start, stop in pairwise(edges):
@@ -137,7 +135,9 @@ class _Rows:
     def by_order(self, facts: ModelFacts) -> Routes:
         """By the order of the rows, layer by layer."""
         if len(self.requests) > 1:
-            raise MismatchError(f"{self.path} has requests and no column for the token; say it with --map token=COLUMN")
+            raise MismatchError(
+                f"{self.path} has requests and no column for the token; name it with --map token=COLUMN"
+            )
         runs = np.diff(np.append(np.flatnonzero(np.diff(self.layer_R, prepend=self.layer_R[0] - 1)), len(self.layer_R)))
         top_k = facts.known("top_k") or (int(self.sizes[0]) if self.sizes[0] > 1 else int(runs.min()))
         if (runs % top_k).any():
@@ -155,32 +155,8 @@ class _Rows:
                 decode_R=None if self.decode_R is None else self.decode_R[::top_k],
             ),
         )
-        spec = facts.spec_of(
-            self.path, name="unnamed model", layers=tokens.layers, top_k_L=[top_k] * len(tokens.layers)
-        )
-        shape = len(tokens.forward_T), -1
-        experts_TS = tokens.experts_TLK.reshape(shape)
-        weights_TS = None if tokens.weights_TLK is None else tokens.weights_TLK.reshape(shape).astype(np.float16)
-        check(self.path, spec, experts_TS, weights_TS)
-        if weights_TS is not None:
-            spec = renormalized(spec, facts, sums_to_one(weights_TS[-1:], spec.num_layers))
         notes = [*self._notes(), "tokens are told by the order of the rows, as no column numbers them"]
-        if tokens.filled:
-            notes.append(tokens.filled_note())
-        return Routes(
-            spec=spec,
-            task=self.path.stem,
-            sequences=[
-                RouteSequence(
-                    name=str(i),
-                    prompt_tokens=prompt,
-                    experts_TS=experts_TS[span].astype(np.uint16),
-                    weights_TS=None if weights_TS is None else weights_TS[span],
-                )
-                for i, (span, prompt) in enumerate(zip(tokens.spans(), tokens.prompt_tokens, strict=True))
-            ],
-            notes=notes,
-        )
+        return tokens.routes(self.path, facts, notes)
 
     def _prompt(self, rows: np.ndarray) -> int | None:
         if self.decode_R is None:

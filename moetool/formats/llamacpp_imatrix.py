@@ -51,7 +51,6 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
             raise MismatchError(f"{path} has other layers or experts than {paths[0]}; import them one by one")
     spec = facts.spec_of(
         paths[0],
-        name="unnamed model",
         layers=layers,
         num_experts=num_experts,
         top_k_L=None if top_k is None else [top_k] * len(layers),
@@ -60,7 +59,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
 
 
 class _Matrix:
-    """What one file says of the experts."""
+    """Expert counts of one file."""
 
     def __init__(self, path: Path, counts: dict[str, np.ndarray], notes: list[str]) -> None:
         experts: dict[int, dict[str, np.ndarray]] = {}
@@ -113,7 +112,7 @@ def _read(path: Path, notes: list[str]) -> _Matrix:
                 f"{path} is an imatrix of the older .dat layout (first tensor {name}), which does not count experts; "
                 f"{_AGAIN}"
             )
-        raise MismatchError(f"{path} is no GGUF file, expected llama.cpp's imatrix; {_AGAIN}")
+        raise MismatchError(f"{path} is not a GGUF file, expected llama.cpp's imatrix; {_AGAIN}")
     from gguf import GGUFReader
 
     try:
@@ -125,14 +124,14 @@ def _read(path: Path, notes: list[str]) -> _Matrix:
             if tensor.name.endswith(".counts")
         }
     except Exception as error:  # the reader fails in a dozen ways on a damaged file
-        raise MismatchError(f"{path} is no whole GGUF file ({first_line(error)[:200]}); {_AGAIN}") from None
+        raise MismatchError(f"{path} is not a complete GGUF file ({first_line(error)[:200]}); {_AGAIN}") from None
     if kind != "imatrix":
         raise MismatchError(
             f"{path} is a GGUF file of the type {kind!r}, expected an imatrix; give that of llama-imatrix"
         )
     for name, values in counts.items():
         if not np.isfinite(values).all() or (values < 0).any() or (values % 1).any():
-            raise MismatchError(f"{path} has {name} that are no whole numbers from 0, expected counts; {_AGAIN}")
+            raise MismatchError(f"{path} has {name} that are not whole numbers from 0, expected counts; {_AGAIN}")
         if values.max(initial=0) >= _EXACT_FLOAT32:
             notes.append(f"{path.name}: counts from {_EXACT_FLOAT32:,} on are rounded, as float32 holds them")
     return _Matrix(path, {name: values.astype(np.int64) for name, values in counts.items()}, notes)

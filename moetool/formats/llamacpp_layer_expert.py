@@ -20,7 +20,7 @@ import numpy as np
 from moetool.errors import MismatchError
 from moetool.formats._layer_runs import LayerRows, TokenRows, by_token
 from moetool.formats._model_facts import ModelFacts
-from moetool.formats._routes import Routes, RouteSequence, check, whole_requests
+from moetool.formats._routes import Routes, whole_requests
 from moetool.formats._sample import FileSample, read_numbers
 
 if TYPE_CHECKING:
@@ -55,9 +55,6 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
         )
     rows = LayerRows(layer_R=layer_R[::top_k], experts_RK=expert_R.reshape(-1, top_k))
     tokens, dropped = _whole(by_token(path, rows))
-    spec = facts.spec_of(path, name="unnamed model", layers=tokens.layers, top_k_L=[top_k] * len(tokens.layers))
-    experts_TS = tokens.experts_TLK.reshape(len(tokens.forward_T), -1)
-    check(path, spec, experts_TS, None)
     notes = [
         "top-k only: no weights, no scores over all experts, no embeddings, no token ids",
         "the prompt is not marked in the file: forwards of several tokens are taken to be of a prompt",
@@ -69,17 +66,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
             f"{dropped} prompt tokens are left out: the file lists the ranking of another token in their place, as "
             f"moe-trace did before it read strided tensors"
         )
-    if tokens.filled:
-        notes.append(tokens.filled_note())
-    return Routes(
-        spec=spec,
-        task=path.stem,
-        sequences=[
-            RouteSequence(name=str(i), prompt_tokens=prompt, experts_TS=experts_TS[span].astype(np.uint16))
-            for i, (span, prompt) in enumerate(zip(tokens.spans(), tokens.prompt_tokens, strict=True))
-        ],
-        notes=notes,
-    )
+    return tokens.routes(path, facts, notes)
 
 
 def _whole(tokens: TokenRows) -> tuple[TokenRows, int]:
@@ -109,7 +96,7 @@ def _whole(tokens: TokenRows) -> tuple[TokenRows, int]:
 
 
 def _log_chance_of_one_ranking(experts_TLK: np.ndarray) -> float:
-    """How likely independent tokens would list distinct experts throughout, as these do; infinite where they do not.
+    """Odds against independent tokens all listing distinct experts, as these do; infinite where they do not.
 
     The last layer is left out: it may hold a single token.
     """

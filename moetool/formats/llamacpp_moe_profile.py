@@ -17,7 +17,7 @@ import numpy as np
 from moetool.errors import MismatchError
 from moetool.formats._layer_runs import LayerRows, by_token
 from moetool.formats._model_facts import ModelFacts, require_even
-from moetool.formats._routes import Routes, RouteSequence, check, prompt_rows, whole_requests
+from moetool.formats._routes import Routes, prompt_rows, run_order, whole_requests
 from moetool.formats._sample import FileSample, read_numbers
 
 if TYPE_CHECKING:
@@ -50,22 +50,8 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
         raise MismatchError(f"{path} begins with {first[:1]}, expected rows of pos,layer,expert,expert,…")
     rows_RW = read_numbers(path, width, "pos,layer,expert,…", negative_first=True)
     tokens = by_token(path, LayerRows(layer_R=rows_RW[:, 1], experts_RK=rows_RW[:, 2:], decode_R=rows_RW[:, 0] >= 0))
-    num_layers, top_k = len(tokens.layers), width - 2
-    spec = facts.spec_of(path, name="unnamed model", layers=tokens.layers, top_k_L=[top_k] * num_layers)
-    experts_TS = tokens.experts_TLK.reshape(len(tokens.forward_T), -1)
-    check(path, spec, experts_TS, None)
     notes = ["top-k only: no weights, no scores over all experts, no embeddings, no token ids"]
-    if tokens.filled:
-        notes.append(tokens.filled_note())
-    return Routes(
-        spec=spec,
-        task=path.stem,
-        sequences=[
-            RouteSequence(name=str(i), prompt_tokens=prompt, experts_TS=experts_TS[span].astype(np.uint16))
-            for i, (span, prompt) in enumerate(zip(tokens.spans(), tokens.prompt_tokens, strict=True))
-        ],
-        notes=notes,
-    )
+    return tokens.routes(path, facts, notes)
 
 
 def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None) -> list[str]:
@@ -81,10 +67,8 @@ def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None
         for _, rows in whole_requests(trace):
             prompt = prompt_rows(rows)
             experts_TLK = rows.experts_TS.reshape(len(rows), spec.num_layers, -1)
-            order = [(token, place) for place in range(spec.num_layers) for token in range(prompt)]
-            order += [(token, place) for token in range(prompt, len(rows)) for place in range(spec.num_layers)]
             decodes += len(rows) - prompt
-            for token, place in order:
+            for token, place in run_order(spec.num_layers, prompt, len(rows)):
                 ids = ",".join(map(str, experts_TLK[token, place].tolist()))
                 file.write(f"{token - prompt},{spec.layer_ids_L[place]},{ids}\n")
     notes = ["llamacpp_moe_profile has experts alone, and no names of requests"]

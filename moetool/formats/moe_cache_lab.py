@@ -19,7 +19,7 @@ import numpy as np
 
 from moetool.errors import MismatchError
 from moetool.formats._model_facts import ModelFacts
-from moetool.formats._routes import Routes, RouteSequence, check, prompt_rows, renormalized, sums_to_one, whole_requests
+from moetool.formats._routes import Routes, RouteSequence, check, prompt_rows, renormalized, run_order, whole_requests
 from moetool.formats._sample import FileSample
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
         weights_TS = np.array(
             [[w for event in row for w in event["selected_probabilities"]] for row in grid], np.float16
         )
-        spec = renormalized(spec, facts, all(_ones(weights_TS, top_k_L)))
+        spec = renormalized(spec, facts, weights_TS)
     check(path, spec, experts_TS, weights_TS)
     ids = [row[0].get("token_id") for row in grid]
     notes = ["top-k only: no scores over all experts, no embeddings"]
@@ -95,17 +95,12 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     )
 
 
-def _ones(weights_TS: np.ndarray, top_k_L: list[int]) -> list[bool]:
-    cuts = np.cumsum(top_k_L)[:-1]
-    return [sums_to_one(part, 1) for part in np.split(weights_TS, cuts, axis=1)]
-
-
 def _events(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The metadata and the events, in order, each of them by itself as it should be."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise MismatchError(f"{path} is no text ({error.reason}), expected JSON lines") from None
+        raise MismatchError(f"{path} is not text ({error.reason}), expected JSON lines") from None
     records = [(i, _object(f"{path}, line {i}", line)) for i, line in enumerate(lines, 1) if line.strip()]
     head = records[0][1] if records else {}
     found = head.get("record_type"), head.get("format"), head.get("format_version")
@@ -151,7 +146,7 @@ def _object(where: str, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise MismatchError(f"{where} is no JSON ({error}); the file is cut off or damaged") from None
+        raise MismatchError(f"{where} is not JSON ({error}); the file is cut off or damaged") from None
     if not isinstance(record, dict):
         raise MismatchError(f"{where} is {line[:40]!r}, expected a JSON object")
     return record
@@ -215,8 +210,6 @@ def _records(trace: "Trace", rows: "TokenBatch") -> list[dict[str, Any]]:
     experts = [part.tolist() for part in np.split(rows.experts_TS, cuts, axis=1)]
     weights = None if rows.weights_TS is None else [part.tolist() for part in np.split(rows.weights_TS, cuts, axis=1)]
     prompt = prompt_rows(rows)
-    order = [(token, i) for i in range(spec.num_layers) for token in range(prompt)]
-    order += [(token, i) for token in range(prompt, len(rows)) for i in range(spec.num_layers)]
     ids, positions = rows.token_id_T.tolist(), rows.position_T.tolist()
     return [
         {
@@ -228,5 +221,5 @@ def _records(trace: "Trace", rows: "TokenBatch") -> list[dict[str, Any]]:
             "selected_probabilities": [] if weights is None else weights[i][token],
             "token_id": None if ids[token] < 0 else ids[token],
         }
-        for token, i in order
+        for token, i in run_order(spec.num_layers, prompt, len(rows))
     ]

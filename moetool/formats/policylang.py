@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from moetool.errors import MismatchError, first_line
 from moetool.formats._model_facts import ModelFacts
-from moetool.formats._routes import Routes, RouteSequence, check, renormalized, sums_to_one, whole_requests
+from moetool.formats._routes import Routes, RouteSequence, check, renormalized, whole_requests
 from moetool.formats._sample import FileSample
 from moetool.trace.events import router_scores
 from moetool.trace.reader import Trace
@@ -98,7 +98,6 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     num_experts = widths.pop() if widths else None
     spec = facts.spec_of(
         path,
-        name="unnamed model",
         layers=layers.tolist(),
         num_experts=num_experts,
         top_k_L=top_k_L,
@@ -112,10 +111,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
         logits_TF = np.concatenate([each for each in wide["router_logits"] if each is not None], axis=1)
         if not np.isfinite(logits_TF).all():
             raise MismatchError(f"{path} has router_logits that are not finite, expected numbers")
-    if weights_TS is not None:
-        cuts = np.cumsum(top_k_L)[:-1]
-        ones = all(sums_to_one(part, 1) for part in np.split(weights_TS, cuts, axis=1))
-        spec = renormalized(spec, facts, ones)
+    spec = renormalized(spec, facts, weights_TS)
     rows = table.take(pa.array(np.arange(0, len(table), num_layers)))
     notes = ["the model is not in the file, nor which requests ran together"]
     if logits_TF is None:
@@ -136,18 +132,11 @@ def _table(path: Path) -> pa.Table:
     try:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
-        raise MismatchError(f"{path} is no whole Parquet file ({first_line(error)}); get it again") from error
+        raise MismatchError(
+            f"{path} is not a complete Parquet file ({first_line(error)}); download it again"
+        ) from error
     columns: dict[str, pa.ChunkedArray] = {}
-    for name in (
-        "prompt_id",
-        "token_idx",
-        "layer_idx",
-        "selected_experts",
-        *_SCORES,
-        "token_id",
-        "phase",
-        "domain_tag",
-    ):
+    for name in (*_SCHEMA.names[:4], *_SCORES, "token_id", "phase", "domain_tag"):
         kind, needed = _SCHEMA.field(name).type, name in _SCHEMA.names[:4]
         if name not in table.column_names:
             if needed:
@@ -163,7 +152,7 @@ def _table(path: Path) -> pa.Table:
         if needed and columns[name].null_count:
             raise MismatchError(f"{path} has empty places in {name}, expected a value in each row")
     if not len(table):
-        raise MismatchError(f"{path} has no rows, expected one for each token and layer; get it again")
+        raise MismatchError(f"{path} has no rows, expected one for each token and layer; download it again")
     return pa.table(columns)
 
 

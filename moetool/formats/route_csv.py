@@ -23,7 +23,7 @@ import numpy as np
 
 from moetool.errors import MismatchError
 from moetool.formats._model_facts import ModelFacts, hidden_layers, require_even, revision_of
-from moetool.formats._routes import Routes, RouteSequence, check, prompt_rows, renormalized, sums_to_one, whole_requests
+from moetool.formats._routes import Routes, RouteSequence, check, prompt_rows, renormalized, run_order, whole_requests
 from moetool.formats._sample import FileSample
 from moetool.types import ModelSpec
 
@@ -52,7 +52,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise MismatchError(f"{path} is no text ({error.reason}), expected a CSV file of routes") from None
+        raise MismatchError(f"{path} is not text ({error.reason}), expected a CSV file of routes") from None
     num_header = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
     spec = facts.adopt(path, _spec(path, lines[:num_header]))
     rows_R6, weight_R = _rows(path, lines[num_header:], num_header + 1)
@@ -71,7 +71,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     if len(sequences) > 1:
         notes.append("each turn of the conversation is a request of its own")
     last_TS = np.concatenate([s.weights_TS[-1:] for s in sequences if s.weights_TS is not None])
-    spec = renormalized(spec, facts, sums_to_one(last_TS, spec.num_layers))
+    spec = renormalized(spec, facts, last_TS)
     return Routes(spec=spec, task="conversation", sequences=sequences, notes=notes)
 
 
@@ -104,9 +104,7 @@ def write_routes(trace: "Trace", out: Path, num_hidden_layers: int | None = None
             known, place = np.unique(weights, return_inverse=True)
             texts = np.array([np.format_float_positional(weight, trim="-") for weight in known])[place.reshape(shape)]
             prompt = prompt_rows(rows)
-            order = [(token, layer) for layer in range(spec.num_layers) for token in range(prompt)]
-            order += [(token, layer) for token in range(prompt, len(rows)) for layer in range(spec.num_layers)]
-            for token, layer in order:
+            for token, layer in run_order(spec.num_layers, prompt, len(rows)):
                 if token < prompt - 1 and layer == spec.num_layers - 1 and not weights[token, layer].any():
                     continue
                 layer_id = spec.layer_ids_L[layer]
@@ -132,7 +130,7 @@ def _spec(path: Path, header: list[str]) -> ModelSpec:
     if not layers or layers[-1] >= num_layers or not 0 < top_k <= num_experts:
         raise MismatchError(
             f"{path} has expert_bytes for {len(layers)} layers and top-{top_k} of {num_experts} experts in its header, "
-            f"expected a line '# layer=… expert_bytes=…' for each MoE layer of {num_layers}; get it again"
+            f"expected a line '# layer=… expert_bytes=…' for each MoE layer of {num_layers}; download it again"
         )
     expert_bytes = tuple(sizes[layer] for layer in layers)
     facts = {"layers": layers, "num_experts": num_experts, "top_k": top_k, "expert_bytes": expert_bytes}
@@ -170,7 +168,7 @@ def _rows(path: Path, lines: list[str], first: int) -> tuple[np.ndarray, np.ndar
                 f"{path}, line {at}: {line[:80]!r}, expected {len(_COLUMNS)} numbers; the file is cut off or damaged"
             ) from None
     if not numbers:
-        raise MismatchError(f"{path} has no rows after its header; get it again")
+        raise MismatchError(f"{path} has no rows after its header; download it again")
     return np.array(numbers), np.array(weights, np.float32)
 
 

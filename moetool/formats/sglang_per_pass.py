@@ -64,7 +64,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
         for layer in range(num_hidden):
             np.add.at(counts_WHE[w, layer], logical_HP[layer], counts_of[number][layer])
     layers = facts.layers_of(paths[0], num_hidden)
-    spec = facts.spec_of(paths[0], name="unnamed model", layers=layers, num_experts=num_experts)
+    spec = facts.spec_of(paths[0], layers=layers, num_experts=num_experts)
     counts_WLE = _recorder.counts_without_dense(paths[0], counts_WHE, layers)
     return Counted(spec=spec, counts_WLE=counts_WLE, notes=_recorder.map_notes(logical_HP))
 

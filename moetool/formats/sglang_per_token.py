@@ -91,9 +91,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
             f"say so with --set model=PATH, first_k_dense=N or moe_layers=1..26"
         )
     num_experts = int(logical_HP.max()) + 1
-    spec = facts.spec_of(
-        path, name="unnamed model", layers=layers, num_experts=num_experts, top_k_L=[top_k] * len(layers)
-    )
+    spec = facts.spec_of(path, layers=layers, num_experts=num_experts, top_k_L=[top_k] * len(layers))
     check(path, spec, experts_TS[kept_T], None)
     sequences, notes = _sequences(path, found)
     forward_T = np.repeat(np.arange(len(found)), [len(record.ids) for record in found]).astype(np.int32)

@@ -39,7 +39,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
     if not num_experts:
         raise MismatchError(f"{paths[0]} has no experts, expected logical_count (passes, layers, experts)")
     layers = facts.layers_of(paths[0], num_hidden)
-    spec = facts.spec_of(paths[0], name="unnamed model", layers=layers, num_experts=num_experts)
+    spec = facts.spec_of(paths[0], layers=layers, num_experts=num_experts)
     counts_WLE = _recorder.counts_without_dense(paths[0], counts_WHE, layers)
     dropped = len(counts_WHE) - len(counts_WLE)
     notes = [f"{dropped} passes without tokens left out"] if dropped else []
@@ -50,11 +50,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
 
 
 def write_counts(counted: Counted, out: Path, num_hidden_layers: int | None = None) -> list[str]:
-    """Write counts; gives what was added.
-
-    Raises:
-        UsageError: `num_hidden_layers` is too small.
-    """
+    """Write counts; gives what was added. Raises: UsageError: `num_hidden_layers` is too small."""
     import torch
 
     spec, num_hidden = counted.spec, hidden_layers(counted.spec, num_hidden_layers)

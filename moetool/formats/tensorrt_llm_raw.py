@@ -39,9 +39,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     num_experts, top_k = _statistics.read_meta(path)
     ranks = _statistics.read_ranks(path, raw=True)
     layers = tuple(sorted({layer for arrays in ranks.values() for _, layer in arrays}))
-    spec = facts.spec_of(
-        path, name="unnamed model", layers=layers, num_experts=num_experts, top_k_L=[top_k] * len(layers)
-    )
+    spec = facts.spec_of(path, layers=layers, num_experts=num_experts, top_k_L=[top_k] * len(layers))
     forwards = sorted({(iteration, rank) for rank, arrays in ranks.items() for iteration, _ in arrays})
     sequences: list[RouteSequence] = []
     for iteration, rank in forwards:

@@ -55,9 +55,7 @@ def read_counts(paths: Sequence[Path], facts: ModelFacts) -> Counted:
     if len(shapes) > 1:
         raise MismatchError(f"{', '.join(map(str, paths))} are of different models (experts, top-k, layers)")
     ((num_experts, top_k, layers),) = shapes
-    spec = facts.spec_of(
-        paths[0], name="unnamed model", layers=layers, num_experts=num_experts, top_k_L=[top_k] * len(layers)
-    )
+    spec = facts.spec_of(paths[0], layers=layers, num_experts=num_experts, top_k_L=[top_k] * len(layers))
     return Counted(spec=spec, counts_WLE=np.concatenate(passes))
 
 

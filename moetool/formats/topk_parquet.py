@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from moetool.errors import MismatchError, first_line
 from moetool.formats._model_facts import ModelFacts, require_even, revision_of
-from moetool.formats._routes import Routes, RouteSequence, check, one_task, renormalized, sums_to_one, whole_requests
+from moetool.formats._routes import Routes, RouteSequence, check, one_task, renormalized, whole_requests
 from moetool.formats._sample import FileSample
 from moetool.trace.reader import Trace
 from moetool.types import ModelSpec
@@ -46,7 +46,9 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     try:
         table = pq.read_table(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
-        raise MismatchError(f"{path} is no whole Parquet file ({first_line(error)}); get it again") from error
+        raise MismatchError(
+            f"{path} is not a complete Parquet file ({first_line(error)}); download it again"
+        ) from error
     header = _header(path, table.schema.metadata or {})
     spec = facts.adopt(path, _spec(path, header))
     columns = _columns(path, table, sum(spec.top_k_L))
@@ -61,7 +63,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
     if "expert_bytes" not in header:
         notes.append("bytes of an expert and hidden size are those of the model's published config, in bfloat16")
     return Routes(
-        spec=renormalized(spec, facts, sums_to_one(columns["weights"], spec.num_layers)),
+        spec=renormalized(spec, facts, columns["weights"]),
         task=task,
         sequences=_sequences(path, columns),
         notes=notes,
@@ -193,11 +195,11 @@ def _columns(path: Path, table: pa.Table, width: int) -> dict[str, np.ndarray]:
             raise MismatchError(f"{path} has {name} of type {column.type}, expected {kind}; is its header another's?")
         flat = column.flatten() if width and pa.types.is_fixed_size_list(kind) else column
         if column.null_count or flat.null_count:
-            raise MismatchError(f"{path} has empty places in {name}, expected a value in each; get it again")
+            raise MismatchError(f"{path} has empty places in {name}, expected a value in each; download it again")
         values = flat.to_numpy(zero_copy_only=False)
         columns[name] = values.reshape(-1, width) if flat is not column else values
     if not len(table):
-        raise MismatchError(f"{path} has no rows, expected one for each token; get it again")
+        raise MismatchError(f"{path} has no rows, expected one for each token; download it again")
     return columns
 
 

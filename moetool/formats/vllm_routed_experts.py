@@ -79,7 +79,7 @@ def read_routes(path: Path, facts: ModelFacts) -> Routes:
 def _ids(where: str, holder: Any, name: str) -> list[int] | None:
     ids = field(where, holder, name, list)
     if ids is not None and not all(type(i) is int and 0 <= i < 2**31 for i in ids):
-        raise MismatchError(f"{where} has {name} that are no token ids, expected numbers from 0")
+        raise MismatchError(f"{where} has {name} that are not token ids, expected numbers from 0")
     return ids
 
 
@@ -97,7 +97,7 @@ def _array(where: str, raw: bytes) -> np.ndarray:
         reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         shape, fortran, dtype = reads[version](stream)
     except Exception as error:  # NumPy reads the header with Python's own tokenizer, and fails in all of its ways
-        raise MismatchError(f"{where} has routed_experts that are no .npy file ({first_line(error)})") from None
+        raise MismatchError(f"{where} has routed_experts that are not an .npy file ({first_line(error)})") from None
     left = len(raw) - stream.tell()
     whole = dtype.itemsize * int(np.prod(shape, dtype=object))
     if len(shape) != 3 or dtype.kind not in "iu" or fortran or left != whole or not whole:

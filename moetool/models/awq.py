@@ -8,14 +8,18 @@ A weight [N, K] that would be `X.weight` is stored transposed as
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
+from moetool.models.packed_product import Grouping
 from moetool.models.value_scaling import Groups, write_scaled
 from moetool.models.weight_format import FLOATS, Stored, StoredWeight, Unclaimed, ceil_div
 
 _PER_WORD = 8
 _OUTPUTS = ((0, 2), (4, 6), (1, 3), (5, 7))  # of the lower and the upper half of each byte of a word
+_PLACES = [place for place, _ in sorted(enumerate(chain.from_iterable(_OUTPUTS)), key=lambda pair: pair[1])]
+_LOWER = 0x0F0F0F0F  # the lower half of each byte of a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +28,11 @@ class AwqCodec:
 
     Attributes:
         group: inputs that share a scale.
+        bits: of a value.
     """
 
     group: int
+    bits: int = 4
     transposed: bool = False
 
     def into(self, stored: Stored, out: torch.Tensor) -> None:
@@ -42,11 +48,21 @@ class AwqCodec:
 
         write_scaled(out, numbers, groups, scale.dtype, multiple=_PER_WORD)
 
+    def arrange(self, stored: Stored, words: torch.Tensor, tile: int) -> Grouping:
+        values = stored["values"].unflatten(1, (-1, 2, tile // 2 // _PER_WORD))
+        first, second = values.unbind(2)  # [I, tile, word]
+        halves = [(first & _LOWER) | ((second & _LOWER) << 4), ((first >> 4) & _LOWER) | (second & ~_LOWER)]
+        bytes_of = torch.stack([half.contiguous().view(torch.uint8).unflatten(2, (-1, 4)) for half in halves], dim=-1)
+        made_TIR = words.view(torch.uint8).view(*first.shape[1::-1], -1, _PER_WORD)
+        made_TIR.copy_(bytes_of.flatten(3)[..., _PLACES].transpose(0, 1))
+        zero_NG = _rows(stored["zero"].T.contiguous())
+        return Grouping(stored["scale"].T, zero_NG.to(torch.uint8), None)
+
 
 def _rows(words: torch.Tensor) -> torch.Tensor:
     """The values float32 [8 * M, K] of words [M, K], each of which holds an input of eight outputs."""
     rows = torch.empty(len(words), _PER_WORD, words.shape[1], device=words.device)
-    octets = words.view(torch.uint8).view(*words.shape, 4)
+    octets = words.reshape(-1).view(torch.uint8).view(*words.shape, 4)  # of one column strides may be any
     for byte, (low, high) in enumerate(_OUTPUTS):
         plane = octets[..., byte].contiguous()
         rows[:, low] = plane & 15

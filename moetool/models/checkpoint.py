@@ -20,7 +20,7 @@ from moetool.models.expert_files import ExpertFiles, ExpertWeights, slot_form, s
 from moetool.models.gguf_weights import read_gguf
 from moetool.models.hub import snapshot_name
 from moetool.models.location import locate, locate_config
-from moetool.models.pack_quantized import PackQuantized
+from moetool.models.packed_slot import stays_packed
 from moetool.models.quantization_config import Quantization, quantization_of
 from moetool.models.revision import config_revision, revision_of
 from moetool.models.shards import Shards
@@ -34,10 +34,9 @@ _NARROW = torch.bfloat16  # no family asks for it by name, so what has it in the
 
 
 class Checkpoint:
-    """What is known of a checkpoint. Everything is read and built at its first use, and once.
+    """Checkpoint whose parts are read and built once, at first use.
 
     Args:
-        path: its folder.
         name: what people call it; the path, if not said.
         weights: whether its weight files are to be used; without them the config tells all there is.
         direct: read tensors with O_DIRECT where the file system allows.
@@ -121,16 +120,12 @@ class Checkpoint:
 
     @cached_property
     def layers(self) -> list[MoeLayer]:
-        """The MoE layers of the skeleton.
-
-        Raises:
-            UsageError: it has none that moetool can hook.
-        """
+        """The MoE layers of the skeleton. Raises: UsageError: it has none that moetool can hook."""
         return moe_layers(self.skeleton)
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """What there is to know of its experts.
+        """Specification of its experts.
 
         Raises:
             UsageError: it is no MoE model of a family that moetool knows.
@@ -186,7 +181,7 @@ class Checkpoint:
 
     @cached_property
     def sources(self) -> dict[str, TensorSource]:
-        """For each parameter and buffer of the model, the tensors that make it."""
+        """Tensors that make each parameter and buffer of the model."""
         return sources(self.skeleton, self.weight_index.weights)
 
     def open_shards(self) -> Shards:
@@ -210,15 +205,15 @@ class Checkpoint:
             raise
 
     def slot_bytes(self, fastest: torch.dtype | None) -> int:
-        """Bytes of a slot of `expert_files`, or by config alone what they would be."""
+        """Bytes of a slot of `expert_files`, or by config alone about what they would be."""
         form = self.layers[0].form
         if not self.weights and self._gguf is None:
             formats = self.quantization.formats if self.quantization is not None else ()
-            unpacked = fastest is not None and not all(isinstance(format, PackQuantized) for format in formats)
-            return form.num_elements * fastest.itemsize if unpacked and fastest else self.spec.slot_bytes
+            packed = fastest is None or all(stays_packed(format, form, fastest) for format in formats)
+            return self.spec.slot_bytes if packed or fastest is None else form.num_elements * fastest.itemsize
         layouts = list(dict.fromkeys(map(self.expert_weights.layout, self.layers)))
-        _, dense = slot_form(layouts, tuple(part.shape for part in form.parts), fastest)
-        return self.spec.slot_bytes if dense is None else dense.num_bytes
+        slot = slot_form(layouts, tuple(part.shape for part in form.parts), fastest)
+        return self.spec.slot_bytes if slot is None else slot.num_bytes
 
     @cached_property
     def expert_dtype(self) -> torch.dtype:
@@ -253,7 +248,7 @@ class Checkpoint:
 
     @cached_property
     def revision(self) -> str:
-        """What tells it from every other checkpoint (`moetool.models.revision`), or its config alone from others."""
+        """Identity of the checkpoint (`moetool.models.revision`), or of its config alone."""
         return revision_of(self._content, self.index) if self.weights else config_revision(self._content)
 
     @cached_property
@@ -274,11 +269,7 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's own tokenizer.
-
-        Raises:
-            UsageError: the folder has none that transformers can read.
-        """
+        """The model's own tokenizer. Raises: UsageError: the folder has none that transformers can read."""
         if self._gguf is not None:
             return read_tokenizer(self.path.parent, gguf_file=self.path.name)
         return read_tokenizer(self.path, config=self._whole_config)
@@ -302,8 +293,10 @@ def read_tokenizer(folder: Path, **where: Any) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **where)
-    except (ValueError, OSError, KeyError, ImportError) as error:
-        raise UsageError(f"{folder} has no tokenizer: {first_line(error)}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # transformers checks little of its files, and fails in any way
+        raise UsageError(f"{folder} has no tokenizer that can be read: {first_line(error)}") from None
 
 
 def _read_config(file: Path) -> tuple[bytes, dict[str, Any]]:
@@ -349,7 +342,7 @@ def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
         if raw.get("auto_map"):
             raise UsageError(
                 f"{file} asks for code of its own (auto_map) for the family {model_type!r}, which transformers does "
-                "not know; moetool never runs the code of a checkpoint; 'moetool models' lists what it reads"
+                "not know; moetool never runs code from a checkpoint; 'moetool models' lists what it reads"
             )
         raise UsageError(
             f"{file} is of the model type {model_type!r}, which transformers does not know; 'moetool models' lists "
@@ -357,6 +350,10 @@ def _parse_config(path: Path, raw: dict[str, Any]) -> Any:
         )
     try:
         values = PreTrainedConfig._decode_special_floats(copy.deepcopy(raw))
-        return CONFIG_MAPPING[model_type].from_dict(values, name_or_path=str(path))
+        config = CONFIG_MAPPING[model_type].from_dict(values, name_or_path=str(path))
+        text = config.get_text_config()
     except Exception as error:  # the config classes of transformers check little, and fail in any way
         raise UsageError(f"cannot read {file}: {first_line(error)}") from None
+    if not isinstance(text, PreTrainedConfig):
+        raise MismatchError(f"{file} has a text part, which {model_type} models have not; download the model again")
+    return config

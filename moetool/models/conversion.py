@@ -17,7 +17,7 @@ from moetool.errors import MismatchError
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """What makes one parameter.
+    """Source of one parameter.
 
     Attributes:
         parameter: its name in the model; the first one where a conversion makes several.
@@ -49,7 +49,7 @@ class TensorSource:
 
 
 def sources(model: Any, names: Iterable[str]) -> dict[str, TensorSource]:
-    """For each parameter and buffer of the model, what makes it.
+    """Source of each parameter and buffer of the model.
 
     Tensors that the model has no place for (further prediction layers, vision towers) are left out.
 

@@ -1,4 +1,4 @@
-"""What one expert of a layer is made of, how it computes, and how its family hands it tokens.
+"""Form of a layer's experts: weights, computation, and its family's calling convention.
 
 Most families decorate their experts with transformers' experts interface, and the flags that it leaves on the module
 say everything. The few that do not are told by class name.
@@ -23,7 +23,7 @@ _ONE_THREAD = 32_768
 
 
 class Call(Enum):
-    """How a family calls the module that holds its experts."""
+    """Calling convention of a family's experts module."""
 
     INTERFACE = auto()  # through transformers' experts interface
     EXPERTS = auto()  # module(hidden, index, weights), outside the interface
@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one expert computes: its weights, the rows of x that it takes and those of the output that it makes."""
+    """Computation of one expert: its weights, input rows and output rows."""
 
     weights: tuple[Weight, ...]
     sources: Sequence[int]

@@ -1,4 +1,4 @@
-"""What is known of each MoE family and cannot be read off its modules, in one table.
+"""Table of facts about MoE families that their modules do not show.
 
 A family is a `model_type` of transformers. Where its experts and routers are, their shapes and the width of its
 top-k are derived from the modules (`moetool.models.spec`); this table holds how scores become weights, and what
@@ -22,7 +22,7 @@ _SCALES = ("routed_scaling_factor", "route_scale", "router_scaling_factor")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How the weights of the chosen experts follow from a router's logits.
+    """Rule that turns a router's logits into the chosen experts' weights.
 
     Attributes:
         score: turns logits into scores over all experts.
@@ -104,7 +104,7 @@ class Family:
         return self.score + sums[self.renormalize]
 
     def to_json(self) -> dict[str, Any]:
-        """What `moetool models --json` prints."""
+        """Data of `moetool models --json`."""
         return {
             "family": self.name,
             "known": "inferred" if self.inferred else "listed",
@@ -125,12 +125,12 @@ class Family:
         return Rule(score=score, renormalize=renormalize, scale=scale)
 
 
-_LINEAR = "its linear attention keeps a state that the paged cache has no place for"
-_CONVOLUTION = "its convolutions keep a state that the paged cache has no place for"
-_INDEXED = "its indexed attention is not one that the paged cache knows"
-_EAGER = "its attention runs only as transformers' own eager one, which has no paged form"
-_CHUNKED = "its chunked attention is not one that the paged cache knows"
-_OWN_CODE = "transformers has no class of its own for it, and moetool never runs the code of a checkpoint"
+_LINEAR = "its linear attention keeps a state that the paged cache cannot hold"
+_CONVOLUTION = "its convolutions keep a state that the paged cache cannot hold"
+_INDEXED = "its indexed attention is not supported by the paged cache"
+_EAGER = "its attention has only transformers' eager form, which cannot be paged"
+_CHUNKED = "its chunked attention is not supported by the paged cache"
+_OWN_CODE = "transformers has no class for it, and moetool never runs code from a checkpoint"
 
 _ALL = (
     Family(name="afmoe", score="sigmoid", renormalize=True),
@@ -139,7 +139,7 @@ _ALL = (
     Family(
         name="dbrx",
         renormalize=True,
-        fixed="its router hands out logits, not a choice that could be changed",
+        fixed="its router returns logits, not a replaceable choice",
         notes="weights are divided by their p-norm; p is 1 in the checkpoints",
     ),
     Family(name="deepseek", refused=f"{_OWN_CODE}; deepseek_v2 checkpoints are the nearest that moetool reads"),
@@ -181,8 +181,8 @@ _ALL = (
     Family(
         name="jetmoe",
         renormalize=True,
-        own_cache="it repeats keys and values in an order of its own after they are cached",
-        fixed="its router hands out sorted tokens, not a choice that could be changed",
+        own_cache="it repeats cached keys and values in its own order",
+        fixed="its router returns sorted tokens, not a replaceable choice",
         notes="the experts of its attention stay in memory; those of its feed-forward layers are captured and served",
     ),
     Family(name="kimi_linear", score="sigmoid", own_cache=_LINEAR),
@@ -193,7 +193,7 @@ _ALL = (
         score="sigmoid",
         renormalize=False,
         own_cache=_CHUNKED,
-        fixed="its router hands out scaled inputs, not a choice that could be changed",
+        fixed="its router returns scaled inputs, not a replaceable choice",
         notes="its weights multiply the input of an expert, not its output",
     ),
     Family(
@@ -263,16 +263,11 @@ def known(model_type: str) -> Family | None:
 
 
 def find(model_type: str) -> Family:
-    """The family of a model.
-
-    Raises:
-        UsageError: moetool does not know it, or cannot run it.
-    """
+    """The family of a model. Raises: UsageError: moetool does not know it, or cannot run it."""
     family = known(model_type)
     if family is None:
         raise UsageError(
-            f"{model_type} is no family that moetool knows, so it cannot tell how its routers choose; "
-            "'moetool models' lists those it does"
+            f"{model_type} is not a supported family, so its routing is unknown; 'moetool models' lists those it does"
         )
     require_supported(model_type)
     return family

@@ -1,4 +1,4 @@
-"""What a family that the table does not list does with its logits, found out by trying its router on made-up inputs."""
+"""Inference of an unlisted family's routing by running its router on synthetic inputs."""
 
 import copy
 from typing import Any
@@ -27,7 +27,7 @@ def infer_family(model_type: str, router: Any, hidden_size: int) -> Family:
 
 
 def _rule(router: Any, hidden_size: int) -> tuple[Score, bool] | None:
-    """How scores follow from logits, and whether the chosen ones are made to sum to one; None if by no known rule."""
+    """Rule from logits to scores, and whether chosen scores are normalized; None if unknown."""
     trial = copy.deepcopy(router).to_empty(device="cpu").float()
     draw = torch.Generator().manual_seed(0)
     with torch.inference_mode():

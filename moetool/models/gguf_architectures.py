@@ -66,7 +66,7 @@ _SOFTMAX, _SIGMOID = 1, 2
 
 
 class Metadata:
-    """What a header says of a model, by keys below its architecture.
+    """Values of a header, by keys below its architecture.
 
     Args:
         values: all of the header.
@@ -144,7 +144,7 @@ class Architecture:
 
 
 def common_config(meta: Metadata) -> dict[str, Any]:
-    """What the config of every architecture says. Raises: KeyError where the header lacks a value."""
+    """Config values common to all architectures. Raises: KeyError where the header lacks one."""
     heads, hidden = meta("attention.head_count"), meta("embedding_length")
     key_value_heads = meta("attention.head_count_kv")
     head_dim = meta.get("attention.key_length", hidden // heads)
@@ -397,7 +397,7 @@ ARCHITECTURES = {
         joined=_qwen3_next,
     ),
 }
-"""By `general.architecture`."""
+"""Architectures by `general.architecture`."""
 _SCORED_BY_SOFTMAX = _DEEPSEEK(family="deepseek_v2", gating=_SOFTMAX)
 
 

@@ -1,4 +1,4 @@
-"""What llama.cpp's converter changes in tensors, undone."""
+"""Inverse of the tensor changes of llama.cpp's converter."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -20,6 +20,10 @@ _MOST_BYTES = 2**28  # of a header; those of published models have a few million
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
+class HeaderCut(MismatchError):
+    """A file ends inside its header."""
+
+
 class GgufTensor(NamedTuple):
     """A tensor's place in a file: `offset` counts from the start of the file, `kind` is its ggml type."""
 
@@ -31,7 +35,7 @@ class GgufTensor(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """What the headers of a model's files say.
+    """Headers of a model's files.
 
     Attributes:
         metadata: by key; of a list of strings its length.
@@ -87,6 +91,16 @@ def read_gguf_header(path: Path) -> GgufHeader:
     return GgufHeader(files, tuple(stamps), metadata, tensors, tuple(sizes))
 
 
+def require_header(file: Path) -> None:
+    """Read the header of one file.
+
+    Raises:
+        HeaderCut: the file ends inside it.
+        MismatchError, UsageError: as `read_gguf_header`.
+    """
+    _read(file, 0)
+
+
 def _files(path: Path) -> tuple[Path, ...]:
     match = _SPLIT.fullmatch(path.name)
     if match is None:
@@ -111,12 +125,12 @@ class _Reader:
             self._data = stream.read(_MOST_BYTES)
         self.place = 0
 
-    def error(self, problem: str) -> MismatchError:
-        return MismatchError(f"{self._file} is a damaged GGUF file: {problem}; download the model again")
+    def error(self, problem: str, kind: type[MismatchError] = MismatchError) -> MismatchError:
+        return kind(f"{self._file} is a damaged GGUF file: {problem}; download the model again")
 
     def take(self, count: int) -> bytes:
         if count > len(self._data) - self.place:
-            raise self.error(f"it ends at byte {len(self._data):,}, inside its header")
+            raise self.error(f"it ends at byte {len(self._data):,}, inside its header", HeaderCut)
         self.place += count
         return self._data[self.place - count : self.place]
 

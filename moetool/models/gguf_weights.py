@@ -68,7 +68,7 @@ class GgufWeights(Quantization):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufFile:
-    """What the header of a GGUF file says.
+    """Header of a GGUF file.
 
     Attributes:
         config: of the model, as a config.json would have it.

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from moetool.models.packed_product import Grouping
 from moetool.models.value_scaling import Groups, four_bits, write_scaled
 from moetool.models.weight_format import FLOATS, Stored, StoredWeight, Unclaimed, ceil_div
 
 BITS = (2, 4, 8)  # those of which none lies across two words
+_EVEN = 0x0F0F0F0F  # the lower half of each byte of a word
 
 
 def unsigned_values(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -46,15 +48,33 @@ class GptqCodec:
 
     def into(self, stored: Stored, out: torch.Tensor) -> None:
         words, scale, order = stored["values"].T.contiguous(), stored["scale"], stored.get("order")
-        zero_GN = unsigned_values(stored["zero"], self.bits)[:, : len(out)]
         consecutive = order is None or torch.equal(order, torch.arange(len(order)).to(order) // self.group)
         groups = Groups(
             scale_NG=scale.T.to(torch.float32),
-            zero_NG=((zero_GN + self.offset) % (1 << self.bits)).T.contiguous(),
+            zero_NG=self._zero_points(stored),
             size=self.group,
             index_K=None if consecutive else order,
         )
         write_scaled(out, lambda part: unsigned_values(words[part], self.bits), groups, scale.dtype)
+
+    def arrange(self, stored: Stored, words: torch.Tensor, tile: int) -> Grouping:
+        values, order = stored["values"].unflatten(1, (-1, 2, tile // 2)), None
+        first, second = values.unbind(2)  # [I / 8, tile, row], the inputs of a word from the lowest bits
+        both = [(first & _EVEN) | ((second & _EVEN) << 4), ((first >> 4) & _EVEN) | (second & ~_EVEN)]
+        bytes_of = [each.contiguous().view(torch.uint8).unflatten(2, (-1, 4)) for each in both]
+        made_TIR = torch.stack(bytes_of, dim=-1).permute(1, 0, 3, 4, 2).flatten(1, 3)
+        if (group_of := stored.get("order")) is not None:
+            if not (group_of.bincount(minlength=1) == self.group).all():
+                raise ValueError(f"g_idx has groups of other sizes than the config's group_size {self.group}")
+            order = group_of.argsort(stable=True)
+            made_TIR = made_TIR.index_select(1, order)
+        words.view(torch.uint8).view(made_TIR.shape).copy_(made_TIR)
+        return Grouping(stored["scale"].T, self._zero_points(stored).to(torch.uint8), order)
+
+    def _zero_points(self, stored: Stored) -> torch.Tensor:
+        """The values that make 0, float32 [N, G]."""
+        zero_GN = unsigned_values(stored["zero"], self.bits)[:, : stored["scale"].shape[1]]
+        return ((zero_GN + self.offset) % (1 << self.bits)).T.contiguous()
 
 
 @dataclass(frozen=True, slots=True)

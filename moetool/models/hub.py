@@ -6,17 +6,21 @@ by range requests whenever the same file is asked for again, and checked against
 
 import contextlib
 import errno
+import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moetool import durable, tables
+from moetool.assets import cache_folder
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError, first_line
 from moetool.json_files import read_json
-from moetool.models.hub_transfers import PARTIAL, Blob, Transfers
+from moetool.models.hub_transfers import PARTIAL, Blob, Transfers, broke, fetch_range
 
 _NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?P<file>/[\w./-]+\.gguf)?(?:@(?P<revision>[\w.-][\w./-]*))?")
 _INDEX = "model.safetensors.index.json"
@@ -26,6 +30,9 @@ _TOKENIZER = (
     *("*.model", "*.tiktoken", "chat_template.*"),
 )
 _INDEX_BYTES = 64 << 20
+FIRST_BYTES = 4 << 20
+"""Of a GGUF file that are fetched for its header; four times as many where they do not do."""
+_TRIES = 5  # requests in a row that bring nothing
 _KEPT_FREE = 64 << 20  # of the disk, for what else is written while a download runs
 
 
@@ -79,10 +86,11 @@ def download(name: HubName, *, weights: bool) -> Path:
     """Bring a model into the hub's cache, as far as it is not there.
 
     Args:
-        weights: its weights too, not only its config and tokenizer, or the first of its GGUF files.
+        weights: its weights too, not only its config and tokenizer, or the headers of its GGUF files.
 
     Returns:
-        The folder of the snapshot, or the GGUF file in it.
+        The folder of the snapshot, or the GGUF file in it; without weights the file may be no more than its header,
+        in the user's cache folder.
 
     Effects: takes memory on the disk of the hub's cache; progress on stderr. With HF_HUB_OFFLINE, or where the hub
         cannot be reached, what the cache holds is used.
@@ -128,20 +136,15 @@ class _Download:
 
     def run(self, weights: bool) -> Path:
         """The path of the snapshot or file."""
-        info = self._api.model_info(self._name.repository, revision=self._revision)
-        commit = str(info.sha)
-        entries: Any = self._api.list_repo_tree(self._name.repository, recursive=True, revision=commit)
-        files = {
-            entry.path: Blob(entry.path, entry.size, _sha256(entry))
-            for entry in entries
-            if hasattr(entry, "blob_id")  # no folder
-        }
+        commit, files = self._describe()
         small = [path for path in files if _is_small(path)]
         if self._name.file:
             if self._name.file not in files:
                 raise UsageError(_no_such_gguf(self._name, files))
-            wanted = _parts(self._name.file, files) if weights else [self._name.file]  # the header is in the first
-            small = []
+            wanted, small = _parts(self._name.file, files), []
+            snapshot = self._folder / "snapshots" / commit
+            if not weights and not all((snapshot / path).is_file() for path in wanted):
+                return self._headers([files[path] for path in wanted], commit)
         else:
             if "config.json" not in files:
                 raise UsageError(_no_such_gguf(self._name, files))
@@ -152,6 +155,34 @@ class _Download:
         self._keep_reference(commit)
         snapshot = self._folder / "snapshots" / commit
         return snapshot / self._name.file if self._name.file else snapshot
+
+    def _headers(self, files: Sequence[Blob], commit: str) -> Path:
+        """Files that hold the headers of GGUF files and little else; the path of the one that was named."""
+        folder = _header_folder(self._name.repository) / commit
+        for file in files:
+            _read_header(folder / file.path, file, partial(fetch_range, self._name.repository, commit, self._endpoint))
+        reference = _header_folder(self._name.repository) / "refs" / self._revision
+        if self._revision != commit:
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            durable.write_text(reference, commit)
+        return folder / self._name.file
+
+    def _describe(self) -> tuple[str, dict[str, Blob]]:
+        """The commit, and its files by their paths. Raises: _Unreachable where something else than a hub answers."""
+        try:
+            info = self._api.model_info(self._name.repository, revision=self._revision)
+            commit = str(info.sha)
+            entries: Any = self._api.list_repo_tree(self._name.repository, recursive=True, revision=commit)
+            files = {
+                entry.path: Blob(entry.path, entry.size, _sha256(entry))
+                for entry in entries
+                if hasattr(entry, "blob_id")  # no folder
+            }
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise _Unreachable(f"{self._endpoint} does not answer as a hub ({first_line(error)})") from None
+        if not re.fullmatch("[0-9a-f]{40,64}", commit):
+            raise _Unreachable(f"{self._endpoint} does not answer as a hub (it names no commit)")
+        return commit, files
 
     def _link(self, commit: str, paths: Sequence[str]) -> None:
         """Have huggingface_hub download what is small and put all in the snapshot of a commit.
@@ -245,15 +276,70 @@ def _cached(name: HubName, weights: bool, why: str, kind: type[MoetoolError] = U
     commit = reference.read_text().strip() if reference.is_file() else name.revision
     snapshot = folder / "snapshots" / commit
     path = snapshot / (name.file or "config.json")
+    if not weights and name.file and not path.is_file() and (header := _kept_header(name)):
+        return header
     if not commit or not path.is_file():
         at = f" at {name.revision}" if name.revision else ""
         raise kind(
             f"cannot get {name.model!r}{at} from the hub: it is not in {constants.HF_HUB_CACHE}, and {why}; or give a "
-            "local folder or 'reference'"
+            "local directory or 'reference'"
         )
     if weights and not name.file and (lost := _lost(snapshot)):
         raise kind(f"{name.model} lies in {constants.HF_HUB_CACHE} without {lost}, and {why}")
     return path if name.file else snapshot
+
+
+def _header_folder(repository: str) -> Path:
+    """Where the headers of a repository's GGUF files are kept, by commit."""
+    return cache_folder() / "headers" / repository.replace("/", "--")
+
+
+def _kept_header(name: HubName) -> Path | None:
+    """A header of a GGUF file that an earlier run has fetched."""
+    reference = _header_folder(name.repository) / "refs" / (name.revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else name.revision
+    path = _header_folder(name.repository) / commit / name.file
+    return path if commit and path.is_file() else None
+
+
+def _read_header(to: Path, file: Blob, fetch: Callable[[Blob, int, int], bytes]) -> None:
+    """Write the start of a GGUF file that its header is in, unless it is there.
+
+    Args:
+        fetch: gives bytes of the file.
+
+    Raises:
+        MismatchError, UsageError: as `read_gguf_header`; and what `fetch` raises again and again.
+    """
+    from moetool.models.gguf_header import HeaderCut, require_header  # brings torch, which commands' help does without
+
+    if to.is_file():
+        return
+    to.parent.mkdir(parents=True, exist_ok=True)
+    begun = to.with_name(f"{to.name}{PARTIAL}")
+    content, end, failures = b"", FIRST_BYTES, 0
+    while True:
+        try:
+            content += fetch(file, len(content), end)
+            failures = 0
+        except Exception as error:
+            failures += 1
+            if not broke(error) or failures == _TRIES:
+                raise
+            time.sleep(failures)
+            continue
+        if len(content) < min(end, file.num_bytes):
+            continue
+        begun.write_bytes(content)
+        try:
+            require_header(begun)
+        except HeaderCut:
+            if len(content) >= file.num_bytes:
+                raise
+            end *= 4
+        else:
+            begun.replace(to)
+            return
 
 
 def _lost(snapshot: Path) -> str:
@@ -348,6 +434,6 @@ def _hub_errors(name: HubName) -> Iterator[None]:
             raise CapacityError(
                 f"the disk of {constants.HF_HUB_CACHE} is full; make room there, or set HF_HOME to a larger disk"
             ) from None
-        if type(error).__module__.startswith(("httpx", "httpcore")) or isinstance(error, ConnectionError):
+        if broke(error):
             raise _Unreachable(f"the hub at {constants.ENDPOINT} cannot be reached ({first_line(error)})") from None
         raise

@@ -33,6 +33,36 @@ class _Stopped(Exception):
     """Another download has failed, or the user has stopped all."""
 
 
+def fetch_range(repository: str, commit: str, endpoint: str, file: Blob, first: int, end: int) -> bytes:
+    """The bytes of a file from `first` to before `end`, or to its end; fewer where the connection breaks on the way.
+
+    Raises: what huggingface_hub and its HTTP client raise where the hub refuses, or does not answer.
+    """
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    url = hf_hub_url(repository, file.path, revision=commit, endpoint=endpoint)
+    headers = build_hf_headers(library_name="moetool") | {"Range": f"bytes={first}-{min(end, file.num_bytes) - 1}"}
+    found = bytearray()
+    with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
+        hf_raise_for_status(response)
+        skipped = 0 if response.status_code == 206 else first  # a server without ranges sends all from the start
+        try:
+            for chunk in response.iter_bytes():
+                found += chunk
+                if len(found) >= skipped + end - first:
+                    break
+        except Exception as error:
+            if not (broke(error) and len(found) > skipped):
+                raise
+    return bytes(found[skipped : skipped + end - first])
+
+
+def broke(error: Exception) -> bool:
+    """Whether an error is that of a connection, not of the hub."""
+    return type(error).__module__.startswith(("httpx", "httpcore")) or isinstance(error, ConnectionError)
+
+
 class Transfers:
     """Downloads of whole blobs, several at a time.
 

@@ -1,4 +1,4 @@
-"""Where a model lies: the embedded one, a folder, a name on the hub, or the shapes in recipes/shapes/."""
+"""Location of a model: embedded, a directory, a hub name, or a shape in recipes/shapes/."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ def shape_names() -> list[str]:
 
 
 def locate(model: str) -> Path:
-    """Where a model is: `reference`, a folder, a GGUF file, or a name on the Hugging Face hub (`HubName`).
+    """Location of a model: `reference`, a directory, a GGUF file, or a hub name (`HubName`).
 
     Effects: a hub name is downloaded to the hub's own cache, unless HF_HUB_OFFLINE is set.
 
@@ -31,10 +31,11 @@ def locate(model: str) -> Path:
         return path
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UsageError(f"{path} is not a model: it has no config.json; give a folder in Hugging Face format")
+            raise UsageError(f"{path} is not a model: it has no config.json; give a directory in Hugging Face format")
         return path
     name = _on_hub(
-        model, f"no model at {model!r}: give {REFERENCE!r}, a local folder, a .gguf file, or a hub name like org/model"
+        model,
+        f"no model at {model!r}: give {REFERENCE!r}, a local directory, a .gguf file, or a hub name like org/model",
     )
     return download(name, weights=True)
 
@@ -62,7 +63,7 @@ def locate_config(model: str) -> Path:
         raise unknown_name("shape", model, [REFERENCE, *shape_names()])
     name = _on_hub(
         model,
-        f"no config at {model!r}: give a folder with a config.json, that file, a hub name like org/model, or one of "
+        f"no config at {model!r}: give a directory with a config.json, that file, a hub name like org/model, or one of "
         f"{', '.join([REFERENCE, *shape_names()])}",
     )
     return download(name, weights=False)

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from moetool.models import packed_product
 from moetool.models.packed import PACKED, SCALE, SHAPE, ZERO, Block
+from moetool.models.packed_product import Grouping
 from moetool.models.tensor_index import Tensor
 from moetool.models.weight_format import FLOATS, Stored, StoredWeight, Unclaimed, ceil_div
 
@@ -28,6 +30,11 @@ class PackCodec:
 
     def into(self, stored: Stored, out: torch.Tensor) -> None:
         self.block(stored).into(out, self.bits)
+
+    def arrange(self, stored: Stored, words: torch.Tensor, tile: int) -> Grouping:
+        packed_product.arrange(stored["words"].view(torch.uint8), words.view(torch.uint8), tile)
+        zero = self.block(stored).zero_points(self.bits)
+        return Grouping(stored["scale"], None if zero is None else zero.view(torch.uint8) + 8, None)
 
 
 @dataclass(frozen=True, slots=True)

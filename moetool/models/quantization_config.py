@@ -1,4 +1,4 @@
-"""What a checkpoint's config says of its weight formats, and the stored weights that its tensors then make."""
+"""Weight formats of a checkpoint by its config, and the stored weights that they make."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ class Targets:
     format: WeightFormat | None
 
     def rank(self, module: str) -> int:
-        """How closely the targets name a module: 0 not at all, 1 by class, 2 by pattern, 3 by name."""
+        """Specificity of the targets for a module: 0 none, 1 class, 2 pattern, 3 name."""
         if module in self.names:
             return 3
         if any(name.startswith("re:") and re.match(name[3:], module) for name in self.names):
@@ -131,7 +131,7 @@ class Quantization:
 
 
 def quantization_of(config: Mapping[str, Any], path: Path) -> Quantization | None:
-    """How the weights of a checkpoint are quantized, by its config.json; None where they are not.
+    """Quantization of a checkpoint by its config.json; None if not quantized.
 
     Raises:
         UsageError: in a way that is not read.

@@ -42,7 +42,7 @@ def revision_of(config: bytes, index: TensorIndex) -> str:
 
 
 def config_revision(config: bytes) -> str:
-    """What tells a model of which only the config is there from others; never that of a checkpoint."""
+    """Identity of a model known by its config alone; never equal to a checkpoint's."""
     return hashlib.sha256(config).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""What a router ranks experts by, and how large the outputs of the chosen ones are."""
+"""Ranking scores of a router, and output norms of the chosen experts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from torch.utils.hooks import RemovableHandle
 from moetool.errors import UsageError
 from moetool.models import families
 from moetool.models.expert_form import Call
-from moetool.models.router_hooks import to_float16
+from moetool.models.router_hooks import is_beside, to_float16
 from moetool.models.spec import MoeLayer
 
 _BIASES = ("e_score_correction_bias", "expert_bias")
-"""What families call the bias that takes part in the choice of experts and not in their weights."""
+"""Names of the correction bias, which affects the choice of experts and not their weights."""
 
 
 class SelectionScores:
@@ -76,6 +76,8 @@ def watch_norms(layer: MoeLayer, on_norms: Norms) -> RemovableHandle:
         return handle
 
     def before(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+        if is_beside():
+            return
         hidden, index_TK, weights_TK = args[:3]
         ones_T1 = torch.ones_like(weights_TK[:, :1])
         with torch.no_grad():

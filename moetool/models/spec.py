@@ -1,4 +1,4 @@
-"""What a model is made of: its MoE layers, and a `ModelSpec` of it."""
+"""MoE layers of a model, and its `ModelSpec`."""
 
 import re
 from dataclasses import dataclass
@@ -42,11 +42,7 @@ class MoeLayer:
 
 
 def moe_layers(model: Any) -> list[MoeLayer]:
-    """The MoE layers of a model, in order.
-
-    Raises:
-        UsageError: it has none that moetool can hook.
-    """
+    """The MoE layers of a model, in order. Raises: UsageError: it has none that moetool can hook."""
     model_type = model.config.get_text_config().model_type
     families.require_supported(model_type)
     routers = _router_classes(model, families.known(model_type))

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from moetool.models.pack_quantized import PackCodec
 from moetool.models.packed import Block, PackedWeight
+from moetool.models.packed_product import KernelWeight
 from moetool.models.weight_format import STORED_DTYPES, Codec, Dense, Stored, StoredWeight, unpack
 
 
@@ -36,7 +37,7 @@ class LazyWeight(NamedTuple):
         return sum(tensor.nbytes for block in self.blocks for tensor in block.values())
 
 
-Weight = torch.Tensor | PackedWeight | LazyWeight
+Weight = torch.Tensor | PackedWeight | KernelWeight | LazyWeight
 """A part of an expert, ready to be computed with."""
 
 
@@ -62,7 +63,7 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """How the experts of some layers lie in memory as stored: wide types first, so that all are aligned and none is
+    """Memory layout of stored experts: wide types first, so that all are aligned and none is
     padded; of one type the tensors of a part that have one role together.
 
     Attributes:
@@ -102,16 +103,11 @@ class StoredLayout:
                 found[field.block][field.role] = field.of(memory)
         return tuple(found)
 
-    def views(self, memory: torch.Tensor, shapes: Sequence[tuple[int, ...]], tile: int = 0) -> tuple[Weight, ...]:
-        """The parts of an expert in memory.
+    def views(self, memory: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Weight, ...]:
+        """The parts of an expert in memory, which have these shapes."""
+        return tuple(self._part(memory, part, shape) for part, shape in enumerate(shapes))
 
-        Args:
-            shapes: of the parts.
-            tile: of packed words in the order of `moetool.models.packed_product`, the rows of a tile.
-        """
-        return tuple(self._part(memory, part, shape, tile) for part, shape in enumerate(shapes))
-
-    def _part(self, memory: torch.Tensor, part: int, shape: tuple[int, ...], tile: int) -> Weight:
+    def _part(self, memory: torch.Tensor, part: int, shape: tuple[int, ...]) -> Weight:
         codecs = self.codecs[part]
         plain = self.of_part(part, "weight")
         if len(plain) == len(codecs) and len({field.dtype for field in plain}) == 1:
@@ -129,7 +125,6 @@ class StoredLayout:
                 _lying_together(memory, scale[cut]),
                 _lying_together(memory, zero[cut]) if zero else None,
                 first.columns,
-                tile,
             )
             for cut in cuts
         ]

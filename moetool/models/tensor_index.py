@@ -27,7 +27,7 @@ class Tensor(NamedTuple):
 
 
 class FileStamp(NamedTuple):
-    """What a file's content is known by without reading it: another one, or a write into it, changes this."""
+    """Identity of a file's content without reading it; replacing or writing the file changes it."""
 
     device: int
     inode: int
@@ -36,7 +36,7 @@ class FileStamp(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> "FileStamp":
-        """From `os.stat` or `os.fstat`."""
+        """Identity from `os.stat` or `os.fstat`."""
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
@@ -106,8 +106,8 @@ def _weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
         place = PurePosixPath(name)
         if place.is_absolute() or ".." in place.parts or "\\" in name or "\0" in name or place.suffix != ".safetensors":
             raise MismatchError(
-                f"{index} names the file {name!r}, expected a .safetensors file of its own folder; download the model "
-                "again"
+                f"{index} names the file {name!r}, expected a .safetensors file of its own directory; download the "
+                "model again"
             )
         if not (folder / place).is_file():
             raise UsageError(f"{folder / place} is missing, though {_INDEX} names it; download the model again")

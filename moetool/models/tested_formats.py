@@ -23,7 +23,7 @@ UNLISTED = tuple(sorted({*INFERRED, *INFERRED_AND_RUN, *WITHIN_OTHERS} - {*FAMIL
 
 
 def format_table() -> dict[str, dict[str, bool]]:
-    """For each family and weight format whether the two are tested together."""
+    """Tested pairs of family and weight format."""
     table = {}
     for name in sorted({*FAMILIES, *UNLISTED}):
         family = FAMILIES.get(name)

@@ -18,17 +18,17 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @functools.cache
 def _eight_bits(dtype: torch.dtype) -> Any:
-    """For every pair of bytes, as a number of 16 bits, both values side by side."""
+    """Both values of every pair of bytes, indexed by the pair as a 16-bit number."""
     pairs = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.uint8).view(dtype)
     return pairs.to(torch.float32).view(torch.int64).numpy()
 
 
 @functools.cache
-def _four_bits(e2m1: bool) -> torch.Tensor:
-    """For every byte the values of its lower and its upper half, [256, 2]."""
+def _four_bits(e2m1: bool, device: torch.device) -> torch.Tensor:
+    """Values of the lower and upper half of every byte, [256, 2], on a device."""
     values = torch.tensor([*_E2M1, *(-value for value in _E2M1)]) if e2m1 else torch.arange(16, dtype=torch.float32)
     both = torch.arange(256)
-    return torch.stack([values[both & 15], values[both >> 4]], dim=1)
+    return torch.stack([values[both & 15], values[both >> 4]], dim=1).to(device)
 
 
 def eight_bits(values: torch.Tensor) -> torch.Tensor:
@@ -48,9 +48,9 @@ def four_bits(pairs: torch.Tensor, e2m1: bool) -> torch.Tensor:
         e2m1: whether they are numbers of sign, exponent and fraction; otherwise they are 0 to 15.
     """
     pairs = pairs.view(torch.uint8)
-    table = _four_bits(e2m1)
+    table = _four_bits(e2m1, pairs.device)
     if pairs.device.type != "cpu" or not pairs.is_contiguous():
-        return table.to(pairs.device)[pairs.int()].flatten(-2)
+        return table[pairs.int()].flatten(-2)
     out = torch.empty(*pairs.shape[:-1], 2 * pairs.shape[-1])
     table.view(torch.int64).numpy().reshape(-1).take(pairs.numpy(), out=out.view(torch.int64).numpy(), mode="wrap")
     return out
@@ -122,7 +122,8 @@ def write_scaled(
         multiple: how many rows must be asked for together.
     """
     rows, columns = out.shape
-    step = max(1, CHUNK // max(1, columns * multiple)) * multiple
+    # Another device has no such cache, and each call costs it a launch.
+    step = max(1, CHUNK // max(1, columns * multiple)) * multiple if out.device.type == "cpu" else max(1, rows)
     for first in range(0, rows, step):
         part = slice(first, min(first + step, rows))
         made = numbers(part)

@@ -36,7 +36,7 @@ Stored = Mapping[str, torch.Tensor]
 
 
 class Codec(Protocol):
-    """How stored tensors make a weight. Equal codecs unpack alike.
+    """Codec from stored tensors to a weight. Equal codecs unpack alike.
 
     Attributes:
         transposed: whether the weight is [in, out], and what `into` writes is its transpose, which is the faster to

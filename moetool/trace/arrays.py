@@ -21,7 +21,7 @@ _WIDTHS = {
 def require_layers(spec: ModelSpec, column: str) -> None:
     """Raises: MismatchError where a column cannot be an array by layer: it is none, or the layers differ in width."""
     if column not in _WIDTHS:
-        raise MismatchError(f"{column} is no column by layer, expected one of {', '.join(_WIDTHS)}")
+        raise MismatchError(f"{column} is not a per-layer column, expected one of {', '.join(_WIDTHS)}")
     widths = set(getattr(spec, _WIDTHS[column]))
     if len(widths) > 1:
         raise MismatchError(f"the layers of {spec.name} have {sorted(widths)} values of {column}, expected one")

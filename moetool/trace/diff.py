@@ -1,11 +1,11 @@
 """Two traces of the same tokens: what quantization, fine-tuning or another engine did to routing, layer by layer."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from moetool.errors import MismatchError
+from moetool.json_files import JsonRecord
 from moetool.trace.events import router_scores
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
@@ -36,7 +36,7 @@ class LayerDiff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TraceDiff:
+class TraceDiff(JsonRecord):
     """All layers, and what was compared.
 
     Attributes:
@@ -52,10 +52,6 @@ class TraceDiff:
     only_a: int
     only_b: int
     layers: tuple[LayerDiff, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
-        return asdict(self)
 
     @property
     def flip_rate(self) -> float:
@@ -123,7 +119,7 @@ def _pairs(a: Trace, b: Trace) -> tuple[dict[int, int], int, int]:
 
 
 def _shared(rows: TokenBatch, other: TokenBatch) -> int:
-    """How many first tokens two requests have in common."""
+    """Length of two requests' common token prefix."""
     num = min(len(rows), len(other))
     same_T = (rows.token_id_T[:num] == other.token_id_T[:num]) & (rows.position_T[:num] == other.position_T[:num])
     withheld_T = (rows.token_id_T[:num] < 0) | (other.token_id_T[:num] < 0)
@@ -132,7 +128,7 @@ def _shared(rows: TokenBatch, other: TokenBatch) -> int:
 
 
 class _Sums:
-    """What is added up over tokens."""
+    """Sums over tokens."""
 
     def __init__(self, spec: ModelSpec, both_logits: bool, logits: bool) -> None:
         self.tokens = 0

@@ -73,7 +73,7 @@ def sample(trace: Trace, out: Path, *, requests: int, seed: int = 0, overwrite: 
     if not 1 <= requests <= len(there):
         raise UsageError(f"--requests is {requests}, and {trace.path} has {len(there)}; give 1 to {len(there)}")
     if seed < 0:
-        raise UsageError(f"--seed is {seed}, expected a whole number from 0")
+        raise UsageError(f"--seed is {seed}, expected a whole number, 0 or more")
     places = np.sort(np.random.default_rng(seed).choice(len(there), requests, replace=False)).tolist()
     durable.require_absent(out, overwrite, MANIFEST)
     with durable.staged_directory(out, overwrite, MANIFEST) as folder, ExitStack() as stack:

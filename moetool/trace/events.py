@@ -1,4 +1,4 @@
-"""From the rows of a trace to what a policy or a predictor sees: one forward and its gate events."""
+"""Forwards and gate events of a trace, for policies and predictors."""
 
 import numpy as np
 

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 KIND, SCHEMA_VERSION = "counts", 1
 MANIFEST, FILE = "manifest.json", "counts.parquet"
 _MAX_BYTES = 2**33
-"""Of counts in memory: a million passes of a thousand experts. Zeros pack so well that a small file can hold more."""
+"""Byte limit of counts in memory: a million passes of a thousand experts. A small file of zeros can hold more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """What foreign files of counts come to.
+    """Counts of foreign files.
 
     Attributes:
         counts_WLE: tokens of pass w that used expert e of layer l (int64); 0 beyond a layer's experts.
@@ -51,7 +51,9 @@ class Counted:
         counts_WLE = self.counts_WLE
         assert counts_WLE.shape[1:] == (self.spec.num_layers, self.spec.num_experts)
         if (counts_WLE < 0).any():
-            raise MismatchError(f"a count of tokens is {counts_WLE.min()}, expected 0 or more; get the files again")
+            raise MismatchError(
+                f"a count of tokens is {counts_WLE.min()}, expected 0 or more; download the files again"
+            )
         if not len(counts_WLE):
             raise MismatchError("no pass has any tokens: the recorder was off; record again")
         if len(idle := np.flatnonzero(~counts_WLE.any(axis=(0, 2)))):
@@ -131,7 +133,7 @@ class ExpertCounts:
         return float(self.counts_WLE.sum() / sum(self.spec.top_k_L))
 
     def describe(self) -> dict[str, Any]:
-        """What is in the folder, as a JSON object."""
+        """Summary of the directory, as a JSON object."""
         return {
             "path": str(self.path),
             "sha256": self.sha256,

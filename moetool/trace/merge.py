@@ -27,7 +27,7 @@ def merge(traces: Sequence[Trace], out: Path, *, overwrite: bool = False) -> tup
         MismatchError: they are of different models, or one is damaged.
     """
     if len(traces) < 2:
-        raise UsageError(f"{len(traces)} trace to merge, expected at least two; give their folders")
+        raise UsageError(f"{len(traces)} trace to merge, expected at least two; give their directories")
     first = traces[0]
     seen: dict[str, Path] = {}
     for trace in traces:
@@ -84,7 +84,7 @@ def _common_columns(traces: Sequence[Trace]) -> tuple[frozenset[str], list[str]]
 
 
 def _prompts_again(traces: Sequence[Trace]) -> int:
-    """How many prompts are in more than one of the traces."""
+    """Number of prompts in more than one of the traces."""
     found: dict[tuple[str, str, str], int] = {}
     for trace in traces:
         for key in {(row["dataset"], row["task"], row["prompt_id"]) for row in trace.requests.to_pylist()}:

@@ -70,7 +70,7 @@ class _File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Manifest:
-    """What of a manifest is not the model, as types."""
+    """Types of a manifest's entries, the model's left out."""
 
     files: dict[str, _File]
     columns: list[str]
@@ -85,7 +85,7 @@ class _Manifest:
 
     @property
     def requests_file(self) -> str:
-        """Where its requests are: the last such file of a log that is not closed."""
+        """File of its requests: the last one of an open log."""
         if self.closed:
             return _REQUESTS
         return max((name for name in self.files if name.startswith("requests-")), default=_REQUESTS)
@@ -150,8 +150,8 @@ class Trace:
             return read_bounded(self.path / MANIFEST, advice="capture again")
         except FileNotFoundError:
             raise MismatchError(
-                f"{self.path} is not a whole trace: it has no manifest.json (a capture that was stopped leaves none); "
-                f"capture again"
+                f"{self.path} is incomplete: it has no manifest.json (an interrupted capture leaves none); capture "
+                f"again"
             ) from None
         except IsADirectoryError as error:
             raise MismatchError(f"{self.path}/manifest.json is damaged ({first_line(error)}); capture again") from None
@@ -194,7 +194,7 @@ class Trace:
             if len(values_R) and int(values_R.min()) < 0:
                 raise MismatchError(f"{file}: a {name} is {values_R.min()}, expected 0 or more; capture again")
         if (np.diff(found["request"]) <= 0).any():
-            raise MismatchError(f"{file}: the requests are not in their order, or one is there twice; capture again")
+            raise MismatchError(f"{file}: the requests are out of order or repeated; capture again")
         tokens = int(found["tokens"].sum(dtype=np.int64))
         if (len(self.requests), tokens) != (expected, self.num_tokens):
             raise MismatchError(
@@ -220,7 +220,7 @@ class Trace:
             )
 
     def describe(self) -> dict[str, Any]:
-        """What is in the trace, counted, as a JSON object."""
+        """Summary of the trace, as a JSON object."""
         totals: dict[tuple[str, str], list[int]] = {}
         for row in self.requests.to_pylist():
             total = totals.setdefault((row["dataset"], row["task"]), [0, 0, 0])
@@ -267,7 +267,7 @@ class Trace:
         """The path of a file whose bytes are the manifest's; they are compared the first time that it is read."""
         file = self.path / name
         if not self.closed and not file.exists():
-            raise MismatchError(f"{file} is gone: the log was closed while it was read; run the command again")
+            raise MismatchError(f"{file} is gone: the log was closed during the read; run the command again")
         if name not in self._intact and durable.sha256_file(file) != self._files[name][1]:
             raise MismatchError(f"{file} is damaged: its sha256 is not the manifest's; capture again")
         self._intact.add(name)

@@ -1,4 +1,4 @@
-"""What the rows of a trace must hold beside the right types, checked while they are read.
+"""Checks of a trace's rows beyond their types, while they are read.
 
 Every check is a few passes of NumPy over a batch that is in the cache anyway: under 5 % of the time of reading it,
 measured on 10^5 tokens of 26 layers x 64 experts (tests/bench/test_row_checks.py).
@@ -173,11 +173,7 @@ class RowChecks:
 
 
 def check_whole(spec: ModelSpec, rows: TokenBatch, path: Path) -> None:
-    """What takes too long for every reading: that no token uses an expert twice in a layer.
-
-    Raises:
-        MismatchError: one does.
-    """
+    """Expensive check: no token uses an expert twice in a layer. Raises: MismatchError: one does."""
     start = 0
     for layer, top_k in enumerate(spec.top_k_L):
         ranked_TK = np.sort(rows.experts_TS[:, start : start + top_k], axis=1)

@@ -12,9 +12,9 @@ from moetool.trace.version import SCHEMA_VERSION
 from moetool.types import ModelSpec
 
 KEEP = ("topk", "logits", "embeddings", "hidden", "ahead", "resident")
-"""What a capture can keep for policies and predictors."""
+"""Columns that a capture can keep for policies and predictors."""
 EXTRA = ("scores", "logits32", "norms", "text")
-"""What it can keep besides, for people."""
+"""Further columns that it can keep, for people."""
 SIGNALS = ("logits", "hidden", "ahead", "resident", "scores", "logits32", "norms")
 """Columns of tokens/ beside the routes, which a trace may hold."""
 

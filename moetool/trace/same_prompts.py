@@ -14,12 +14,12 @@ _LENGTH = 24  # hexadecimal digits: prompts that differ have others
 
 
 def digest_of_tokens(token_ids: Sequence[int]) -> str:
-    """What a prompt of these tokens is known by."""
+    """Identity of a prompt with these tokens."""
     return _named("tokens", hashlib.sha256(np.asarray(token_ids, "<i4").tobytes()))
 
 
 def prompt_digests(trace: Trace, requests: Collection[int] | None = None) -> dict[int, frozenset[str]]:
-    """What the prompt of each request that has rows is known by: its tokens, where they are there, and its experts.
+    """Identity of each request's prompt: its tokens, if recorded, and its experts.
 
     The experts tell it again where one trace withholds its tokens: of each token and layer which were chosen, in no
     order. That fails where a tie was decided otherwise, as another batch size may. Of a request without the rows of its

@@ -28,12 +28,12 @@ from moetool.types import ModelSpec
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE_S = 10.0
-"""How long `append` waits for a disk that takes nothing and reports nothing."""
+"""Seconds that `append` waits for a disk that neither writes nor fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentLimits:
-    """When a segment is closed, and how much may wait where none can be.
+    """Limits of an open segment, and of rows waiting to be written.
 
     Attributes:
         rows, bytes, seconds: of a segment, at most: `bytes` in memory, `seconds` since its first row came. Where a
@@ -49,7 +49,7 @@ class SegmentLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentStatus:
-    """What became of the rows so far.
+    """State of the rows so far.
 
     Attributes:
         written: rows in closed segments.
@@ -184,7 +184,7 @@ class SegmentWriter:
         self._post(lambda: self._end(request))
 
     def status(self) -> SegmentStatus:
-        """What became of the rows so far."""
+        """State of the rows so far."""
         with self._changed:
             left = self._rows - self._written
             return SegmentStatus(
@@ -205,11 +205,14 @@ class SegmentWriter:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        if self._error:
-            raise MoetoolError(
-                f"{self._folder} holds the first {self._written:,} of {self._rows:,} rows: the rest could not be "
-                f"written ({self._error}); what is there can be read"
-            )
+        if not self._error:
+            return
+        if self._written == self._rows:
+            raise MoetoolError(f"{self._folder} holds all {self._rows:,} rows, but could not be closed ({self._error})")
+        raise MoetoolError(
+            f"{self._folder} holds the first {self._written:,} of {self._rows:,} rows: the rest could not be "
+            f"written ({self._error}); what is there can be read"
+        )
 
     def _post(self, event: Callable[[], None]) -> None:
         with self._changed:
@@ -226,13 +229,13 @@ class SegmentWriter:
         if not self._given_up and full():
             self._changed.wait_for(lambda: not full() or self._error, _PATIENCE_S)
             if full():
-                self._give_up(self._error or f"the disk took nothing for {_PATIENCE_S:g} s")
+                self._give_up(self._error or f"no write succeeded for {_PATIENCE_S:g} s")
 
     def _give_up(self, reason: str) -> None:
         self._given_up, self._error = True, reason
         self._events.clear()
         self._changed.notify_all()
-        _LOG.warning("the gate log %s ends after %d rows: %s; serving goes on", self._folder, self._written, reason)
+        _LOG.warning("the gate log %s ends after %d rows: %s; serving continues", self._folder, self._written, reason)
 
     # -- the writer's thread ---------------------------------------------------------------------------------------
 
@@ -323,7 +326,7 @@ class SegmentWriter:
             self._changed.notify_all()
         if first and not self._closing:
             _LOG.warning(
-                "cannot write the gate log %s (%s); serving goes on, and writing is tried again every %g s",
+                "cannot write the gate log %s (%s); serving continues; writing is retried every %g s",
                 *(self._folder, reason, self._limits.seconds),
             )
 
@@ -339,7 +342,7 @@ class SegmentWriter:
         for kind in self._kinds:
             kind.clear()
         if again:
-            _LOG.warning("the gate log %s is written again; it lacks nothing", self._folder)
+            _LOG.warning("the gate log %s is being written again; nothing is missing", self._folder)
 
     def _commit(self, *, closed: bool) -> None:
         """Replace the requests and the manifest: from then on the trace is that of all segments."""

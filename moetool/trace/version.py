@@ -39,7 +39,7 @@ def upgrade(manifest: dict[str, Any], path: Path) -> dict[str, Any]:
     parts = re.fullmatch(r"(\d{1,6})(?:\.(\d{1,6}))?", str(found)) if not isinstance(found, bool) else None
     says = f"{path} holds {kind or 'something else'} of schema version {found}, expected a trace of version"
     if kind != "trace" or parts is None:
-        raise MismatchError(f"{says} {SCHEMA_VERSION}; give the folder of a trace, or capture again")
+        raise MismatchError(f"{says} {SCHEMA_VERSION}; give a trace directory, or capture again")
     major, minor = int(parts[1]), int(parts[2] or 0)
     if (major, minor) > (MAJOR, MINOR):
         writer = manifest.get("moetool_version", "a newer version")

@@ -59,7 +59,7 @@ def speller(tokenizer: Any) -> Callable[[int], str]:
 
 
 def parquet_options(schema: pa.Schema) -> dict[str, Any]:
-    """How a file of a trace is written, for `pyarrow.parquet`."""
+    """Writer options of a trace's files, for `pyarrow.parquet`."""
     # Dictionaries and statistics of floating-point lists take two thirds of the time and save nothing.
     plain = [field.name for field in schema if not pa.types.is_fixed_size_list(field.type)]
     return {
@@ -180,11 +180,7 @@ class TraceWriter:
         self._queue.put((self._iterations, columns))
 
     def append(self, batch: TokenBatch) -> None:
-        """Queue the rows of one forward.
-
-        Raises:
-            MoetoolError: the writer thread failed earlier (a full disk, say).
-        """
+        """Queue the rows of one forward. Raises: MoetoolError: the writer thread failed earlier (a full disk, say)."""
         self._check()
         for request, rows in zip(*np.unique(batch.request_T, return_counts=True), strict=True):
             self._rows_of[int(request)] = self._rows_of.get(int(request), 0) + int(rows)
@@ -286,10 +282,7 @@ class TraceWriter:
 
 
 class _Parts:
-    """A folder of Parquet files of one schema, written a row group at a time.
-
-    Effects: makes the folder at once.
-    """
+    """A folder of Parquet files of one schema, written a row group at a time. Effects: makes the folder at once."""
 
     def __init__(self, folder: Path, schema: pa.Schema) -> None:
         self.schema = schema

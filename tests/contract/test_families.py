@@ -347,7 +347,7 @@ def test_families_that_cannot_run_are_refused_by_name(name: str, tmp_path: Path)
 
 def test_code_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "my_moe", "auto_map": {"AutoModel": "x.X"}}))
-    with pytest.raises(UsageError, match="moetool never runs the code of a checkpoint"):
+    with pytest.raises(UsageError, match="moetool never runs code from a checkpoint"):
         _ = Checkpoint.open(tmp_path).spec
 
 

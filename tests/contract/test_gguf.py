@@ -15,7 +15,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.ggml_blocks import GgmlCodec
 from moetool.models.loading import load_full, load_lazy
 from tests import families, gguf_oracle
-from tests.greedy import generated, prompts, served
+from tests.greedy import generated, prompts, require_same_under_every_policy, served
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gguf"
 gguf = pytest.importorskip("gguf")
@@ -102,9 +102,19 @@ def test_weights_are_those_of_the_gguf_package(family: str, tmp_path: Path) -> N
         loaded.close()
     assert ours.spec.num_experts_L == theirs.spec.num_experts_L and ours.spec.top_k_L == theirs.spec.top_k_L
     greedy = generated(theirs.model, prompts(4))
-    for policy in ("lru", "promoe", "moesys"):
-        greedy.require_same(served(path, policy, prompts(4)))
+    require_same_under_every_policy(path, greedy, prompts(4))
     greedy.require_same(served(path, "lru", prompts(4), host_experts=12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", _ARCHITECTURES)
+def test_fifty_prompts_under_every_policy(family: str, tmp_path: Path) -> None:
+    """Every policy has its smallest pool."""
+    path, twin = _written(family, tmp_path)
+    many = prompts(50)
+    expected = generated(load_full(Checkpoint.open(twin), torch.float32).model, many)
+    ties = require_same_under_every_policy(path, expected, many)
+    print(f"{family}: {len(ties)} policies, {sum(ties.values())} ties of {len(ties) * len(many)}")
 
 
 @pytest.mark.parametrize("name", gguf_oracle.MODELS)
@@ -129,23 +139,7 @@ def test_what_llama_cpp_converts_is_the_model_it_came_from(name: str) -> None:
 def test_a_model_in_several_files(tmp_path: Path) -> None:
     """Served as the one file that they were cut from; a missing or foreign part is refused by name."""
     whole = GOLDEN / "qwen3moe.gguf"
-    reader = gguf.GGUFReader(whole)
-    files = [tmp_path / f"m-{i + 1:05}-of-00003.gguf" for i in range(3)]
-    for number, file in enumerate(files):
-        writer = gguf.GGUFWriter(file, "qwen3moe")
-        for field in reader.fields.values() if number == 0 else ():
-            if not field.name.startswith(("GGUF.", "general.architecture")):
-                kinds = field.types
-                writer.add_key_value(field.name, field.contents(), kinds[0], kinds[1] if len(kinds) > 1 else None)
-        writer.add_uint16("split.no", number)
-        writer.add_uint16("split.count", 3)
-        writer.add_int32("split.tensors.count", len(reader.tensors))
-        for tensor in reader.tensors[number::3]:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+    files = gguf_oracle.split(whole, tmp_path)
     assert served(files[1], "lru", prompts(2)) == served(whole, "lru", prompts(2))
     one, split = (Checkpoint.open(file, weights=False) for file in (whole, files[0]))
     assert one.spec.expert_bytes_L == split.spec.expert_bytes_L

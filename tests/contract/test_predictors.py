@@ -218,7 +218,7 @@ def test_trained_saved_and_loaded(name: str, tmp_path: Path, capfd: pytest.Captu
     assert all(map(np.array_equal, _answers(first, forwards), _answers(second, forwards)))
     (own, *_) = evaluate([tmp_path / "a"], trace)
     assert (own.predictor, own.epochs) == (name, 2 if name in LEARNED else None)
-    assert (own.foretold is not None) == CLASSES[name].foretells
+    assert (own.prompt_prediction is not None) == CLASSES[name].predicts_prompts
 
 
 @every
@@ -274,18 +274,18 @@ def test_a_single_request_is_split_in_time(name: str, tmp_path: Path) -> None:
     card = train(name, trace, tmp_path / "out", fit=FitOptions(max_epochs=1))
     assert card["tokens"] == {"train": 20, "validation": 4}
     (own, *_) = evaluate([tmp_path / "out"], trace)
-    assert (own.requests, own.num_tokens, own.foretold) == ("end", 4, None)
+    assert (own.requests, own.num_tokens, own.prompt_prediction) == ("end", 4, None)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if CLASSES[name].foretells])
-def test_what_is_foretold_adds_up_and_grows_with_the_prompt(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in NAMES if CLASSES[name].predicts_prompts])
+def test_what_is_predicted_adds_up_and_grows_with_the_prompt(name: str) -> None:
     spec = make_spec()
     predictor = _counted(name, spec)
     prompt = [3, 1, 4, 1, 5]
-    scores_SLE, score_LE = predictor.foretell(prompt)
+    scores_SLE, score_LE = predictor.predict_prompt(prompt)
     assert scores_SLE.shape == (5, 4, 8) and score_LE.shape == (4, 8)
     assert bool(scores_SLE.isfinite().all()) and bool(score_LE.isfinite().all())
-    first_SLE = predictor.foretell(prompt[:2])[0]
+    first_SLE = predictor.predict_prompt(prompt[:2])[0]
     torch.testing.assert_close(first_SLE, scores_SLE[:2])  # no token sees a later one
     for more in (0, 10):
         load_LE = predictor.workload(prompt, more)

@@ -20,6 +20,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.hub import HubName, parse_hub_name, with_revision
 from moetool.models.hub_transfers import Blob, Transfers
 from moetool.models.location import locate, locate_config
+from tests import gguf_oracle
 from tests.hub import COMMIT, Hub, running
 
 NAME = "org/small-moe"
@@ -84,6 +85,70 @@ def test_one_gguf_file_is_asked_for_by_name(hub: Hub) -> None:
         locate(NAME)
     with pytest.raises(UsageError, match=r"does not name one of its GGUF files"):
         locate(f"{NAME}/m-Q5.gguf")
+
+
+GGUF = Path(__file__).parents[1] / "golden" / "gguf" / "qwen3moe.gguf"
+_FIRST = 2048  # bytes of a header that are asked for at first; this one has some thousands
+
+
+@pytest.fixture
+def gguf_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
+    """With a GGUF model in one file and in three."""
+    monkeypatch.setattr(downloads, "FIRST_BYTES", _FIRST)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
+    there = hub.folders[NAME]
+    (there / "config.json").unlink()
+    shutil.copy(GGUF, there / "one.gguf")
+    gguf_oracle.split(GGUF, there)
+    return hub
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_of_a_gguf_file_the_header_alone_comes(gguf_hub: Hub, ranges: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf_hub.ranges = ranges
+    expected = Checkpoint.open(GGUF, weights=False)
+    found = Checkpoint.open(f"{NAME}/one.gguf", weights=False)
+    assert found.spec.expert_bytes_L == expected.spec.expert_bytes_L and found.revision == expected.revision
+    assert len(gguf_hub.gets) == 2  # four times as many bytes each time, from where the last ended
+    assert not ranges or gguf_hub.sent["one.gguf"] <= 4 * _FIRST < GGUF.stat().st_size
+    gguf_hub.gets.clear()
+    assert Checkpoint.open(f"{NAME}/one.gguf@{COMMIT}", weights=False).spec == found.spec
+    assert not gguf_hub.gets
+    gguf_hub.folders.clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert Checkpoint.open(f"{NAME}/one.gguf", weights=False).spec == found.spec
+    with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set"):
+        Checkpoint.open(f"{NAME}/one.gguf")
+
+
+def test_of_several_gguf_files_all_headers_come(gguf_hub: Hub) -> None:
+    name = f"{NAME}/m-00002-of-00003.gguf"
+    found = Checkpoint.open(name, weights=False)
+    assert found.spec.expert_bytes_L == Checkpoint.open(GGUF, weights=False).spec.expert_bytes_L
+    assert _downloaded(gguf_hub) == {f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)}
+    assert sum(gguf_hub.sent.values()) < GGUF.stat().st_size
+
+
+def test_a_header_is_continued_where_its_connection_broke(gguf_hub: Hub) -> None:
+    gguf_hub.breaks["one.gguf"] = [1000, 0, 500]
+    assert Checkpoint.open(f"{NAME}/one.gguf", weights=False).spec.num_layers
+    gguf_hub.breaks["m-00001-of-00003.gguf"] = [0] * 9
+    with pytest.raises(MoetoolError, match=r"cannot get .* from the hub"):
+        Checkpoint.open(f"{NAME}/m-00001-of-00003.gguf", weights=False)
+
+
+def test_a_gguf_file_that_is_there_is_not_asked_for_again(gguf_hub: Hub) -> None:
+    whole = locate(f"{NAME}/one.gguf")
+    gguf_hub.gets.clear()
+    assert locate_config(f"{NAME}/one.gguf") == whole and not gguf_hub.gets
+
+
+def test_a_damaged_gguf_file_is_refused_by_its_header(gguf_hub: Hub) -> None:
+    (gguf_hub.folders[NAME] / "short.gguf").write_bytes(GGUF.read_bytes()[:3000])
+    (gguf_hub.folders[NAME] / "other.gguf").write_bytes(b"text" * 9999)
+    for file, problem in (("short", "inside its header"), ("other", "is not a GGUF file")):
+        with pytest.raises(MismatchError, match=problem):
+            Checkpoint.open(f"{NAME}/{file}.gguf", weights=False)
 
 
 def test_a_connection_that_breaks_is_continued_where_it_broke(hub: Hub) -> None:
@@ -209,6 +274,18 @@ def test_what_the_hub_refuses_is_one_line_each(hub: Hub) -> None:
             with pytest.raises(UsageError) as caught:
                 find(model)
             assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"<html>Log in to the network</html>", b"", b"[]", b'{"sha": 7}', b'{"id": "a/b", "sha": "../../x"}', b"\xff"],
+)
+def test_what_answers_and_is_no_hub_is_one_line(hub: Hub, answer: bytes) -> None:
+    hub.instead = answer
+    with pytest.raises(MoetoolError) as caught:
+        locate("somebody/else")
+    assert "does not answer as a hub (" in str(caught.value) and "HF_ENDPOINT" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_without_the_hub_the_cache_is_used(
