@@ -15,25 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from moetool.report import drawing
+from moetool.report.figures import memory_curves
 
 HERE = Path(__file__).parent
 NAMES = {"lfu": "lfu", "lru": "lru", "foresight": "foresight (ours)", "belady": "belady: the bound without prefetching"}
 
 
 def memory(figure: Any) -> None:
-    """Megabytes loaded for each new token against the memory that experts have."""
+    """Gigabytes loaded for each new token, and hit rate, against the memory that experts have."""
     rows = json.loads((HERE / "memory.json").read_text())
-    left, right = figure.subplots(1, 2)
-    for series, (policy, label) in enumerate(NAMES.items()):
-        mine = [row for row in rows if row["policy"] == policy]
-        gigabytes = [row["budget_bytes"] / 1e9 for row in mine]
-        drawing.line(left, gigabytes, [row["bytes_per_decode_token"] / 1e9 for row in mine], series, label)
-        drawing.line(right, gigabytes, [row["hit_rate_decode"] for row in mine], series, label)
-    left.set(title="GB of experts loaded for each new token", ylim=(0, None), xlim=(0, None))
-    right.set(title="hit rate", ylim=(0, 1), xlim=(0, None))
-    left.legend()
-    for axes in (left, right):
-        axes.set_xlabel("GB of memory for experts, of 28.8 GB in all (DeepSeek-V2-Lite, bf16)")
+    memory_curves.paint(figure, rows, NAMES, ("GB", 1e9), "28.8 GB in all (DeepSeek-V2-Lite, bf16)")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ T = TypeVar("T", bound=Validated)
 
 
 def head(kind: str, version: int) -> dict[str, Any]:
-    """What such a file begins with."""
+    """First keys of such a file."""
     return {"kind": kind, "schema_version": version, "moetool_version": __version__}
 
 
@@ -44,7 +44,7 @@ def load(cls: type[T], path: str | Path, *, what: str, kind: str, version: int, 
     try:
         values = read_json(Path(path), advice=advice, max_bytes=MAX_BYTES)
     except IsADirectoryError:
-        raise UsageError(f"{path} is a folder, expected a {what}'s file; one is made with: {command}") from None
+        raise UsageError(f"{path} is a directory, expected a {what}'s file; one is made with: {command}") from None
     except (FileNotFoundError, NotADirectoryError):
         whole = f"{command} {example} --out {path}" if example else f"{command} … --out {path} (see {command} --help)"
         raise UsageError(f"no {what} at {path}; make one with: {whole}") from None

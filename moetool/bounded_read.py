@@ -44,7 +44,7 @@ def open_regular(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is no regular file any more")
+            raise ValueError("it is no longer a regular file")
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -66,7 +66,7 @@ def read_toml(path: Path, limit: int = TOML_BYTES) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """A table. Raises: ValueError where the text is no TOML or nested too deep."""
+    """A table. Raises: ValueError where the text is not valid TOML or nested too deep."""
     try:
         value = tomllib.loads(text)
     except RecursionError:

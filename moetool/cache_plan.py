@@ -8,6 +8,7 @@ from typing import Any
 
 from moetool import artefact, config, durable, plugins
 from moetool import validation as check
+from moetool.config import Span, require_within
 from moetool.errors import MismatchError, UsageError, first_line
 from moetool.types import ModelSpec
 
@@ -16,7 +17,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchLimits:
-    """What prefetching may cost, counted and never timed, whatever the policy asks for.
+    """Limits of prefetching, counted and never timed, for every policy.
 
     Attributes:
         forward_bytes: bytes that the prefetches of one forward may load in all; None: any number.
@@ -32,12 +33,8 @@ class PrefetchLimits:
     pause_forwards: int = 64
 
     def __post_init__(self) -> None:
-        if self.forward_bytes is not None and self.forward_bytes < 0:
-            raise UsageError(f"forward_bytes is {self.forward_bytes:,}, expected 0 or more")
-        if not 0 <= self.min_recall <= 1:
-            raise UsageError(f"min_recall is {self.min_recall}, expected 0 to 1")
-        if self.window < 1 or self.pause_forwards < 1:
-            raise UsageError(f"window is {self.window} and pause_forwards {self.pause_forwards}, expected 1 or more")
+        one = Span(1)
+        require_within(self, forward_bytes=Span(0), min_recall=Span(0, 1), window=one, pause_forwards=one)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +48,7 @@ class PredictorReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
-    """How the experts of a model are cached on one device.
+    """Cache plan of a model's experts on one device.
 
     Attributes:
         spec: the model it is for.

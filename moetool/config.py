@@ -1,9 +1,10 @@
-"""From plain values (of a recipe, a plan, the command line) to the frozen dataclasses that the code works with."""
+"""Frozen dataclasses from plain values of a recipe, a plan or the command line."""
 
 import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moetool.errors import UsageError, shortened, unknown_name
@@ -34,6 +35,50 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         raise UsageError(f"{where}: {path}: {shortened(first['msg'], 300)}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The numbers that an option may be: from `low` to `high`, or without these (`above`, `below`)."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        fits = self.low < value if self.above else self.low <= value
+        return bool(fits and (value < self.high if self.below else value <= self.high))
+
+    def __str__(self) -> str:
+        low = f"above {self.low:g}" if self.above else f"{self.low:g}"
+        if self.high == math.inf:
+            return low if self.above else f"at least {low}"
+        return f"{low} to {'below ' if self.below else ''}{self.high:g}"
+
+
+POSITIVE = Span(0, above=True, below=True)
+"""A finite number above 0."""
+SHARE = Span(0, 1, above=True)
+"""A share of something, and not none of it."""
+DROPPED = Span(0, 1, below=True)
+"""A share that leaves something."""
+
+
+def require_within(options: object, where: str = "", /, **spans: Span) -> None:
+    """Check options by name; None passes, and a tuple is checked value by value.
+
+    Args:
+        where: what the options belong to, before their names ("policy lru: ").
+
+    Raises:
+        UsageError: the first that is not within its span.
+    """
+    for name, span in spans.items():
+        value = getattr(options, name)
+        for one in value if isinstance(value, tuple) else (value,):
+            if one is not None and one not in span:
+                raise UsageError(f"{where}{name} is {value}, expected {span}")
+
+
 _UNITS = {
     "": 1,
     "b": 1,
@@ -61,7 +106,7 @@ def parse_bytes(text: str, whole: int | None = None) -> int:
             return amount
     shares = ", or a share like 25%" if whole is not None else ""
     raise UsageError(
-        f"{text!r} is no amount of memory; write bytes, or a number with a unit like 64MB or 20GiB{shares}"
+        f"{text!r} is not an amount of memory; write bytes, or a number with a unit like 64MB or 20GiB{shares}"
     )
 
 
@@ -69,7 +114,7 @@ def parse_seconds(text: str) -> float:
     """Seconds from `80ms`, `0.08s` or `250us`. Raises: UsageError if it is none of these, or not above zero."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", text.strip().lower())
     if match is None or not float(match[1]):
-        raise UsageError(f"{text!r} is no time; write a number with a unit, like 80ms or 0.08s")
+        raise UsageError(f"{text!r} is not a duration; write a number with a unit, like 80ms or 0.08s")
     return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]
 
 
@@ -84,7 +129,7 @@ def parse_settings(settings: Iterable[str]) -> dict[str, Any]:
         path, equals, text = setting.partition("=")
         *parents, leaf = path.strip().split(".")
         if not equals or not leaf:
-            raise UsageError(f"--set {setting!r} is no setting; write name=value")
+            raise UsageError(f"--set {setting!r} is not a setting; write name=value")
         try:
             value = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:

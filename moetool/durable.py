@@ -36,15 +36,8 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace `path` by `content` as a whole, or leave it as it was."""
-    partial = path.with_name(path.name + PARTIAL)
-    try:
+    with staged_file(path) as partial:
         partial.write_bytes(content)
-        sync(partial)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    sync(path.parent)
 
 
 @contextlib.contextmanager
@@ -93,7 +86,7 @@ def require_writable(path: Path) -> None:
         OSError: the folder cannot be made or written to.
     """
     if path.is_dir() or not path.name:
-        raise UsageError(f"{path} is a folder, expected the name of a file to write")
+        raise UsageError(f"{path} is a directory, expected the name of a file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent))

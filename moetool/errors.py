@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterable
 
 _MOST_CHARACTERS = 1000
-"""Of a message: it quotes files and requests, whose values have any length."""
+"""Limit of a message's length: it quotes files and requests."""
 
 
 class MoetoolError(Exception):
@@ -47,8 +47,14 @@ class CapacityError(MoetoolError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a foreign exception, to quote inside a one-line message; 400 characters of it at most."""
-    return shortened((str(error).splitlines() or [type(error).__name__])[0], 400)
+    """The first line of a foreign exception, to quote inside a one-line message; 400 characters of it at most.
+
+    A line that ends with a colon or comma takes the next one along.
+    """
+    first, *rest = str(error).splitlines() or [type(error).__name__]
+    while rest and first.endswith((":", ",")):
+        first = f"{first} {rest.pop(0).strip()}"
+    return shortened(first, 400)
 
 
 def shortened(value: object, most: int = 80) -> str:

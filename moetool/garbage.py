@@ -1,4 +1,4 @@
-"""When Python looks for garbage that refers to itself.
+"""Schedule of Python's cyclic garbage collector.
 
 A process that starts a model makes 400,000 objects that stay: what torch and transformers consist of. As Python looks
 for garbage after every 700 new objects, it looks through them again and again, a sixth of the time that a server

@@ -1,7 +1,8 @@
-"""Reading JSON that somebody else wrote, or that a disk has damaged: bounded, and with errors that name the file."""
+"""JSON: dataclasses as objects, and reading foreign or damaged files, bounded, with errors that name the file."""
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,23 @@ MAX_BYTES = 256 << 20
 _MAX_DEPTH = 100
 
 
+class JsonRecord:
+    """A dataclass that is a JSON object by its fields."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields by name."""
+        return asdict(self)  # type: ignore[call-overload]
+
+
 def parse_object(content: bytes, *, constants: bool = False) -> dict[str, Any]:
     """A JSON object.
 
     Args:
         content: UTF-8.
-        constants: whether NaN and Infinity, which JSON does not have and Python writes, are numbers here.
+        constants: whether NaN and Infinity, which JSON does not have and Python writes, are numbers here, and whole
+            numbers have any size.
 
     Raises:
         ValueError: it is something else, has a key twice or a number that is too large, or is nested more than 100
@@ -29,6 +41,7 @@ def parse_object(content: bytes, *, constants: bool = False) -> dict[str, Any]:
             object_pairs_hook=_without_duplicates,
             parse_constant=None if constants else _refuse_constant,
             parse_float=None if constants else _finite,
+            parse_int=None if constants else _whole,
         )
     except RecursionError:
         raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels") from None
@@ -83,6 +96,12 @@ def _refuse_constant(name: str) -> float:
 
 def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
+        raise ValueError(f"{shortened(text, 20)} is too large for a number")
+    return value
+
+
+def _whole(text: str) -> int:
+    if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**64:
         raise ValueError(f"{shortened(text, 20)} is too large for a number")
     return value
 

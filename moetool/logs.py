@@ -82,7 +82,7 @@ def set_verbosity(verbose: int = 0, quiet: bool = False) -> None:
 
 
 def environment() -> dict[str, str]:
-    """What a process on another machine needs in its environment to log as this one does."""
+    """Environment of a remote process that makes it log as this one does."""
     return {VARIABLE: os.environ[VARIABLE]} if os.environ.get(VARIABLE) else {}
 
 

@@ -14,7 +14,7 @@ _UNLIMITED = 1 << 60  # version 1 says "unlimited" by a number near 2**63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What a measurement depends on besides the model.
+    """Machine facts that a measurement depends on.
 
     Attributes:
         cpu: the processor's name.
@@ -127,7 +127,7 @@ def load_average() -> float:
 
 
 def _text(file: Path) -> str:
-    """What a file of the system says; nothing where there is no such file."""
+    """Content of a system file; empty if there is none."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -22,8 +22,9 @@ _PARTS = {
     "policy": ("Options", "Policy"),
     "planner": ("Options", "place"),
     "predictor": ("Options", "Predictor"),
+    "experiment": ("Options", "run"),
 }
-"""What a module of a kind has at least."""
+"""Required attributes of a module of each kind."""
 
 
 def names(kind: str) -> list[str]:
@@ -53,7 +54,7 @@ def load(kind: str, name: str) -> ModuleType:
 def _imported(kind: str, name: str) -> ModuleType:
     """A stranger's module. Raises: UsageError where it cannot be found or is of another kind."""
     if not all(part.isidentifier() for part in name.split(".")):
-        raise UsageError(f"{kind} {name!r} is no module's name, expected one such as my_lab.{kind}")
+        raise UsageError(f"{kind} {name!r} is not a module name, expected one such as my_lab.{kind}")
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -63,5 +64,6 @@ def _imported(kind: str, name: str) -> ModuleType:
             ) from None
         raise
     if missing := [part for part in _PARTS.get(kind, ()) if not hasattr(module, part)]:
-        raise UsageError(f"{name} is no {kind}: it has no {' and no '.join(missing)}")
+        article = "an" if kind[0] in "aeiou" else "a"
+        raise UsageError(f"{name} is not {article} {kind}: it has no {' and no '.join(missing)}")
     return module

@@ -1,4 +1,4 @@
-"""What the engine and its callers say to each other."""
+"""Requests and outputs of the engine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Finish = Literal["stop", "length", "cancelled", "error"]
 
 
 class Matcher(Protocol):
-    """How far one answer is in its grammar."""
+    """Progress of one answer through its grammar."""
 
     @property
     def may_end(self) -> bool:
@@ -30,7 +30,7 @@ class Matcher(Protocol):
 
 
 class Grammar(Protocol):
-    """What an answer may be."""
+    """Grammar of an answer."""
 
     def start(self) -> Matcher:
         """A matcher at the beginning of an answer."""
@@ -39,7 +39,7 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen.
+    """Sampling parameters of one request.
 
     Attributes:
         max_tokens: at most so many new tokens.
@@ -121,7 +121,7 @@ class Unavailable(MoetoolError):
 
 
 class EngineLike(Protocol):
-    """What the HTTP server needs of an engine.
+    """Engine interface of the HTTP server.
 
     Attributes:
         model_name: the name that clients ask for.

@@ -1,4 +1,4 @@
-"""What a person at a terminal sees: tables on stdout, narration and progress on stderr."""
+"""Terminal output: tables on stdout, narration and progress on stderr."""
 
 import contextlib
 import json
@@ -58,7 +58,7 @@ def print_table(
 
 
 _GAP = 3
-"""What a table takes beside each column; one more at its edge."""
+"""Width of a table's column separator; one more at its edge."""
 
 
 def _widths(
@@ -136,12 +136,12 @@ def print_prompt_sets(rows: Sequence[dict[str, Any]]) -> None:
     ]
     columns = ["name", "on the hub", "tasks, or config", "split", "gated", "decodes", "licence"]
     print_table(f"{len(public)} public sets, read from the hub, or with --data-dir from a copy", columns, table, 7)
-    print("decodes: tokens for each prompt, or as many as its answer has; where '-' stands, as --max-new-tokens says")
+    print("decodes: new tokens per prompt, or as many as its answer has; '-': as --max-new-tokens says")
     print(f"embedded: {', '.join(row['name'] for row in rows if row['hub'] is None)}; 'all' is these together")
 
 
 def print_replica(out: Any, card: Any) -> None:
-    """What a replica is, how near it comes, and the experts that saw too few tokens."""
+    """Print a replica's size, accuracy, and experts with too few tokens."""
     how, judged, weights = card["quantization"], card["judged"], card["weights"]
     print(
         f"{out}: {how['bits']} bits in groups of {how['group']}, {count(weights['bytes'], 'B')} in place of "
@@ -193,7 +193,7 @@ def print_maps(made: Any) -> None:
         rise = ", ".join(f"{least:.2f}: {hit_rate:.2f}" for least, _, hit_rate, _ in likeness.bins)
         rows.append([name, pearson, f"{likeness.best:.3f}", f"{likeness.best_hit_rate:.3f}", rise])
     print_table(
-        f"likeness to {made.iterations:,} held-out iterations, and hit rate of the map's K likeliest experts",
+        f"similarity to {made.iterations:,} held-out iterations, and hit rate of the map's K likeliest experts",
         ["likeness of", "Pearson", "of the best map", "its hit rate", "hit rate from a likeness of"],
         rows,
     )
@@ -294,7 +294,7 @@ def print_profile(profile: Any) -> None:
         added = profile.load_all_s(loads.tier, loads.threads)
         rate = spec.slot_bytes / loads.seconds(spec.slot_bytes)
         print(
-            f"one token on {device} in {best.dtype} at a context of 512 takes {_ms(profile.decode_s(512, device))} ms "
+            f"one token on {device} in {best.dtype} at context 512 takes {_ms(profile.decode_s(512, device))} ms "
             f"with every expert in memory; loading its {sum(spec.top_k_L)} experts from {loads.tier}, {loads.threads} "
             f"at a time ({count(rate, 'B')}/s), takes {_ms(added)} ms more"
         )
@@ -350,7 +350,7 @@ def count(number: float, unit: str = "") -> str:
 
 @contextlib.contextmanager
 def steps(title: str) -> Iterator[Callable[[int, int], None]]:
-    """As `progress`, for work that tells itself how many steps it has."""
+    """`progress` for work that reports its own number of steps."""
     with contextlib.ExitStack() as stack:
         shown: list[Callable[[int], None]] = []
 

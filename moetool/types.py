@@ -23,14 +23,14 @@ from moetool import validation as check
 from moetool.errors import MismatchError, UsageError, first_line
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
-"""How routers turn logits into scores."""
+"""Functions from router logits to scores."""
 
 REVISION_KIND = "r2-"
 """Begins the revision of every checkpoint: the version of how `moetool.models.revision` tells them apart."""
 
 
 class Phase(IntEnum):
-    """What a token's request was doing when the token was forwarded."""
+    """Phase of a token's request."""
 
     PREFILL = 0
     DECODE = 1
@@ -38,7 +38,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """What moetool has to know of a model to decide about its experts.
+    """Model facts that expert decisions depend on.
 
     Attributes:
         name: model type and path name, for people.
@@ -154,6 +154,19 @@ class ModelSpec:
             f"{self.name} ({self.revision[:12]}){why}; make {theirs} again for this model"
         )
 
+    def require_alike(self, other: "ModelSpec", mine: str, theirs: str) -> None:
+        """Refuse two artefacts of models whose experts differ in number, layers or width; arguments as `require_same`.
+
+        Raises:
+            MismatchError: they do.
+        """
+        for name in ("layer_ids_L", "num_experts_L", "top_k_L", "hidden_size"):
+            if (ours := getattr(self, name)) != (found := getattr(other, name)):
+                raise MismatchError(
+                    f"{theirs} has {name} {found}, but {mine} is of {self.name} with {ours}; give --model the model "
+                    f"of {mine}"
+                )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardInfo:
@@ -232,7 +245,7 @@ class Gpu:
 
     @property
     def expert_bytes(self) -> int:
-        """What is left for experts."""
+        """Memory left for experts."""
         return self.memory_bytes - self.reserved_bytes
 
 
@@ -280,7 +293,6 @@ class Cluster:
         servers: at least one.
         link_bytes_s: rate between servers for which `links` has no other.
         link_latency_s: latency between them.
-        links: the exceptions.
     """
 
     servers: tuple[Server, ...]
@@ -328,7 +340,7 @@ class Cluster:
         return tuple(n for n, server in enumerate(self.servers) for _ in server.gpus)
 
     def slots_G(self, slot_bytes: int) -> tuple[int, ...]:
-        """How many experts of `slot_bytes` each GPU has room for."""
+        """Number of experts of `slot_bytes` that fit on each GPU."""
         return tuple(gpu.expert_bytes // slot_bytes for gpu in self.gpus)
 
     def link(self, a: int, b: int) -> tuple[float, float]:

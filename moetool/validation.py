@@ -1,4 +1,4 @@
-"""What the `validate` methods of artefacts are written in: a field, what it holds and what it may hold."""
+"""Building blocks of artefacts' `validate` methods: a field, the value found and the values allowed."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ from moetool.errors import MismatchError, shortened
 
 MAX_LAYERS = 4096
 MAX_EXPERTS = 2**16
-"""Of a layer: traces store an expert as 16 bits."""
+"""Most experts of a layer: traces store an expert in 16 bits."""
 MAX_TOTAL_EXPERTS = 2**20
 MAX_WIDTH = 2**20
 MAX_BYTES = 2**53
@@ -57,7 +57,7 @@ def require_distinct(field: str, values: Sequence[Any]) -> None:
 
 
 def require_plain(field: str, value: Any) -> None:
-    """Raises: MismatchError where a number within plain values (dictionaries, lists) is not finite."""
+    """Raises: MismatchError where a number within plain values (dictionaries, lists) is not finite or over 64 bits."""
     rest = [value]
     while rest:
         one = rest.pop()
@@ -67,6 +67,8 @@ def require_plain(field: str, value: Any) -> None:
             rest += one
         elif isinstance(one, float) and not math.isfinite(one):
             require(False, field, one, "finite numbers")
+        elif isinstance(one, int) and not -(2**63) <= one < 2**63:
+            require(False, field, "a whole number of more than 64 bits", "numbers of at most 64 bits")
 
 
 def _is_finite(value: float) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import moetool.learning.predictor
-from moetool.errors import UsageError
+from moetool.config import Span, require_within
 from moetool.learning.request_matrices import ActivationMatrices, unit_rows
 from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec
@@ -39,8 +39,7 @@ class Options:
     history: int = 128
 
     def __post_init__(self) -> None:
-        if self.history < 1:
-            raise UsageError(f"activation_matrix: history is {self.history}, expected at least 1")
+        require_within(self, "activation_matrix: ", history=Span(1))
 
 
 class Predictor(moetool.learning.predictor.Predictor):

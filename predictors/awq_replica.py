@@ -7,8 +7,8 @@ of the model do; § VIII makes it with AWQ. Readings and deviations:
   `activation_bits` rounds the inputs of every rounded weight as well, each token by its largest value.
 - Gates, embeddings and norms are those of the model (`moetool.quantize`).
 - Of a pending request only the prompt is known. It is run whole, and each token that the request goes on to make is
-  given the mean over its prompt (`foretell`). While a request runs, the replica is ahead of it by whole forwards: it
-  sees a forward's tokens before the first MoE layer has run, and nothing later.
+  given the mean over its prompt (`predict_prompt`). While a request runs, the replica is ahead of it by whole
+  forwards: it sees a forward's tokens before the first MoE layer has run, and nothing later.
 - The experts that its own router chose come first, then the others by their scores.
 - It is made from a model and text, not from a trace (`make`). It is scored on every request of a trace whose prompt it
   was not made from.
@@ -65,7 +65,7 @@ class Predictor(moetool.learning.predictor.Predictor):
     needs = frozenset({"experts", "token_id"})
     remembers = True
     made_of = "model"
-    foretells = True
+    predicts_prompts = True
 
     def __init__(self, spec: ModelSpec, options: Options) -> None:
         super().__init__(spec, options)
@@ -131,7 +131,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         return rest + (match - rest) * scores_TE.clamp(0, 1)
 
     @torch.inference_mode()
-    def foretell(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def predict_prompt(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Of new tokens the mean over the prompt.
 
         Raises:

@@ -14,6 +14,7 @@ deviations, besides those of `predictors/single_transformer.py`:
 
 from dataclasses import dataclass
 
+from moetool.config import Span, require_within
 from moetool.errors import UsageError
 from moetool.learning.prompt_routing import PromptOptions, PromptPredictor
 from moetool.types import ModelSpec
@@ -33,8 +34,7 @@ class Options(PromptOptions):
 
     def __post_init__(self) -> None:
         PromptOptions.__post_init__(self)
-        if self.stages < 1:
-            raise UsageError(f"cascade: stages is {self.stages}, expected at least 1")
+        require_within(self, "cascade: ", stages=Span(1))
         if self.boundaries and len(self.boundaries) != self.stages - 1:
             raise UsageError(
                 f"cascade: {len(self.boundaries)} boundaries for {self.stages} stages, expected {self.stages - 1}; "

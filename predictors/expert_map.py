@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import moetool.learning.predictor
-from moetool.errors import UsageError
+from moetool.config import Span, require_within
 from moetool.learning.expert_maps import MapSearch, MapStore, Sizing, capacity_of, distribution, top_mass
 from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec
@@ -52,10 +52,7 @@ class Options:
     neighbours: int = 1
 
     def __post_init__(self) -> None:
-        if self.distance < 0 or self.neighbours < 1:
-            raise UsageError(
-                f"expert_map: distance is {self.distance} and neighbours {self.neighbours}, expected at least 0 and 1"
-            )
+        require_within(self, "expert_map: ", distance=Span(0), neighbours=Span(1))
 
 
 class Predictor(moetool.learning.predictor.Predictor):

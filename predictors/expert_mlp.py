@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moetool.learning.predictor
+from moetool.config import DROPPED, Span, require_within
 from moetool.errors import UsageError
 from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
@@ -47,10 +48,9 @@ class Options:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        if not self.hidden or min(self.hidden) < 1:
-            raise UsageError(f"expert_mlp: hidden is {list(self.hidden)}, expected one or more positive widths")
-        if not 0 <= self.dropout < 1:
-            raise UsageError(f"expert_mlp: dropout is {self.dropout}, expected 0 <= dropout < 1")
+        if not self.hidden:
+            raise UsageError("expert_mlp: hidden is empty, expected one or more widths")
+        require_within(self, "expert_mlp: ", hidden=Span(1), dropout=DROPPED)
 
 
 class Predictor(moetool.learning.predictor.Predictor):

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moetool.learning.predictor
-from moetool.errors import UsageError
+from moetool.config import DROPPED, Span, require_within
 from moetool.learning.judged_paths import JudgedPaths
 from moetool.learning.path_signals import CONTEXT, SIGNALS, PathSignals
 from moetool.learning.path_trust import DISTANCES, FusedPath
@@ -72,18 +72,9 @@ class Options:
     stride: int = 8
 
     def __post_init__(self) -> None:
-        if self.hidden < 1 or self.paths < 1 or self.recent < 0:
-            raise UsageError(
-                f"fused: hidden is {self.hidden}, paths {self.paths} and recent {self.recent}, "
-                f"expected at least 1, 1 and 0"
-            )
-        if self.stride < 1:
-            raise UsageError(f"fused: stride is {self.stride}, expected 1 or more")
-        if not (0 <= self.dropout < 1 and 0 <= self.forget < 1 and self.haste >= 0):
-            raise UsageError(
-                f"fused: dropout is {self.dropout}, forget {self.forget} and haste {self.haste}, expected 0 "
-                f"to below 1 twice and 0 or more"
-            )
+        one = Span(1)
+        require_within(self, "fused: ", hidden=one, paths=one, recent=Span(0), stride=one)
+        require_within(self, "fused: ", dropout=DROPPED, forget=DROPPED, haste=Span(0))
 
 
 class Predictor(moetool.learning.predictor.Predictor):

@@ -23,7 +23,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 import moetool.learning.predictor
-from moetool.errors import MismatchError, UsageError
+from moetool.config import DROPPED, Span, require_within
+from moetool.errors import MismatchError
 from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec
 
@@ -43,10 +44,7 @@ class Options:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.hidden < 1:
-            raise UsageError(f"lstm: hidden is {self.hidden}, expected at least 1")
-        if not 0 <= self.dropout < 1:
-            raise UsageError(f"lstm: dropout is {self.dropout}, expected 0 <= dropout < 1")
+        require_within(self, "lstm: ", hidden=Span(1), dropout=DROPPED)
 
 
 class Predictor(moetool.learning.predictor.Predictor):

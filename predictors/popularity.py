@@ -38,7 +38,7 @@ class Predictor(moetool.learning.predictor.Predictor):
     Shapes: buffer popularity_LE float32.
     """
 
-    foretells = True
+    predicts_prompts = True
     popularity_LE: Tensor
 
     def __init__(self, spec: ModelSpec, options: Options) -> None:
@@ -52,6 +52,6 @@ class Predictor(moetool.learning.predictor.Predictor):
     def layer_scores(self, tokens: Tokens, layer: int) -> Tensor:
         return self.popularity_LE[layer].repeat(len(tokens), 1)
 
-    def foretell(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def predict_prompt(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The same of every token, whatever the prompt says."""
         return self.popularity_LE.expand(len(token_id_S), -1, -1), self.popularity_LE

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moetool.learning.predictor
-from moetool.errors import UsageError
+from moetool.config import DROPPED, Span, require_within
 from moetool.learning.tokens import Tokens
 from moetool.types import ModelSpec
 
@@ -40,10 +40,7 @@ class Options:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.stride < 1 or self.hidden < 1:
-            raise UsageError(f"promoe: stride {self.stride} and hidden {self.hidden} must both be at least 1")
-        if not 0 <= self.dropout < 1:
-            raise UsageError(f"promoe: dropout is {self.dropout}, expected 0 <= dropout < 1")
+        require_within(self, "promoe: ", stride=Span(1), hidden=Span(1), dropout=DROPPED)
 
 
 class Predictor(moetool.learning.predictor.Predictor):

@@ -126,6 +126,7 @@ def engine(
     layer_slots: Sequence[int] = (),
     devices: int = 1,
     options: dict[str, Any] | None = None,
+    pooled: bool | None = None,
 ) -> Engine:
     """An engine over the embedded model in float32, ready but with no thread of its own."""
     loaded = load_lazy(Checkpoint.open(reference), torch.float32, device)
@@ -138,7 +139,7 @@ def engine(
     made = Engine(
         loaded,
         tokenizer,
-        ExpertRuntime(loaded, residency, open_stores(loaded, residency, io_threads, host_memory_bytes)),
+        ExpertRuntime(loaded, residency, open_stores(loaded, residency, io_threads, host_memory_bytes), pooled=pooled),
         Batcher(loaded.model, max_requests=max_requests, kv_tokens=4096),
         model_name="reference",
         log=ServeLog(log, {"topk"} | (first.columns & set(KEEP)), first.distance) if log else None,

@@ -93,6 +93,30 @@ def convert(llama_cpp: Path, name: str, to: Path) -> Path:
     return file
 
 
+def split(whole: Path, to: Path) -> list[Path]:
+    """Write the model of a GGUF file in three, `m-00001-of-00003.gguf` and so on."""
+    import gguf
+
+    reader = gguf.GGUFReader(whole)
+    files = [to / f"m-{i + 1:05}-of-00003.gguf" for i in range(3)]
+    for number, file in enumerate(files):
+        writer = gguf.GGUFWriter(file, "qwen3moe")
+        for field in reader.fields.values() if number == 0 else ():
+            if not field.name.startswith(("GGUF.", "general.architecture")):
+                kinds = field.types
+                writer.add_key_value(field.name, field.contents(), kinds[0], kinds[1] if len(kinds) > 1 else None)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 3)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::3]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return files
+
+
 if __name__ == "__main__":
     for made in sys.argv[3:] or MODELS:
         print(convert(Path(sys.argv[1]), made, Path(sys.argv[2])))

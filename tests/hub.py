@@ -28,6 +28,8 @@ class Hub:
         gets: (file, first byte) of every download.
         commit: of the main branch.
         moves: commits that the main branch moves to once a file has been downloaded, by file.
+        ranges: whether it answers range requests.
+        sent: bytes of each file that were asked for.
     """
 
     def __init__(self) -> None:
@@ -38,10 +40,15 @@ class Hub:
         self.gets: list[tuple[str, int]] = []
         self.commit = COMMIT
         self.moves: dict[str, str] = {}
+        self.ranges = True
+        self.sent: dict[str, int] = {}
+        self.instead: bytes | None = None  # the answer to everything
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         path = unquote(urlsplit(request.path).path)
-        if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path):
+        if self.instead is not None:
+            _send(request, 200, {"Content-Type": "text/html"}, self.instead)
+        elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path):
             self._describe(request, found[1], found[2] or "revision", found[3] or "main")
         elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             self._send_file(request, found[1], found[2], found[3])
@@ -93,16 +100,18 @@ class Hub:
         if request.command == "HEAD":
             _send(request, 200, {**headers, "Content-Length": str(len(content))})
             return
-        wanted = re.fullmatch(r"bytes=(\d+)-", request.headers.get("Range", ""))
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", "")) if self.ranges else None
         first = int(wanted[1]) if wanted else 0
+        end = int(wanted[2]) + 1 if wanted and wanted[2] else len(content)
         self.gets.append((path, first))
         self.commit = self.moves.pop(path, self.commit)
-        body = content[first:]
+        body = content[first:end]
         if path in self.spoils:
             body = bytes(byte ^ 1 for byte in body)
         headers["Content-Length"] = str(len(body))
         if wanted:
-            headers["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+            headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(content)}"
+        self.sent[path] = self.sent.get(path, 0) + len(body)
         if breaks := self.breaks.get(path):
             body = body[: breaks.pop(0)]
             request.close_connection = True

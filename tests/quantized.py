@@ -110,12 +110,12 @@ def compressed_config(form: str, weights: dict[str, Any], **more: Any) -> dict[s
     return {**head, "quantization_status": "compressed", "ignore": ["lm_head"], **more}
 
 
-def gptq(act_order: bool, symmetric: bool = True) -> Writer:
+def gptq(act_order: bool, symmetric: bool = True, group: int = GROUP) -> Writer:
     """GPTQ in four bits; the groups of act-order are drawn at random."""
 
     def write(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         columns = weight.shape[1]
-        index = torch.arange(columns) // GROUP
+        index = torch.arange(columns) // group
         if act_order:
             index = index[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
         scale, zero = _affine(weight, index, symmetric)
@@ -132,11 +132,11 @@ def gptq(act_order: bool, symmetric: bool = True) -> Writer:
     return write
 
 
-def awq() -> Writer:
+def awq(group: int = GROUP) -> Writer:
     """AWQ in four bits."""
 
     def write(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        index = torch.arange(weight.shape[1]) // GROUP
+        index = torch.arange(weight.shape[1]) // group
         scale, zero = _affine(weight, index, symmetric=False)
         values = (weight / scale[:, index] + zero[:, index]).round().clamp(0, 15)
         meant = ((values - zero[:, index]) * scale[:, index]).half().float()

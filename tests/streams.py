@@ -4,7 +4,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,9 @@ class Streams:
         with self._lock:
             self._queues["copy"].append((after, run))
         return mark
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor, Any]]) -> Any:
+        return [self.copy(*pair) for pair in pairs][-1]
 
     def mark(self) -> Any:
         mark = Mark()

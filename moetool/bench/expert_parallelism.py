@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from moetool.cluster.parallel.members import Launcher
 from moetool.cluster.parallel.rank_head import RankHead
 from moetool.cluster.parallel.rank_options import RankOptions
 from moetool.cluster.parallel.startup import ParallelOptions, open_head, open_predictors, uniform, with_buffer
+from moetool.config import Span, require_within
 from moetool.costing.costs import CostProfile
 from moetool.errors import MoetoolError, UsageError, unknown_name
+from moetool.json_files import JsonRecord
 from moetool.learning.fit_options import FitOptions
 from moetool.models.checkpoint import Checkpoint
 from moetool.placement import _planner as planner
@@ -79,10 +81,9 @@ class RankBenchOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = {"prompts": 4, "prompt_tokens": 2, "new_tokens": 1, "ranks": 2, "seats": 1, "batches": 2, "tasks": 1}
-        for name, value in {**least, "rounds": 1, "epochs": 1, "room": 1.05}.items():
-            if getattr(self, name) < value:
-                raise UsageError(f"bench {name} is {getattr(self, name)}, expected at least {value}")
+        one, two = Span(1), Span(2)
+        require_within(self, "bench ", prompts=Span(4), prompt_tokens=two, new_tokens=one, ranks=two, seats=one)
+        require_within(self, "bench ", batches=two, tasks=one, rounds=one, epochs=one, room=Span(1.05))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +146,7 @@ class RankRun:
 
 
 @dataclass(slots=True, kw_only=True)
-class Bench:
+class Bench(JsonRecord):
     """Results: by variant a run of each round, and `moetool simulate` of the same.
 
     Attributes:
@@ -160,13 +161,9 @@ class Bench:
     costs: dict[str, float] = field(default_factory=dict)
     token_s: dict[str, list[float]] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
-        return asdict(self)
-
 
 def variants(replica: bool) -> list[Variant]:
-    """All that is compared."""
+    """Results of the comparison."""
     found = [
         Variant(name="vanilla", placement="vanilla"),
         Variant(name="offline", placement="offline", figures=(7, 8, 11)),
@@ -390,7 +387,7 @@ class _Subject:
             if not folder.is_dir():
                 self._make(name, folder)
             (opened,) = open_predictors([str(folder)], self._spec)
-            found[name] = opened.foretell
+            found[name] = opened.predict
         return found
 
     def simulated(self) -> dict[str, dict[str, float]]:
@@ -428,7 +425,9 @@ class _Subject:
             capture(self._model, prompts, folder, made)
         trace = Trace(folder)
         if len(trace.requests) != len(prompts):
-            raise UsageError(f"{folder} is of other prompts; give another folder with --set bench.work, or remove it")
+            raise UsageError(
+                f"{folder} is of other prompts; give another directory with --set bench.work, or remove it"
+            )
         return trace
 
     def _make(self, name: str, folder: Path) -> None:

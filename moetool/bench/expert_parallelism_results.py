@@ -76,7 +76,7 @@ def print_parallel_bench(bench: Bench) -> None:
     ]
     if moved:
         tables.print_table(
-            "experts on the move, a run; times are of a batch, or of a decision",
+            "experts migrated per run; times are of a batch, or of a decision",
             [
                 *("variant", "moved", "in an all-to-all", "ms waited before it", "ms all-to-alls waited"),
                 *("ms waited for a decision", "ms to predict", "ms to plan", "asked"),

@@ -178,14 +178,14 @@ class ForcedRoutes:
     def attach(self, layers: Sequence[MoeLayer]) -> None:
         """Make another copy of the model follow them too. Raises: UsageError, as above."""
         if any(layer.form.call not in (Call.INTERFACE, Call.EXPERTS) for layer in layers):
-            raise UsageError("the routers of this family hand out no choice that could be replaced; bench it by --data")
+            raise UsageError("the routers of this family return no replaceable choice; use --data")
         self._handles += [
             layer.experts.register_forward_pre_hook(lambda _, args, i=layer.index: self._replace(i, args))
             for layer in layers
         ]
 
     def follow(self, request: int, number: int) -> None:
-        """From now on the model's `request` follows request `number` of the trace."""
+        """Make the model's `request` follow request `number` of the trace."""
         self._first_row[request] = self._start_of[number]
 
     def begin_forward(self, info: ForwardInfo) -> None:
@@ -202,6 +202,10 @@ class ForcedRoutes:
         hidden, _, weights, *rest = args
         if len(self._rows_T) != hidden.reshape(-1, hidden.shape[-1]).shape[0]:
             raise RuntimeError(f"{len(self._rows_T)} tokens were announced, and the forward has {hidden.shape}")
+        if self._rows_T.device != hidden.device:  # the routes lie where the model is from its first forward on
+            self._rows_T = self._rows_T.to(hidden.device)
+            self._experts = [experts.to(hidden.device) for experts in self._experts]
+            self._weights = [weights.to(hidden.device) for weights in self._weights]
         forced_TK = self._weights[layer][self._rows_T].to(weights.dtype)
         return hidden, self._experts[layer][self._rows_T], forced_TK, *rest
 

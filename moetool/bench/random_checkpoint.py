@@ -92,7 +92,7 @@ def random_checkpoint(
         if free < total * 1.02 + 2**24:  # headers, and a little for whoever else writes there
             raise CapacityError(
                 f"{layers or 'all'} MoE layers of {shape} take {total:,} bytes on disk and {work.resolve()} has "
-                f"{free:,} free; give fewer --layers, or another folder with --work"
+                f"{free:,} free; give fewer --layers, or another directory with --work"
             )
         written = 0
         for number, (name, tensors) in enumerate(files.items()):

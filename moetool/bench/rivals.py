@@ -34,7 +34,7 @@ _START_S, _ANSWER_S = 240, 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RivalOptions:
-    """How `moetool bench rivals` measures.
+    """Options of `moetool bench rivals`.
 
     Attributes:
         prompt_tokens, new_tokens: of each request.

@@ -75,7 +75,7 @@ def _require_room(folder: Path, size: int, scheme: Scheme) -> None:
     if (free := shutil.disk_usage(folder).free) < needed:
         raise CapacityError(
             f"the packed form takes {needed:,} bytes on disk and {folder.resolve()} has {free:,} free; give fewer "
-            "--layers, or another folder with --work"
+            "--layers, or another directory with --work"
         )
 
 

@@ -124,7 +124,7 @@ def bench_serve(
             resident = LineToServe(stage.loaded, RESIDENT, whole, spec.total_experts, build, warm=True)
             entries.insert(0, resident)
         if not entries:
-            why = "; ".join(notes) or "policies that must know the future are replayed only"
+            why = "; ".join(notes) or "policies that need future requests are replayed only"
             raise CapacityError(f"there is nothing to serve: {why}; give larger budgets or other policies")
         dense = _require_memory(stage, entries)
         others, refused = _of_transformers(stage, chosen, dense + sizes[0], whole, stack)

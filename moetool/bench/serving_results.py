@@ -2,11 +2,12 @@
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from moetool import tables
 from moetool.bench.serving_runs import PhaseTimes, ServingRun
+from moetool.json_files import JsonRecord
 from moetool.machine import Machine
 
 RESIDENT = "all in memory"
@@ -95,7 +96,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServingConditions:
+class ServingConditions(JsonRecord):
     """Conditions and workload of a bench of serving.
 
     Attributes:
@@ -118,10 +119,6 @@ class ServingConditions:
     new_tokens: int
     rounds: int
     notes: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object, raw values included."""
-        return asdict(self)
 
     def print_header(self, subject: str, disk: str) -> None:
         """The conditions, one a line.

@@ -15,7 +15,7 @@ from moetool.errors import MoetoolError
 from moetool.models.loading import LoadedModel
 from moetool.request import Output, SamplingParams
 from moetool.runtime.decoding import Batch
-from moetool.runtime.device_stores import open_stores
+from moetool.runtime.device_stores import fill_device, open_stores
 from moetool.runtime.engine import Engine
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.own_caches import OwnCaches, open_batcher
@@ -157,7 +157,11 @@ def run_engine(
         max_batch_tokens=max(512, workload.longest_prompt),  # a prompt is one forward
     )
     residency = _Booked(policy)
-    runtime = ExpertRuntime(loaded, residency, open_stores(loaded, residency, io_threads, host_memory_bytes))
+    store = open_stores(loaded, residency, io_threads, host_memory_bytes)
+    fill_device(residency, store)
+    for key, slot in residency.slot_of.items():
+        store.ready(key, slot)
+    runtime = ExpertRuntime(loaded, residency, store)
     engine = Engine(loaded, None, runtime, batcher, model_name=loaded.spec.name, lent=True)
     try:
         engine.state = "ready"  # driven from here, forward by forward: the engine's own thread is not started

@@ -15,6 +15,7 @@ from moetool.bench.forced_routes import CutPredictor, ForcedRoutes, bench_spec, 
 from moetool.bench.random_checkpoint import random_checkpoint, remove_checkpoint
 from moetool.bench.serving_runs import Workload
 from moetool.caching._policy import Policy
+from moetool.config import Span, require_within
 from moetool.errors import UsageError
 from moetool.learning.predictor import load_predictor
 from moetool.models.checkpoint import Checkpoint
@@ -63,11 +64,9 @@ class ServingBenchOptions:
     keep: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("rounds", 1), ("requests", 1), ("new_tokens", 2), ("threads", 0), ("io_threads", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"bench.{name} is {getattr(self, name)}, expected at least {least}")
-        if self.prompt_share is not None and not 0 < self.prompt_share < 1:
-            raise UsageError(f"bench.prompt_share is {self.prompt_share}, expected a share between 0 and 1")
+        one, part = Span(1), Span(0, 1, above=True, below=True)
+        require_within(self, "bench.", rounds=one, requests=one, new_tokens=Span(2), threads=Span(0), io_threads=one)
+        require_within(self, "bench.", prompt_share=part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +143,7 @@ def open_stage(
         if trace is not None:
             require_routes(f"policy {name}", kind.needs)
         elif kind.needs_future:
-            raise UsageError(f"policy {name} has to know the future: give --routes DIR, or leave it out")
+            raise UsageError(f"policy {name} needs future requests: give --routes DIR, or leave it out")
         if kind.needs_predictor and subject.predictor is None:
             raise UsageError(f"policy {name} needs a predictor and got none; pass one with --predictor DIR")
     predictor = load_predictor(subject.predictor) if subject.predictor is not None else None

@@ -1,1 +1,1 @@
-"""From a model and prompts to a trace."""
+"""Capture: traces from a model and prompts."""

@@ -142,7 +142,7 @@ class BatchWriter:
             layer = spec.layer_ids_L[int(np.searchsorted(np.cumsum(widths), column, side="right"))]
             prompt = self._plan.item(record["request"][row].as_py()).prompt
             raise MoetoolError(
-                f"the router of layer {layer} gave {name} that are no numbers (NaN) at position "
+                f"the router of layer {layer} gave {name} that are NaN at position "
                 f"{record['position'][row]} of prompt {prompt.prompt_id} of {prompt.dataset}: either the weights are "
                 f"damaged or {self._plan.options.dtype} cannot hold what they compute; try another --dtype"
             )

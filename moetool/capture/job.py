@@ -1,4 +1,4 @@
-"""What a capture will do, settled before a model is loaded: prompts as tokens in batches, and the disk they take."""
+"""Capture plan, made before a model is loaded: prompts as tokens in batches, and their disk space."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import use_threads
 from moetool.prompts.gather import Prompt, tokens_to_decode
 from moetool.runtime.own_caches import own_cache
-from moetool.runtime.resident_gates import decoder_layers
+from moetool.runtime.partial_forward import decoder_layers
 from moetool.tables import count, numbered
 from moetool.trace.rows import embedding_schema, token_schema
 from moetool.trace.writer import token_columns
@@ -29,7 +29,7 @@ from moetool.types import ModelSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureOptions:
-    """How prompts are forwarded and what is recorded.
+    """Options of a capture.
 
     Attributes:
         max_new_tokens: at most so many tokens are decoded for each prompt, greedily, unless its end comes earlier; None
@@ -122,7 +122,7 @@ class CapturePlan:
 
     @property
     def ahead(self) -> int:
-        """For how many layers the column `ahead` looks ahead; 0 without it."""
+        """Layers that column `ahead` looks ahead; 0 without it."""
         return self.options.ahead if "ahead" in self.options.keep else 0
 
     @property
@@ -232,7 +232,7 @@ def plan_batches(
 
 
 def provenance(plan: CapturePlan) -> dict[str, Any]:
-    """What the manifest of the trace says of how it was made."""
+    """Entry of the trace's manifest about its capture."""
     options = plan.options
     return {
         "model": plan.checkpoint.name,
@@ -293,13 +293,13 @@ def require_disk(plan: CapturePlan, batches: Sequence[int], folder: Path, on_not
     )
     note = (
         f"{numbered(sum(len(plan.batches[batch]) for batch in batches), 'prompt')}, {token:,} bytes a token before "
-        f"compression: {size}, and as much again while the trace is put together; {count(free, 'B')} free"
+        f"compression: {size}, twice that while the trace is assembled; {count(free, 'B')} free"
     )
-    on_note(note if 2 * most <= free else f"{note}. That may not suffice; if so, make room and go on with --resume")
+    on_note(note if 2 * most <= free else f"{note}. This may not fit; if so, free space and continue with --resume")
 
 
 def _lengths(batches: list[list[Item]]) -> str:
-    """How many tokens are decoded at most, which is a number of each prompt's own where their data sets say so."""
+    """Limit of decoded tokens, per prompt where the data sets define one."""
     limits = [item.max_tokens for batch in batches for item in batch]
     if min(limits) == max(limits):
         return str(limits[0])

@@ -61,7 +61,7 @@ class RemoteServer:
             said = error.read(300).decode(errors="replace").replace("\n", " ")
             raise MoetoolError(f"{address} answers {error.code} ({said or error.reason})") from None
         except (OSError, ValueError) as error:
-            raise MoetoolError(f"{address} gives no answer ({first_line(error)}); is the server running?") from None
+            raise MoetoolError(f"{address} does not answer ({first_line(error)}); is the server running?") from None
 
     def engine(self) -> str:
         """`sglang` where the server has SGLang's own routes, else `vllm`."""
@@ -142,5 +142,5 @@ def capture_remote(
 def _served(server: RemoteServer) -> str:
     models = server.ask("/v1/models").get("data") or []
     if not models:
-        raise MoetoolError(f"{server.url}/v1/models names no model; is the server ready?")
+        raise MoetoolError(f"{server.url}/v1/models lists no model; is the server ready?")
     return str(models[0]["id"])

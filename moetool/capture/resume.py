@@ -31,7 +31,7 @@ STAGE = ".stage"
 
 
 def stage_path(out: Path) -> Path:
-    """Where a capture into `out` keeps what it has done so far."""
+    """Partial results of a capture into `out`."""
     return out.with_name(out.name + STAGE)
 
 
@@ -44,7 +44,7 @@ class CaptureFolder:
         self.plan = plan
 
     def file(self, batch: int) -> Path:
-        """Where a batch lies once it has ended."""
+        """Path of a finished batch."""
         return self.path / f"batch-{batch:08d}.arrow"
 
     def missing(self) -> list[int]:
@@ -78,7 +78,7 @@ class CaptureFolder:
             remove = f"remove what is there: rm -r {shlex.quote(str(self.path))}"
             if not resume:
                 raise UsageError(
-                    f"{self.path} holds a capture that was stopped; go on with it by the same command and --resume, "
+                    f"{self.path} contains an interrupted capture; continue it with the same command and --resume, "
                     f"or {remove}"
                 )
             try:
@@ -101,11 +101,7 @@ class CaptureFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def copy_to(self, writer: TraceWriter) -> None:
-        """Give a writer all batches in their order.
-
-        Raises:
-            MismatchError: a batch is missing or damaged.
-        """
+        """Give a writer all batches in their order. Raises: MismatchError: a batch is missing or damaged."""
         forward = 0
         for batch in range(len(self.plan.batches)):
             try:
@@ -157,7 +153,7 @@ def open_stage(
             stage.begin(resume)
             missing = stage.missing()
             if len(missing) < len(plan.batches):
-                on_note(f"{stage.kept_prompts():,} of {plan.num_prompts:,} prompts are there from an earlier run")
+                on_note(f"{stage.kept_prompts():,} of {plan.num_prompts:,} prompts are already captured")
             require_disk(plan, missing, out.parent.resolve(), on_note)
             yield stage
         except BaseException as error:
@@ -168,8 +164,8 @@ def open_stage(
             if isinstance(error, UsageError | MismatchError):
                 raise
             said = (
-                f"{kept:,} of {plan.num_prompts:,} prompts are kept in {stage.path}: to go on, repeat the command with "
-                "--resume"
+                f"{kept:,} of {plan.num_prompts:,} prompts are kept in {stage.path}: repeat the command with --resume "
+                "to continue"
             )
             if isinstance(error, MoetoolError):
                 raise type(error)(f"{error}; {said}") from error

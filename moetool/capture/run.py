@@ -1,4 +1,4 @@
-"""From a model and prompts to a trace: the prefill and decode of every prompt, with what its routers did.
+"""Run a capture: prefill and decode every prompt and record its routing.
 
 Batches are fixed by the prompts' order before anything runs. Each is kept on disk once it has ended
 (`moetool.capture.resume`), so a capture that is stopped goes on with the first one that is missing, and gives the trace
@@ -42,12 +42,12 @@ OpenModel = Callable[[Checkpoint, torch.dtype, torch.device], LoadedModel]
 
 
 def ignore_note(note: str) -> None:
-    """For callers that have nobody to tell."""
+    """No narration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSetup:
-    """How a capture is carried out; no row depends on it.
+    """Execution of a capture; no row depends on it.
 
     Attributes:
         open_model: how the model comes into memory: whole, or with its experts in a pool.
@@ -69,7 +69,7 @@ NEW_RUN = RunSetup()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """What a capture made.
+    """Result of a capture.
 
     Attributes:
         too_long: prompts that were left out because they do not fit into the model's context.
@@ -166,10 +166,7 @@ def run_batches(
     open_model: OpenModel,
     on_progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Forward some batches of a capture, and keep their rows.
-
-    Effects: loads the model, for as long as this takes.
-    """
+    """Forward some batches of a capture, and keep their rows. Effects: loads the model, for as long as this takes."""
     if not batches:
         return
     plan = stage.plan

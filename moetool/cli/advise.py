@@ -11,36 +11,35 @@ from moetool.config import parse_bytes, parse_seconds
 from moetool.errors import UsageError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `moetool`."""
-    app.command()(advise)
-
-
 def advise(
-    path: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace, or of counts.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Also write the advice as one HTML page.")] = None,
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="Trace or counts directory.")],
+    out: Annotated[Path | None, typer.Option("--out", help="HTML file to write the advice to as well.")] = None,
     memory: Annotated[
-        list[str], typer.Option(help="Memory for experts as shares of all; 6.25%,12.5%,25%,50%,75% by default.")
+        list[str],
+        typer.Option(help="Expert memory to compare, as shares of all experts (default: 6.25%,12.5%,25%,50%,75%)."),
     ] = [],  # noqa: B006 - Typer copies defaults
     policy: Annotated[
-        list[str], typer.Option(help="Cache policies, or auto: all that need no predictor (default: lru,lfu).")
+        list[str],
+        typer.Option(
+            help="Cache policies, comma-separated, or auto for all that need no predictor (default: lru,lfu)."
+        ),
     ] = [],  # noqa: B006
     bandwidth: Annotated[
         list[str],
         typer.Option(
-            help="Where experts are loaded from: pcie3, pcie4, pcie5 (x16), nvme, sata, or bytes/s such as 20GB "
-            "(default: pcie4,nvme)."
+            help="Link that experts are loaded over: pcie3, pcie4, pcie5 (x16), nvme, sata, or bytes per second, "
+            "e.g. 20GB (default: pcie4,nvme)."
         ),
     ] = [],  # noqa: B006
     compute: Annotated[
         str | None,
         typer.Option(help="Compute time per token, e.g. 20ms (default: reading its experts at 1 TB/s)."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Most tokens of each half that policies are replayed on.")] = 400,
+    tokens: Annotated[int, typer.Option(help="Tokens of each half of the trace to replay at most.")] = 400,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Say what a trace means for caching, prefetching and placing experts, with held-out evidence."""
+    """Recommend cache, prefetch and placement settings from a trace, with held-out evidence."""
     from moetool.report.advice_page import COLUMNS, answers, memory_rows, page
     from moetool.trace.expert_counts import open_workload
     from moetool.tuning.advice import AdviceOptions

@@ -1,4 +1,4 @@
-"""What every `moetool bench` does with what it has measured: keep it, draw it, print it."""
+"""Results of every `moetool bench`: saved, drawn, printed."""
 
 import json
 import shlex
@@ -50,7 +50,7 @@ def hand_over(
 
 
 def results_file(folder: Path | None, name: str, overwrite: bool) -> Path | None:
-    """Where in a user's folder results go. Raises: UsageError before anything is measured if they cannot."""
+    """Path of the results in a user's directory. Raises: UsageError before measuring if it cannot be written."""
     if folder is None:
         return None
     durable.require_absent(folder / name, overwrite)

@@ -11,8 +11,10 @@ from moetool.cli.flags import (
     Model,
     Out,
     Overwrite,
+    PredictorDir,
     ProfileFile,
     Recipe,
+    Revision,
     TraceDir,
     listed,
     open_trace,
@@ -22,61 +24,62 @@ from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
 from moetool.errors import UsageError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `moetool plan`."""
-    app.command("cache")(plan_cache)
-    app.command("maps")(plan_maps)
-    app.command("alpha")(plan_alpha)
-
-
 def plan_cache(
     trace: TraceDir,
     device_memory: Annotated[
         str,
         typer.Option(
             "--device-memory",
-            "--max-memory",
-            help="For the whole model on the device, such as 64MB or 20GiB; with --target-tpot the most of it "
-            "(--max-memory says the same).",
+            help="Device memory for the whole model, e.g. 64MB or 20GiB; with --target-tpot, its upper limit.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="The plan, a JSON file.")],
-    predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor.")] = None,
+    out: Annotated[Path, typer.Option("--out", help="Plan file to write (JSON).")],
+    predictor: PredictorDir = None,
     profile: ProfileFile = None,
-    model: Annotated[str | None, typer.Option(help="The trace's model, if it is no longer where it was.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the trace (default: the path in the trace).")] = None,
+    revision: Revision = None,
+    config_only: Annotated[
+        bool, typer.Option("--config-only", help="Read the model's config or GGUF header alone, not its weights.")
+    ] = False,
     target_tpot: Annotated[
         str | None,
-        typer.Option(help="Plan for the least memory that brings a token to this, as 80ms; by --profile."),
+        typer.Option(help="Find the least memory that reaches this time per output token, e.g. 80ms; needs --profile."),
     ] = None,
     frontier: Annotated[
-        int, typer.Option(min=0, help="Budgets to show the best policy for, from the smallest pool to all experts.")
+        int,
+        typer.Option(
+            min=0, help="Number of memory sizes to show the best policy for, from the smallest pool to all experts."
+        ),
     ] = 3,
     draw: Annotated[
-        Path | None, typer.Option(help="Draw that frontier of memory and latency: a .svg, .png or .pdf file.")
+        Path | None, typer.Option(help="Figure of that memory-latency frontier: an .svg, .png or .pdf file.")
     ] = None,
     pool: Annotated[
         str,
         typer.Option(
-            help="Form of the pool: one for all layers, or slots for each layer: layer (the same number), mixed (half "
-            "of that), reuse (by the hits they bring); auto: the best of them."
+            help="Form of the expert pool: one (shared by all layers), layer (equal slots per layer), mixed (half "
+            "of the slots per layer), reuse (slots per layer by hits gained), auto (the best)."
         ),
     ] = "auto",
     tune: Annotated[
-        bool, typer.Option("--tune", help="Try prefetch distances, pinned experts and limits of prefetching too.")
+        bool, typer.Option("--tune", help="Also search prefetch distances, pinned experts and prefetch limits.")
     ] = False,
     settings: Annotated[
         list[str],
-        typer.Option("--set", help="kv_tokens, dtype, ..., as in serve, and timeline.device, .... Repeatable."),
+        typer.Option(
+            "--set", help="Further setting, as for serve: kv_tokens, dtype, ..., and timeline.device, ... Repeatable."
+        ),
     ] = [],  # noqa: B006
     as_json: Json = False,
     recipe: Recipe = None,
 ) -> None:
-    """Choose a cache policy and its slots for a device, by replaying the trace: the fewest bytes, or with a profile
-    the shortest time per output token.
+    """Choose a cache policy and expert slots for a device by replaying a trace.
 
-    Everything is chosen on one half of the requests and shown on the other.
+    Minimizes the bytes loaded, or with --profile the time per output token. Half of the requests choose, the other half
+    shows the result.
     """
     from moetool.models.checkpoint import Checkpoint
+    from moetool.models.hub import with_revision
     from moetool.report.drawing import require_drawable
     from moetool.report.figures.frontier import draw_frontier
     from moetool.runtime.assembly import ServeOptions, fixed_bytes, slot_bytes
@@ -103,8 +106,10 @@ def plan_cache(
             f"devices is {options.devices}: a plan is made for one device; leave it out here, not in serve"
         )
     costs, timeline = read_timeline(profile, machine, dtype=options.dtype, io_threads=options.io_threads)
-    checkpoint = Checkpoint.open(model or str(source.manifest["provenance"].get("model", "")))
-    source.spec.require_same(checkpoint.spec, "the trace", f"the model at {checkpoint.path}")
+    name = with_revision(model or str(source.manifest["provenance"].get("model", "")), revision)
+    checkpoint = Checkpoint.open(name, weights=not config_only)
+    require = source.spec.require_alike if config_only else source.spec.require_same
+    require(checkpoint.spec, "the trace", f"the model at {checkpoint.path}")
     dense, kv = fixed_bytes(checkpoint, options)
     plan = run(
         source,
@@ -131,16 +136,18 @@ def plan_cache(
 def plan_maps(
     trace: TraceDir,
     out: Out,
-    capacity: Annotated[str | None, typer.Option(help="Maps to keep: a number, 2LJ or LJlnLJ/2 (default).")] = None,
+    capacity: Annotated[
+        str | None, typer.Option(help="Maps to keep: a number, 2LJ or LJlnLJ/2 (default: LJlnLJ/2).")
+    ] = None,
     settings: Annotated[
-        list[str], typer.Option("--set", help="Options of the predictor expert_map, such as source=topk. Repeatable.")
+        list[str], typer.Option("--set", help="Option of the predictor expert_map, e.g. source=topk. Repeatable.")
     ] = [],  # noqa: B006
-    seed: Annotated[int, typer.Option(help="Of the split into requests for the maps and requests to judge them.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the split into stored and held-out requests.")] = 0,
     overwrite: Overwrite = False,
     as_json: Json = False,
     recipe: Recipe = None,
 ) -> None:
-    """Make a store of expert maps, for the policy finemoe, and say what likeness is worth on held-out requests."""
+    """Build a FineMoE expert-map store and score it on held-out requests."""
     from moetool.tuning.map_store import plan_maps as run
 
     options = parse_settings(settings) | ({} if capacity is None else {"capacity": capacity})
@@ -153,16 +160,20 @@ def plan_maps(
 
 def plan_alpha(
     model: Model,
-    data: Annotated[list[str], typer.Option(help="Held-out texts: as for capture.")],
-    device_memory: Annotated[str, typer.Option(help="For the whole model on the device, such as 64MB.")],
-    target_tpot: Annotated[str, typer.Option(help="The longest that a token may take, such as 80ms.")],
-    out: Annotated[Path, typer.Option("--out", help="The plan, a JSON file, for 'moetool serve --plan'.")],
+    data: Annotated[list[str], typer.Option(help="Held-out text, as for capture. Repeatable.")],
+    device_memory: Annotated[str, typer.Option(help="Device memory for the whole model, e.g. 64MB.")],
+    target_tpot: Annotated[str, typer.Option(help="Limit of the time per output token, e.g. 80ms.")],
+    out: Annotated[Path, typer.Option("--out", help="Plan file to write (JSON), for 'moetool serve --plan'.")],
     settings: Annotated[
-        list[str], typer.Option("--set", help="alphas=[0,0.2,0.4], tokens=N, rounds=N, or as in serve (serve.dtype=…).")
+        list[str],
+        typer.Option(
+            "--set",
+            help="Setting: alphas=[0,0.2,0.4], tokens=N, rounds=N, or of serve, e.g. serve.dtype=bfloat16. Repeatable.",
+        ),
     ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    """Choose how far the policy smoe may go from the router's choice: measures time and loss live, alpha by alpha."""
+    """Choose SMoE's alpha, its allowed deviation from the router, by measured time and loss."""
     from moetool.prompts import gather as prompt_sets
     from moetool.runtime.assembly import ServeOptions
     from moetool.tuning.alpha import AlphaOptions, print_points

@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from moetool.prompts.gather import Prompt
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `moetool`."""
-    app.command()(capture)
-
-
 def _note(line: str) -> None:
     tables.narrate(f"moetool: {line}")
 
@@ -31,54 +26,63 @@ def capture(
     model: Model,
     data: Annotated[
         list[str],
-        typer.Option(help="Embedded prompt sets (or 'all'), public ones ('moetool data'), JSONL, Parquet, text files."),
+        typer.Option(
+            help="Prompt sets: embedded or public names ('moetool data' lists them), 'all', or JSONL, Parquet or "
+            "text files. Repeatable."
+        ),
     ],
     out: Out,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Folder of a copy of the public sets, instead of the Hugging Face hub.")
+        Path | None,
+        typer.Option(help="Local copy of the public prompt sets (default: download from the Hugging Face hub)."),
     ] = None,
-    max_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of each source.")] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts per source.")] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens to decode for each prompt, at most; the public set's number, else 32."),
+        typer.Option(min=1, help="Tokens to decode per prompt at most (default: the public set's number, else 32)."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are forwarded together.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 1,
     keep: Annotated[
         str,
         typer.Option(
-            help="Columns, with commas between: topk, logits, embeddings, hidden, ahead, resident, scores, logits32, "
-            "norms, text (see moetool guide traces)."
+            help="Columns to record, comma-separated: topk, logits, embeddings, hidden, ahead, resident, scores, "
+            "logits32, norms, text (see 'moetool guide traces')."
         ),
     ] = "topk,logits",
-    ahead: Annotated[int, typer.Option(min=1, help="For how many layers the column 'ahead' looks ahead.")] = 3,
+    ahead: Annotated[int, typer.Option(min=1, help="Layers that column 'ahead' predicts ahead.")] = 3,
     resident: Annotated[
-        float, typer.Option(help="Share of a layer's experts that column 'resident' reckons with, up to 1.")
+        float, typer.Option(help="Share of a layer's experts assumed resident in column 'resident', up to 1.")
     ] = 0.5,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     threads: Annotated[int, typer.Option(min=0, help="Compute threads (0: automatic).")] = 0,
     device_memory: Annotated[
-        str | None, typer.Option(help="For dense weights and an expert pool, such as 64MB: a model larger than memory.")
+        str | None,
+        typer.Option(
+            help="Memory for dense weights and the expert pool, e.g. 64MB, for a model larger than memory "
+            "(default: load everything)."
+        ),
     ] = None,
     device: Device = None,
     host_memory: HostMemory = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that share the batches, one thread each.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes that share the batches, one thread each.")] = 1,
     settings: Annotated[
-        list[str], typer.Option("--set", help="data.task, data.split, data.seed, data.duplicates=keep, ... Repeatable.")
+        list[str],
+        typer.Option(
+            "--set", help="Further setting: data.task, data.split, data.seed, data.duplicates=keep, ... Repeatable."
+        ),
     ] = [],  # noqa: B006
     server: Annotated[
         str | None,
-        typer.Option(help="Record from a running vLLM or SGLang that returns routed experts, e.g. http://HOST:8000."),
+        typer.Option(help="URL of a running vLLM or SGLang server that returns routed experts, e.g. http://HOST:8000."),
     ] = None,
-    server_key: Annotated[str | None, typer.Option(help="API key of that server.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with a run of this command that was stopped.")
-    ] = False,
+    server_key: Annotated[str | None, typer.Option(help="API key of --server.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted capture.")] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
     revision: Revision = None,
     recipe: Recipe = None,
 ) -> None:
-    """Run a model over prompts and record what its routers do, token by token."""
+    """Run a model over prompts and record its gate logits, token by token."""
     from moetool.prompts import gather as prompts
 
     if host_memory is not None and device_memory is None:
@@ -90,7 +94,9 @@ def capture(
         wanted = {**wanted, "folder": data_dir}
     chosen = parse(prompts.DataOptions, wanted, "data")
     if values:
-        raise UsageError(f"--set {next(iter(values))!r} is no option of capture, expected data.NAME, as in data.seed=1")
+        raise UsageError(
+            f"--set {next(iter(values))!r} is not an option of capture, expected data.NAME, as in data.seed=1"
+        )
     gathered = prompts.gather(listed(data), max_prompts=max_prompts, options=chosen)
     texts = gathered.prompts
     if gathered.duplicates:

@@ -25,12 +25,13 @@ QUESTIONS = (
     "Which planet is closest to the sun?\nA. Venus\nB. Mercury\nC. Mars\nAnswer:",
 )
 NEW_TOKENS = 24
-SHARES = (0.125, 0.25, 0.5, 1.0)
+SHARES = (0.125, 0.25, 0.5)
+CURVES = {"lru": "lru", "lfu": "lfu", "foresight": "foresight", "belady": "belady: the bound without prefetching"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoAnswer:
-    """What a server did with the questions under one policy and budget."""
+    """Result of a server for the questions under one policy and budget."""
 
     policy: str
     slots: int
@@ -48,7 +49,7 @@ def run(out: Path) -> None:
     Effects: replaces earlier results of the demo in `out`; serves on a free port of the loopback address.
     """
     if out.exists() and not out.is_dir():
-        raise UsageError(f"{out} is a file, expected a folder or nothing; choose another --out")
+        raise UsageError(f"{out} is a file, expected a directory or nothing; choose another --out")
     tables.narrate(f"moetool demo: a small Mixture-of-Experts model, from its gate logits to a server. Files: {out}/")
     began = time.perf_counter()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -58,17 +59,25 @@ def run(out: Path) -> None:
 
     _say("1/5", "capture: the plain model reads prompts of seven tasks, its gate logits go to Parquet")
     _capture(out / "trace", recipe["capture"])
-    _say("2/5", "train: ExpertMLP learns from them which experts the next layer will use")
+    _say("2/5", "train: next_use learns from them how soon each expert is needed again")
     _train(out, recipe["train"])
-    _say("3/5", "plan: which cache policy suits 20 MB, judged on prompts that it was not chosen on")
+    _say("3/5", "plan: which cache policy suits 20 MB, judged on held-out prompts")
     plan = _plan(out, recipe["plan"])
-    _say("4/5", "replay: hit rates at other budgets, without the model")
+    _say("4/5", "replay: cache policies at other memory sizes, without the model")
     _replay(out)
-    _say("5/5", "serve: the same questions over HTTP under each policy, and to the plain model")
+    _say("5/5", "serve: the same questions over HTTP under each policy, and to plain transformers")
     served = _serve(out, plan, recipe["serve"])
     tables.print_table(
-        f"policy x budget, {len(QUESTIONS)} questions of {NEW_TOKENS} tokens, one at a time",
-        ["policy", "experts in memory", "pool", "hit rate", "MB moved / token", "tokens / s", "text as plain model"],
+        f"{len(QUESTIONS)} questions of {NEW_TOKENS} tokens, one at a time; foresight with the predictor",
+        [
+            "policy",
+            "experts in memory",
+            "pool",
+            "hit rate",
+            "MB moved / token",
+            "tokens / s",
+            "same text as transformers",
+        ],
         [
             [
                 row.policy,
@@ -84,12 +93,16 @@ def run(out: Path) -> None:
     )
     print(f"Done in {time.perf_counter() - began:,.0f} s. The files are in {out}/:")
     print("  trace/       gate logits and experts of every token (moetool trace info)")
-    print("  predictor/   ExpertMLP, its card and its weights    (moetool evaluate)")
-    print("  plan.json    the cache plan, its reason and evidence")
+    print("  predictor/   next_use: card and weights                   (moetool evaluate)")
+    print("  plan.json    cache plan, reason and evidence              (moetool report)")
+    print("  memory.svg   hit rate and loaded bytes by memory")
+    print(
+        "The toy loads in microseconds, so tokens / s says little here; hit rate and bytes carry over to large models."
+    )
     print("Try next:")
     print(f"  moetool serve reference --plan {out}/plan.json")
     print("  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\")
-    print('       -d \'{"model": "reference", "prompt": "12 + 7 =", "max_tokens": 8}\'')
+    print(f'       -d \'{{"model": "reference", "prompt": "{QUESTIONS[0]}", "max_tokens": 8}}\'')
     print(f"  moetool replay --trace {out}/trace --policy lru,belady --budget 10%,30%,60%")
 
 
@@ -120,14 +133,14 @@ def _capture(out: Path, recipe: dict[str, Any]) -> None:
 def _train(out: Path, recipe: dict[str, Any]) -> None:
     from moetool.config import parse, parse_settings
     from moetool.evaluation.evaluate import evaluate
-    from moetool.evaluation.match_tables import print_evaluations
+    from moetool.evaluation.match_tables import overview, print_matches
     from moetool.learning.fit_options import FitOptions
     from moetool.learning.training import train
 
     options = parse_settings(recipe["settings"])
     fit = parse(FitOptions, options.pop("fit"), "recipe")
     card = train(
-        "expert_mlp",
+        "next_use",
         out / "trace",
         out / "predictor",
         options=options,
@@ -139,7 +152,7 @@ def _train(out: Path, recipe: dict[str, Any]) -> None:
         f"     {tables.count(card['parameters'])} parameters, {tables.count(card['tokens']['train'])} tokens, "
         f"{card['seconds']:.0f} s"
     )
-    print_evaluations(evaluate([out / "predictor"], out / "trace"))
+    print_matches(overview(evaluate([out / "predictor"], out / "trace")))
 
 
 def _plan(out: Path, recipe: dict[str, Any]) -> Any:
@@ -161,25 +174,39 @@ def _plan(out: Path, recipe: dict[str, Any]) -> Any:
 
 def _replay(out: Path) -> None:
     from moetool.learning.predictor import load_predictor
+    from moetool.report import drawing
+    from moetool.report.figures import memory_curves
     from moetool.trace.reader import Trace
     from moetool.tuning.replay import ReplaySetup, replay
 
     trace = Trace(out / "trace")
     whole = trace.spec.total_experts * trace.spec.slot_bytes
     budgets = [int(share * whole) for share in SHARES]
-    policies = ["on_demand", "duoserve", "lru", "lfu", "belady"]
-    rows = replay(trace, policies, budgets, ReplaySetup(predictor=load_predictor(out / "predictor")))
+    rows = replay(trace, list(CURVES), budgets, ReplaySetup(predictor=load_predictor(out / "predictor")))
     tables.print_table(
-        "hit rate in decode, one request after the other (belady knows the future: the bound)",
+        "hit rate in decode (MB loaded / new token); belady knows the future, so it is the bound without prefetching",
         ["policy", *(f"{share:.1%} of experts" for share in SHARES)],
-        [[policy, *(f"{row.decode.hit_rate:.3f}" for row in rows if row.policy == policy)] for policy in policies],
+        [
+            [
+                policy,
+                *(
+                    f"{row.decode.hit_rate:.3f} ({row.bytes_per_decode_token / 1e6:.2f})"
+                    for row in rows
+                    if row.policy == policy
+                ),
+            ]
+            for policy in CURVES
+        ],
     )
+    table = [row.to_json() for row in rows]
+    of = f"{whole / 1e6:.1f} MB in all ({trace.spec.name}, float32)"
+    drawing.save(out / "memory.svg", 3.2, lambda figure: memory_curves.paint(figure, table, CURVES, ("MB", 1e6), of))
 
 
 def _serve(out: Path, plan: Any, recipe: dict[str, Any]) -> list[DemoAnswer]:
     plain = _plain_answers()
     whole = plan.spec.total_experts * plan.spec.slot_bytes
-    points = [("on_demand", SHARES[0]), ("duoserve", SHARES[0]), *(("lru", share) for share in SHARES)]
+    points = [("on_demand", SHARES[0]), *((policy, share) for share in SHARES for policy in ("lru", "foresight"))]
     return [_serve_one(out, policy, int(share * whole), plain, recipe) for policy, share in points]
 
 
@@ -189,7 +216,7 @@ def _serve_one(out: Path, policy: str, pool_bytes: int, plain: list[str], recipe
     from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
 
     options = parse(ServeOptions, parse_settings(recipe["settings"]), "recipe")
-    predictor = out / "predictor" if policy == "duoserve" else None
+    predictor = out / "predictor" if policy == "foresight" else None
     checkpoint = Checkpoint.open("reference")
     memory = sum(fixed_bytes(checkpoint, options)) + pool_bytes
     if predictor is not None:
@@ -250,7 +277,7 @@ def _ask(url: str, question: str) -> str:
 
 
 def _plain_answers() -> list[str]:
-    """What transformers' own `generate` answers, the whole model in memory."""
+    """Answers of transformers' `generate`, with the whole model in memory."""
     import torch
 
     from moetool.models.checkpoint import Checkpoint

@@ -1,4 +1,4 @@
-"""What `--help` shows below a command's options: a line or two to copy, on the embedded model."""
+"""Examples below a command's options in `--help`, on the embedded model."""
 
 import inspect
 
@@ -59,7 +59,7 @@ EXAMPLES = {
         f"moetool plan placement {_SERVERS} {_CLUSTER} --planner uniform --out even.json",
     ),
     "plan score": (f"moetool plan score placement.json {_SERVERS}",),
-    "plan compare": (f"moetool plan compare {_SERVERS} {_CLUSTER} --planners uniform,prism,eplb --split 0.5",),
+    "plan compare": (f"moetool plan compare {_SERVERS} {_CLUSTER} --planner uniform,prism,eplb --split 0.5",),
     "plan stream": (f"moetool plan stream --trace A --trace B {_CLUSTER} --planner director --batches 8",),
     "plan migrate": (f"moetool plan migrate old.json new.json {_SERVERS} --horizon-tokens 100000 --out moves.json",),
     "plan export": (
@@ -67,6 +67,8 @@ EXAMPLES = {
         "moetool plan export placement.json --format ktransformers --out placement.ktransformers.pt",
     ),
     "bench serve": ("moetool bench serve reference --policy on_demand,lru,foresight --budget 25%,50% --data chat",),
+    "bench policies": ("moetool bench policies --trace trace --trace other --budget 12.5%,25%,50%",),
+    "bench drafts": ("moetool bench drafts --trace trace --set share=0.25",),
     "bench rivals": ("moetool bench rivals MODEL --gguf MODEL.gguf --llama-server llama.cpp/build/bin/llama-server",),
     "bench gpu": ("moetool bench gpu --routes .gpu --out results",),
     "bench cluster": ("moetool bench cluster reference --quick --out results",),
@@ -84,7 +86,7 @@ EXAMPLES = {
     "trace import": ("moetool trace import routes.csv --format route_csv --out trace --set task=law",),
     "reference train": ("moetool reference train --data texts --out model --set fit.max_steps=500",),
 }
-"""By the words of a command: the lines."""
+"""Example lines by command."""
 
 
 def explain(app: typer.Typer, words: tuple[str, ...] = ()) -> None:

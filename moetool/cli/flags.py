@@ -14,6 +14,7 @@ from moetool.config import parse
 from moetool.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
+    from moetool.learning.predictor import Predictor
     from moetool.trace.reader import Trace
 
 
@@ -30,13 +31,20 @@ def open_trace(path: Path) -> "Trace":
     return trace
 
 
+def open_predictor(path: Path | None) -> "Predictor | None":
+    """The predictor of a flag, if it was given. Raises: as `moetool.learning.predictor.load_predictor`."""
+    from moetool.learning.predictor import load_predictor
+
+    return None if path is None else load_predictor(path)
+
+
 def how_whole(trace: "Trace") -> str:
     """Whether a trace is closed, and if not, why."""
     if trace.closed:
-        return "whole and unchanged"
+        return "complete and unchanged"
     if durable.is_being_written(trace.path):
-        return "its server is still writing it; whole so far"
-    return "its server was killed, or could not write on; whole up to there"
+        return "still being written; complete so far"
+    return "its server was killed or could not write; complete up to that point"
 
 
 def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:
@@ -70,22 +78,21 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="'reference', a folder in Hugging Face format, a .gguf file, or on the hub org/model or "
-        "org/model/FILE.gguf.",
+        help="'reference' (embedded toy model), a Hugging Face directory, a .gguf file, or a hub name: "
+        "org/model or org/model/FILE.gguf.",
     ),
 ]
-Revision = Annotated[
-    str | None, typer.Option("--revision", help="Branch, tag or commit of a model on the hub, e.g. main.")
-]
-TraceDir = Annotated[Path, typer.Option("--trace", help="Folder of a trace.")]
-Out = Annotated[Path, typer.Option("--out", help="Output path, written atomically.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result that is there.")]
+Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model, e.g. main.")]
+TraceDir = Annotated[Path, typer.Option("--trace", help="Trace directory.")]
+Out = Annotated[Path, typer.Option("--out", help="Output directory, written atomically.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite existing output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Costs of a machine, by 'moetool profile'.")]
+PredictorDir = Annotated[Path | None, typer.Option("--predictor", help="Directory of a trained predictor.")]
+ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Machine costs from 'moetool profile'.")]
 Settings = Annotated[list[str], typer.Option("--set", help="An option by name, as in --set width=64. Repeatable.")]
 Device = Annotated[
     str | None,
-    typer.Option(help="Device that computes: cpu or cuda (default: cpu; serve takes a GPU if there is one)."),
+    typer.Option(help="Compute device: cpu or cuda (default: cpu; for serve, cuda if present)."),
 ]
 ApiKey = Annotated[
     str | None,
@@ -93,11 +100,11 @@ ApiKey = Annotated[
 ]
 HostMemory = Annotated[
     str | None,
-    typer.Option(help="For experts between disk and --device-memory, such as 32GB; pinned beside a GPU."),
+    typer.Option(help="Host memory that caches experts between disk and device, e.g. 32GB; pinned beside a GPU."),
 ]
 Recipe = Annotated[
     Path | None,
-    typer.Option("--recipe", help="TOML file with values for these flags.", is_eager=True, callback=_use_recipe),
+    typer.Option("--recipe", help="TOML file with values for these options.", is_eager=True, callback=_use_recipe),
 ]
 
 

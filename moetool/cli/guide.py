@@ -16,11 +16,6 @@ ORDER = (
 """Topics in the order in which they are read; others follow."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `moetool`."""
-    app.command()(guide)
-
-
 def topics() -> dict[str, str]:
     """The text of each guide in the package by its topic, which is its file's name."""
     found = {
@@ -32,7 +27,7 @@ def topics() -> dict[str, str]:
 
 
 def guide(
-    topic: Annotated[str | None, typer.Argument(metavar="TOPIC", help="The guide to read (default: list all).")] = None,
+    topic: Annotated[str | None, typer.Argument(metavar="TOPIC", help="Guide to read (default: list all).")] = None,
     as_json: Json = False,
 ) -> None:
     """Read the guides: paged on a terminal, Markdown when piped."""

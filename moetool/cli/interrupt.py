@@ -5,15 +5,17 @@ process where C++ does not expect it.
 """
 
 import os
-import signal
 import sys
 import time
 from _thread import get_ident, start_new_thread
-from types import FrameType
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from sys import UnraisableHookArgs
+    from types import FrameType
+else:
+    import _signal as signal  # built in; the module around it makes enumerations, which takes milliseconds
 
 EXIT_CODE = 130
 """128 and the signal's number."""
@@ -28,7 +30,7 @@ def ends_process() -> None:
 
     Effects: on this process's handler of SIGINT, unless a parent has set it to be ignored.
     """
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, _end)
 
 
@@ -52,12 +54,12 @@ def is_behind(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _end(number: int, frame: "FrameType | None") -> None:
     os.write(2, b"moetool: stopped\n")
     os._exit(EXIT_CODE)
 
 
-def _raise(number: int, frame: FrameType | None) -> None:
+def _raise(number: int, frame: "FrameType | None") -> None:
     global _waits, _own
     if not _imports(frame):
         _waits = _own = False
@@ -88,7 +90,7 @@ def _ignored(what: "UnraisableHookArgs") -> None:
         sys.__unraisablehook__(what)
 
 
-def _imports(frame: FrameType | None) -> bool:
+def _imports(frame: "FrameType | None") -> bool:
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     return frame is not None

@@ -13,47 +13,48 @@ from moetool.errors import UsageError
 from moetool.models.hub import with_revision
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `moetool`."""
-    for command in (profile, doctor, models, data):
-        app.command()(command)
-
-
 def profile(
     model: Annotated[
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="'reference', a folder in Hugging Face format, or a hub name; with --config-only also a shape "
+            help="'reference', a Hugging Face directory or a hub name; with --config-only also a shape "
             "(deepseek-v2-lite, qwen3-30b-a3b) or a config.json.",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="The profile, a JSON file; printed only, if not given.")
+        Path | None, typer.Option("--out", help="JSON file to write the profile to (default: print only).")
     ] = None,
     config_only: Annotated[
-        bool, typer.Option("--config-only", help="Without the weights: a folder, config.json, shape or hub name.")
+        bool,
+        typer.Option(
+            "--config-only",
+            help="Use random weights of the config's shape; MODEL is a directory, config.json, shape or hub name.",
+        ),
     ] = False,
     dtype: Annotated[str | None, typer.Option(help="Compute dtype: float32 or bfloat16 (default: both).")] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Seconds to measure after one full pass.")] = 120.0,
     threads: Annotated[int, typer.Option(min=0, help="Compute threads (0: automatic).")] = 0,
-    predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor to time.")] = None,
+    predictor: Annotated[Path | None, typer.Option(help="Directory of a trained predictor to time.")] = None,
     peer: Annotated[
-        str | None, typer.Option(help="HOST:PORT of a 'moetool profile --listen' to time the way to.")
+        str | None,
+        typer.Option(help="HOST:PORT of a 'moetool profile --listen' peer; measures the network link to it."),
     ] = None,
     listen: Annotated[
         str | None,
-        typer.Option(help="Be such a peer at PORT of this machine, or HOST:PORT; on trusted networks only: no login."),
+        typer.Option(
+            help="Listen as a peer on PORT or HOST:PORT. Has no authentication: use on trusted networks only."
+        ),
     ] = None,
     revision: Revision = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what a model costs on this machine: experts, attention, loads from disk, link."""
+    """Measure a model's costs on this machine: experts, attention, disk loads, device link."""
     if listen is not None:
         from moetool.tuning.probes.link import serve
 
         with contextlib.suppress(KeyboardInterrupt):
-            serve(listen, on_ready=lambda address: tables.narrate(f"moetool: answering on {address}; Ctrl-C ends it"))
+            serve(listen, on_ready=lambda address: tables.narrate(f"moetool: listening on {address}; Ctrl-C stops"))
         return
     if model is None:
         raise UsageError("no model given: moetool profile MODEL --out profile.json")
@@ -87,8 +88,17 @@ def profile(
             print(f"{out}: for --profile of replay, plan, simulate and evaluate")
 
 
-def doctor(as_json: Json = False) -> None:
-    """Check this machine: GPUs, memory, disk speed (of the current folder), libraries."""
+def doctor(
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT of a Ray head to check this machine against, within 5 s."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check this machine: GPUs, memory, disk speed (of the working directory), libraries; or its path to a cluster."""
+    if cluster is not None:
+        _doctor_cluster(cluster, as_json)
+        return
     from moetool.tuning.doctor import doctor as run
 
     findings = run()
@@ -98,8 +108,25 @@ def doctor(as_json: Json = False) -> None:
         tables.print_lines([(finding.name, finding.value, finding.meaning) for finding in findings])
 
 
+def _doctor_cluster(address: str, as_json: bool) -> None:
+    from moetool.cluster.launch import parse_where, require_ray
+    from moetool.cluster.ray_check import check_cluster
+
+    if parse_where(address).address is None:
+        raise UsageError(f"--cluster {address} is this machine alone; expected HOST:PORT of a Ray head")
+    require_ray()
+    checks = check_cluster(address)
+    if as_json:
+        tables.print_json([check.to_json() for check in checks])
+    else:
+        words = {True: "ok", False: "wrong", None: "?"}
+        tables.print_lines([(f"{check.name}: {words[check.good]}", check.value, check.meaning) for check in checks])
+    if any(check.good is False for check in checks):
+        raise typer.Exit(1)
+
+
 def models(as_json: Json = False) -> None:
-    """List the model families and weight formats that moetool knows, and what it can do with each."""
+    """List supported model families and weight formats, and what works with each."""
     from moetool.models.families import FAMILIES, unlisted
     from moetool.models.tested_formats import FORMATS, UNLISTED, format_table
 
@@ -132,7 +159,7 @@ def models(as_json: Json = False) -> None:
 
 
 def data(as_json: Json = False) -> None:
-    """List the prompt sets that --data takes by name: the embedded ones, and public ones on the Hugging Face hub."""
+    """List prompt sets for --data: embedded ones, and public ones on the Hugging Face hub."""
     from moetool.prompts.gather import describe
 
     rows = describe()

@@ -6,6 +6,7 @@ Each group of commands is a module beside this one.
 import errno
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from moetool.cli import (
     machine,
     paper_bench,
     placement,
+    policies_bench,
     reference,
     replay,
     report,
@@ -53,22 +55,8 @@ _WrongLine: Any = typer.BadParameter.__base__
 """Click's UsageError, of whichever Click Typer uses."""
 
 _ORDER = (
-    *(
-        "advise",
-        "capture",
-        "train",
-        "evaluate",
-        "replay",
-        "plan",
-        "serve",
-        "chat",
-        "verify",
-        "simulate",
-        "bench",
-        "report",
-        "trace",
-    ),
-    *("profile", "reference", "models", "data", "doctor", "cache", "demo", "guide"),
+    *("advise", "capture", "train", "evaluate", "replay", "plan", "serve", "chat", "verify", "simulate", "bench"),
+    *("report", "trace", "profile", "reference", "models", "data", "doctor", "cache", "demo", "guide"),
 )
 
 
@@ -84,27 +72,73 @@ class _Commands(TyperGroup):
 app = typer.Typer(
     name="moetool",
     cls=_Commands,
-    help="Capture the routing of Mixture-of-Experts models, learn it, plan by it, serve a model larger than memory.",
+    help="Capture expert routing, predict it, plan caches and placements, and serve MoE models larger than memory.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
 trace_app = typer.Typer(help="Inspect, split, merge and convert traces.", no_args_is_help=True)
-plan_app = typer.Typer(help="Plan caches and placements of experts.", no_args_is_help=True)
+plan_app = typer.Typer(help="Plan expert caches and placements.", no_args_is_help=True)
 bench_app = typer.Typer(help="Run paired benchmarks.", no_args_is_help=True)
-reference_app = typer.Typer(help="Make a small model like the embedded one.", no_args_is_help=True)
+reference_app = typer.Typer(help="Train a small model like the embedded one.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 app.add_typer(plan_app, name="plan")
 app.add_typer(bench_app, name="bench")
 app.add_typer(reference_app, name="reference")
-for commands in (advise, capture, training, replay, serving, verify, simulation, report, machine, user_cache, guide):
-    commands.register(app)
-for commands in (cache_plans, placement):
-    commands.register(plan_app)
-for commands in (serve_bench, rivals_bench, gpu_bench, cluster_bench, paper_bench):
-    commands.register(bench_app)
-reference.register(reference_app)
-trace.register(trace_app)
+_COMMANDS: dict[typer.Typer, dict[str, Callable[..., None]]] = {
+    app: {
+        "advise": advise.advise,
+        "capture": capture.capture,
+        "train": training.train,
+        "evaluate": training.evaluate,
+        "replay": replay.replay,
+        "serve": serving.serve,
+        "chat": serving.chat,
+        "verify": verify.verify,
+        "simulate": simulation.simulate,
+        "report": report.report,
+        "profile": machine.profile,
+        "doctor": machine.doctor,
+        "models": machine.models,
+        "data": machine.data,
+        "cache": user_cache.cache,
+        "guide": guide.guide,
+    },
+    plan_app: {
+        "cache": cache_plans.plan_cache,
+        "maps": cache_plans.plan_maps,
+        "alpha": cache_plans.plan_alpha,
+        "placement": placement.placement,
+        "score": placement.score,
+        "compare": placement.compare,
+        "stream": placement.stream,
+        "migrate": placement.migrate,
+        "export": placement.export,
+    },
+    bench_app: {
+        "serve": serve_bench.bench_serve,
+        "policies": policies_bench.policies,
+        "drafts": policies_bench.drafts,
+        "rivals": rivals_bench.rivals,
+        "gpu": gpu_bench.gpu,
+        "cluster": cluster_bench.cluster,
+        "paper": paper_bench.paper,
+    },
+    reference_app: {"train": reference.reference_train},
+    trace_app: {
+        "info": trace.info,
+        "head": trace.head,
+        "sample": trace.sample,
+        "split": trace.split,
+        "merge": trace.merge,
+        "diff": trace.diff,
+        "export": trace.export,
+        "import": trace.import_files,
+    },
+}
+for group, commands in _COMMANDS.items():
+    for name, command in commands.items():
+        group.command(name)(command)
 
 
 @app.callback(invoke_without_command=True)
@@ -121,9 +155,9 @@ def _top(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Where its files go; replaced if they are there.")] = Path("moetool-demo"),
+    out: Annotated[Path, typer.Option(help="Output directory; existing files are replaced.")] = Path("moetool-demo"),
 ) -> None:
-    """The whole pipeline on the embedded model: capture, train, evaluate, plan, serve, compare."""
+    """Run the whole pipeline on the embedded toy model: capture, train, evaluate, plan, serve, compare."""
     from moetool.cli.demo import run
 
     run(out)
@@ -172,14 +206,14 @@ def _run() -> None:
         if package in ("", *OURS) or os.environ.get("MOETOOL_DEBUG") == "1":
             raise
         _fail(
-            f"this command needs the package {package}, which is not installed whole ({error}); install it with: "
+            f"this command needs the package {package}, which is not fully installed ({error}); install it with: "
             f"pip install {package}",
             1,
         )
     except MemoryError:
         if os.environ.get("MOETOOL_DEBUG") == "1":
             raise
-        _fail("no memory is left for this; give smaller sizes, or close other programs", CapacityError.exit_code)
+        _fail("out of memory; choose smaller sizes or close other programs", CapacityError.exit_code)
     except OSError as error:
         if error.errno not in _OUTSIDE or os.environ.get("MOETOOL_DEBUG") == "1":
             raise

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetool import durable, tables
+from moetool.cli.flags import Json
 from moetool.errors import UsageError
 
 if TYPE_CHECKING:
@@ -17,37 +18,30 @@ if TYPE_CHECKING:
     from moetool.bench.paper.paper_run import Tested
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `moetool bench`."""
-    app.command()(paper)
-
-
 def paper(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="NAME", help="prism, director, duoserve, finemoe or smoe; or a recipe of your own, a .toml file."
+            metavar="NAME", help="Paper: prism, director, duoserve, finemoe or smoe, or your own recipe (.toml)."
         ),
     ] = None,
-    only: Annotated[
-        list[str], typer.Option(help='A table or figure, such as "Figure 8"; all, if not given. Repeatable.')
-    ] = [],  # noqa: B006 - Typer copies defaults
+    only: Annotated[list[str], typer.Option(help='Table or figure, e.g. "Figure 8" (default: all). Repeatable.')] = [],  # noqa: B006 - Typer copies defaults
     quick: Annotated[
-        bool, typer.Option("--quick", help="Tiny sizes: a minute, and too little to decide much.")
+        bool, typer.Option("--quick", help="Smoke test: tiny sizes, about a minute, most verdicts undecided.")
     ] = False,
     trace: Annotated[
-        list[str], typer.Option(help="NAME=DIR: instead of traces of the embedded model. Repeatable.")
+        list[str], typer.Option(help="NAME=DIR: trace to use in place of the embedded model's. Repeatable.")
     ] = [],  # noqa: B006
     out: Annotated[
-        Path | None, typer.Option("--out", help="A folder for figures (SVG, PNG) and verdicts.json.")
+        Path | None, typer.Option("--out", help="Output directory for figures (SVG, PNG) and verdicts.json.")
     ] = None,
     work: Annotated[
-        Path | None, typer.Option(help="Where traces and predictors are kept; a folder that goes, if not given.")
+        Path | None, typer.Option(help="Working directory for traces and predictors (default: temporary).")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder --out that is there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing output directory.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Re-run a paper's experiments at this machine's size, and say beside each claim whether it is found again."""
+    """Re-run a paper's experiments at this machine's scale and judge each claim."""
     from moetool.bench.paper.claims import choose, names, read_paper
 
     if name is None:
@@ -56,7 +50,7 @@ def paper(
     choose(chosen.claim, only)
     given = _given(trace)
     if work is not None and work.exists() and (not work.is_dir() or any(work.iterdir())):
-        raise UsageError(f"{work} is not empty; name a new folder, or leave --work out")
+        raise UsageError(f"{work} is not empty; name a new directory, or leave --work out")
     if out is None:
         tested = _run(chosen, only, quick, given, None, work)
     else:
@@ -134,7 +128,7 @@ def _print(chosen: "Paper", tested: Sequence["Tested"], quick: bool) -> None:
         ]
         for one in tested
     ]
-    title = "claims, and what was found: mean ± 95 % interval over seeds"
+    title = "claims and results: mean ± 95 % interval over seeds"
     tables.print_table(title, ["", "the paper says", "printed", "found", "verdict", "size"], rows, num_text=6)
     for one in tested:
         if one.claim.here:
@@ -144,7 +138,7 @@ def _print(chosen: "Paper", tested: Sequence["Tested"], quick: bool) -> None:
     count = {answer: sum(one.verdict.answer == answer for one in tested) for answer in ANSWERS}
     print(", ".join(f"{number} {answer}" for answer, number in count.items() if number) + f" of {len(tested)}")
     if quick:
-        print("sizes of --quick: too small for verdicts that mean anything")
+        print("sizes of --quick: too small for meaningful verdicts")
 
 
 def _value(name: str, mean: float, half: float | None, unit: str) -> str:

@@ -14,7 +14,7 @@ def serve_parallel(command: ClusterCommand) -> None:
     """
     from moetool.cluster.launch import head_address, parse_where
     from moetool.cluster.parallel.rank_launch import RayRanks
-    from moetool.cluster.parallel.startup import open_head, read_settings
+    from moetool.cluster.parallel.startup import open_head, rank_names, read_settings
     from moetool.costing.costs import CostProfile
     from moetool.placement._placement_plan import PlacementPlan
     from moetool.serving import server
@@ -23,7 +23,7 @@ def serve_parallel(command: ClusterCommand) -> None:
 
     where = parse_where(command.cluster)
     if command.plan is None:
-        raise UsageError("--cluster needs to know where the experts are; give it --plan, from: moetool plan placement")
+        raise UsageError("--cluster needs a placement plan; give --plan FILE, made with: moetool plan placement")
     plan = PlacementPlan.load(command.plan)
     num_ranks = len(plan.cluster.gpus)
     if where.count not in (None, num_ranks):
@@ -37,31 +37,33 @@ def serve_parallel(command: ClusterCommand) -> None:
         rest["predictors"] = [str(command.predictor), *rest.get("predictors", ())]
         rest.setdefault("placement", "proactive")
     options, ranks = read_settings(rest)
-    names = [
-        f"{server.name}/{place}" if len(server.gpus) > 1 else server.name
-        for server in plan.cluster.servers
-        for place in range(len(server.gpus))
-    ]
+    names = rank_names(plan.cluster)
     launcher = RayRanks(where, names, threads=1 if where.count else 0)
     sock = server.bind(command.host, command.port)
     head = None
     try:
         costs = None if command.profile is None else CostProfile.load(command.profile)
-        head = open_head(command.model, plan, launcher, options, ranks, profile=costs, toward=head_address(where))
+        head = open_head(
+            *(command.model, plan, launcher, options, ranks),
+            profile=costs,
+            toward=head_address(where),
+            narrate=lambda line: tables.narrate(f"moetool: {line}"),
+        )
         tables.narrate(f"moetool: starting {num_ranks} ranks")
         head.start()
         garbage.as_usual()
         for name, held in zip(names, head.stats()["experts_held"], strict=True):
             tables.narrate(f"moetool: rank {name} holds {held} of {plan.spec.total_experts} experts")
-        url = f"moetool: placement {options.placement}, {ranks.seats} requests of a batch on each rank; serving on"
+        url = f"moetool: placement {options.placement}, {ranks.seats} requests per rank in a batch; serving on"
         with status_line(head):
-            server.run(
+            server.warn_if_open(sock, command.api_key)
+            server.HttpServer(
                 head,
                 sock,
                 on_ready=lambda at: tables.narrate(f"{url} {at}/v1"),
                 options=allowed,
                 api_key=command.api_key,
-            )
+            ).serve_forever()
     finally:
         sock.close()
         if head is not None:

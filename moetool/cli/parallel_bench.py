@@ -44,11 +44,11 @@ def bench_parallel(
     options = parse(RankBenchOptions, given, "bench")
     file = results_file(out, "cluster-ep.json", overwrite)
     launcher = RayRanks(Where(count=options.ranks), [f"rank {n}" for n in range(options.ranks)], threads=1)
-    with tempfile.TemporaryDirectory() as scratch, tables.progress(f"benching {model}", 100) as on_progress:
+    with tempfile.TemporaryDirectory() as scratch, tables.progress(f"benchmarking {model}", 100) as on_progress:
         folder = Path(scratch if work is None else str(work))
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"cannot make the folder {folder}: {error.strerror}") from None
+            raise UsageError(f"cannot make the directory {folder}: {error.strerror}") from None
         bench = run(model, options, launcher, folder, only=lines, on_progress=on_progress)
     hand_over(bench, file, print_parallel_bench, as_json=as_json, draw=draw)

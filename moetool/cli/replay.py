@@ -1,47 +1,56 @@
 """The command `moetool replay`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from moetool import tables
-from moetool.cli.flags import Json, ProfileFile, TraceDir, listed, open_trace, read_timeline, require_policies
+from moetool.cli.flags import (
+    Json,
+    PredictorDir,
+    ProfileFile,
+    TraceDir,
+    listed,
+    open_predictor,
+    open_trace,
+    read_timeline,
+    require_policies,
+)
 from moetool.config import parse_bytes, parse_settings
 from moetool.errors import UsageError
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `moetool`."""
-    app.command()(replay)
 
 
 def replay(
     trace: TraceDir,
     policy: Annotated[
-        list[str], typer.Option(help="Cache policies; repeat, or separate by commas. auto: all that can serve.")
+        list[str], typer.Option(help="Cache policies, comma-separated or repeated; auto: all that can serve.")
     ],
-    budget: Annotated[list[str], typer.Option(help="For experts: bytes (64MB) or a share of all experts (25%).")],
-    predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor.")] = None,
+    budget: Annotated[
+        list[str], typer.Option(help="Expert memory: bytes, e.g. 64MB, or a share of all experts, e.g. 25%.")
+    ],
+    predictor: PredictorDir = None,
     profile: ProfileFile = None,
-    order: Annotated[str, typer.Option(help="auto, sequential (one request after the other) or recorded.")] = "auto",
+    order: Annotated[
+        str, typer.Option(help="Order of requests: auto, sequential (one after the other) or recorded.")
+    ] = "auto",
     pool: Annotated[
         str,
         typer.Option(
-            help="One pool for all layers: slots, or bytes for experts of several sizes (auto: bytes for imported "
-            "traces). layer: the same slots for each layer; mixed: half of the slots."
+            help="Form of the expert pool: slots or bytes (shared by all layers), layer (equal slots per layer), "
+            "mixed (half of the slots per layer), auto (bytes for imported traces, else slots)."
         ),
     ] = "auto",
     settings: Annotated[
         list[str],
         typer.Option(
             "--set",
-            help="A policy's option, as in --set lfu.forget=true, timeline.device=cuda, or devices=2 that share it.",
+            help="Option of a policy or of the replay, e.g. lfu.forget=true, timeline.device=cuda, devices=2. "
+            "Repeatable.",
         ),
     ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    """Run cache policies over a trace: hits, loads and bytes, and with a profile times, without the model."""
+    """Simulate cache policies on a trace without the model: hits, loads, bytes and, with --profile, times."""
     from moetool.tuning.candidates import best, servable, too_large
     from moetool.tuning.replay import ReplaySetup, whole_bytes
     from moetool.tuning.replay import replay as run
@@ -56,11 +65,7 @@ def replay(
     if type(devices) is not int or devices < 1:
         raise UsageError(f"devices is {devices!r}, expected 1 or more")
     costs, timeline = read_timeline(profile, options.pop("timeline", {}))
-    predicts = None
-    if predictor is not None:
-        from moetool.learning.predictor import load_predictor
-
-        predicts = load_predictor(predictor)
+    predicts = open_predictor(predictor)
     known = servable(source, predicts) if "auto" in asked else []
     names = list(dict.fromkeys(name for one in asked for name in (known if one == "auto" else [one])))
     require_policies(names, options)

@@ -12,38 +12,38 @@ from moetool.config import parse, parse_settings
 from moetool.errors import MismatchError, UsageError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `moetool`."""
-    app.command()(report)
-
-
 def report(
-    trace: Annotated[Path, typer.Argument(metavar="PATH", help="Folder of a trace, or file of a plan.")],
-    out: Annotated[Path, typer.Option("--out", help="The page, one HTML file with everything in it.")],
+    trace: Annotated[Path, typer.Argument(metavar="PATH", help="Trace directory or plan file.")],
+    out: Annotated[Path, typer.Option("--out", help="HTML file to write, self-contained.")],
     policy: Annotated[
-        list[str], typer.Option(help="Cache policies beside belady; repeat, or separate by commas. lru,lfu by default.")
+        list[str],
+        typer.Option(help="Cache policies to compare with belady, comma-separated or repeated (default: lru,lfu)."),
     ] = [],  # noqa: B006
     budget: Annotated[
-        list[str], typer.Option(help="For experts: bytes or shares; 6.25%,12.5%,25%,50%,75% by default.")
+        list[str],
+        typer.Option(help="Expert memory: bytes or shares of all experts (default: 6.25%,12.5%,25%,50%,75%)."),
     ] = [],  # noqa: B006
     settings: Annotated[
         list[str],
         typer.Option(
             "--set",
-            help="report.choices, report.uses, report.tokenizer=MODEL, report.by=label, ..., and POLICY.OPTION. "
-            "Repeatable.",
+            help="Setting of the report or option of a policy: report.choices, report.uses, "
+            "report.tokenizer=MODEL, report.by=label, ..., POLICY.OPTION. Repeatable.",
         ),
     ] = [],  # noqa: B006
     served: Annotated[
-        list[str], typer.Option("--trace", help="For a placement: SERVER=DIR, whose work and traffic it shows.")
+        list[str],
+        typer.Option("--trace", help="For a placement: SERVER=DIR, the trace of a server's requests. Repeatable."),
     ] = [],  # noqa: B006
-    before: Annotated[Path | None, typer.Option(help="For a placement: the plan to show it beside.")] = None,
+    before: Annotated[Path | None, typer.Option(help="For a placement: earlier plan to compare with.")] = None,
     overwrite: Overwrite = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers of the page as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the page's data as JSON.")] = False,
     recipe: Recipe = None,
 ) -> None:
-    """Draw a trace as one page: popularity, skew, entropy, affinity, reuse, hit rates, and what they mean. Or a
-    placement: who holds what, work and traffic. Or a cache plan: memory against latency.
+    """Render a trace, placement or cache plan as one HTML page.
+
+    A trace: popularity, skew, entropy, affinity, reuse distance, hit rates and what they mean. A placement: experts per
+    GPU, load and traffic. A cache plan: latency against memory.
     """
     from moetool.report.sample import ReportOptions
     from moetool.report.trace_measures import POLICIES, measure
@@ -53,7 +53,9 @@ def report(
     durable.require_absent(out, overwrite)
     if trace.is_file():
         if policy or budget or settings:
-            raise UsageError(f"{trace} is no trace's folder, and --policy, --budget and --set are for one; leave them")
+            raise UsageError(
+                f"{trace} is not a trace directory, and --policy, --budget and --set apply to traces only; leave them"
+            )
         report_plan(trace, out, served, before, as_json)
         return
     if served or before is not None:
@@ -119,11 +121,11 @@ def report_plan(path: Path, out: Path, traces: Sequence[str], before: Path | Non
         _placement(path, out, traces, before, as_json)
     elif kind == "cache_plan":
         if traces or before is not None:
-            raise UsageError(f"{path} is a cache plan, which holds all that its page shows; leave --trace and --before")
+            raise UsageError(f"{path} is a cache plan, whose page needs no other input; leave out --trace and --before")
         _cache(path, out, as_json)
     else:
         raise UsageError(
-            f"{path} holds {kind}, expected a trace's folder, a placement plan or a cache plan; simulated runs are "
+            f"{path} holds {kind}, expected a trace's directory, a placement plan or a cache plan; simulated runs are "
             f"drawn by: moetool simulate --report FILE"
         )
 
@@ -155,7 +157,7 @@ def _placement(path: Path, out: Path, traces: Sequence[str], before: Path | None
             or "-",
         ),
         ("costs", plan.costs),
-        ("objective", f"{plan.objective}: {tables.significant(plan.value)} on what it was made from"),
+        ("objective", f"{plan.objective}: {tables.significant(plan.value)} on the traces it was planned from"),
         *([("shown on", ", ".join(traces))] if traces else []),
     ]
     durable.write_text(out, page(made, tokens_LE, facts))
@@ -185,7 +187,7 @@ def _cache(path: Path, out: Path, as_json: bool) -> None:
         ("prefetch", f"distance {plan.prefetch_distance}" if plan.prefetch_distance else "nothing"),
         *([("predictor", f"{plan.predictor.name} ({plan.predictor.sha256[:12]})")] if plan.predictor else []),
         ("trace", plan.trace_sha256),
-        ("profile", plan.profile_sha256 or "none: bytes moved stand for time"),
+        ("profile", plan.profile_sha256 or "none (bytes moved stand for time)"),
         *([("to reach", f"{plan.target_tpot_s * 1e3:,.4g} ms a token")] if plan.target_tpot_s else []),
     ]
     durable.write_text(out, page(plan, facts))

@@ -11,26 +11,22 @@ from moetool.config import parse, parse_settings
 from moetool.errors import unknown_name
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `moetool bench`."""
-    app.command("rivals")(rivals)
-
-
 def rivals(
     model: Model,
-    gguf: Annotated[Path | None, typer.Option(help="The same weights as a GGUF file, for llama.cpp.")] = None,
-    llama_server: Annotated[
-        Path | None, typer.Option(help="llama.cpp's llama-server (default: the one on the PATH).")
-    ] = None,
-    engine: Annotated[list[str], typer.Option(help="Engines; repeat, or separate by commas (default: all).")] = [],  # noqa: B006
+    gguf: Annotated[Path | None, typer.Option(help="GGUF file of the same weights, for llama.cpp.")] = None,
+    llama_server: Annotated[Path | None, typer.Option(help="Path of llama-server (default: found on PATH).")] = None,
+    engine: Annotated[list[str], typer.Option(help="Engines, comma-separated or repeated (default: all).")] = [],  # noqa: B006
     settings: Annotated[
-        list[str], typer.Option("--set", help="prompt_tokens, new_tokens, rounds, shares, threads, dtype. Repeatable.")
+        list[str],
+        typer.Option("--set", help="Setting: prompt_tokens, new_tokens, rounds, shares, threads, dtype. Repeatable."),
     ] = [],  # noqa: B006
     as_json: Json = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for a JSON file a cell and rivals.json.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier rivals.json.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Output directory: one JSON file per cell, and rivals.json.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing rivals.json.")] = False,
 ) -> None:
-    """Time moetool beside llama.cpp and transformers, in memory and with memory limited to shares of the model."""
+    """Compare moetool with llama.cpp and transformers, in memory and under memory limits."""
     from moetool.bench.rivals import ENGINES, RivalOptions, bench_rivals, print_rivals
 
     file = results_file(out, "rivals.json", overwrite)

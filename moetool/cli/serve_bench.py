@@ -8,46 +8,48 @@ import typer
 
 from moetool import durable, tables
 from moetool.cli.bench_results import command_line, hand_over
-from moetool.cli.flags import Json, Recipe, listed, require_policies
+from moetool.cli.flags import Json, PredictorDir, Recipe, listed, require_policies
 from moetool.config import parse, parse_settings
 from moetool.errors import UsageError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `moetool bench`."""
-    app.command("serve")(bench_serve)
-
-
 def bench_serve(
-    policy: Annotated[list[str], typer.Option(help="Cache policies; repeat, or separate by commas.")],
-    budget: Annotated[list[str], typer.Option(help="For experts: bytes (64MB) or a share of all experts (25%).")],
+    policy: Annotated[list[str], typer.Option(help="Cache policies, comma-separated or repeated.")],
+    budget: Annotated[
+        list[str], typer.Option(help="Expert memory: bytes, e.g. 64MB, or a share of all experts, e.g. 25%.")
+    ],
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="'reference', a folder in Hugging Face format, or a hub name.")
+        str | None, typer.Argument(metavar="MODEL", help="'reference', a Hugging Face directory or a hub name.")
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(help="Instead of MODEL a config alone, such as deepseek-v2-lite: random weights.")
+        str | None, typer.Option(help="Shape to make random weights of, in place of MODEL, e.g. deepseek-v2-lite.")
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="MoE layers of the shape; all, if not given.")] = None,
-    routes: Annotated[Path | None, typer.Option(help="Folder of a trace whose routing the model follows.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="MoE layers of the shape (default: all).")] = None,
+    routes: Annotated[Path | None, typer.Option(help="Trace directory whose routing the model follows.")] = None,
     beside: Annotated[
         str | None,
-        typer.Option(help="Folder of a packed replica of MODEL (of a shape: int4), served in the same memory."),
+        typer.Option(help="Directory of a quantized replica of MODEL (for a shape: int4), served in the same memory."),
     ] = None,
     data: Annotated[
-        list[str], typer.Option(help="Prompts of a MODEL that routes by itself: embedded sets, or files.")
+        list[str], typer.Option(help="Prompts for a MODEL with its own routing: embedded sets or files. Repeatable.")
     ] = [],  # noqa: B006
-    predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor.")] = None,
-    work: Annotated[Path, typer.Option(help="Where random weights are kept for the next time.")] = Path(
+    predictor: PredictorDir = None,
+    work: Annotated[Path, typer.Option(help="Directory that keeps random weights for the next run.")] = Path(
         "moetool-bench"
     ),
     settings: Annotated[
-        list[str], typer.Option("--set", help="bench.rounds, bench.requests, ..., and POLICY.OPTION. Repeatable.")
+        list[str],
+        typer.Option(
+            "--set",
+            help="Setting of the bench or option of a policy: bench.rounds, bench.requests, ..., POLICY.OPTION. "
+            "Repeatable.",
+        ),
     ] = [],  # noqa: B006
     as_json: Json = False,
-    out: Annotated[Path | None, typer.Option("--out", help="The results with their raw values, a JSON file.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="JSON file for results and raw values.")] = None,
     recipe: Recipe = None,
 ) -> None:
-    """Time policies and budgets against each other in a live engine, beside their bounds."""
+    """Time cache policies and memory sizes in a live engine, with their bounds."""
     if out is not None:
         durable.require_writable(out)
     names, options = listed(policy), parse_settings(settings)
@@ -71,7 +73,7 @@ def bench_serve(
         predictor=predictor,
         work=work,
     )
-    title = f"benching {model or shape}" + (f" beside {beside}" if beside is not None else "")
+    title = f"benchmarking {model or shape}" + (f" beside {beside}" if beside is not None else "")
     with tables.progress(title, 100) as on_progress:
         how: dict[str, Any] = {
             "policies": names,

@@ -18,22 +18,20 @@ from moetool.errors import UsageError
 from moetool.models.hub import with_revision
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `moetool`."""
-    app.command()(serve)
-    app.command()(chat)
-
-
 def serve(
     model: Model,
-    plan: Annotated[Path | None, typer.Option(help="Cache plan, or with --cluster a placement plan.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="local:N, or HOST:PORT of a Ray head: several servers.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="Cache plan, or placement plan with --cluster.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Serve on a cluster: local:N for N local servers, or HOST:PORT of a Ray head.")
+    ] = None,
     mode: Annotated[
         str | None,
-        typer.Option(help="With --cluster: edge, or ep for expert parallelism (default: edge)."),
+        typer.Option(help="Cluster mode: edge, or ep for expert parallelism (default: edge)."),
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Cache policy, or auto (default: the plan's, else auto).")] = None,
-    predictor: Annotated[Path | None, typer.Option(help="Folder of a trained predictor (default: the plan's).")] = None,
+    predictor: Annotated[
+        Path | None, typer.Option(help="Directory of a trained predictor (default: the plan's).")
+    ] = None,
     profile: Annotated[Path | None, typer.Option(help="Machine costs from 'moetool profile', for --mode ep.")] = None,
     device_memory: Annotated[
         str | None,
@@ -43,7 +41,7 @@ def serve(
     ] = None,
     process_memory: Annotated[
         str | None,
-        typer.Option(help="Resident memory of the process on a CPU at most, e.g. 12GB (default: free memory)."),
+        typer.Option(help="Limit of the process's resident memory on a CPU, e.g. 12GB (default: free memory)."),
     ] = None,
     device: Device = None,
     host_memory: HostMemory = None,
@@ -52,29 +50,30 @@ def serve(
     api_key: ApiKey = None,
     allowed_host: Annotated[
         list[str],
-        typer.Option(help="Further name that clients reach the server by, e.g. lab.example; * allows any. Repeatable."),
+        typer.Option(help="Additional host name that clients may use, e.g. lab.example; * allows any. Repeatable."),
     ] = [],  # noqa: B006
     cors_origin: Annotated[
         list[str],
-        typer.Option(help="Web page that may use the server, e.g. https://chat.example; * allows any. Repeatable."),
+        typer.Option(help="Web origin that may call the server, e.g. https://chat.example; * allows any. Repeatable."),
     ] = [],  # noqa: B006
-    ssl_certfile: Annotated[Path | None, typer.Option(help="Certificates in PEM: serve HTTPS.")] = None,
-    ssl_keyfile: Annotated[Path | None, typer.Option(help="Private key in PEM (default: in --ssl-certfile).")] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate chain; enables HTTPS.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM private key (default: in --ssl-certfile).")] = None,
     log: Annotated[
-        Path | None, typer.Option(help="Record gates and decisions as a trace, for 'moetool replay'.")
+        Path | None,
+        typer.Option(help="Trace directory to record gate logits and cache decisions in, for 'moetool replay'."),
     ] = None,
     settings: Annotated[
         list[str],
         typer.Option(
             "--set",
-            help="kv_tokens, dtype, devices, io_threads, policy.OPTION, server.max_queue, ..., as in --set "
-            "kv_tokens=8192. Repeatable.",
+            help="Further setting, e.g. kv_tokens=8192: kv_tokens, dtype, devices, io_threads, policy.OPTION, "
+            "server.max_queue, ... Repeatable.",
         ),
     ] = [],  # noqa: B006
     revision: Revision = None,
     recipe: Recipe = None,
 ) -> None:
-    """Serve a model through an OpenAI-compatible API, its experts in a pool smaller than the model."""
+    """Serve a model larger than memory through an OpenAI-compatible API."""
     from moetool.cache_plan import CachePlan
 
     model = with_revision(model, revision)
@@ -108,9 +107,9 @@ def serve(
         )
         return
     if profile is not None:
-        raise UsageError("--profile is for --cluster --mode ep; on one machine the plan has chosen by one already")
+        raise UsageError("--profile is for --cluster --mode ep; on one machine the plan already includes one")
     if mode is not None:
-        raise UsageError("--mode says what the servers of a --cluster do; give that too, such as --cluster local:3")
+        raise UsageError("--mode needs --cluster, e.g. --cluster local:3")
     if plan is not None:
         cli_cluster.require_no_placement(plan)
     if policy == "auto":
@@ -177,11 +176,14 @@ def serve(
 
     try:
         with status_line(engine):
-            server.run(engine, sock, on_ready=ready, options=allowed, api_key=api_key, settings=setup.choices)
+            server.warn_if_open(sock, api_key)
+            server.HttpServer(
+                engine, sock, on_ready=ready, options=allowed, api_key=api_key, settings=setup.choices
+            ).serve_forever()
     finally:
         engine.close()
     if log is not None:
-        tables.narrate(f"moetool: the gate stream is in {log}")
+        tables.narrate(f"moetool: gate log written to {log}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,16 +222,14 @@ def _require_api_key(api_key: str | None) -> None:
 
 def chat(
     url: Annotated[
-        str, typer.Argument(metavar="URL", help="Of the server, such as http://127.0.0.1:8000.")
+        str, typer.Argument(metavar="URL", help="Server URL, e.g. http://127.0.0.1:8000.")
     ] = "http://127.0.0.1:8000",
     api_key: ApiKey = None,
     settings: Annotated[
-        list[str], typer.Option("--set", help="A field of every request, as in --set temperature=0. Repeatable.")
+        list[str], typer.Option("--set", help="Field of every request, e.g. temperature=0. Repeatable.")
     ] = [],  # noqa: B006
 ) -> None:
-    """Talk to a server: a line is a turn; Ctrl-C stops an answer, Ctrl-D or an empty line ends. --set temperature=0
-    and the like go along with every request.
-    """
+    """Chat with a server in the terminal. Ctrl-C stops an answer; Ctrl-D or an empty line quits."""
     from moetool.serving.chat import Conversation, ServerRefused
 
     fields = parse_settings(settings)
@@ -246,7 +246,7 @@ def chat(
                 raise
             tables.narrate(tables.printable(f"moetool: {refused}"))
         except KeyboardInterrupt:
-            tables.narrate("\nmoetool: stopped; the answer is forgotten")
+            tables.narrate("\nmoetool: stopped; the answer is discarded")
 
 
 def _say_what_is_ignored(fields: Mapping[str, Any]) -> None:
@@ -256,7 +256,7 @@ def _say_what_is_ignored(fields: Mapping[str, Any]) -> None:
     known = {**ChatRequest.model_fields, **CompletionRequest.model_fields}
     for name in fields:
         if name not in known and (near := difflib.get_close_matches(name, known, n=1)):
-            tables.narrate(f"moetool: servers of moetool ignore {name!r}; did you mean {near[0]!r}?")
+            tables.narrate(f"moetool: moetool servers ignore {name!r}; did you mean {near[0]!r}?")
 
 
 _SPOKEN = "\n\t\xa0\u3000\u200c\u200d"
@@ -264,7 +264,7 @@ _SPOKEN = "\n\t\xa0\u3000\u200c\u200d"
 
 
 def _next_line() -> str:
-    """What the person says next; empty at the end."""
+    """The user's next line; empty at the end."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except (EOFError, KeyboardInterrupt):

@@ -6,32 +6,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetool import tables
-from moetool.cli.flags import how_whole, open_trace
+from moetool.cli.flags import Json, Out, Overwrite, how_whole, open_trace
 from moetool.config import parse_settings
 from moetool.errors import UsageError
 
 if TYPE_CHECKING:
     from moetool.trace.reader import Trace
 
-Dir = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a trace.")]
-Out = Annotated[Path, typer.Option("--out", help="Output path, written atomically.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a result that is there.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to `moetool trace`."""
-    for command in (info, head, sample, split, merge, diff, export):
-        app.command()(command)
-    app.command("import")(import_files)
+Dir = Annotated[Path, typer.Argument(metavar="DIR", help="Trace directory.")]
 
 
 def info(
     path: Dir,
-    check: Annotated[bool, typer.Option("--check", help="Read every row and column, and check them.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Read and check every row and column.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check a trace, or counts, and say what is in it."""
+    """Show a trace's contents and check its integrity."""
     from moetool.trace.expert_counts import ExpertCounts, open_workload
 
     source = open_workload(path)
@@ -68,7 +58,7 @@ def _counts_info(found: dict[str, Any], as_json: bool) -> None:
     spec = found["spec"]
     print(
         f"{found['path']}: counts of {spec['name']}, {len(spec['layer_ids_L'])} MoE layers x "
-        f"{max(spec['num_experts_L'])} experts, top-{max(spec['top_k_L'])}; whole and unchanged"
+        f"{max(spec['num_experts_L'])} experts, top-{max(spec['top_k_L'])}; complete and unchanged"
     )
     print(f"{found['passes']:,} passes, {found['tokens']:,.0f} tokens; for 'moetool plan placement', not for replay")
 
@@ -76,11 +66,11 @@ def _counts_info(found: dict[str, Any], as_json: bool) -> None:
 def head(
     path: Dir,
     out: Out,
-    layers: Annotated[int | None, typer.Option(help="Its first MoE layers, as a model that ends there.")] = None,
-    requests: Annotated[int | None, typer.Option(help="Its first requests.")] = None,
+    layers: Annotated[int | None, typer.Option(help="MoE layers to keep, as of a model that ends there.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Requests to keep.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Make a trace of the first layers or requests of another."""
+    """Keep the first layers or requests of a trace."""
     from moetool.trace.edit import head as run
 
     _print(out, run(open_trace(path), out, layers=layers, requests=requests, overwrite=overwrite))
@@ -89,11 +79,11 @@ def head(
 def sample(
     path: Dir,
     out: Out,
-    requests: Annotated[int, typer.Option(help="How many.")],
-    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    requests: Annotated[int, typer.Option(help="Number of requests to draw.")],
+    seed: Annotated[int, typer.Option(help="Seed of the random draw.")] = 0,
     overwrite: Overwrite = False,
 ) -> None:
-    """Make a trace of some requests of another, drawn by chance."""
+    """Draw a random sample of a trace's requests."""
     from moetool.trace.edit import sample as run
 
     _print(out, run(open_trace(path), out, requests=requests, seed=seed, overwrite=overwrite))
@@ -102,13 +92,14 @@ def sample(
 def split(
     path: Dir,
     out: Out,
-    by: Annotated[str, typer.Option(help="task, label or request.")],
+    by: Annotated[str, typer.Option(help="Key to split by: task, label or request.")],
     share: Annotated[
-        list[str] | None, typer.Option(help="Shares of the requests, such as 0.8 or 0.6,0.2; the rest is a part too.")
+        list[str] | None,
+        typer.Option(help="Shares of the requests, e.g. 0.8 or 0.6,0.2; the rest makes one more part."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Make a trace of each task of another, or of shares of its requests."""
+    """Split a trace by task, label or shares of its requests."""
     from moetool.trace.edit import split as run
 
     try:
@@ -120,11 +111,11 @@ def split(
 
 
 def merge(
-    paths: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of traces of one model.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Trace directories of one model.")],
     out: Out,
     overwrite: Overwrite = False,
 ) -> None:
-    """Make one trace of several."""
+    """Merge traces of one model."""
     from moetool.trace.merge import merge as run
 
     made, notes = run([open_trace(path) for path in paths], out, overwrite=overwrite)
@@ -134,8 +125,8 @@ def merge(
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="Folder of a trace.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Folder of a trace of the same prompts by a changed model.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="Trace directory.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Trace directory of the same prompts on a changed model.")],
     as_json: Json = False,
 ) -> None:
     """Compare the routing of two traces of the same prompts, layer by layer."""
@@ -148,8 +139,8 @@ def diff(
         return
     print(
         f"{tables.numbered(found.requests, 'request')} in both, {tables.numbered(found.tokens, 'token')} compared; "
-        f"{found.left_out:,} after the first other token left out; {found.only_a:,} and {found.only_b:,} requests in "
-        f"one trace alone"
+        f"{found.left_out:,} after the first differing token left out; {found.only_a:,} and {found.only_b:,} requests "
+        "in only one trace"
     )
 
     def number(value: float | None) -> str:
@@ -171,39 +162,39 @@ def diff(
 
 
 def import_files(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of one model, a task each.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files of one model, one per task.")],
     out: Out,
     format: Annotated[
         str | None,
-        typer.Option(help="Format of the files, e.g. vllm_routed_experts or columns (default: told by their content)."),
+        typer.Option(help="Format of the files, e.g. vllm_routed_experts or columns (default: detected)."),
     ] = None,
     columns: Annotated[
         list[str],
         typer.Option(
             "--map",
-            help="Columns of a CSV, TSV, JSON or Parquet table, e.g. layer=l,expert=e,token=t (default: by their "
-            "names). Repeatable.",
+            help="Column names of a CSV, TSV, JSON or Parquet table, e.g. layer=l,expert=e,token=t (default: "
+            "detected). Repeatable.",
         ),
     ] = [],  # noqa: B006 - Typer copies defaults
     tokens_as: Annotated[
         str | None,
         typer.Option(
             "--as",
-            help="Where the files don't tell: decode (each token after the first is a forward; default) or prefill.",
+            help="Phase if the files lack it: prefill or decode, one forward per token (default: decode).",
         ),
     ] = None,
     settings: Annotated[
         list[str],
         typer.Option(
             "--set",
-            help="What the files don't tell: model=PATH, or num_experts, top_k, expert_bytes, first_k_dense or "
+            help="Facts that the files lack: model=PATH, or num_experts, top_k, expert_bytes, first_k_dense or "
             "moe_layers=1..26, num_hidden_layers; task; drop_tokens=true. Repeatable.",
         ),
     ] = [],  # noqa: B006 - Typer copies defaults
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Import routes that another program recorded as a trace, or what it counted as counts."""
+    """Import routes or counts that another program recorded."""
     from moetool.formats._column_table import parse_map
     from moetool.formats._import import import_trace
 
@@ -234,15 +225,15 @@ def import_files(
 
 def export(
     path: Dir,
-    format: Annotated[str, typer.Option(help="What to write, such as vllm_routed_experts or sglang_stat.")],
-    out: Annotated[Path, typer.Option("--out", help="The file to write; with some formats a folder.")],
+    format: Annotated[str, typer.Option(help="Format to write, e.g. vllm_routed_experts or sglang_stat.")],
+    out: Annotated[Path, typer.Option("--out", help="Output file (a directory for some formats).")],
     num_hidden_layers: Annotated[
-        int | None, typer.Option(help="The model's layers with and without experts, if the last has none.")
+        int | None, typer.Option(help="Number of layers, dense and MoE (needed if the last layer is dense).")
     ] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Write a trace, or counts, for other programs."""
+    """Export a trace or counts to another program's format."""
     from moetool.formats._export import export_trace
 
     made = export_trace(path, format, out, num_hidden_layers=num_hidden_layers, overwrite=overwrite)

@@ -11,38 +11,34 @@ from moetool.config import parse, parse_settings
 from moetool.errors import UsageError
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `moetool`."""
-    app.command()(train)
-    app.command()(evaluate)
-
-
 def train(
-    predictor: Annotated[str, typer.Argument(metavar="PREDICTOR", help="Name of a predictor, such as expert_mlp.")],
+    predictor: Annotated[str, typer.Argument(metavar="PREDICTOR", help="Predictor name, e.g. expert_mlp.")],
     out: Out,
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="For awq_replica: the model that it is a replica of.")
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="For awq_replica: model to quantize.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Trace directory (all predictors but awq_replica).")
     ] = None,
-    trace: Annotated[Path | None, typer.Option("--trace", help="Folder of a trace, for all but awq_replica.")] = None,
-    data: Annotated[list[str], typer.Option(help="For awq_replica: text to choose scales on, as for capture.")] = [],  # noqa: B006 - Typer copies defaults
-    bits: Annotated[int | None, typer.Option(help="For awq_replica: bits of a weight: 2, 4 (default) or 8.")] = None,
+    data: Annotated[list[str], typer.Option(help="For awq_replica: calibration text, as for capture.")] = [],  # noqa: B006 - Typer copies defaults
+    bits: Annotated[int | None, typer.Option(help="For awq_replica: bits per weight: 2, 4 or 8 (default: 4).")] = None,
     group: Annotated[
-        int | None, typer.Option(help="For awq_replica: weights that share a scale: 32, 64 (default) or 128.")
+        int | None, typer.Option(help="For awq_replica: weights per scale: 32, 64 or 128 (default: 64).")
     ] = None,
     symmetric: Annotated[
         bool | None,
         typer.Option(
             "--symmetric/--asymmetric",
-            help="For awq_replica: whether experts' zero points are 0; others are refused, with the reason.",
+            help="For awq_replica: whether zero points are 0 (symmetric quantization).",
         ),
     ] = None,
     settings: Annotated[
         list[str],
         typer.Option(
-            "--set", help="The predictor's options, and fit.max_epochs, fit.max_tokens, fit.held_out, ... Repeatable."
+            "--set",
+            help="Option of the predictor or of training: fit.max_epochs, fit.max_tokens, fit.held_out, ... "
+            "Repeatable.",
         ),
     ] = [],  # noqa: B006
-    seed: Annotated[int, typer.Option(help="Seed of the split, the weights and the order of the samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for the split, initial weights and sample order.")] = 0,
     overwrite: Overwrite = False,
     as_json: Json = False,
     recipe: Recipe = None,
@@ -89,21 +85,23 @@ def summarize_card(card: dict[str, Any]) -> str:
 
 
 def evaluate(
-    predictors: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of trained predictors.")],
+    predictors: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Directories of trained predictors.")],
     trace: TraceDir,
     unseen_task: Annotated[
-        Path | None, typer.Option("--unseen-task", help="Folder of a trace of a task that they were not trained on.")
+        Path | None, typer.Option("--unseen-task", help="Trace directory of a task that no predictor was trained on.")
     ] = None,
     settings: Annotated[
-        list[str], typer.Option("--set", help="Another option of one, as in --set awq_replica.activation_bits=8.")
+        list[str],
+        typer.Option("--set", help="Option of one predictor, e.g. awq_replica.activation_bits=8. Repeatable."),
     ] = [],  # noqa: B006
     profile: Annotated[
-        Path | None, typer.Option(help="By 'moetool profile': gives times as shares of a decode step.")
+        Path | None,
+        typer.Option(help="Machine costs from 'moetool profile', to print times as shares of a decode step."),
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="The tables as a page as well, an HTML file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="HTML file to write the tables to as well.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Score predictors on requests that they were not trained on, beside popularity and affinity."""
+    """Score predictors on held-out requests, with popularity and affinity as baselines."""
     from moetool.costing.costs import CostProfile
 
     if report is not None:

@@ -11,18 +11,11 @@ from moetool.cli.flags import Json
 from moetool.errors import unknown_name
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `moetool`."""
-    app.command()(cache)
-
-
 def cache(
-    remove: Annotated[
-        str | None, typer.Option(metavar="NAME|all", help="Remove one file, by its name in the list, or all.")
-    ] = None,
+    remove: Annotated[str | None, typer.Option(metavar="NAME|all", help="Name of the file to remove, or all.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List or remove the server's warm-start files."""
+    """List or remove warm-start files of 'moetool serve'."""
     from moetool.runtime.warm_start import kept_models
 
     kept = kept_models()

@@ -10,17 +10,12 @@ from moetool.cli.flags import Device, Json, Model, Revision, listed
 from moetool.config import parse_bytes
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `moetool`."""
-    app.command()(verify)
-
-
 def verify(
     model: Model,
     policy: Annotated[
-        list[str], typer.Option(help="Cache policies to compare, or all (default: lru, foresight, hybrimoe).")
+        list[str], typer.Option(help="Cache policies to verify, or all (default: lru, foresight, hybrimoe).")
     ] = [],  # noqa: B006
-    prompts: Annotated[int, typer.Option(min=1, max=200, help="Prompts of the embedded sets.")] = 24,
+    prompts: Annotated[int, typer.Option(min=1, max=200, help="Number of embedded prompts.")] = 24,
     tokens: Annotated[int, typer.Option(min=1, max=256, help="Tokens to generate for each prompt.")] = 8,
     device: Device = None,
     device_memory: Annotated[
@@ -28,14 +23,20 @@ def verify(
         typer.Option(help="Memory for dense weights, KV cache and experts, e.g. 8GB (default: half of the experts)."),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="Data type of both sides: float32, where rounding hides nothing, or bfloat16.")
+        str,
+        typer.Option(
+            help="Compute dtype of both sides: float32 or bfloat16 (float32 hides no difference by rounding)."
+        ),
     ] = "float32",
     layer_by_layer: Annotated[
-        bool, typer.Option("--layer-by-layer", help="Hold one layer of plain transformers in memory at a time.")
+        bool,
+        typer.Option(
+            "--layer-by-layer", help="Compare layer by layer, with one layer of plain transformers in memory at a time."
+        ),
     ] = False,
     revision: Revision = None,
     out: Annotated[
-        Path, typer.Option("--out", help="Report to attach to a bug report, .md or .json; replaced if it is there.")
+        Path, typer.Option("--out", help="Report file for a bug report, .md or .json; an existing file is overwritten.")
     ] = Path("moetool-verify.md"),
     as_json: Json = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""What goes with `moetool serve --cluster --mode edge`: the scheduler, and the page about what it sees."""
+"""Scheduler and status page of `moetool serve --cluster --mode edge`."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -40,7 +40,7 @@ class Watch:
         held = self.scheduler.in_force
         if held is None or any(len(places) > one.capacity for places, one in zip(held, settings, strict=True)):
             return settings
-        self._narrate(f"going on from {self.scheduler.options.state}: its placement takes the place of the plan's")
+        self._narrate(f"resuming from {self.scheduler.options.state}: its placement replaces the plan's")
         return [replace(one, held=tuple(sorted(places))) for one, places in zip(settings, held, strict=True)]
 
     def open(self, allowed_hosts: Iterable[str]) -> None:
@@ -50,7 +50,7 @@ class Watch:
         if self._page_options.port >= 0:
             host, port = self._page_options.host, self._page_options.port
             self._page = Dashboard(self.scheduler.snapshot, host, port, allowed_hosts=allowed_hosts)
-            self._narrate(f"the cluster is to be seen on {self._page.url}")
+            self._narrate(f"cluster page: {self._page.url}")
 
     def close(self) -> None:
         """End the page, and keep the state."""

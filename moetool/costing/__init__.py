@@ -1,1 +1,1 @@
-"""What a machine takes for experts, attention and loads, and what a program of them takes."""
+"""Costs of experts, attention and loads on a machine, and of programs made of them."""

@@ -1,4 +1,4 @@
-"""What things cost on one machine: measured curves, and the profile that collects them. A profile is one JSON file."""
+"""Measured cost curves of one machine, and the profile (one JSON file) that collects them."""
 
 import bisect
 import hashlib
@@ -283,7 +283,7 @@ class CostProfile:
 
 
 def _shape(spec: ModelSpec) -> set[tuple[int, ...]]:
-    """What the costs of a layer depend on, for each kind of MoE layer that there is."""
+    """Parameters that a layer's costs depend on, per kind of MoE layer."""
     return {
         (spec.hidden_size, spec.num_shared_experts, *layer)
         for layer in zip(spec.num_experts_L, spec.top_k_L, spec.expert_bytes_L, strict=True)

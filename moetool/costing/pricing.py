@@ -1,4 +1,4 @@
-"""What the parts of a forward cost by a `CostProfile`, in whole nanoseconds, each asked of its curve once."""
+"""Costs of a forward's parts by a `CostProfile`, in whole nanoseconds, each curve evaluated once."""
 
 import itertools
 from collections import Counter
@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from moetool.caching._host_split import HostCosts
 from moetool.caching._policy import parse_options
+from moetool.config import Span, require_within
 from moetool.costing.costs import ComputeCosts, CostProfile
-from moetool.errors import MismatchError, UsageError
+from moetool.errors import MismatchError
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
 
 _SEVERAL = 8  # tokens of a decode step that an expert is priced for beside one
@@ -17,7 +18,7 @@ _SEVERAL = 8  # tokens of a decode step that an expert is priced for beside one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineOptions:
-    """What `--set timeline.NAME=VALUE` sets: the machine that a timeline is for, among those of the profile.
+    """Settings of `--set timeline.NAME=VALUE`: the machine, among those of the profile.
 
     Attributes:
         device: `cpu` or `cuda`.
@@ -37,10 +38,7 @@ class TimelineOptions:
     synchronous: bool = False
 
     def __post_init__(self) -> None:
-        if self.io_threads < 1:
-            raise UsageError(f"io_threads is {self.io_threads}, expected at least 1")
-        if self.prediction_ms is not None and not 0 <= self.prediction_ms < float("inf"):
-            raise UsageError(f"prediction_ms is {self.prediction_ms}, expected milliseconds, 0 or more")
+        require_within(self, io_threads=Span(1), prediction_ms=Span(0, below=True))
 
 
 class ForwardCosts(NamedTuple):
@@ -120,13 +118,13 @@ class Prices:
         return self._prediction[tokens]
 
     def forward(self, info: ForwardInfo) -> ForwardCosts:
-        """What a forward takes beside its routed experts."""
+        """Nanoseconds of a forward without its routed experts."""
         if info is not self._info:
             self._info, self._forward = info, self._price(info)
         return self._forward
 
     def experts(self, event: GateEvent) -> dict[int, int]:
-        """What each expert of an event takes on the device, by its key: by the tokens that chose it."""
+        """Nanoseconds of each expert of an event on the device, by key, from its number of tokens."""
         if event is not self._event:
             self._event = event
             base = event.layer * self.spec.num_experts
@@ -139,7 +137,7 @@ class Prices:
         return self._experts
 
     def host_expert_ns(self, event: GateEvent, key: int) -> int:
-        """What an expert of an event takes on the host. Raises: MismatchError where that was not measured."""
+        """Nanoseconds of an expert on the host. Raises: MismatchError if not measured."""
         if self._host_expert is None:
             raise MismatchError(
                 "the profile has no costs of experts on the cpu, where the policy computes some; measure them with: "
@@ -199,7 +197,7 @@ def with_host_costs(
     for name in policies if costs else ():
         given = made.get(name, {})
         chosen = parse_options(name, given)
-        if isinstance(chosen, HostCosts) and not chosen.splits:
+        if isinstance(chosen, HostCosts) and not chosen.load_s:
             made[name] = {**given, **costs}
     return made
 

@@ -91,7 +91,7 @@ class _Stream:
         self.read_bytes += job.num_bytes
 
     def busy_until(self, now: int) -> int:
-        """How long it has been busy up to `now`."""
+        """Busy time up to `now`."""
         self.advance(now)
         return self.busy - max(0, self.free_at - now)
 
@@ -241,7 +241,7 @@ class Timeline:
                 self._prompt_took[request] = self.now - began
 
     def timing(self) -> Timing:
-        """What the forwards so far have taken."""
+        """Times of the forwards so far."""
         decodes = [ns / 1e9 for ns in self._decodes]
         prompts = [ns / 1e9 for ns in self._prompt_took.values()]
         tpot_p50, tpot_p95 = percentiles(decodes)

@@ -1,4 +1,4 @@
-"""What a run on the timeline took, by phase, beside the bounds that its own work and bytes set."""
+"""Times of a run on the timeline by phase, with the bounds set by its work and bytes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """Where the time of some forwards went: seconds = compute_s + prediction_s + stall_s + host_wait_s.
+    """Time breakdown of forwards: seconds = compute_s + prediction_s + stall_s + host_wait_s.
 
     Attributes:
         seconds: from the beginning of each forward to its end.
@@ -49,7 +49,7 @@ class Spent:
 
     @property
     def serial_bound_s(self) -> float:
-        """What compute and all transfers take one after the other: the bound of what does not prefetch."""
+        """Compute and all transfers in sequence: the bound without prefetching."""
         return self.compute_s + sum(self.io_s.values())
 
     def __add__(self, other: "Spent") -> "Spent":
@@ -71,7 +71,7 @@ class Spent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """What one run took.
+    """Times of one run.
 
     Attributes:
         prefill: of the forwards with prompt tokens.

@@ -6,7 +6,7 @@ layer; `moetool.evaluation.prompt_scoring` judges what is said of a whole reques
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ import torch
 from moetool.costing.costs import CostProfile
 from moetool.errors import UsageError, unknown_name
 from moetool.evaluation.prediction_time import prompt_time, step_time
-from moetool.evaluation.prompt_scoring import Foretold, judge
+from moetool.evaluation.prompt_scoring import PromptPrediction, judge
 from moetool.evaluation.tally import MatchScore, MatchTally
+from moetool.json_files import JsonRecord
 from moetool.learning.predictor import Predictor, build, load_predictor
 from moetool.learning.tokens import Part, Picker, read, require_finite, stream
 from moetool.learning.unseen import Unseen, in_time, unseen_by_all
@@ -30,11 +31,10 @@ DISTANCES = (1, 2, 3, 4, 6, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class Evaluation(JsonRecord):
     """One predictor on the held-out requests of one trace.
 
     Attributes:
-        predictor: its name.
         path: its folder; for a baseline, the folder of the predictor beside which it was counted.
         baseline: for a baseline, what it was counted on; else None.
         trace: the folder of the trace.
@@ -47,7 +47,7 @@ class Evaluation:
         size_bytes: parameters and buffers in memory.
         expert_bytes_share: `size_bytes` as a share of the model's routed experts.
         step_ms: median time to observe and predict all layers of one token, on the CPU, in milliseconds.
-        prompt_ms: the same for a pending request: to foretell its prompt, or, of a predictor that does not, to follow
+        prompt_ms: the same for a pending request: to predict its prompt, or, of a predictor that does not, to follow
             it; a median over some prompts.
         prompt_tokens: of those prompts, the median.
         decode_step_ms: what one token takes with every expert in memory, by the profile that was given.
@@ -56,8 +56,8 @@ class Evaluation:
         epochs: how often they were gone through; None where nothing is fitted.
         scores: the next layer, all layers and phases first, then by phase and layer; then the same for each farther
             distance of `DISTANCES` that the predictor sees.
-        foretold: what it said of the requests before they ran; None for a predictor that does not foretell, and where
-            only the end of a request is scored.
+        prompt_prediction: its predictions from prompts alone; None for a predictor that makes none, and where only the
+            end of a request is scored.
     """
 
     predictor: str
@@ -82,15 +82,11 @@ class Evaluation:
     training_share: float | None
     epochs: int | None
     scores: tuple[MatchScore, ...]
-    foretold: Foretold | None
+    prompt_prediction: PromptPrediction | None
 
     def overall(self, phase: str = "all") -> dict[int, MatchScore]:
         """By distance, the score over all layers of a phase."""
         return {s.distance: s for s in self.scores if s.phase == phase and s.layer is None}
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for `--json`."""
-        return asdict(self)
 
 
 def evaluate(
@@ -235,7 +231,9 @@ def _evaluate(
         training_share=card["tokens"]["train"] / card["trace"]["tokens"],
         epochs=card["fit"].get("epochs"),
         scores=tally.scores(),
-        foretold=judge(predictor, trace, requests) if predictor.foretells and unseen.requests != "end" else None,
+        prompt_prediction=judge(predictor, trace, requests)
+        if predictor.predicts_prompts and unseen.requests != "end"
+        else None,
     )
 
 

@@ -150,10 +150,12 @@ class LayerComparison:
         self.results[OUTSIDE] = LayerResult(layer=OUTSIDE)
         outside = {name: value for name, value in dense_digests(plain.model, plain.layers).items() if name[0] == "."}
         self._compare_tensors(OUTSIDE, reference.dense, outside)
-        if plain.whole:  # cached decoding of some families is not their forward of the whole sequence
-            for number, (prompt, made) in enumerate(zip(prompts, reference.tokens, strict=True)):
-                if logits[number].argmax(dim=-1).tolist() != made:
-                    self.decoded[number] = plain.generate(prompt, len(made))
+        # Cached decoding of some families is not their forward of the whole sequence.
+        others = [n for n, made in enumerate(reference.tokens) if logits[n].argmax(dim=-1).tolist() != made]
+        if others:
+            on_progress("plain transformers, decoding", 0, 1)
+            decoded = plain.generate([prompts[n] for n in others], [len(reference.tokens[n]) for n in others])
+            self.decoded = dict(zip(others, decoded, strict=True))
         pairs = list(zip(logits[: len(prompts)], logits[len(prompts) :], strict=False))
         yardstick = differences(pairs) if pairs else None
         return logits[: len(prompts)], yardstick, plain.origin, plain.whole

@@ -10,17 +10,17 @@ from moetool.tables import count, print_table
 _MOST_LAYERS = 12
 _GLANCED = (1, 3, 6)  # distances of the overview
 MEANINGS = {
-    "match": "share of the k experts of a token in a layer that are among the predicted k",
+    "match": "share of a token's k experts in a layer that are among the predicted k",
     "exact": "share of the tokens and layers with all k right (DuoServe-MoE's Table 3: Top-k)",
     "at least one": "share with one right or more (the same table: at least one)",
-    "in k+1 … 2k": "share of the k that are among so many predicted",
-    "calib. error": "mean difference between an expert's probability, as predicted, and how often such were chosen",
-    "distance": "layers ahead of the last one that has run",
+    "in k+1 … 2k": "share of the k that are among that many predicted",
+    "calib. error": "mean difference between predicted probability and observed frequency of an expert",
+    "distance": "layers ahead of the last one computed",
     "of experts": "bytes of the predictor as a share of those of all routed experts of the model",
     "ms / step": "to observe and predict all layers of one token; its share is of a decode step with every expert in "
     "memory, by the profile; what a trace holds beside the routes, such as what later gates say, is there already",
-    "ms / request": "to predict a pending request from its prompt, or else to follow it while it runs",
-    "of trace": "tokens trained on, as a share of those of the trace that they are of",
+    "ms / request": "time to predict a pending request from its prompt, or else to follow it while it runs",
+    "of trace": "tokens trained on, as a share of the trace's tokens",
     "last quarter": "match in the deepest quarter of the layers",
     "load error": "share of the workload matrix of a prompt (tokens for each expert of each layer) that is predicted "
     "for other experts; of a whole request, its number of new tokens is taken as known",
@@ -51,10 +51,15 @@ class MatchTable:
 def print_evaluations(rows: Sequence[Any]) -> None:
     """Predictors side by side (`moetool.evaluation.evaluate`): at a glance, then by task, the unseen one last."""
     for table in (overview(rows), *(table for group in by_task(rows) for table in tables_of(group))):
-        print(f"\n{table.title}")
-        print_table("", table.columns, table.rows)
-        for note in table.notes:
-            print(f"  {note}")
+        print_matches(table)
+
+
+def print_matches(table: "MatchTable") -> None:
+    """Print one of these tables with its title and notes."""
+    print(f"\n{table.title}")
+    print_table("", table.columns, table.rows)
+    for note in table.notes:
+        print(f"  {note}")
 
 
 def overview(rows: Sequence[Any]) -> MatchTable:
@@ -117,8 +122,8 @@ def by_task(rows: Sequence[Any]) -> list[list[Any]]:
 def tables_of(rows: Sequence[Any]) -> list[MatchTable]:
     """All tables of one trace."""
     made = [_right(rows), *(_by_distance(rows, phase) for phase in phases(rows)), _recall(rows), _by_layer(rows)]
-    told = [row.foretold for row in rows if row.foretold is not None]
-    made += [_foretold(rows, phase) for phase in ("prefill", "decode") if any(f.overall(phase) for f in told)]
+    told = [row.prompt_prediction for row in rows if row.prompt_prediction is not None]
+    made += [_prompt_predictions(rows, phase) for phase in ("prefill", "decode") if any(f.overall(phase) for f in told)]
     return [*made, _costs(rows)]
 
 
@@ -134,10 +139,10 @@ def scope(rows: Sequence[Any]) -> str:
     where = {
         "test": f"{requests} held out",
         "end": f"the last tokens of {requests}",
-        "all": f"{requests} that none has seen",
+        "all": f"{requests} of an unseen task" if first.unseen_task else f"{requests} not used in training",
     }[first.requests]
     others = f" ({first.num_skipped} left out)" if first.num_skipped and first.requests == "all" else ""
-    return f"{where}{others}{' of an unseen task' if first.unseen_task else ''}, {first.num_tokens:,} tokens"
+    return f"{where}{others}, {first.num_tokens:,} tokens"
 
 
 def _share(value: float | None) -> str:
@@ -177,14 +182,14 @@ def _right(rows: Sequence[Any]) -> MatchTable:
             for row in rows
         ],
         shares=frozenset(shares),
-        notes=(*(f"{row.predictor} was counted on {row.baseline}" for row in rows if row.baseline is not None),),
+        notes=(*(f"{row.predictor} counted on {row.baseline}" for row in rows if row.baseline is not None),),
     )
 
 
 def _by_distance(rows: Sequence[Any], phase: str) -> MatchTable:
     distances = sorted({distance for row in rows for distance in row.overall()})
     return MatchTable(
-        title=f"match in {phase} by distance: layers ahead of the last one that has run",
+        title=f"match in {phase} by distance: layers ahead of the last one computed",
         columns=("predictor", *map(str, distances)),
         rows=[[row.predictor, *(_of(row.overall(phase).get(d), "match") for d in distances)] for row in rows],
         shares=frozenset(map(str, distances)),
@@ -196,7 +201,7 @@ def _recall(rows: Sequence[Any]) -> MatchTable:
     top_k = rows[0].top_k
     amounts = [str(top_k + more) for more in range(max(map(len, recall)))]
     return MatchTable(
-        title=f"share of the next layer's {top_k} experts that are among the likeliest so many",
+        title=f"share of the next layer's {top_k} experts that are among the n likeliest",
         columns=("predictor", *amounts),
         rows=[[row.predictor, *map(_share, values)] for row, values in zip(rows, recall, strict=True)],
         shares=frozenset(amounts),
@@ -222,8 +227,8 @@ def _by_layer(rows: Sequence[Any]) -> MatchTable:
     )
 
 
-def _foretold(rows: Sequence[Any], phase: str) -> MatchTable:
-    told = [(row, row.foretold) for row in rows if row.foretold is not None]
+def _prompt_predictions(rows: Sequence[Any], phase: str) -> MatchTable:
+    told = [(row, row.prompt_prediction) for row in rows if row.prompt_prediction is not None]
     first = told[0][1]
     prompts = phase == "prefill"
     title = "predictions for the prompts of" if prompts else "predictions for the new tokens of"

@@ -88,27 +88,52 @@ class PlainModel:
 
         Raises: what a forward raises.
         """
+
+        def before(number: int, layer: int, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+            if (experts := forwards[number].experts) is not None:
+                self.model.set_experts_implementation(experts)
+            visit(number, layer, call)
+
+        def logits_of(number: int) -> torch.Tensor:
+            forward = forwards[number]
+            tokens = torch.tensor([list(forward.tokens)], device=self.model.device)
+            keep = len(forward.tokens) - forward.first
+            logits: torch.Tensor = self.model(tokens, use_cache=False, logits_to_keep=keep).logits[0]
+            return logits[-keep:].float().cpu()
+
+        return self._side_by_side(len(forwards), logits_of, before, on_layer)
+
+    def _side_by_side(
+        self,
+        count: int,
+        compute: Callable[[int], torch.Tensor],
+        visit: Visit,
+        on_layer: Callable[[int, nn.Module], None],
+    ) -> list[torch.Tensor]:
+        """What `compute` makes of each number below `count`; all take equally many forwards.
+
+        Args:
+            visit: as `Visit`.
+            on_layer: called for each decoder layer of a forward while its weights are in memory.
+        """
         lock = threading.Lock()
-        made: list[torch.Tensor | None] = [None] * len(forwards)
+        made: list[torch.Tensor | None] = [None] * count
         errors: list[BaseException] = []
         current = [-1]
         local = threading.local()
 
         def arrive() -> None:
-            current[0] += 1
+            current[0] = (current[0] + 1) % len(self.decoder_layers)
             if self._open_layer is not None:
                 self._open_layer(current[0])
             on_layer(current[0], self.decoder_layers[current[0]])
 
-        barrier = threading.Barrier(len(forwards), action=arrive)
+        barrier = threading.Barrier(count, action=arrive)
 
         def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             barrier.wait()
             lock.acquire()
             local.inside = True
-            forward = forwards[local.number]
-            if forward.experts is not None:
-                self.model.set_experts_implementation(forward.experts)
             visit(local.number, current[0], partial(_again, module, args, kwargs))
 
         def after(module: Any, args: Any, output: Any) -> None:
@@ -118,13 +143,9 @@ class PlainModel:
 
         def run_one(number: int) -> None:
             local.number, local.inside = number, False
-            forward = forwards[number]
             try:
                 with torch.inference_mode():
-                    tokens = torch.tensor([list(forward.tokens)], device=self.model.device)
-                    keep = len(forward.tokens) - forward.first
-                    logits = self.model(tokens, use_cache=False, logits_to_keep=keep).logits[0]
-                    made[number] = logits[-keep:].float().cpu()
+                    made[number] = compute(number)
             except threading.BrokenBarrierError:
                 pass
             except BaseException as error:
@@ -135,7 +156,7 @@ class PlainModel:
         for layer in self.decoder_layers:
             hooks.append(layer.register_forward_pre_hook(before, with_kwargs=True))
             hooks.append(layer.register_forward_hook(after, always_call=True))
-        threads = [threading.Thread(target=run_one, args=(number,), daemon=True) for number in range(len(forwards))]
+        threads = [threading.Thread(target=run_one, args=(number,), daemon=True) for number in range(count)]
         try:
             for thread in threads:
                 thread.start()
@@ -148,26 +169,30 @@ class PlainModel:
             raise errors[0]
         return [logits for logits in made if logits is not None]
 
-    def generate(self, prompt: Sequence[int], num_tokens: int) -> torch.Tensor:
-        """The logits [num_tokens, V] float32 of greedy decoding with transformers' own cache, on the CPU."""
-        made = self.model.generate(
-            torch.tensor([list(prompt)], device=self.model.device),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=-1,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        return torch.stack([step[0] for step in made.logits]).float().cpu()
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: Sequence[int]) -> list[torch.Tensor]:
+        """The logits [num_tokens, V] float32 of greedy decoding with transformers' own cache, on the CPU, by prompt.
+
+        Effects: where not all of the model is in memory, reads all of it once for each token.
+        """
+        most = max(num_tokens)
+
+        def logits_of(number: int) -> torch.Tensor:
+            made = self.model.generate(
+                torch.tensor([list(prompts[number])], device=self.model.device),
+                max_new_tokens=most,
+                do_sample=False,
+                eos_token_id=-1,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            return torch.stack([step[0] for step in made.logits[: num_tokens[number]]]).float().cpu()
+
+        return self._side_by_side(len(prompts), logits_of, lambda *visited: None, lambda *layer: None)
 
 
 def decoder_layers(model: Any, layers: Sequence[MoeLayer]) -> list[nn.Module]:
-    """The decoder layers of a model, in order.
-
-    Raises:
-        UsageError: they are not in one list.
-    """
+    """The decoder layers of a model, in order. Raises: UsageError: they are not in one list."""
     return list(model.get_submodule(_list_name(model, layers)))
 
 

@@ -1,4 +1,4 @@
-"""How long a predictor takes for a decode step and for the prompt of a request, on the CPU, on tokens of a trace."""
+"""Prediction time of a decode step and of a prompt, on the CPU, on a trace's tokens."""
 
 import copy
 import itertools
@@ -41,7 +41,7 @@ def step_time(predictor: Predictor, trace: Trace, requests: frozenset[int]) -> f
 
 
 def prompt_time(predictor: Predictor, trace: Trace, requests: frozenset[int]) -> tuple[float, float]:
-    """Median seconds of foretelling a prompt, or else of following it, and the median length of the timed ones.
+    """Median seconds of predicting a prompt, or else of following it, and the median length of the timed ones.
 
     The first of several warms up. The predictor itself is left as it is.
     """
@@ -51,7 +51,7 @@ def prompt_time(predictor: Predictor, trace: Trace, requests: frozenset[int]) ->
         assert info.token_id_T is not None
         ids = info.token_id_T
         lengths.append(len(ids))
-        if predictor.foretells:
+        if predictor.predicts_prompts:
             seconds.append(_seconds(lambda ids=ids: predictor.workload(ids)))  # type: ignore[misc]
         else:
             seconds.append(_seconds(lambda events=events: _follow(predictor, events)))  # type: ignore[misc]

@@ -16,8 +16,8 @@ from moetool.types import ForwardInfo, GateEvent, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foretold:
-    """How right a predictor was about requests before they ran.
+class PromptPrediction:
+    """Scores of predictions made from prompts alone.
 
     A workload matrix says how many tokens use each expert of each layer.
 
@@ -50,7 +50,7 @@ class Foretold:
         return sum(last) / len(last) if last else None
 
 
-def judge(predictor: Predictor, trace: Trace, requests: frozenset[int]) -> Foretold:
+def judge(predictor: Predictor, trace: Trace, requests: frozenset[int]) -> PromptPrediction:
     """Predict requests of a trace, each from its prompt alone, and compare with their routing.
 
     Raises:
@@ -82,7 +82,7 @@ class _Judged:
 
     @torch.inference_mode()
     def add(self, forwards: list[tuple[ForwardInfo, list[GateEvent]]]) -> None:
-        """Foretell one request, of which these are all the forwards."""
+        """Predict one request, of which these are all the forwards."""
         phase_T = torch.tensor([phase for info, _ in forwards for phase in info.phase_T])
         ids_T = torch.tensor([token for info, _ in forwards for token in info.token_id_T or ()])
         prompt_T = phase_T == Phase.PREFILL
@@ -93,15 +93,15 @@ class _Judged:
         )
         num_layers, num_experts = self.predictor.num_layers, self.predictor.num_experts
         prompt = ids_T[prompt_T].tolist()
-        scores_SLE, score_LE = self.predictor.foretell(prompt)
-        for phase, foretold_TLE in (
+        scores_SLE, score_LE = self.predictor.predict_prompt(prompt)
+        for phase, predicted_TLE in (
             (Phase.PREFILL, scores_SLE),
             (Phase.DECODE, score_LE.expand(len(ids_T) - len(prompt), -1, -1)),
         ):
             of_T = phase_T == phase
             self.tokens[phase] += int(of_T.sum())
             for layer in range(num_layers if bool(of_T.any()) else 0):
-                self.tally.count(0, layer, foretold_TLE[:, layer], experts_TLK[of_T, layer], phase_T[of_T])
+                self.tally.count(0, layer, predicted_TLE[:, layer], experts_TLK[of_T, layer], phase_T[of_T])
         cell_TLK = experts_TLK + num_experts * torch.arange(num_layers)[:, None]
 
         def load_LE(of_T: torch.Tensor) -> np.ndarray:
@@ -117,8 +117,8 @@ class _Judged:
             said_LE = self.predictor.workload(prompt, more)
             self.request_errors.append(_misplaced(said_LE, load_LE(everything_T)))
 
-    def result(self) -> Foretold:
-        return Foretold(
+    def result(self) -> PromptPrediction:
+        return PromptPrediction(
             num_requests=len(self.prompt_errors),
             prompt_tokens=self.tokens[Phase.PREFILL],
             new_tokens=self.tokens[Phase.DECODE],

@@ -22,7 +22,7 @@ _BINS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatchScore:
-    """How well one layer, or all, was predicted from one distance in one phase, or both.
+    """Scores of one layer or all, at one distance, in one phase or both.
 
     Attributes:
         phase: `prefill`, `decode` or `all`.
@@ -79,11 +79,7 @@ class MatchTally:
 
     @torch.inference_mode()
     def count(self, distance: int, layer: int, scores_TE: Tensor, true_TK: Tensor, phase_T: Tensor) -> None:
-        """Take in one layer's predictions and the truth.
-
-        Raises:
-            MoetoolError: a score is not finite.
-        """
+        """Take in one layer's predictions and the truth. Raises: MoetoolError: a score is not finite."""
         if not bool(scores_TE.isfinite().all()):
             raise MoetoolError(
                 f"{self.predictor.name} gives scores of MoE layer {layer} that are not finite, {distance} layers "
@@ -111,7 +107,7 @@ class MatchTally:
         return int(self._hits_PLM[nearest][:, -1, 0].sum())
 
     def scores(self) -> tuple[MatchScore, ...]:
-        """All that was counted, in the order that `Evaluation.scores` promises."""
+        """All scores, in the order of `Evaluation.scores`."""
         made: list[MatchScore] = []
         for distance in self.distances:
             hits, bins = self._hits_PLM[distance], self._bins_PL3B[distance]

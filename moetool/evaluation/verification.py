@@ -299,7 +299,7 @@ def _prompts(checkpoint: Checkpoint, options: VerifyOptions) -> tuple[list[str],
 
 
 def _pool(checkpoint: Checkpoint, options: VerifyOptions, prompts: Sequence[Sequence[int]]) -> tuple[ServeOptions, int]:
-    """How the model is served, and the memory for it."""
+    """Setup and memory of the served model."""
     longest = max(map(len, prompts)) + options.tokens
     serve = ServeOptions(device=options.device, dtype=options.dtype, kv_tokens=max(256, 8 * longest))
     if options.device_memory_bytes is not None:

@@ -125,7 +125,7 @@ class Report:
         return [f"{row.policy} ({row.skipped})" for row in self.comparison.policies if row.skipped]
 
     def to_markdown(self) -> str:
-        """For a bug report."""
+        """Report as Markdown, for a bug report."""
         lines = ["# moetool verify", "", f"**{self.verdict_line}**", ""]
         lines += [f"- {problem}" for problem in self.comparison.problems[:20]]
         lines += ["", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in self.facts()), ""]

@@ -24,7 +24,7 @@ Sizing = int | Literal["2LJ", "LJlnLJ/2"]
 
 
 def capacity_of(sizing: Sizing, num_layers: int, num_experts: int) -> int:
-    """How many maps a store holds.
+    """Maps that a store holds.
 
     Source: section 4.4: 2LJ maps "guarantee" a similarity of 75 % and LJ ln(LJ) / 2 one of 98 %. Both follow from
         covering a sphere of LJ points and say nothing of a model's maps; only the sizes are taken over.
@@ -38,7 +38,7 @@ def capacity_of(sizing: Sizing, num_layers: int, num_experts: int) -> int:
     if sizing == "LJlnLJ/2":
         return max(1, math.ceil(product * math.log(product) / 2))
     if sizing < 1:
-        raise UsageError(f"a store of {sizing} expert maps holds nothing; give it at least 1, 2LJ or LJlnLJ/2")
+        raise UsageError(f"a store of {sizing} expert maps is empty; give it at least 1, 2LJ or LJlnLJ/2")
     return sizing
 
 
@@ -54,7 +54,7 @@ def distribution(scores_TE: np.ndarray) -> np.ndarray:
 
 
 def top_mass(experts_TK: np.ndarray, weights_TK: np.ndarray | None, num_experts: int) -> np.ndarray:
-    """What is known of P where only the chosen experts were recorded: the weights' shares, or equal ones, else 0.
+    """P where only the chosen experts were recorded: the shares of their weights, or equal ones; 0 for the others.
 
     Shapes: returns float32 [T, E].
     """
@@ -74,7 +74,7 @@ def threshold(score: float) -> float:
 def select(chance_E: np.ndarray, mass: float, at_least: int) -> list[int]:
     """The fewest experts that hold `mass` of the probability, and at least K (Eqs. 6 to 8), likeliest first.
 
-    Where all experts together hold less, all are selected. Ties go to the lower number.
+    All experts are selected if they hold less together. Ties go to the lower number.
     """
     order_E = np.argsort(-chance_E, kind="stable")
     held_E = np.cumsum(chance_E[order_E], dtype=np.float64)
@@ -136,7 +136,7 @@ class MapStore:
         made._last_C[made.next_C[linked]] = linked
         made._squares_LC = np.cumsum(np.einsum("lce,lce->lc", maps_LCE, maps_LCE), axis=0, dtype=np.float32)
         if not (np.isfinite(made._squares_LC).all() and np.isfinite(embedding_CD).all()):
-            raise ValueError("maps or embeddings that are no finite numbers")
+            raise ValueError("maps or embeddings that are not finite")
         return made
 
     def copy(self) -> "MapStore":
@@ -145,7 +145,7 @@ class MapStore:
         return MapStore.of(**arrays, capacity=self.capacity, distance=self.distance)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What `of` takes: maps_LCE, embedding_CD and next_C of the maps that it holds."""
+        """Arguments of `of`: maps_LCE, embedding_CD and next_C of the maps that it holds."""
         size = self.size
         return {
             "maps_LCE": np.ascontiguousarray(self.maps_LCE[:, :size]),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from moetool.errors import UsageError
+from moetool.config import DROPPED, Span, require_within
 
 HELD_OUT = 0.15
 """Share of the requests that goes to validation, and again to test, unless another is given."""
@@ -24,15 +24,12 @@ class PathOptions:
 
     def __post_init__(self) -> None:
         name = type(self).__module__.rpartition(".")[2]
-        if self.hidden < 1:
-            raise UsageError(f"{name}: hidden is {self.hidden}, expected 1 or more")
-        if not (0 <= self.dropout < 1 and 0 <= self.forget < 1):
-            raise UsageError(f"{name}: dropout is {self.dropout} and forget {self.forget}, expected 0 to below 1")
+        require_within(self, f"{name}: ", hidden=Span(1), dropout=DROPPED, forget=DROPPED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
-    """How a predictor is fitted.
+    """Options of fitting a predictor.
 
     Attributes:
         max_epochs: an epoch visits every training token once; a predictor that learns one layer a token gets it at one
@@ -51,11 +48,5 @@ class FitOptions:
     held_out: float = HELD_OUT
 
     def __post_init__(self) -> None:
-        for name, least in (("max_epochs", 1), ("batch_size", 2), ("patience", 1), ("max_tokens", 2)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise UsageError(f"{name} is {value}, expected at least {least}")
-        if not self.learning_rate > 0:
-            raise UsageError(f"learning_rate is {self.learning_rate}, expected more than 0")
-        if not 0 < self.held_out < 0.5:
-            raise UsageError(f"held_out is {self.held_out}, expected more than 0 and less than 0.5")
+        require_within(self, max_epochs=Span(1), batch_size=Span(2), patience=Span(1), max_tokens=Span(2))
+        require_within(self, learning_rate=Span(0, above=True), held_out=Span(0, 0.5, above=True, below=True))

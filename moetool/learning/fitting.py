@@ -1,15 +1,13 @@
-"""Fits a predictor by gradient descent: the LightningModule and the DataModule.
-
-Beside `moetool.reference.steps` the only importer of lightning.
-"""
+"""Fit a predictor by gradient descent. Only this module and `moetool.reference.steps` import lightning."""
 
 import contextlib
+import itertools
 import logging
 import math
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +50,7 @@ def fit(
     Effects: shows progress where stderr is a terminal.
 
     Returns:
-        What the card says of it: tokens, epochs, the losses of each epoch.
+        The facts of the fit for the card: tokens, epochs, the losses of each epoch.
 
     Raises:
         MoetoolError: a loss is not finite.
@@ -82,11 +80,11 @@ def fit(
             trainer.fit(_Fit(model, options.learning_rate, total_steps), datamodule=data)
     model.cpu().load_state_dict(best.state)
     return {
-        "tokens": len(data.epoch.index_N),
+        "tokens": data.num_tokens,
         "epochs": len(best.losses),
         "best_epoch": best.epoch + 1,
         "max_epochs": options.max_epochs,
-        "batch_size": data.epoch.batch_size,
+        "batch_size": data.batch_size,
         "learning_rate": options.learning_rate,
         "patience": options.patience,
         "lightning": pl.__version__,
@@ -94,71 +92,58 @@ def fit(
     }
 
 
-class _Epoch(IterableDataset):
-    """One pass over the tokens in whole batches, in a new order, each token at a layer drawn anew.
+Pairs = tuple[Tensor, Tensor]
+"""Numbers of tokens, and the layer to predict for each, int64."""
 
-    Yields a batch of `Tokens` and layer_B, int64.
+
+class _Batches(IterableDataset):
+    """Batches of `Tokens` and layer_B, int64, read when they are wanted.
+
+    Args:
+        draw: gives the pairs of each batch of a pass.
+        length: batches of a pass.
     """
 
-    def __init__(self, tokens: Tokens, index_N: Tensor, batch_size: int, generator: torch.Generator) -> None:
-        self.tokens, self.index_N = tokens, index_N
-        self.batch_size = min(batch_size, len(index_N))
-        self.generator = generator
+    def __init__(self, tokens: Tokens, draw: Callable[[], Iterable[Pairs]], length: int) -> None:
+        self.tokens, self.draw, self._length = tokens, draw, length
 
     def __len__(self) -> int:
-        return len(self.index_N) // self.batch_size  # a last batch of one token would break batch norm
+        return self._length
 
     def __iter__(self) -> Iterator[tuple[Tokens, Tensor]]:
-        num_tokens = len(self.index_N)
-        token_N = self.index_N[torch.randperm(num_tokens, generator=self.generator)]
-        layer_N = torch.randint(1, self.tokens.num_layers, (num_tokens,), generator=self.generator)
-        for batch in range(len(self)):
-            rows = slice(batch * self.batch_size, (batch + 1) * self.batch_size)
-            yield self.tokens.take(token_N[rows]), layer_N[rows]
+        for token_N, layer_N in self.draw():
+            yield self.tokens.take(token_N), layer_N
 
 
-class _RequestEpoch(IterableDataset):
-    """One pass over whole requests in a new order, as many in a batch as hold `batch_size` tokens on average.
+def _token_batches(tokens: Tokens, index_N: Tensor, batch_size: int, generator: torch.Generator) -> _Batches:
+    """Passes over these tokens in whole batches, each in a new order, each token at a layer drawn anew."""
+    length = len(index_N) // batch_size  # a last batch of one token would break batch norm
 
-    Yields a batch of `Tokens`, those of a request together and in order, and layer_B, int64.
+    def draw() -> Iterator[Pairs]:
+        token_N = index_N[torch.randperm(len(index_N), generator=generator)]
+        layer_N = torch.randint(1, tokens.num_layers, (len(index_N),), generator=generator)
+        yield from itertools.islice(zip(token_N.split(batch_size), layer_N.split(batch_size), strict=True), length)
+
+    return _Batches(tokens, draw, length)
+
+
+def _request_batches(tokens: Tokens, index_N: Tensor, batch_size: int, generator: torch.Generator) -> _Batches:
+    """Passes over whole requests, each in a new order, as many in a batch as hold `batch_size` tokens on average.
+
+    The tokens of a request come together and in order.
     """
+    assert tokens.request_T is not None
+    request_N = tokens.request_T[index_N]
+    counts = request_N.unique(return_counts=True)[1].tolist()
+    requests = index_N[request_N.argsort(stable=True)].split(counts)
+    per_batch = max(1, batch_size * len(requests) // len(index_N))
 
-    def __init__(self, tokens: Tokens, index_N: Tensor, batch_size: int, generator: torch.Generator) -> None:
-        assert tokens.request_T is not None
-        self.tokens, self.index_N = tokens, index_N
-        request_N = tokens.request_T[index_N]
-        self.requests = index_N[request_N.argsort(stable=True)].split(request_N.unique(return_counts=True)[1].tolist())
-        self.batch_size = min(batch_size, len(index_N))
-        self.per_batch = max(1, batch_size * len(self.requests) // len(index_N))
-        self.generator = generator
+    def draw() -> Iterator[Pairs]:
+        for members in torch.randperm(len(requests), generator=generator).split(per_batch):
+            token_N = torch.cat([requests[i] for i in members.tolist()])
+            yield token_N, torch.randint(1, tokens.num_layers, (len(token_N),), generator=generator)
 
-    def __len__(self) -> int:
-        return -(-len(self.requests) // self.per_batch)
-
-    def __iter__(self) -> Iterator[tuple[Tokens, Tensor]]:
-        for token_N, layer_N in self.batches():
-            yield self.tokens.take(token_N), layer_N
-
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The tokens of each batch and the layers drawn for them."""
-        order = torch.randperm(len(self.requests), generator=self.generator)
-        for members in order.split(self.per_batch):
-            token_N = torch.cat([self.requests[i] for i in members.tolist()])
-            yield token_N, torch.randint(1, self.tokens.num_layers, (len(token_N),), generator=self.generator)
-
-
-class _Held(IterableDataset):
-    """The same pairs of a token and a layer in every pass, read when they are wanted."""
-
-    def __init__(self, tokens: Tokens, batches: list[tuple[Tensor, Tensor]]) -> None:
-        self.tokens, self.batches = tokens, batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[tuple[Tokens, Tensor]]:
-        for token_N, layer_N in self.batches:
-            yield self.tokens.take(token_N), layer_N
+    return _Batches(tokens, draw, -(-len(requests) // per_batch))
 
 
 class _Pairs(pl.LightningDataModule):
@@ -174,21 +159,22 @@ class _Pairs(pl.LightningDataModule):
         whole_requests: bool,
     ) -> None:
         super().__init__()
-        batch_size, max_tokens = options.batch_size, options.max_tokens
+        max_tokens = options.max_tokens
         generator = torch.Generator().manual_seed(seed)
         index_N = torch.arange(len(train))
         if max_tokens is not None and max_tokens < len(train):
             index_N = torch.randperm(len(train), generator=generator)[:max_tokens]
+        self.num_tokens, self.batch_size = len(index_N), min(options.batch_size, len(index_N))
         if whole_requests:
-            self.epoch: _Epoch | _RequestEpoch = _RequestEpoch(train, index_N.sort().values, batch_size, generator)
-            held = _RequestEpoch(validation, torch.arange(len(validation)), batch_size, generator)
-            self.validation = _Held(validation, list(held.batches()))
-            return
-        self.epoch = _Epoch(train, index_N, batch_size, generator)
-        later = validation.num_layers - 1
-        pair_N = torch.randperm(len(validation) * later, generator=generator)[:_MAX_VALIDATION_PAIRS]
-        pairs = [(pair // later, 1 + pair % later) for pair in pair_N.split(batch_size)]
-        self.validation = _Held(validation, pairs)
+            self.epoch = _request_batches(train, index_N.sort().values, options.batch_size, generator)
+            every_N = torch.arange(len(validation))
+            pairs = list(_request_batches(validation, every_N, options.batch_size, generator).draw())
+        else:
+            self.epoch = _token_batches(train, index_N, self.batch_size, generator)
+            later = validation.num_layers - 1
+            pair_N = torch.randperm(len(validation) * later, generator=generator)[:_MAX_VALIDATION_PAIRS]
+            pairs = [(pair // later, 1 + pair % later) for pair in pair_N.split(options.batch_size)]
+        self.validation = _Batches(validation, lambda: pairs, len(pairs))
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.epoch, batch_size=None)
@@ -229,11 +215,7 @@ def one_cycle(step: int, total_steps: int) -> float:
 
 
 class BestEpoch(pl.Callback):
-    """Keeps the losses, and in memory the weights of the best epoch.
-
-    Raises:
-        MoetoolError: a loss is not finite.
-    """
+    """Keeps the losses, and in memory the weights of the best epoch. Raises: MoetoolError: a loss is not finite."""
 
     def __init__(self) -> None:
         self.losses: list[dict[str, float]] = []

@@ -1,7 +1,7 @@
-"""What the signals said of tokens that fit the trust in them: shown once, kept for every epoch.
+"""Signals of the tokens that fit the trust in them: computed once, kept for every epoch.
 
-`moetool.learning.path_signals` follows the requests that are judged as if they ran; what its tables and memories said
-of each layer from each distance is kept, so that fitting the trust (`predictors/fused.py`) need not follow them again.
+`moetool.learning.path_signals` follows the judged requests as if they ran. The answers of its tables and memories for
+each layer from each distance are kept, so that fitting the trust (`predictors/fused.py`) need not follow them again.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ _JUDGED_BYTES = 96 << 20  # of signals that are kept
 
 
 class JudgedPaths:
-    """Tokens of whole requests in order, and what the signals said of those that are judged.
+    """Tokens of whole requests in order, and the signals of those that are judged.
 
     Args:
         signals: those that do not come from networks, knowing all that was counted.

@@ -76,7 +76,7 @@ class NextUse:
         learning_rate: of Adam; 0 learns nothing.
         batch: samples of a step.
         trained: whether the weights are of a fitted predictor; they are then kept beside those that learn, which
-            begin with a third of the learning rate, and asked in their place while they foretell better.
+            begin with a third of the learning rate, and asked in their place while they predict better.
 
     Attributes:
         weights: those that learn.
@@ -120,7 +120,7 @@ class NextUse:
 
     @property
     def pace(self) -> int:
-        """How much rarer steps of learning may be: they are of little use while what was fitted foretells better."""
+        """Factor by which learning steps may be rarer, while the fitted weights predict better."""
         return 4 if self.confidence_3[2] > self.confidence_3[0] else 1
 
     def _shares(self) -> np.ndarray:
@@ -168,7 +168,7 @@ class NextUse:
         return value_A
 
     def chances(self, hidden_RH: np.ndarray, past: Past, layer: int) -> np.ndarray:
-        """How likely any request uses each expert of `layer`, the layer after the one that `hidden_RH` is of."""
+        """Probability that any request uses each expert of `layer`, the layer after that of `hidden_RH`."""
         span = slice(layer * self.spec.num_experts, (layer + 1) * self.spec.num_experts)
         w = self._asked
         own_E = w["use_A"][span] + (w["use_FA"][:, span] * past.features_FA[:, span]).sum(axis=0)
@@ -187,7 +187,7 @@ class NextUse:
     def learn(self) -> None:
         """One step of Adam on the samples since the last step and on others from memory.
 
-        Effects: before it, confidence moves to the opinions that foretold the new samples better.
+        Effects: before it, confidence moves to the opinions that predicted the new samples better.
         """
         if not self._new or not self._rate:
             self._new.clear()
@@ -217,7 +217,7 @@ class NextUse:
         self._coefficients()
 
     def _coefficients(self) -> None:
-        """What an expert has of its own and what all have, added once for many looks."""
+        """Add the coefficients of each expert and those of all, once for many looks."""
         w = self.weights
         self._value_FA = w["value_FA"] + w["value_F1"]
         self._past_FA = w["past_FA"] + w["past_F1"]

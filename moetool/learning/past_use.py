@@ -1,4 +1,4 @@
-"""What is known of each expert's past use, and looks at it that wait for their future.
+"""Features of each expert's past use, and samples of them that wait for their targets.
 
 Shapes:
     A  experts of the model, L * E, by key     F  features     R  rates of decay
@@ -21,7 +21,7 @@ FLOOR = 0.003
 
 
 class Past:
-    """How much each expert was used, and when last, up to where the forward is.
+    """Decayed use and age of each expert up to the current layer.
 
     Attributes:
         features_FA: f, float32.
@@ -38,7 +38,7 @@ class Past:
 
     @property
     def habit_A(self) -> np.ndarray:
-        """What `habit` looks at."""
+        """Root of the use that `habit` reads."""
         root: np.ndarray = np.sqrt(self.use_RA[HABIT])
         return root
 

@@ -1,4 +1,4 @@
-"""What is cheap to know of a token's coming experts while a model runs, as one number a signal for each expert.
+"""Cheap signals of a token's coming experts while a model runs: one number per signal and expert.
 
     constant    1
     path        the logit of a path network (`predictors/path_mlp.py`)
@@ -50,7 +50,7 @@ _FLOOR = 0.01
 
 
 class Running:
-    """What a running request did.
+    """The past of a running request.
 
     Attributes:
         last_LK: what its last token used; None for its first forward.

@@ -1,9 +1,9 @@
 """Fused predictions while a model runs: fitted trust in the signals of a path, moved by how they fare.
 
-What `predictors/fused.py` fits is used here without torch, and goes on learning: each request moves an `Offset` of the
-trust after each of its tokens, by what was said of the next layer; the others hear of it when the request is over. So
-they do of its `HitRecord`: where one of `ALONE` has lately been right more often than the fused logits, for a layer
-from some distance, the experts are ranked as that signal ranks them.
+This applies the fit of `predictors/fused.py` without torch and goes on learning: each request moves an `Offset` of the
+trust after each of its tokens, by the error on the next layer, and shares it with the others when it ends. The same
+holds for its `HitRecord`: where one of `ALONE` has lately been right more often than the fused logits, for a layer at
+some distance, that signal ranks the experts.
 
 Shapes: D distances, S signals, G as in `moetool.learning.path_signals`; R the fused logits, then `ALONE`; P prompts,
     then tokens by themselves.
@@ -30,7 +30,7 @@ _LEAD = 0.5  # over the root of the predictions that count: by so much more of t
 
 
 class HitRecord:
-    """How right the fused logits and single signals were lately, for each layer from each distance.
+    """Recent hit rates of the fused logits and of single signals, for each layer from each distance.
 
     Shapes: right_PDLR, the decayed sum of shares of a token's experts that were found; seen_PDL, of its tokens.
     """
@@ -49,7 +49,7 @@ class HitRecord:
         self.seen_PDL[kind, place, layer] = kept * seen + len(right_TR)
 
     def leader(self, kind: int, place: int, layer: int) -> int | None:
-        """Which of `ALONE` leads, or None: the fused logits do. Where a layer has told little, the others speak."""
+        """The leading signal of `ALONE`, or None for the fused logits. A layer seen rarely borrows from the others."""
         right_LR, seen_L = self.right_PDLR[kind, place], self.seen_PDL[kind, place]
         if not (everywhere := float(seen_L.sum())):
             return None
@@ -60,14 +60,14 @@ class HitRecord:
         return best if right_R[1 + best] - right_R[0] > lead else None
 
     def add(self, began: "HitRecord", now: "HitRecord") -> None:
-        """What a request has found out since it began."""
+        """Add the changes of a request since it began."""
         for name in self.__slots__:
             mine = getattr(self, name)
             np.maximum(mine + getattr(now, name) - getattr(began, name), 0, out=mine)
 
 
 class Offset:
-    """What is added to the trust, moved by AdaGrad."""
+    """An offset of the trust, moved by AdaGrad."""
 
     __slots__ = ("offset_S", "power_S")
 
@@ -104,7 +104,7 @@ class FusedPath:
         self._records = HitRecord(signals.num_layers)
         self._own_records: dict[int, tuple[HitRecord, HitRecord]] = {}
         self.said: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # of the layers ahead: signals and fused logits
-        self._shown: dict[int, np.ndarray] = {}  # what was answered
+        self._shown: dict[int, np.ndarray] = {}  # the answers
         self._asked: dict[int, dict[int, np.ndarray]] = {}  # by coming layer and place of the distance: ranked_TER
 
     def observe(self, event: GateEvent) -> None:
@@ -161,7 +161,7 @@ class FusedPath:
         return shown_TE
 
     def _compare(self, event: GateEvent, place: int, ranked_TER: np.ndarray) -> None:
-        """Which experts of this layer each would have found, for the record of each request."""
+        """Count the experts of this layer that each ranking found, for the record of each request."""
         experts_TK = np.asarray(event.experts_TK)
         top_k = experts_TK.shape[1]
         chosen_TE = np.zeros(ranked_TER.shape[:2], np.float32)

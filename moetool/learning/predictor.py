@@ -1,16 +1,15 @@
-"""What a predictor of coming experts is, and how it is saved and loaded.
+"""The contract of expert predictors, and how they are saved and loaded.
 
 Counting, searching and learned predictors share the class `Predictor`. A predictor file in predictors/ defines a
-frozen dataclass `Options` and a subclass `Predictor`. Whatever was learned or counted is a parameter or a buffer, so
+frozen dataclass `Options` and a subclass `Predictor`. Parameters and buffers hold everything learned or counted, so
 the state dict is the whole predictor.
 
-What it looks at it names in `needs`, as trace columns. Training hands it whole tokens
-(`moetool.learning.tokens.Tokens`) with
+`needs` names the trace columns that it reads. Training hands it whole tokens (`moetool.learning.tokens.Tokens`) with
 these: `count` gets all of them, `loss` a batch. While a model runs, or a trace is replayed, `observe` takes the event
 of each layer, with the same fields filled, and `scores(layer)` answers for any layer within `lookahead`. The default
 `observe` collects the forward's events into the `Tokens` of its first layers and `scores` hands them to
-`layer_scores`, so most predictors define `count`, `layer_scores` and perhaps `loss`. One that carries something from
-one forward of a request to the next says `remembers` and defines `observe` and `scores` itself.
+`layer_scores`, so most predictors define `count`, `layer_scores` and perhaps `loss`. A predictor with state that
+outlives a forward sets `remembers` and defines `observe` and `scores` itself.
 
 On disk a predictor is a folder:
 
@@ -41,7 +40,7 @@ from moetool.types import GateEvent, ModelSpec
 
 WEIGHTS = "predictor.safetensors"
 _NO_SIZE = (MismatchError, MemoryError, RuntimeError, ArithmeticError, ValueError)
-"""What building from a card's options raises where they ask for more than there can be."""
+"""Errors of building from a card's options that ask for impossible sizes."""
 
 
 class Predictor(nn.Module):
@@ -61,7 +60,7 @@ class Predictor(nn.Module):
         incremental: whether it works out its answers as layers arrive, and is judged by `observe` and `scores`, since
             `layer_scores` would begin anew for each layer.
         made_of: `trace`, or `model`: then its module has a `make` that writes card and weights, and `open` reads them.
-        foretells: whether it says from a prompt alone what the request will use, before it runs, by `foretell`.
+        predicts_prompts: whether `predict_prompt` predicts a request's experts from its prompt, before it runs.
         scores_are: `shares`, which say how the choices of a token divide among the experts, or `logits` of an expert
             being chosen; see `probabilities`.
 
@@ -81,7 +80,7 @@ class Predictor(nn.Module):
     remembers: ClassVar[bool] = False
     incremental: ClassVar[bool] = False
     made_of: ClassVar[str] = "trace"
-    foretells: ClassVar[bool] = False
+    predicts_prompts: ClassVar[bool] = False
     scores_are: ClassVar[str] = "shares"
     lookahead: int = 1
 
@@ -112,14 +111,14 @@ class Predictor(nn.Module):
         return sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
 
     def reach(self, ahead: int) -> int:
-        """How many layers ahead it sees where the gates are known `ahead` layers ahead."""
+        """Its lookahead where the gates are known `ahead` layers ahead."""
         return min(self.lookahead, ahead) if "ahead" in self.needs else self.lookahead
 
     def validate(self) -> None:
-        """Raises: ValueError where what was loaded cannot be, such as weights that are no finite numbers."""
+        """Raises: ValueError where what was loaded cannot be, such as weights that are not finite."""
         for name, tensor in self.state_dict().items():
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-                raise ValueError(f"{name} has values that are no finite numbers")
+                raise ValueError(f"{name} has values that are not finite")
 
     @abstractmethod
     def count(self, tokens: Tokens) -> None:
@@ -145,14 +144,10 @@ class Predictor(nn.Module):
         Returns:
             float32 [T, E]; higher is likelier; comparable within a row.
         """
-        raise TypeError(f"{type(self).__module__} predicts by what it has observed")
+        raise TypeError(f"{type(self).__module__} predicts from what it has observed")
 
     def prepare(self, tokens: Tokens) -> Tokens:
-        """What `loss` is to be given of these tokens, called once for those of a part; by default they themselves.
-
-        Args:
-            tokens: as they were read from a trace, in the order of the forwards.
-        """
+        """Prepare the tokens of a part, in the order of the forwards, for `loss`; called once, by default unchanged."""
         return tokens
 
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
@@ -165,13 +160,13 @@ class Predictor(nn.Module):
         raise TypeError(f"{type(self).__module__} has nothing that is fitted by gradient descent")
 
     def probabilities(self, scores_TE: Tensor) -> Tensor:
-        """How likely each expert is among a token's K, as far as the scores say."""
+        """Probability by these scores that each expert is among a token's K."""
         if self.scores_are == "logits":
             return scores_TE.sigmoid()
         share_TE = scores_TE.clamp(min=0)
         return (self.top_k * share_TE / share_TE.sum(dim=-1, keepdim=True).clamp(min=1e-9)).clamp(max=1)
 
-    def foretell(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def predict_prompt(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Scores of a pending request, from its prompt alone.
 
         Returns:
@@ -180,11 +175,11 @@ class Predictor(nn.Module):
         Raises:
             MismatchError: a token id is withheld and looked at.
         """
-        raise TypeError(f"{type(self).__module__} says nothing of a request before it runs")
+        raise TypeError(f"{type(self).__module__} makes no predictions from prompts")
 
     @torch.inference_mode()
     def workload(self, token_id_S: Sequence[int], new_tokens: int = 0) -> np.ndarray:
-        """How many tokens of a pending request will use each expert of each layer.
+        """Expected tokens of a pending request for each expert of each layer.
 
         Args:
             token_id_S: its prompt.
@@ -199,7 +194,7 @@ class Predictor(nn.Module):
         """
         if not len(token_id_S):
             raise UsageError("the prompt of a pending request has no tokens, expected at least one")
-        share_SLE = self.probabilities(self.foretell(token_id_S)[0].double())
+        share_SLE = self.probabilities(self.predict_prompt(token_id_S)[0].double())
         load_LE = (self.top_k * share_SLE / share_SLE.sum(dim=2, keepdim=True).clamp(min=1e-9)).sum(dim=0)
         made: np.ndarray = (load_LE * (1 + new_tokens / len(token_id_S))).numpy()
         return made

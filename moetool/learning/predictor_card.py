@@ -19,7 +19,7 @@ from moetool.types import ModelSpec
 SCHEMA_VERSION = 1
 CARD = "card.json"
 _OBJECTS = ("options", "spec", "weights", "trace", "requests", "tokens", "fit")
-"""What of a card is an object of its own, where it is there."""
+"""Fields of a card that are objects, where present."""
 _REQUIRED = ("predictor", "options", "spec", "weights", "trace", "requests", "seen_prompts")
 _SPARE_ELEMENTS = 2**16  # for buffers that are no part of the state
 
@@ -42,7 +42,7 @@ def read_card(path: Path, again: str) -> dict[str, Any]:
         card = read_json(path / CARD, advice=again, constants=True)  # figures may be NaN
     except FileNotFoundError:
         raise MismatchError(
-            f"{path} is no predictor: it has no {CARD}, expected a folder that 'moetool train' made; train one with: "
+            f"{path} is not a predictor: it has no {CARD}, expected one from 'moetool train'; train one with: "
             f"moetool train PREDICTOR --trace DIR --out NEW"
         ) from None
     except IsADirectoryError as error:
@@ -68,6 +68,7 @@ def validate_card(card: Mapping[str, Any]) -> None:
     """Raises: MismatchError where a field that readers rely on has another type, or its spec makes no model."""
     ModelSpec.from_json(card["spec"])
     check.require(isinstance(card["predictor"], str), "predictor", card["predictor"], "a name")
+    check.require_plain("options", card["options"])
     sha256 = card["weights"].get("sha256")
     check.require(isinstance(sha256, str | dict), "weights.sha256", sha256, "a checksum, or one of each file")
     if isinstance(sha256, dict):
@@ -118,7 +119,7 @@ def build_within(build: Callable[[], T], elements: int) -> T:
     """
     limit = 2 * elements + _SPARE_ELEMENTS  # a module may register what it replaces a moment later
     with contextlib.suppress(RuntimeError, TypeError), _bounded(limit), torch.device("meta"):
-        build()  # what needs values fails here; what it registered until then was bounded
+        build()  # code that needs values fails here; all registered before that was bounded
     with _bounded(limit):
         return build()
 

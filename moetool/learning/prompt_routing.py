@@ -1,6 +1,6 @@
 """Predicts the routing of a prompt from its token ids, before it runs: stacked one-layer transformers.
 
-What `predictors/single_transformer.py` and `predictors/cascade.py` share; they differ in their stages. Each stage is
+`predictors/single_transformer.py` and `predictors/cascade.py` share this and differ in their stages. Each stage is
 one causal transformer layer that names the experts of a block of consecutive MoE layers, for every token. The first
 reads the tokens alone; each later one the tokens and the routing that the stage before it predicted.
 
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 import moetool.learning.predictor
+from moetool.config import DROPPED, Span, require_within
 from moetool.errors import MismatchError, UsageError
 from moetool.learning.tokens import Tokens
 from moetool.types import GateEvent, ModelSpec, Phase
@@ -54,10 +55,7 @@ class PromptOptions:
             raise UsageError(
                 f"{name}: width is {self.width}, expected an even multiple of heads, which is {self.heads}"
             )
-        if self.vocabulary < 1:
-            raise UsageError(f"{name}: vocabulary is {self.vocabulary}, expected at least 1")
-        if not 0 <= self.dropout < 1:
-            raise UsageError(f"{name}: dropout is {self.dropout}, expected 0 <= dropout < 1")
+        require_within(self, f"{name}: ", vocabulary=Span(1), dropout=DROPPED)
 
 
 class BlockTransformer(nn.Module):
@@ -127,7 +125,7 @@ class PromptPredictor(moetool.learning.predictor.Predictor):
     needs = frozenset({"experts", "token_id"})
     learned = True
     remembers = True
-    foretells = True
+    predicts_prompts = True
     scores_are = "logits"
     id_V: Tensor
     base_LE: Tensor
@@ -174,7 +172,7 @@ class PromptPredictor(moetool.learning.predictor.Predictor):
         if bool((token_id_RS < 0).any()):
             raise MismatchError(
                 f"{self.name or type(self).__module__} predicts from token ids, and found withheld ones (-1), expected "
-                f"all of a prompt; take a trace that moetool capture made"
+                f"all of a prompt; use a trace from moetool capture"
             )
         place_RS = torch.searchsorted(self.id_V, token_id_RS).clamp(max=len(self.id_V) - 1)
         row_RS = torch.where(self.id_V[place_RS] == token_id_RS, place_RS + 1, 0)
@@ -191,8 +189,8 @@ class PromptPredictor(moetool.learning.predictor.Predictor):
         return torch.cat(made, dim=2).unflatten(2, self.base_LE.shape)
 
     @torch.inference_mode()
-    def foretell(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Of new tokens the mean over the prompt, as a probability.
+    def predict_prompt(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Logits of the prompt; for new tokens those of the mean probability over the prompt.
 
         Raises:
             MismatchError: a token id is withheld.
@@ -205,7 +203,7 @@ class PromptPredictor(moetool.learning.predictor.Predictor):
         assert tokens.token_id_T is not None and tokens.request_T is not None
         lengths = tokens.request_T.unique_consecutive(return_counts=True)[1].tolist()
         padded_RS = pad_sequence(list(tokens.token_id_T.split(lengths)), batch_first=True)
-        logits_RSLE = self.logits(padded_RS)  # what stands after the end of a request is seen by none of its tokens
+        logits_RSLE = self.logits(padded_RS)  # no token of a request sees the padding after its end
         logits_NLE = torch.cat([logits_RSLE[i, :length] for i, length in enumerate(lengths)])
         chosen_NLE = torch.zeros_like(logits_NLE).scatter_(2, tokens.experts_TPK, 1.0)
         return F.binary_cross_entropy_with_logits(logits_NLE, chosen_NLE)

@@ -58,7 +58,7 @@ class ActivationMatrices:
     def match(self, request: int) -> int:
         """The earlier request with the most similar matrix: cosine of each layer's counts, averaged over the layers.
 
-        Of several the one that was kept first. There is none before the first was kept.
+        The oldest wins a tie. Call it only after one was kept.
         """
         return int(self.running[request].likeness_HL[: self.num_past].sum(axis=1).argmax())
 
@@ -94,7 +94,7 @@ class ActivationMatrices:
             running.likeness_HL[place] = np.einsum("le,le->l", self.past_HLE[place], unit_rows(running.counts_LE))
 
     def state(self) -> dict[str, np.ndarray]:
-        """What `restore` takes: the earlier requests' matrices and how often each matched."""
+        """State for `restore`: the earlier requests' matrices and how often each matched."""
         count = self.num_past
         return {"past_HLE": self.past_HLE[:count].copy(), "matches_H": np.array(self._matches[:count], np.int64)}
 

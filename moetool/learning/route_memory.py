@@ -175,7 +175,7 @@ class Neighbours:
     __slots__ = ("best", "rows_N", "weight_N")
 
     def __init__(self, rows: np.ndarray | None, alike: np.ndarray) -> None:
-        """Of the paths `rows` (None: all, in order), as much alike as `alike` says."""
+        """Choose among the paths `rows` (None: all, in order) by their similarities `alike`."""
         self.best = float(alike.max()) if len(alike) else 0.0
         near = np.flatnonzero(alike > max(self.best - _NEAR, -0.5))
         if len(near) > NEIGHBOURS:
@@ -194,6 +194,6 @@ class Neighbours:
 
 
 def roots(weights: np.ndarray) -> np.ndarray:
-    """What an expert counts for: the root of its weight, float32."""
+    """Root of each expert's weight, float32."""
     counts: np.ndarray = np.sqrt(np.abs(weights).astype(np.float32))
     return counts

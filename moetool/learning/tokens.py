@@ -139,7 +139,7 @@ def from_rows(spec: ModelSpec, rows: TokenBatch, embedding_TD: np.ndarray | None
 
 
 class Picker:
-    """Says of the tokens of a trace, in the order of the forwards of each request, which are of a part of it."""
+    """Picks the tokens of a part of a trace, given in the order of the forwards of each request."""
 
     def __init__(self, part: Part) -> None:
         self._wanted = np.array(sorted(part))
@@ -176,7 +176,7 @@ def stream(trace: Trace, needs: Collection[str], part: Part, most: int = 1024) -
 
 
 def num_tokens(trace: Trace, part: Part) -> int:
-    """How many tokens of a trace are of a part."""
+    """Number of tokens in a part of a trace."""
     if isinstance(part, Mapping):
         return sum(map(len, part.values()))
     table = trace.requests
@@ -238,7 +238,6 @@ def _with_ids(tokens: Tokens, trace: Trace) -> Tokens:
     assert tokens.token_id_T is not None
     if bool((tokens.token_id_T < 0).any()):
         raise MismatchError(
-            f"{trace.path} withholds its token ids, expected them, since they are what is predicted from; "
-            f"take a trace that moetool capture made"
+            f"{trace.path} withholds its token ids, which this predictor needs; use a trace from moetool capture"
         )
     return tokens

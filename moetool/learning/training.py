@@ -1,4 +1,4 @@
-"""Makes predictors from traces: who is held out, counting, fitting, and the card that says all of it.
+"""Train predictors on traces: hold out requests, count, fit, and write the card.
 
 Requests, not tokens, are held out: the tokens of one request resemble each other far too much for a token to count
 as unseen. Validation requests decide when to stop; test requests are touched by nothing here, and
@@ -31,7 +31,7 @@ FIT = FitOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """What training may see, what decides when it stops, and what it never touches.
+    """The tokens to train on, those that decide when to stop, and those to test on.
 
     Attributes:
         train, validation, test: ids of requests; split in time, the first has them all and the others are empty, so
@@ -100,7 +100,7 @@ def split_in_time(trace: Trace, share: float = HELD_OUT) -> Split:
 
 
 def _split(trace: Trace, seed: int, share: float, needs: Collection[str]) -> Split:
-    """By requests where there are enough, else in time.
+    """Split by requests where there are enough, else in time.
 
     Raises:
         UsageError: there is too little of either; or what is needed tells of tokens that are held out.
@@ -138,8 +138,6 @@ def train(
 
     Args:
         predictor: a file of predictors/, or a dotted module.
-        trace: the folder of a trace.
-        out: the folder to make.
         options: values for the predictor's own `Options`; those that let it look at columns of the trace are on where
             these are there and nothing else is said.
         seed: of the split, the first weights, the order of the samples and dropout; on one machine the same seed
@@ -222,7 +220,7 @@ def _spans(in_time: Mapping[str, Mapping[int, range]]) -> dict[str, dict[str, li
 
 
 def _prompts(trace: Trace, requests: set[int]) -> list[str]:
-    """What the prompts of some requests are known by: found in another trace, they are not held out there either."""
+    """Digests of the prompts of some requests: another trace with the same prompts does not hold them out."""
     return sorted(frozenset().union(*prompt_digests(trace, requests).values()))
 
 

@@ -1,4 +1,4 @@
-"""Which requests of a trace predictors may be scored on: those that none of them has seen."""
+"""The requests of a trace that predictors may be scored on: those that none of them has seen."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Card = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unseen:
-    """What several predictors are scored on together, so that their rows can be compared.
+    """Tokens that several predictors are scored on together, so that their rows can be compared.
 
     Attributes:
         part: requests, or of each the tokens in a range.
@@ -55,7 +55,7 @@ def held_out(card: Card, trace: Trace) -> frozenset[int]:
 
 
 def in_time(card: Card, trace: Trace) -> dict[str, dict[int, range]] | None:
-    """Of a predictor whose training requests were split in time, the tokens of each part."""
+    """The tokens of each part, for a predictor whose training requests were split in time; else None."""
     spans = card.get("in_time")
     if spans is None or card["trace"]["sha256"] != trace.sha256:
         return None
@@ -63,11 +63,7 @@ def in_time(card: Card, trace: Trace) -> dict[str, dict[int, range]] | None:
 
 
 def unseen_by_all(cards: Sequence[Card], trace: Trace) -> Unseen:
-    """What none of the predictors has seen of a trace.
-
-    Raises:
-        UsageError: there is nothing.
-    """
+    """The part of a trace that none of the predictors has seen. Raises: UsageError: there is nothing."""
     tokens = {row["request"]: row["tokens"] for row in trace.requests.to_pylist() if row["tokens"]}
     left = {request: range(count) for request, count in tokens.items()}
     ended = False

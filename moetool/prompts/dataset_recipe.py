@@ -1,4 +1,4 @@
-"""What is known of a public data set: where it is, how its rows become prompts, how long their answers may be.
+"""Recipe of a public data set: location, prompt templates, answer lengths.
 
     recipes/datasets/NAME.toml    one data set a file; the file's name is its name
 
@@ -80,7 +80,7 @@ class DatasetRecipe:
 
     @property
     def configs(self) -> tuple[str | None, ...]:
-        """What is read if no task is named."""
+        """Tasks that are read by default."""
         return self.tasks or (self.config,)
 
     @property

@@ -104,14 +104,14 @@ def _from_folder(name: str, recipe: DatasetRecipe, config: str | None, folder: P
     if config is not None and Path(config).name != config:
         raise UsageError(f"{config!r} is no name of a task, expected one without a path; 'moetool data' lists some")
     if not folder.is_dir():
-        raise UsageError(f"no folder at {folder}, expected a copy of {recipe.hub}; give another --data-dir")
+        raise UsageError(f"no directory at {folder}, expected a copy of {recipe.hub}; give another --data-dir")
     root = next(
         (place for place in (folder / name / (config or ""), folder / name, folder / (config or "")) if place.is_dir()),
         folder,
     )
     others = sorted({place.name for place in folder.iterdir()} & set(dataset_recipe.names()))
     if root == folder and others:
-        raise UsageError(f"{folder} has {', '.join(others)}, expected a folder {name} beside them; copy it there")
+        raise UsageError(f"{folder} has {', '.join(others)}, expected a directory {name} beside them; copy it there")
     if (root / "dataset_dict.json").is_file() or (root / "state.json").is_file():
         saved = datasets.load_from_disk(str(root))
         if isinstance(saved, dict):
@@ -185,7 +185,7 @@ def _no_split(root: Path, found: list[str], split: str) -> UsageError:
 def _refusal(
     name: str, recipe: DatasetRecipe, config: str | None, options: RowOptions, where: str, error: Exception
 ) -> MoetoolError:
-    """What to tell a person about an error of the hub, or of the readers of files."""
+    """User message for an error of the hub or of a file reader."""
     if isinstance(error, MoetoolError):
         return error
     reason = first_line(error)

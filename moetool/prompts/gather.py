@@ -188,7 +188,7 @@ def gather(sources: Sequence[str], *, max_prompts: int | None = None, options: D
 
 
 def tokens_to_decode(prompt: Prompt, tokenizer: Any, limit: int | None) -> int:
-    """How many tokens at most a prompt's answer gets: as its data set says, and no more than the limit.
+    """Token limit of a prompt's answer: its data set's, at most `limit`.
 
     Args:
         tokenizer: counts the tokens of the reference answer, where the data set wants as many.
@@ -204,7 +204,7 @@ def tokens_to_decode(prompt: Prompt, tokenizer: Any, limit: int | None) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """Where prompts come from.
+    """Sources of prompts.
 
     Attributes:
         prompts: each with the text that it is compared by: all of it, or what a template was filled with.
@@ -355,6 +355,6 @@ def _file(source: str, known: Sequence[str]) -> Path:
             raise UsageError(f"no file at {source}, expected prompts as {_FORMATS}; or use --data {ALL}")
         raise unknown_name("dataset", source, [ALL, *known])
     if not file.is_file() or file.suffix.lower() not in READERS:
-        found = "a folder" if file.is_dir() else f"of format {file.suffix or 'unknown'!r}"
+        found = "a directory" if file.is_dir() else f"of format {file.suffix or 'unknown'!r}"
         raise UsageError(f"{source} is {found}, expected a file that ends in {_FORMATS}; convert it and try again")
     return file

@@ -68,10 +68,7 @@ class NearDuplicates:
         )
 
     def repeats(self, text: str) -> bool:
-        """Whether the text repeats an earlier one.
-
-        Effects: counts it if it does, remembers it if not.
-        """
+        """Whether the text repeats an earlier one. Effects: counts it if it does, remembers it if not."""
         folded = unicodedata.normalize("NFKC", text).casefold()
         digest = hashlib.blake2b(" ".join(folded.split()).encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if digest in self._digests:

@@ -1,4 +1,4 @@
-"""Which operation's outputs a weight reads, and moving a scale from the one into the other.
+"""The producers of each weight's inputs, and moving a scale from the one into the other.
 
 The columns of a weight are multiplied by a scale and what produces its inputs is divided by it, so that the model
 computes what it did while the columns that matter are rounded more finely. Whatever else reads the same inputs is

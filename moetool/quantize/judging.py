@@ -1,4 +1,4 @@
-"""How near a replica comes to its model: both run layer by layer over the same tokens, off the files as saved."""
+"""Compare a replica with its model: run both, as saved, layer by layer over the same tokens."""
 
 import contextlib
 from collections.abc import Callable

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from moetool import __version__, durable
+from moetool.config import Span, require_within
 from moetool.errors import MoetoolError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_lazy, parse_dtype
@@ -35,7 +36,7 @@ _TOKENIZER = ("tokenizer*", "special_tokens*", "added_tokens*", "vocab*", "merge
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaOptions:
-    """How a replica is made.
+    """Options of making a replica.
 
     Attributes:
         bits: of each rounded weight.
@@ -62,18 +63,16 @@ class ReplicaOptions:
 
     def __post_init__(self) -> None:
         Scheme(bits=self.bits, group=self.group)
-        for name, least in (("grid", 0), ("min_tokens", 1), ("length", 2), ("max_tokens", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} is {getattr(self, name)}, expected at least {least}")
+        require_within(self, grid=Span(0), min_tokens=Span(1), length=Span(2), max_tokens=Span(1))
 
     @property
     def scheme(self) -> Scheme:
-        """Of linear modules."""
+        """Scheme of linear modules."""
         return Scheme(bits=self.bits, group=self.group, symmetric=self.dense_symmetric)
 
     @property
     def experts(self) -> Scheme:
-        """Of routed experts."""
+        """Scheme of routed experts."""
         return Scheme(bits=self.bits, group=self.group, symmetric=self.symmetric)
 
 

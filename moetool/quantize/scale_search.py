@@ -31,7 +31,7 @@ _SHRINKS = tuple(1 - 0.04 * i for i in range(9))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """How far the search goes.
+    """Options of the search.
 
     Attributes:
         grid: exponents that are tried besides 0; 0 rounds to nearest.
@@ -48,7 +48,7 @@ class SearchOptions:
 
 @dataclass(slots=True)
 class Inputs:
-    """What went into the modules of one layer on the calibration tokens.
+    """Inputs of the modules of one layer on the calibration tokens.
 
     Attributes:
         calls: the arguments of each inspected module, a call for each block.
@@ -221,7 +221,7 @@ def search(
 
 
 def _nearest(weight: torch.Tensor, scale_I: torch.Tensor, scheme: Scheme, scale_dtype: torch.dtype) -> torch.Tensor:
-    """What a weight [..., O, I] becomes when it is scaled, rounded and scaled back; some rows at a time."""
+    """A weight [..., O, I] after scaling, rounding and scaling back; some rows at a time."""
     near = torch.empty_like(weight)
     group = (-1, scheme.group)
     for into, own in zip(_rows(near), _rows(weight), strict=True):

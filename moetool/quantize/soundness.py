@@ -1,4 +1,4 @@
-"""What has to be a number before a replica is made: the weights, and activations on the calibration text."""
+"""Checks before a replica is made: finite weights, and finite activations on the calibration text."""
 
 from collections.abc import Iterable
 from pathlib import Path

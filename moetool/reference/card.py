@@ -1,4 +1,4 @@
-"""What a reference model's card says: how well it predicts each domain, and how differently it routes them."""
+"""The card of a reference model: its loss on each domain, and how its routing differs between them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ def measure(
 
 
 def divergences(use_DHLE: np.ndarray) -> tuple[list[float], list[float]]:
-    """How much the use of experts differs by layer: between domains, and between the halves of one.
+    """Divergence of expert use by layer: between domains, and between the halves of one.
 
     Args:
         use_DHLE: how often each domain's halves use each expert of each layer.

@@ -44,7 +44,7 @@ class Domain:
     held_out_N: np.ndarray
 
     def windows(self, length: int) -> int:
-        """How many sequences of `length` tokens, with the one that follows each, the training text gives."""
+        """Number of sequences of `length` tokens, and one token more, in the training text."""
         return (len(self.train_N) - 1) // length
 
 
@@ -90,26 +90,18 @@ def read_domains(
 
 
 def training_documents(folder: Path, held_out: float) -> Iterator[str]:
-    """The documents of every domain that are not held out.
-
-    Raises:
-        UsageError: as `read_domains`.
-    """
+    """The documents of every domain that are not held out. Raises: UsageError: as `read_domains`."""
     for file in text_files(folder):
         yield from hold_out(split_documents(file.read_bytes(), file), held_out)[1]
 
 
 def text_files(folder: Path) -> list[Path]:
-    """The text files of a folder, by name.
-
-    Raises:
-        UsageError: there are none.
-    """
+    """The text files of a folder, by name. Raises: UsageError: there are none."""
     if not folder.is_dir():
-        raise UsageError(f"no folder {folder}; --data takes a folder of .txt files, one a domain")
+        raise UsageError(f"no directory {folder}; --data takes a directory of .txt files, one a domain")
     files = sorted(file for file in folder.glob("*.txt") if file.is_file())
     if not files:
-        raise UsageError(f"{folder} holds no .txt file; --data takes a folder of them, one a domain")
+        raise UsageError(f"{folder} holds no .txt file; --data takes a directory of them, one a domain")
     return files
 
 
@@ -161,7 +153,7 @@ def _encode(documents: list[str], tokenizer: Any, end: int) -> np.ndarray:
 
 
 class TextBatches:
-    """What each step sees: rows of `length` tokens and the one after them, drawn from the domains.
+    """Batches of rows of `length` tokens and the one after them, drawn from the domains.
 
     A domain's rows go through all of its windows in a random order before any comes twice.
 
@@ -173,11 +165,7 @@ class TextBatches:
     def __init__(
         self, domains: Sequence[Domain], *, length: int, batch_size: int, steps: int, mixing: float, seed: int
     ) -> None:
-        """Deal the rows of all steps.
-
-        Raises:
-            UsageError: a domain does not fill one row.
-        """
+        """Deal the rows of all steps. Raises: UsageError: a domain does not fill one row."""
         for domain in domains:
             if not domain.windows(length):
                 raise UsageError(
@@ -198,10 +186,7 @@ class TextBatches:
             self.window_N[of_domain] = np.concatenate([*windows, np.empty(0, np.int64)])[: len(of_domain)]
 
     def rows(self, step: int) -> np.ndarray:
-        """The rows of a step, counted from 0.
-
-        Shapes: B, length + 1; int64.
-        """
+        """The rows of a step, counted from 0. Shapes: B, length + 1; int64."""
         chosen = range(step * self.batch_size, (step + 1) * self.batch_size)
         starts = [(self.domains[self.domain_N[i]].train_N, self.window_N[i] * self.length) for i in chosen]
         return np.stack([tokens_N[at : at + self.length + 1] for tokens_N, at in starts]).astype(np.int64)

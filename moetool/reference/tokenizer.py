@@ -15,11 +15,7 @@ _ALPHABET = 256  # every byte is a token, so that no text is unknown
 
 
 def tokenizer_of(folder: Path) -> tuple[Any, dict[str, bytes]]:
-    """The tokenizer of a model, and its files by name.
-
-    Raises:
-        UsageError: it has none.
-    """
+    """The tokenizer of a model, and its files by name. Raises: UsageError: it has none."""
     files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
     return read_tokenizer(folder), files
 

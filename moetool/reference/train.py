@@ -24,7 +24,7 @@ from moetool.reference.training_state import Progress, State, require_room
 
 MARKER = "training.json"
 STATE = ".training"
-"""What an unfinished run can go on from is in a folder with this ending beside the result."""
+"""Ending of the folder, beside the result, with the state of an unfinished run."""
 
 _ARCHITECTURE = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -56,7 +56,7 @@ def train(
         when the run has ended. Sets the number of torch's threads.
 
     Returns:
-        What training.json holds.
+        The content of training.json.
 
     Raises:
         UsageError: an input is missing or makes no sense, or there is a result or a state already.
@@ -109,7 +109,7 @@ def train(
         from moetool.reference.steps import run_steps  # Lightning takes seconds to import
 
         run_steps(model, batches, recipe, progress, state, on_progress)
-        model.to(torch.bfloat16).to(torch.float32)  # what is scored is what is saved
+        model.to(torch.bfloat16).to(torch.float32)  # score the weights as they are saved
         measured = measure(model, domains, recipe, on_progress)
         facts = _facts(recipe, domains, batches, progress, measured, threads)
         if start is not None:
@@ -167,10 +167,7 @@ def require_same_architecture(source: Path, found: Any, expected: Any) -> None:
 
 
 def _save(model: Any, folder: Path) -> None:
-    """Write a plain checkpoint in bf16.
-
-    Effects: leaves the model in bf16.
-    """
+    """Write a plain checkpoint in bf16. Effects: leaves the model in bf16."""
     from transformers import GenerationConfig
     from transformers.utils import logging
 
@@ -188,7 +185,7 @@ def _weights_sha256(folder: Path) -> str:
 
 
 def _history(start: str, source: Path) -> dict[str, Any]:
-    """What is known of the checkpoint that a run began from."""
+    """Facts about the checkpoint that a run began from."""
     try:
         earlier = read_json(source / MARKER, advice="")
     except (OSError, MismatchError):
@@ -212,7 +209,7 @@ def _facts(
     measured: DomainMeasures,
     threads: int,
 ) -> dict[str, Any]:
-    """What training.json holds."""
+    """The content of training.json."""
     fit = recipe.fit
     tokens = fit.max_steps * fit.batch_size * fit.sequence_length
     return {

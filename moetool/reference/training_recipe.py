@@ -1,4 +1,4 @@
-"""What a reference model is made with: a TOML recipe and its checks."""
+"""Recipes of reference models: a TOML file and its checks."""
 
 import math
 from collections.abc import Mapping
@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moetool.bounded_read import read_toml
-from moetool.config import parse
+from moetool.config import POSITIVE, Span, parse, require_within
 from moetool.errors import UsageError
+from moetool.json_files import JsonRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """How text becomes batches.
+    """Options of text and batches.
 
     Attributes:
         held_out: share of each domain's documents that training never sees, chosen by their hash.
@@ -53,7 +54,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientOptions:
-    """How gradient descent goes.
+    """Options of gradient descent.
 
     Attributes:
         max_steps: batches in all.
@@ -85,7 +86,7 @@ class GradientOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class Recipe(JsonRecord):
     """Everything but the text and the checkpoint that a run starts from.
 
     Attributes:
@@ -98,10 +99,6 @@ class Recipe:
     model: ModelOptions = field(default_factory=ModelOptions)
     fit: GradientOptions = field(default_factory=GradientOptions)
     sources: dict[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
 
 def read_recipe(path: Path, settings: Mapping[str, Any]) -> Recipe:
@@ -134,33 +131,13 @@ def read_recipe(path: Path, settings: Mapping[str, Any]) -> Recipe:
 def _check(recipe: Recipe) -> None:
     """Raises: UsageError where a value makes no sense."""
     data, model, fit = recipe.data, recipe.model, recipe.fit
-    wholes = {
-        "data.held_out_tokens": (data.held_out_tokens, 2),
-        **{f"model.{name}": (value, 1) for name, value in asdict(model).items() if name not in ("balance", "head_dim")},
-        "model.head_dim": (model.head_dim, 2),
-        "fit.max_steps": (fit.max_steps, 1),
-        "fit.batch_size": (fit.batch_size, 1),
-        "fit.sequence_length": (fit.sequence_length, 2),
-        "fit.save_every": (fit.save_every, 1),
-        "fit.threads": (fit.threads, 0),
-    }
-    for name, (value, least) in wholes.items():
-        if value < least:
-            raise UsageError(f"{name} is {value}, expected at least {least}")
-    for name, share in {
-        "data.held_out": data.held_out,
-        "data.mixing": data.mixing,
-        "fit.warm_up": fit.warm_up,
-        "fit.decay": fit.decay,
-    }.items():
-        if not 0 <= share <= 1:
-            raise UsageError(f"{name} is {share}, expected a share from 0 to 1")
-    for name, amount in {"fit.learning_rate": fit.learning_rate, "fit.clip": fit.clip}.items():
-        if not 0 < amount < float("inf"):
-            raise UsageError(f"{name} is {amount}, expected more than 0")
-    for name, amount in {"fit.weight_decay": fit.weight_decay, "model.balance": model.balance}.items():
-        if not 0 <= amount < float("inf"):
-            raise UsageError(f"{name} is {amount}, expected at least 0")
+    one, finite = Span(1), Span(0, below=True)
+    widths = {name: one for name in asdict(model) if name not in ("balance", "head_dim")}
+    require_within(data, "data.", held_out_tokens=Span(2), held_out=Span(0, 1), mixing=Span(0, 1))
+    require_within(model, "model.", **widths, head_dim=Span(2), balance=finite)
+    require_within(fit, "fit.", max_steps=one, batch_size=one, sequence_length=Span(2), save_every=one, threads=Span(0))
+    require_within(fit, "fit.", warm_up=Span(0, 1), decay=Span(0, 1), weight_decay=finite)
+    require_within(fit, "fit.", learning_rate=POSITIVE, clip=POSITIVE)
     if model.top_k > model.num_experts:
         raise UsageError(f"model.top_k is {model.top_k}, expected at most the {model.num_experts} of model.num_experts")
     if model.num_heads % model.num_kv_heads or model.head_dim % 2:

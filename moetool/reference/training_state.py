@@ -1,4 +1,4 @@
-"""What an unfinished run keeps on disk, so that a killed one goes on as if nothing had happened.
+"""State of an unfinished run on disk, so that a killed one goes on as if nothing had happened.
 
 No random state is among it: what a batch holds follows from the seed and the step, and the model has no dropout.
 """
@@ -28,7 +28,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """How far a run has come.
+    """Progress of a run.
 
     Attributes:
         step: steps that are done.
@@ -97,7 +97,7 @@ class State:
         return progress
 
     def _differences(self, saved: dict[str, Any], steps: int) -> list[str]:
-        """How a saved run is another one than this, in words; what it may still choose differently is none."""
+        """Differences between a saved run and this one, in words, without those that a run may still change."""
         one, other = ({**given, "recipe": dict(given["recipe"])} for given in (saved, self.identity))
         fits = [parse(GradientOptions, given["recipe"].pop("fit"), "fit") for given in (one, other)]
         for given in (one, other):
@@ -158,7 +158,7 @@ def require_room(folder: Path, model: torch.nn.Module) -> None:
 
 
 def _differences(saved: Any, given: Any, path: str = "") -> list[str]:
-    """What differs between two nested dictionaries, in words."""
+    """Differences between two nested dictionaries, in words."""
     if isinstance(saved, dict) and isinstance(given, dict):
         names = dict.fromkeys([*saved, *given])
         return [d for n in names for d in _differences(saved.get(n), given.get(n), f"{path}.{n}" if path else n)]

@@ -1,8 +1,9 @@
 """Advice as a table of questions and answers, a table by memory size, and the first section of a trace's page."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from moetool import tables
+from moetool.json_files import JsonRecord
 from moetool.report.sheet import PageTable, Section, render_sheet
 from moetool.tuning.advice import Advice, MemoryLine
 from moetool.tuning.advice_counts import HOT_SHARE
@@ -14,20 +15,16 @@ COLUMNS = ("memory", "slots", "pool", "best policy", "hit rate", "Belady", "pinn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(JsonRecord):
     """One line of advice: a question, its answer, and the numbers behind it."""
 
     question: str
     answer: str
     evidence: str
 
-    def to_json(self) -> dict[str, str]:
-        """As a JSON object."""
-        return asdict(self)
-
 
 def answers(advice: Advice) -> list[Answer]:
-    """All that can be said, in the order in which one would ask."""
+    """Findings in the order of a user's questions."""
     found = [_cache(advice), _distance(advice), *_prefetch(advice), _pinning(advice), *_stability(advice)]
     found += _placements(advice)
     return [one for one in found if one is not None]
@@ -64,7 +61,7 @@ def _distance(advice: Advice) -> Answer | None:
     if not gaps:
         return None
     most, line = max(gaps, key=lambda gap: gap[0])
-    verdict = "try predictive policies" if most > _NEAR_POINTS else "keeping experts more cleverly can gain little"
+    verdict = "try predictive policies" if most > _NEAR_POINTS else "a better eviction policy can gain little"
     return Answer(
         question="How far from the best possible?",
         answer=f"at most {100 * most:.1f} points of hit rate below Belady, at {_share(line)}: {verdict}",

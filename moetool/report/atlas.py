@@ -1,11 +1,12 @@
 """Atlas of experts: the tasks and tokens that choose it more than others do; dead and duplicate experts."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from moetool.json_files import JsonRecord
 from moetool.report.sample import SampledRoutes
 from moetool.report.sheet import PageTable, Section
 from moetool.trace.reader import Trace
@@ -14,7 +15,7 @@ _TOP = 5
 _LEAST_USES = 20
 _SHOWN = 24
 DUPLICATE = 0.5
-"""From which share of their tokens in common (Jaccard) two experts of a layer count as duplicates."""
+"""Jaccard similarity of their tokens from which two experts of a layer count as duplicates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class ExpertEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Atlas:
+class Atlas(JsonRecord):
     """All experts.
 
     Attributes:
@@ -60,10 +61,6 @@ class Atlas:
     entries: tuple[ExpertEntry, ...]
     dead: tuple[tuple[int, int], ...]
     duplicates: tuple[tuple[int, int, int, float], ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
-        return asdict(self)
 
 
 def draw_atlas(trace: Trace, routes: SampledRoutes, tokenizer: Any = None) -> Atlas:
@@ -122,7 +119,7 @@ def draw_atlas(trace: Trace, routes: SampledRoutes, tokenizer: Any = None) -> At
 
 
 def _joint(chosen_TK: np.ndarray, label_T: np.ndarray, num_experts: int, num: int) -> dict[int, tuple[np.ndarray, ...]]:
-    """Of each expert in use the labels of its tokens, and how many tokens have each."""
+    """Labels of each used expert's tokens, with counts."""
     keys, counts = np.unique((chosen_TK * num + label_T[:, None]).ravel(), return_counts=True)
     expert_N, label_N = np.divmod(keys, num)
     edges = np.searchsorted(expert_N, np.arange(num_experts + 1))

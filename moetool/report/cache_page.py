@@ -21,7 +21,7 @@ def page(plan: CachePlan, facts: Sequence[tuple[str, str]]) -> str:
         latency = Section(name=name, pictures=[frontier_sketch(plan).on(name)], tables=[_frontier_table(plan)])
     return render_sheet(
         title=f"Cache plan of {plan.spec.name}",
-        heading=f"How the experts of {plan.spec.name} are cached",
+        heading=f"Cache plan for {plan.spec.name}",
         shape=shape_of(plan.spec),
         facts=facts,
         sections=[
@@ -33,7 +33,7 @@ def page(plan: CachePlan, facts: Sequence[tuple[str, str]]) -> str:
 
 
 def _memory_table(plan: CachePlan) -> PageTable:
-    """Where the device's memory goes."""
+    """Device memory by use."""
     slots_bytes = plan.slots * plan.spec.slot_bytes
     parts = [
         ("weights outside the experts", plan.dense_bytes),
@@ -86,7 +86,7 @@ def _evidence_table(plan: CachePlan) -> PageTable:
             )
         )
     return PageTable(
-        caption=f"On {len(plan.requests_held_out):,} held-out requests; belady knows the future and is no candidate",
+        caption=f"On {len(plan.requests_held_out):,} held-out requests; belady, which knows the future, is a bound",
         columns=("policy", "slots", "hit rate in decode", "MB / decode token", "ms a token"),
         rows=tuple(rows),
     )

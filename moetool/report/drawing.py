@@ -79,7 +79,7 @@ def draw(key: str, height: float, alt: str, paint: Callable[["Figure"], None]) -
 def require_drawable(path: Path) -> None:
     """Raises: UsageError unless the name ends in a format of pictures that can be drawn."""
     if path.suffix not in FILES:
-        raise UsageError(f"{path} is no picture that can be drawn; end its name in {', '.join(FILES)}")
+        raise UsageError(f"{path} is not a supported figure format; use {', '.join(FILES)}")
 
 
 def save(path: Path, height: float, paint: Callable[["Figure"], None]) -> None:
@@ -137,7 +137,7 @@ def heat(axes: "Axes", values_YX: np.ndarray, *, low: float, high: float, label:
 
 
 def scale_top(maps: Sequence[np.ndarray], least: float) -> float:
-    """Where the scale of heat maps ends: 99.5 % of the values are below it, but no lower than `least`."""
+    """Upper end of a heat map's scale: the 99.5th percentile, at least `least`."""
     values = np.concatenate([values.ravel() for values in maps])
     known = values[~np.isnan(values)]
     return max(least, float(np.quantile(known, 0.995))) if len(known) else least

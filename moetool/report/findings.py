@@ -5,11 +5,11 @@ hot experts across tasks are the advice's (`moetool.report.advice_page`), with h
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
+from moetool.json_files import JsonRecord
 from moetool.report.trace_measures import TraceMeasures
 
 TOPICS = ("caching", "prediction", "placement")
@@ -17,7 +17,7 @@ FEW_USES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(JsonRecord):
     """One finding.
 
     Attributes:
@@ -30,13 +30,9 @@ class Finding:
     text: str
     rule: str
 
-    def to_json(self) -> dict[str, Any]:
-        """As a JSON object."""
-        return asdict(self)
-
 
 def findings(made: TraceMeasures) -> list[Finding]:
-    """All that can be said of this trace, by topic."""
+    """Findings about this trace, by topic."""
     looks: tuple[Callable[[TraceMeasures], Finding | None], ...] = (
         _distances,
         _prompts,
@@ -56,8 +52,8 @@ def caveat(made: TraceMeasures) -> str | None:
     if uses >= FEW_USES:
         return None
     return (
-        f"Few tokens: an expert was chosen {uses:.1f} times on average, and below {FEW_USES} times numbers say little "
-        f"of other requests. Capture more before deciding by them."
+        f"Few tokens: an expert was chosen {uses:.1f} times on average, and below {FEW_USES} times the numbers say "
+        f"little about other requests. Capture more first."
     )
 
 
@@ -71,9 +67,9 @@ def _distances(made: TraceMeasures) -> Finding | None:
         f"{percent(most / total)} of the model's {total:,}. "
     )
     if most > total / 2:
-        text += "Reuse is far apart: an LRU pool must hold most of the model before it serves well."
+        text += "Reuse distances are long: an LRU pool needs most of the model to serve well."
     else:
-        text += "Reuse is near: an LRU pool of less than half of the experts serves well."
+        text += "Reuse distances are short: an LRU pool of less than half of the experts serves well."
     return Finding(topic="caching", text=text, rule="far: 90 % of the reuses need more than half of all experts")
 
 
@@ -101,9 +97,9 @@ def _repeats(made: TraceMeasures) -> Finding | None:
         f"{percent(chance)} by chance. "
     )
     text += (
-        "The last tokens are a good guess of the next one's experts."
+        "Recent tokens predict the next token's experts well."
         if mean >= 2 * chance
-        else "The last tokens say little of the next one's experts."
+        else "Recent tokens predict the next token's experts poorly."
     )
     return Finding(topic="prediction", text=text, rule="good from twice chance")
 
@@ -119,9 +115,9 @@ def _levels(made: TraceMeasures) -> Finding | None:
         f"{2**bits:.0f} of {2**even:.0f} used alike ({bits:.1f} bits); one token uses {2 ** found.token_L.mean():.0f}. "
     )
     if bits > 0.9 * even:
-        text += "Added up over a request the pattern is nearly even: predict from iterations, not from requests."
+        text += "Summed over a request, expert use is nearly uniform: predict from iterations, not from requests."
     else:
-        text += "A request keeps to a part of the experts: its own past (activation matrices) narrows the choice."
+        text += "A request uses a subset of the experts: its own history (activation matrices) helps prediction."
     return Finding(topic="prediction", text=text, rule="nearly even: above 90 % of log2 E bits")
 
 
@@ -146,9 +142,9 @@ def _hottest(made: TraceMeasures) -> Finding:
         f"{np.median(found.gini_L):.2f}. "
     )
     if median >= 2:
-        text += "With experts spread over GPUs one by one, the busiest would wait on it: copy it (redundant, eplb)."
+        text += "With one expert per GPU it would be the bottleneck: replicate it (redundant, eplb)."
     else:
-        text += "Loads are near even: copies of experts buy little balance."
+        text += "Load is nearly balanced: replicas gain little."
     return Finding(topic="placement", text=text, rule="copies from twice the mean")
 
 

@@ -20,7 +20,7 @@ _GROWTH_REQUESTS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Popularity:
-    """How often experts are used.
+    """Expert popularity.
 
     Attributes:
         tokens_QHLE: tokens of each half of each task that use an expert.

@@ -68,7 +68,7 @@ def page(plans: Sequence[Placed], tokens_LE: np.ndarray | None, facts: Sequence[
     notes = {"Work": [] if tokens_LE is not None else ["Give --trace SERVER=DIR for work and traffic."]}
     return render_sheet(
         title=f"Placement of {plan.spec.name}",
-        heading=f"Where the experts of {plan.spec.name} live",
+        heading=f"Expert placement of {plan.spec.name}",
         shape=f"{shape_of(plan.spec)}; {len(plan.cluster.gpus)} GPUs in {len(plan.cluster.servers)} servers",
         facts=facts,
         sections=[

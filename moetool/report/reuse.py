@@ -1,4 +1,4 @@
-"""How far apart the uses of an expert are: LRU stack distances.
+"""Reuse distances of experts (LRU stack distances).
 
 The distance of a use is the number of other experts used since the last use of the same one. A pool that evicts the
 least recently used expert has it still if it has more slots than that, so the share of uses below a distance is the
@@ -85,7 +85,7 @@ def reused(distance_U: np.ndarray) -> np.ndarray:
 
 
 def stack_distances(key_U: np.ndarray, start_V: np.ndarray | Sequence[int]) -> np.ndarray:
-    """Of each use, the number of distinct others since the last use of the same key, to the start of its event.
+    """Distinct other keys between each use and the previous use of its key, up to the start of its event.
 
     Keys are used event by event; those of one event are distinct, used in their order, and don't count for each other.
 
@@ -113,7 +113,7 @@ def stack_distances(key_U: np.ndarray, start_V: np.ndarray | Sequence[int]) -> n
 
 
 def _larger_before(values: np.ndarray) -> np.ndarray:
-    """For each value, how many before it are larger: a merge sort that counts, all pairs of runs at once."""
+    """Count the larger values before each value, by a merge sort of all pairs of runs at once."""
     num = len(values)
     levels = max(1, num - 1).bit_length()
     padded = np.full(1 << levels, num, np.int64)  # above every value, and behind all of them

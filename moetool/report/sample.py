@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moetool.config import Span, require_within
 from moetool.errors import UsageError
 from moetool.trace.events import router_scores
 from moetool.trace.reader import Trace
@@ -13,7 +14,7 @@ from moetool.types import ModelSpec, Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
-    """How much of a trace a report reads. A larger trace is sampled by whole requests, and the page says so.
+    """Limits of what a report reads. A larger trace is sampled by whole requests, as the page says.
 
     Attributes:
         choices: most choices of a router (tokens x layers x k) that are counted.
@@ -37,9 +38,7 @@ class ReportOptions:
     def __post_init__(self) -> None:
         if self.by not in ("task", "label"):
             raise UsageError(f"by is {self.by!r}, expected task or label")
-        for name in ("choices", "uses", "score_requests"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}, expected 1 or more")
+        require_within(self, choices=Span(1), uses=Span(1), score_requests=Span(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,6 @@ class SampledRoutes:
     Shapes: Q  tasks (beside the letters of `moetool.types`)
 
     Attributes:
-        spec: the model.
         requests: their numbers in the trace, ascending.
         tasks: names of the tasks, sorted.
         task_B: the task of each request, an index of `tasks`.
@@ -107,9 +105,7 @@ class SampledRoutes:
 
 
 def task_names(trace: Trace, by: str = "task") -> dict[int, str]:
-    """What each request of the trace is called by: its task, with the dataset where two have a task of that name; or
-    its label.
-    """
+    """Name of each request: its task (with the dataset if ambiguous) or its label."""
     rows = trace.requests.to_pylist()
     if by == "label":
         return {row["request"]: row["label"] or "no label" for row in rows}
@@ -222,7 +218,7 @@ class RouterEntropy:
 
 
 def read_router_entropy(trace: Trace, routes: SampledRoutes, options: ReportOptions) -> RouterEntropy | None:
-    """How sure the routers are, of the same tokens as `SampledRoutes.steps`; None for a trace without logits.
+    """Router entropy of the tokens of `SampledRoutes.steps`; None for a trace without logits.
 
     Scores of routers that are no distributions (sigmoid) are divided by their sum.
     """

@@ -50,9 +50,9 @@ def page(runs: Sequence[Run], facts: Sequence[tuple[str, str]], shape: str) -> s
     decided = _migration_tables(runs)
     return render_sheet(
         title="A simulated cluster",
-        heading=f"What requests take on a simulated cluster of {len(runs[0][1].utilisation_G)} GPUs"
+        heading=f"Simulated request latency on a cluster of {len(runs[0][1].utilisation_G)} GPUs"
         if len({len(found.utilisation_G) for _, found in runs}) == 1
-        else "What requests take on simulated clusters",
+        else "Simulated request latency on clusters",
         shape=shape,
         facts=facts,
         sections=[

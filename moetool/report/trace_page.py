@@ -19,7 +19,7 @@ def render(made: TraceMeasures, advice: Advice, atlas: Atlas) -> str:
     notes, made_tables = _notes(made), _tables(made)
     return render_sheet(
         title=f"Routing of {made.routes.spec.name}",
-        heading=f"What the routers of {made.routes.spec.name} do",
+        heading=f"Routing statistics of {made.routes.spec.name}",
         shape=shape_of(made.routes.spec),
         facts=facts(made),
         lead=section(advice),

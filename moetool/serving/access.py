@@ -1,4 +1,4 @@
-"""Who may ask, under which number, and what is written down of it: the outer layers of the server."""
+"""Authentication, request ids and access log: the outer layers of the server."""
 
 import hmac
 import json
@@ -120,7 +120,7 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         body: dict[str, Any] = error_object(
-            "this server asks for a key; send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key"
+            "API key required; send it as 'Authorization: Bearer KEY'", 401, code="invalid_api_key"
         )
         await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
 

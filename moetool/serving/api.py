@@ -154,7 +154,7 @@ def create_app(
 
 
 class _Terms(NamedTuple):
-    """On which an exchange is opened: who asks, and how long it may take."""
+    """Client and time limit of an exchange."""
 
     record: AccessRecord
     deadline: Deadline
@@ -332,11 +332,7 @@ class _EventStream(Response):
 
 
 async def _attended(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Do the work, and give it up when the client goes.
-
-    Raises:
-        ClientGone: it went first.
-    """
+    """Do the work, and give it up when the client goes. Raises: ClientGone: it went first."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -12,7 +12,7 @@ from moetool.errors import MoetoolError, UsageError
 
 _TIMEOUT_S = 600.0
 _MAX_TOKENS = 128
-"""Of an answer without a chat template, where nothing tells a model to end, unless the settings say otherwise."""
+"""Default token limit of an answer without a chat template, which has no natural end."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Conversation:
     def __post_init__(self) -> None:
         parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"{self.url!r} is no address of a server; expected http://HOST:PORT")
+            raise UsageError(f"{self.url!r} is not a server address; expected http://HOST:PORT")
         self._https, self._place = parts.scheme == "https", parts.netloc
         self._base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self.model = self.first_model()
@@ -80,7 +80,7 @@ class Conversation:
                     return answer
                 event = json.loads(data)
                 if "error" in event:
-                    raise MoetoolError(f"the server broke off: {event['error'].get('message')}")
+                    raise MoetoolError(f"the server ended the answer: {event['error'].get('message')}")
                 self.usage = event.get("usage") or self.usage
                 for choice in event["choices"]:
                     if piece := text_of(choice):

@@ -26,14 +26,14 @@ ACCEPTED_AT_ONCE = 128
 _OTHER_FILES = 256
 """Room for what else the process has open: shards, logs, and connections that are being taken leave of."""
 NEW_S = 1.0
-"""Until then a connection without a request is taken for one whose request is on its way."""
+"""Seconds that a new connection without a request counts as one whose request is arriving."""
 _LINGER_S = 1.0
-"""How long a dismissed client is read on: closing at once would throw away the answer that it has not read."""
+"""Seconds to keep reading a dismissed client: closing at once would discard its unread answer."""
 _MAX_LINGERING = 128
 
 
 def room_for(connections: int) -> int:
-    """How many of so many connections this process can have.
+    """Number of connections that this process can open, at most `most`.
 
     Effects: raises the process's limit of open files, as far as it may.
     """
@@ -48,7 +48,7 @@ def room_for(connections: int) -> int:
 
 
 class Connections:
-    """What the connections of one server share; used on its event loop only.
+    """Shared state of a server's connections; used on its event loop only.
 
     Attributes:
         options: their limits.
@@ -144,7 +144,7 @@ class HttpConnection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if not self.shared.admit(self):
-            message = f"this server has {self.shared.most} connections, which is as many as it may; try again soon"
+            message = f"this server has {self.shared.most} connections, its limit; try again soon"
             self._dismiss(503, message, "Retry-After: 1")
             return
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -177,7 +177,7 @@ class HttpConnection(H11Protocol):
             self.shared.waits(self)
 
     def send_400_response(self, msg: str) -> None:
-        """What h11 cannot read is answered as far as it can be: called where its exception is handled."""
+        """Answer a request that h11 cannot parse; called in its exception handler."""
         error = sys.exc_info()[1]
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()  # in the middle of an answer, or after it
@@ -187,11 +187,11 @@ class HttpConnection(H11Protocol):
             self.cycle.message_event.set()
         match getattr(error, "error_status_hint", 400):
             case 431:
-                self._dismiss(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes")
+                self._dismiss(431, f"the request header is larger than {MAX_HEAD_BYTES} bytes")
             case 505:
                 self._dismiss(505, str(error))
             case _:
-                self._dismiss(400, f"this is no HTTP/1.1 request: {_readable(error)}")
+                self._dismiss(400, f"not an HTTP/1.1 request: {_readable(error)}")
 
     def timeout_keep_alive_handler(self) -> None:
         self.part()
@@ -227,7 +227,7 @@ class HttpConnection(H11Protocol):
     def _head_is_late(self) -> None:
         self._head_timer = None
         if self.conn.our_state is h11.IDLE:
-            self._dismiss(408, f"the request's head did not come within {self.shared.options.head_timeout_s:g} s")
+            self._dismiss(408, f"the request header did not arrive within {self.shared.options.head_timeout_s:g} s")
         else:
             self.part()
 

@@ -1,4 +1,4 @@
-"""From token ids to the text that a client may see: incremental detokenisation and stop strings.
+"""Incremental detokenization and stop strings.
 
 Both give out text as early as it is certain and never take any back, in time linear in the text.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
-"""What a decoder writes for bytes that are no character; at the end of a text they may be half of one."""
+"""Replacement character of a decoder; at the end of a text it may be half of a character."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -37,11 +37,11 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def finish(self) -> str:
-        """What was held back."""
+        """Text held back."""
 
 
 class Vocabulary:
-    """What the tokens of one tokenizer are in bytes and in text; made once, shared by all requests."""
+    """Bytes and text of a tokenizer's tokens; made once, shared by all requests."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
@@ -191,13 +191,13 @@ class StopStrings:
         return self._give(self._undecided())
 
     def finish(self) -> str:
-        """What was held back, at the end of the text; cut if a stop string was complete in it."""
+        """Text held back at the end, cut at a complete stop string."""
         if self.matched:
             return ""
         return self._give(self._num_seen) if self._cut is None else self._finish_at(self._cut)
 
     def _undecided(self) -> int:
-        """Where the leftmost beginning of a stop string is that may still become whole."""
+        """Start of the leftmost stop string that may still become complete."""
         return self._num_seen - max(search.num_matched for search in self._searches)
 
     def _finish_at(self, end: int) -> str:

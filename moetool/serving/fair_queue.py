@@ -1,4 +1,4 @@
-"""Whose turn it is: clients in turn, a client's requests in turn, so that nobody waits for all of another's."""
+"""Fair queue: clients in turn, and each client's requests in order."""
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable

@@ -1,4 +1,4 @@
-"""What lies between an HTTP request and the engine: submitting, following, stopping, abandoning.
+"""Generation between HTTP requests and the engine: submit, follow, stop, abandon.
 
 Everything here runs on the server's event loop; the engine's thread only puts messages into an inbox.
 """
@@ -85,11 +85,7 @@ class Choice:
         return len(self.tokens)
 
     def advance(self, output: Output) -> TextPiece:
-        """Take one message.
-
-        Raises:
-            MoetoolError: the engine gave the request up.
-        """
+        """Take one message. Raises: MoetoolError: the engine gave the request up."""
         if output.finish == "error":
             raise MoetoolError(f"the engine failed: {output.error or 'no reason given'}")
         if output.finish == "cancelled":
@@ -126,15 +122,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """When an answer has to be finished: `at` on the event loop's clock, `seconds` after the request came."""
+    """Deadline of an answer: `at` on the event loop's clock, `seconds` after the request arrived."""
 
     seconds: float
     at: float
 
     @property
     def missed(self) -> str:
-        """What a client is told that did not get its answer in time."""
-        return f"the answer was not finished within {self.seconds:g} s, the time that it was given"
+        """Error message of a missed deadline."""
+        return f"the answer was not finished within {self.seconds:g} s, its limit"
 
 
 class Exchange:
@@ -240,7 +236,7 @@ class Exchange:
 
 @dataclass
 class Frontend:
-    """What all requests of one server share, and the queue that they wait in.
+    """Shared state of a server's requests, and their queue.
 
     The engine gets no more choices than it can run, and as many again so that it never waits for more. Those that it
     has not begun are fewer than that where it can run many: it may run fewer for want of memory; who is next is decided
@@ -295,7 +291,7 @@ class Frontend:
                 raise Unavailable(f"a forward has been running for {seconds:.0f} s; try again later", retry_after_s=30)
             case _:
                 reasons = "; ".join(self.engine.problems) or "the server's log says why"
-                raise Unavailable(f"the engine has failed: {reasons}", retry_after_s=30)
+                raise Unavailable(f"the engine failed: {reasons}", retry_after_s=30)
 
     def open(self, jobs: Sequence[Job], stops: Sequence[str], record: AccessRecord, deadline: Deadline) -> Exchange:
         """Queue jobs for the engine, all or none; the caller closes the exchange.
@@ -382,7 +378,7 @@ class Frontend:
         if waiting + num > self.options.max_queue + max(0, free):
             seconds = waiting * self._seconds / (2 * self.engine.max_requests)
             raise Overloaded(
-                f"{waiting} choices wait already, and at most {self.options.max_queue} may; come back later",
+                f"{waiting} choices are queued, the limit is {self.options.max_queue}; try again later",
                 retry_after_s=min(60, max(1, round(seconds))),
             )
 

@@ -14,10 +14,10 @@ from moetool.errors import CapacityError, MoetoolError, UsageError
 from moetool.request import Unavailable
 
 _MAX_SKIPPED_BYTES = 64 * 2**20
-"""How much of a body that is too large is read so that its sender gets to see the answer."""
+"""Bytes of an oversized body to read, so that its sender can read the answer."""
 
 _MAX_BODIES = 16
-"""How many bodies of the largest size are held at one time."""
+"""Number of largest bodies held at a time."""
 
 _FASTAPI_WORDS = "There was an error parsing the body"
 
@@ -149,7 +149,7 @@ class BodyLimit:
             except TimeoutError:
                 # The rest of the body would be taken for the next request.
                 raise HTTPException(
-                    408, f"the body did not come within {self._timeout_s:g} s", {"Connection": "close"}
+                    408, f"the body did not arrive within {self._timeout_s:g} s", {"Connection": "close"}
                 ) from None
             if not message.get("more_body"):
                 until = None  # what comes now is that the client goes, at any time
@@ -169,7 +169,7 @@ class BodyLimit:
             held_bytes += size
             self._held_bytes += size
             if self._held_bytes > _MAX_BODIES * self._max_bytes:
-                why = "the bodies of other requests fill the memory that there is for them"
+                why = "the memory for request bodies is full"
                 raise HTTPException(503, f"{why}; try again soon", {"Retry-After": "1", "Connection": "close"})
             return message
 

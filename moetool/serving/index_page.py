@@ -3,11 +3,11 @@
 import html
 
 _LINKS = {
-    "/v1/models": "the model, as OpenAI clients ask for it",
-    "/health": "whether requests are taken",
+    "/v1/models": "model list, for OpenAI clients",
+    "/health": "health: whether requests are accepted",
     "/stats": "hit rates, bytes and memory, as JSON",
     "/metrics": "the same for Prometheus",
-    "/openapi.json": "the description of the protocol",
+    "/openapi.json": "OpenAPI schema",
 }
 _POSTS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 

@@ -31,7 +31,7 @@ class Feed:
         return self._text[at]
 
     def find(self, mark: str) -> int:
-        """Where a mark begins; -1 where it is not."""
+        """Start of a mark; -1 if absent."""
         return self._text.find(mark)
 
     def starts(self, mark: str) -> bool | None:
@@ -62,7 +62,7 @@ class Feed:
         self._taken = ""
 
     def remembered(self) -> str:
-        """What was taken since."""
+        """Text taken since."""
         return self._taken
 
 

@@ -11,7 +11,7 @@ from moetool.request import EngineLike
 
 
 class _Entry(NamedTuple):
-    """How one number of the engine is exposed; entries of the same name differ in their label."""
+    """Exposition of one engine value; entries of the same name differ in their label."""
 
     name: str
     help: str
@@ -29,19 +29,19 @@ _COUNTERS = {
     "hosted": _Entry("moetool_expert_uses_on_host", "Experts that the host computed instead of loading them."),
     "prefetch_wasted": _Entry("moetool_prefetches_wasted", "Prefetched experts that were evicted before any use."),
     "expert_reads": _Entry("moetool_expert_reads", "Experts read from storage."),
-    "prefetch_bytes_read": _Entry("moetool_prefetch_read_bytes", "Bytes among those read that were prefetched."),
-    "reads_retried": _Entry("moetool_reads_retried", "Reads from storage that failed and were tried again."),
+    "prefetch_bytes_read": _Entry("moetool_prefetch_read_bytes", "Bytes of prefetched experts read from storage."),
+    "reads_retried": _Entry("moetool_reads_retried", "Reads from storage that failed and were retried."),
     "bytes_read": _Entry("moetool_read_bytes", "Bytes of expert weights read from storage."),
-    "host_hits": _Entry("moetool_host_hits", "Experts found in host memory when they were to be loaded."),
-    "host_bytes": _Entry("moetool_host_bytes", "Bytes of expert weights found in host memory."),
+    "host_hits": _Entry("moetool_host_hits", "Experts loaded from host memory."),
+    "host_bytes": _Entry("moetool_host_bytes", "Bytes of expert weights loaded from host memory."),
     "stall_seconds": _Entry("moetool_stall_seconds", "Seconds that forwards waited for expert weights."),
-    "host_stall_seconds": _Entry("moetool_host_stall_seconds", "Seconds among them for weights in host memory."),
+    "host_stall_seconds": _Entry("moetool_host_stall_seconds", "Seconds of these waits for weights in host memory."),
     "tokens_prompt": _Entry("moetool_prompt_tokens", "Prompt tokens of requests."),
-    "tokens_reused": _Entry("moetool_reused_prompt_tokens", "Of them, those whose KV cache was there."),
+    "tokens_reused": _Entry("moetool_reused_prompt_tokens", "Prompt tokens whose KV cache was reused."),
     "tokens_generated": _Entry("moetool_generated_tokens", "Tokens generated."),
     "kv_pages_evicted": _Entry("moetool_kv_pages_evicted", "KV cache pages of earlier requests that were evicted."),
     "forwards": _Entry("moetool_forwards", "Forward passes of the model."),
-    "forward_seconds": _Entry("moetool_forward_seconds", "Seconds that forward passes took, waiting included."),
+    "forward_seconds": _Entry("moetool_forward_seconds", "Duration of forward passes in seconds, stalls included."),
     "failures": _Entry("moetool_failures", "Forward passes that failed."),
     "gate_log_rows_written": _Entry("moetool_gate_log_rows_written", "Rows of the gate log in closed segments."),
     "gate_log_rows_lost": _Entry("moetool_gate_log_rows_lost", "Rows of the gate log that will never be written."),
@@ -51,9 +51,9 @@ _GAUGES = {
     "queue_running": _Entry("moetool_requests", _REQUESTS, ("state", "running")),
     "slots": _Entry("moetool_slots", "Expert slots in the pool."),
     "slots_bytes": _Entry("moetool_slots_bytes", "Bytes of the pool of expert slots."),
-    "kv_bytes": _Entry("moetool_kv_cache_bytes", "Bytes of the cache of keys and values."),
+    "kv_bytes": _Entry("moetool_kv_cache_bytes", "Bytes of the KV cache."),
     "forward_running_seconds": _Entry(
-        "moetool_forward_running_seconds", "Seconds since the forward pass under way began; 0 between two."
+        "moetool_forward_running_seconds", "Age of the running forward pass in seconds; 0 if none runs."
     ),
     "host_pool_bytes": _Entry("moetool_host_pool_bytes", "Bytes of the pool of host memory."),
     "gate_log_rows_waiting": _Entry("moetool_gate_log_rows_waiting", "Rows of the gate log in memory."),
@@ -99,7 +99,7 @@ class _EngineCollector(Collector):
         return []  # registering must not ask an engine that is still starting
 
     def collect(self) -> Iterable[Metric]:
-        ready = GaugeMetricFamily("moetool_ready", "1 while requests are taken.")
+        ready = GaugeMetricFamily("moetool_ready", "1 while requests are accepted.")
         ready.add_metric([], float(self._engine.state == "ready"))
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {"moetool_ready": ready}
         for key, value in self._engine.metrics().items():

@@ -23,18 +23,18 @@ _ERROR = {
     },
 }
 _REFUSALS = {
-    "400": "The request makes no sense, or asks for something that this server does not have",
+    "400": "The request is invalid, or asks for an unsupported feature",
     "404": "No such model",
-    "408": "The body did not come in time",
+    "408": "The body did not arrive in time",
     "413": "The body is too large",
-    "429": "Too many requests wait already; Retry-After says when to come back",
-    "503": "Not now, or not within the time that the request was given; the message says why",
+    "429": "Too many queued requests; Retry-After says when to retry",
+    "503": "Unavailable, or the request's time limit was exceeded; the message says why",
 }
 _REQUEST_ID = {
     "name": "X-Request-Id",
     "in": "header",
     "required": False,
-    "description": "Comes back with the answer; made up if it is missing or not 1 to 128 visible ASCII characters",
+    "description": "Returned with the answer; generated if missing or not 1 to 128 visible ASCII characters",
     "schema": {"type": "string"},
 }
 _REQUEST_TIMEOUT = {
@@ -77,9 +77,9 @@ def _describe(operation: dict[str, Any], path: str, *, asks: bool) -> None:
     parameters = operation.setdefault("parameters", [])
     parameters.append(_REQUEST_ID)
     if path in ABSENT:
-        answers["404"] = _answer("Always: there is no such thing here; the message says what to use")
+        answers["404"] = _answer("Always: not supported; the message names the alternative")
     if path == "/health":
-        answers["503"] = {"description": "Requests are not taken; `status` says why"}
+        answers["503"] = {"description": "Requests are not accepted; `status` says why"}
     if path.startswith("/v1/models/"):
         answers["404"] = _answer(_REFUSALS["404"])
     if "requestBody" in operation:

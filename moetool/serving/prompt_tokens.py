@@ -1,4 +1,4 @@
-"""From the prompts and messages of a request to token ids that the engine can serve."""
+"""Token ids of a request's prompts and messages."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from moetool.serving.tool_calls import as_template_arguments
 from moetool.serving.tool_use import offered, template_of
 
 DEFAULT_MAX_TOKENS = 16
-"""Of a completion, as OpenAI has it."""
+"""Default max_tokens of a completion, as OpenAI's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ def _chat_tokens(
 def chat_text(
     engine: EngineLike, body: ConversationRequest, messages: Sequence[ChatMessage], *, answer: bool = True
 ) -> str:
-    """What the chat template makes of messages; with `answer`, up to where the answer begins.
+    """Messages rendered by the chat template; with `answer`, up to the answer's start.
 
     Raises:
         Refusal: as `template_of`; or the template refuses the messages.
@@ -197,7 +197,7 @@ def echo(vocabulary: Vocabulary, prompt: PromptTokens, logprobs: list[TokenLogpr
 
 
 def _room(engine: EngineLike, tokens: list[int], wanted: int | None, param: str, least: int) -> int:
-    """How many tokens fit after these; refuses where `wanted` (or `least`) do not."""
+    """Number of tokens that fit after these; refuse if `wanted` (or `least`) do not."""
     room = engine.max_context - len(tokens)
     asked = least if wanted is None else wanted
     if asked > room:

@@ -61,11 +61,11 @@ class Reply(ABC):
 
     @abstractmethod
     def prelude(self, index: int) -> TextPiece:
-        """What comes before the first generated piece of a choice."""
+        """Events before the first generated piece of a choice."""
 
     @abstractmethod
     def opening(self, index: int) -> list[Json]:
-        """What a stream sends before the first generated piece of a choice."""
+        """Events before the first generated piece of a choice."""
 
     @abstractmethod
     def choice(self, index: int, piece: TextPiece) -> Json:
@@ -73,11 +73,11 @@ class Reply(ABC):
 
     @abstractmethod
     def deltas(self, index: int, piece: TextPiece) -> list[Json]:
-        """What a stream sends of a choice's next piece: a choice each for none, one or several chunks."""
+        """Choices of a choice's next piece, one per chunk."""
 
 
 class CompletionReply(Reply):
-    """Of /v1/completions. `echoes` are the prompts, one a choice, where they are to be repeated."""
+    """Reply of /v1/completions. `echoes` are the prompts to repeat, one a choice."""
 
     prefix = "cmpl"
     object = chunk_object = "text_completion"
@@ -112,7 +112,7 @@ class CompletionReply(Reply):
 
 
 class ChatReply(Reply):
-    """Of /v1/chat/completions.
+    """Reply of /v1/chat/completions.
 
     Args:
         parse: finds tool calls in the text; None where it is all content.
@@ -201,7 +201,7 @@ class _Message:
         self.num_calls = 0
 
     def deltas(self, piece: TextPiece) -> list[Json]:
-        """What is new in it by the next piece, one kind of part each."""
+        """New parts in the next piece, one per kind."""
         if self._parser is None:
             return [{"content": piece.text}] if piece.text else []
         parts = self._parser.push(piece.text, last=piece.finish is not None)

@@ -48,7 +48,7 @@ _Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 
 
 class _Only:
-    """For a field that is accepted only with a value that changes nothing."""
+    """Validator of a field that is accepted only with its neutral value."""
 
     def __init__(self, *neutral: Any) -> None:
         self._neutral = neutral
@@ -125,7 +125,7 @@ class StreamOptions(_Body):
 
 
 class JsonSchema(_Body):
-    """Of a response_format; `strict` makes no difference: the schema always holds."""
+    """Schema of a response_format; `strict` has no effect: the schema always holds."""
 
     model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
 
@@ -133,7 +133,7 @@ class JsonSchema(_Body):
 
 
 class ResponseFormat(_Body):
-    """What an answer has to be."""
+    """Format of an answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -153,7 +153,7 @@ class ResponseFormat(_Body):
 
 
 class GenerationRequest(_Body):
-    """What both endpoints have in common."""
+    """Fields of both endpoints."""
 
     model: _Text
     temperature: float = Field(default=1.0, ge=0, le=2)
@@ -163,12 +163,12 @@ class GenerationRequest(_Body):
     stop: Annotated[_Stops, BeforeValidator(_as_stops, json_schema_input_type=_Stop | _Stops)] = []
     stream: bool = False
     stream_options: StreamOptions | None = None
-    ignore_eos: bool = Field(default=False, description="Generate to the limit: what load generators ask for")
+    ignore_eos: bool = Field(default=False, description="Generate up to the limit; used by load generators")
 
     logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=MAX_BIASES)] = {}
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(default=1.0, gt=0, le=10)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=10)
     top_k: int = Field(default=0, ge=-1, le=2**31, description="0 and -1 keep all tokens")
     min_p: float = Field(default=0.0, ge=0, le=1)
     response_format: ResponseFormat | None = None
@@ -212,7 +212,7 @@ class CompletionRequest(GenerationRequest):
     max_tokens: int | None = Field(default=None, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=5)
     echo: bool = False
-    best_of: int | None = Field(default=None, description="Only the same as n")
+    best_of: int | None = Field(default=None, description="Must equal n")
 
     suffix: Annotated[Any, _Only("")] = None
 
@@ -267,7 +267,7 @@ class ChatMessage(_Body):
 
 
 class Function(_Body):
-    """What the model may call."""
+    """Tools that the model may call."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -346,7 +346,7 @@ class ChatRequest(GenerationRequest, ConversationRequest):
     def _one_form_of_answer(self) -> Self:
         forced = self.offered and self.tool_choice != "auto"
         if forced and self.response_format is not None and self.response_format.type != "text":
-            raise ValueError("response_format: the answer is a call, by tool_choice; leave one of them out")
+            raise ValueError("response_format: tool_choice makes the answer a call; leave one of them out")
         return self
 
 

@@ -1,4 +1,4 @@
-"""What reinforcement learning asks for beside the text: token ids, and the experts that each token used.
+"""Token ids and routed experts of answers, for reinforcement learning.
 
 As vLLM has them, each choice gets `routed_experts`: base64 of a `.npy` file [tokens - 1, layers, top-k]. As SGLang has
 them, the response gets `sglext.routed_experts`, of the first choice: base64 of raw int32 of the same shape. Rows begin

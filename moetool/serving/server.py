@@ -27,7 +27,7 @@ from moetool.serving.server_options import ServerOptions
 _BACKLOG = 2048
 """Connections that wait in the system to be taken."""
 _GOODBYE_S = 2
-"""How long clients may take to read the last bytes of their answers."""
+"""Seconds that clients have to read the last bytes of their answers."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -67,17 +67,15 @@ def _look_up(host: str, port: int) -> Any:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise UsageError(f"host {host!r} is no address of this machine ({error}); choose another with --host") from None
+        raise UsageError(
+            f"host {host!r} is not an address of this machine ({error}); choose another with --host"
+        ) from None
     # `localhost` is an address of either family; clients that know only one mostly know the older.
     return min(found, key=lambda info: info[0] != socket.AF_INET)
 
 
 def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
-    """What HTTPS needs; None where the server speaks plain HTTP.
-
-    Raises:
-        UsageError: the certificate or the key cannot be used.
-    """
+    """TLS context; None for plain HTTP. Raises: UsageError: the certificate or the key cannot be used."""
     if not options.ssl_certfile:
         return None
 
@@ -99,7 +97,7 @@ def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
 
 
 def url_of(sock: socket.socket, *, tls: bool = False) -> str:
-    """Where clients on this machine reach a bound socket."""
+    """URL of a bound socket for clients on this machine."""
     host, port = sock.getsockname()[:2]
     address = ipaddress.ip_address(host.partition("%")[0])
     if address.is_unspecified:
@@ -112,7 +110,13 @@ def open_to_all(address: str, api_key: str | None) -> str:
     """The warning for a server that others can reach and that asks nobody for a password; empty for all others."""
     if api_key is not None or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         return ""
-    return f"warning: {address} is reachable from other machines, and this server asks nobody for a password"
+    return f"warning: {address} is reachable from other machines without authentication; set --api-key"
+
+
+def warn_if_open(sock: socket.socket, api_key: str | None) -> None:
+    """Narrate the warning of `open_to_all` for a bound socket, if there is one."""
+    if warning := open_to_all(sock.getsockname()[0], api_key):
+        _narrate(warning)
 
 
 class HttpServer(uvicorn.Server):
@@ -121,6 +125,13 @@ class HttpServer(uvicorn.Server):
     The first interruption drains: new requests get 503, those running finish, up to a timeout. The second ends
     those running with an error; the third closes their connections without a word. SIGINT and SIGTERM interrupt
     a server that runs on the main thread.
+
+    Args:
+        sock: bound, not listening yet.
+        on_ready: called with the URL once requests are answered.
+        aliases: further names of the model.
+        api_key: the key that clients have to send; None asks nobody.
+        settings: (name, value, why) for `/stats`.
 
     Effects: raises this process's limit of open files where it is too low for `max_connections`.
     """
@@ -193,7 +204,7 @@ class HttpServer(uvicorn.Server):
             self._log.close()
 
     def interrupt(self) -> None:
-        """What a signal does; from any thread."""
+        """Handle a signal; from any thread."""
         self._num_interrupts += 1
         if self._num_interrupts > 2:
             self.force_exit = self.should_exit = True
@@ -230,34 +241,6 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
-def run(
-    engine: EngineLike,
-    sock: socket.socket,
-    *,
-    on_ready: Callable[[str], object] = lambda url: None,
-    options: ServerOptions | None = None,
-    aliases: Collection[str] = (),
-    api_key: str | None = None,
-    settings: Sequence[tuple[str, str, str]] = (),
-) -> None:
-    """Serve an engine on a bound socket until SIGINT or SIGTERM, and drain.
-
-    Args:
-        on_ready: called with the URL once requests are answered.
-        aliases: further names of the model.
-        api_key: what clients have to send; None asks nobody.
-        settings: (name, value, why) for `/stats`.
-
-    Raises:
-        MoetoolError: the access log cannot be written.
-    """
-    if warning := open_to_all(sock.getsockname()[0], api_key):
-        _narrate(warning)
-    HttpServer(
-        engine, sock, on_ready=on_ready, options=options, aliases=aliases, api_key=api_key, settings=settings
-    ).serve_forever()
-
-
 class _AccessLog:
     """A line of JSON for each request that is over, in a file or on stderr; a full disk ends it, not the server."""
 
@@ -278,7 +261,7 @@ class _AccessLog:
             self._file.write(record.line() + "\n")
             self._file.flush()
         except OSError as error:
-            _narrate(f"the access log ends here: {error.strerror}")
+            _narrate(f"access log stopped: {error.strerror}")
             self._file = None
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
-"""What the HTTP half of the server allows."""
+"""Limits of the HTTP server."""
 
 from dataclasses import dataclass
 
+from moetool.config import Span, require_within
 from moetool.errors import UsageError, unknown_name
 from moetool.serving.tool_calls import FORMATS
 from moetool.serving.web_names import host_name, origin_name
@@ -19,7 +20,7 @@ _ABOVE_ZERO = (
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What `moetool serve --set server.NAME=VALUE` sets.
+    """Settings of `moetool serve --set server.NAME=VALUE`.
 
     Attributes:
         max_queue: choices that may wait for a place in the engine, over all clients; more are answered with 429.
@@ -70,28 +71,17 @@ class ServerOptions:
     ssl_keyfile: str = ""
 
     def __post_init__(self) -> None:
-        if self.max_queue < 0:
-            raise UsageError(f"max_queue is {self.max_queue}, expected at least 0")
-        if self.default_max_tokens < 1:
-            raise UsageError(f"default_max_tokens is {self.default_max_tokens}, expected at least 1")
+        require_within(self, max_queue=Span(0), default_max_tokens=Span(1), max_connections=Span(1))
+        require_within(self, drain_timeout_s=Span(0), **dict.fromkeys(_ABOVE_ZERO, Span(0, above=True)))
         if self.tool_format and self.tool_format not in FORMATS:
             raise unknown_name("tool_format", self.tool_format, FORMATS)
         if self.ssl_keyfile and not self.ssl_certfile:
             raise UsageError("a TLS key without a certificate; give that too, with --ssl-certfile FILE")
-        if self.max_connections < 1:
-            raise UsageError(f"max_connections is {self.max_connections}, expected at least 1")
-        for name in _ABOVE_ZERO:
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name} is {getattr(self, name)}, expected more than 0")
-        if not self.drain_timeout_s >= 0:
-            raise UsageError(f"drain_timeout_s is {self.drain_timeout_s}, expected at least 0")
         for name in self.allowed_hosts:
             if host_name(name) is None:
-                raise UsageError(
-                    f"allowed host {name!r} is no name of a host; write it like lab.example, without a port"
-                )
+                raise UsageError(f"allowed host {name!r} is not a host name; write it like lab.example, without a port")
         for origin in self.cors_origins:
             if origin_name(origin) is None:
                 raise UsageError(
-                    f"CORS origin {origin!r} is no origin; write scheme, host and port, like https://a.example"
+                    f"CORS origin {origin!r} is not an origin; write scheme, host and port, like https://a.example"
                 )

@@ -18,7 +18,7 @@ class Rates:
         self._before: tuple[float, Mapping[str, float]] | None = None
 
     def line(self, at: float, now: Mapping[str, float]) -> str:
-        """What happened since the last call.
+        """Line about the time since the last call.
 
         Args:
             at: seconds of a clock that only goes forward.

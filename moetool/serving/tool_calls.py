@@ -44,7 +44,7 @@ class ToolParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a model writes calls.
+    """Format of a model's calls.
 
     Attributes:
         signs: a chat template that has one of these is of this format,
@@ -194,7 +194,7 @@ FORMATS: dict[str, ToolFormat] = {
         parse=_llama3_json, signs=("<|python_tag|>", '{"name": function name, "parameters"'), shown=("<|python_tag|>",)
     ),
 }
-"""By the name that `--set server.tool_format` takes; the first whose sign a template has is its format."""
+"""Formats by their name in `--set server.tool_format`; a template's format is the first whose mark it contains."""
 
 
 def _content(feed: Feed, mark: str) -> Generator[AnswerPart | None, None, bool]:

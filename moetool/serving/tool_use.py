@@ -1,4 +1,4 @@
-"""What the tools of a chat request ask of the template, the grammar and the reading of the answer."""
+"""Tools of a chat request: template arguments, grammar, parsing of the answer."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from moetool.serving.tool_calls import FORMATS, Parsing, format_of, named_call, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """How the answer to one request is made and read.
+    """Grammar and parser of one request's answer.
 
     Attributes:
         grammar: the answer follows it.
@@ -51,7 +51,7 @@ def offered(body: ConversationRequest) -> list[dict[str, Any]] | None:
 
 
 def tool_use(engine: EngineLike, body: ChatRequest, grammars: Grammars, tool_format: str) -> ToolUse:
-    """How the answer to a chat request is made and read.
+    """Grammar and parser of a chat request's answer.
 
     Args:
         tool_format: overrides what the template says; empty: it decides.

@@ -9,7 +9,7 @@ from moetool.serving.http_errors import Refusal
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD"]
 _CHAT = "send the conversation as 'messages' to /v1/chat/completions"
 _TEXT = "this server makes text from text: use /v1/chat/completions or /v1/completions"
-_STATELESS = f"this server keeps nothing between requests: {_CHAT}"
+_STATELESS = f"this server is stateless: {_CHAT}"
 _ONE_MODEL = "the server serves one model as it is; /v1/models names it"
 
 ABSENT: Mapping[str, str] = {
@@ -26,7 +26,7 @@ ABSENT: Mapping[str, str] = {
     "/v1/audio": _TEXT,
     "/v1/images": _TEXT,
     "/v1/videos": _TEXT,
-    "/v1/realtime": f"there are no sessions here; {_CHAT} with 'stream'",
+    "/v1/realtime": f"sessions are not supported; {_CHAT} with 'stream'",
     "/v1/files": _STATELESS,
     "/v1/uploads": _STATELESS,
     "/v1/vector_stores": _STATELESS,

@@ -216,7 +216,7 @@ def test_modes_on_batches_that_mix_tasks(traces: dict[str, Trace]) -> None:
             for row in modes(coming, [demand for demand, _ in history], "director", options, latency, predict)
         }
         print(f"{name}, {len(coming)} batches: " + ", ".join(f"{r.mode} {r.latency:.1f}" for r in rows.values()))
-        print(f"  keeps of what the truth gains over vanilla {rows['predicted'].share_of_truth:.1%}")
+        print(f"  keeps share of the oracle's gain over vanilla {rows['predicted'].share_of_truth:.1%}")
         if name.startswith("recall"):
             assert rows["predicted"].share_of_truth >= 0.8
     order = [rows[mode].latency for mode in ("proactive", "offline", "reactive", "vanilla")]

@@ -129,8 +129,8 @@ def test_embedded_model(work: Path) -> None:
     found = _judged(title, here, predictors, trace, unseen, CostProfile.load(costs))
     assert {name for name, _ in found} >= set(plugins.names("predictor"))
     for name in ("cascade", "single_transformer"):
-        told = found[name, False].foretold
-        assert told is not None and told.load_error < found["popularity", False].foretold.load_error  # type: ignore[union-attr]
+        told = found[name, False].prompt_prediction
+        assert told is not None and told.load_error < found["popularity", False].prompt_prediction.load_error  # type: ignore[union-attr]
 
 
 BUDGETS = (0.25, 0.5)

@@ -53,9 +53,7 @@ def test_what_makes_no_sense_is_refused_in_a_line(arguments: list[str], says: st
     assert code == 2 and says in said and "\n" not in said.strip()
 
 
-@pytest.mark.parametrize(
-    ("user", "tool", "says"), [(1000, "/sbin", "only root may"), (0, None, "need iproute2, and there is no ip")]
-)
+@pytest.mark.parametrize(("user", "tool", "says"), [(1000, "/sbin", "only root can"), (0, None, "need ip of iproute2")])
 def test_hosts_in_namespaces_need_root_and_iproute2(
     user: int, tool: str | None, says: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

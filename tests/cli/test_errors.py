@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moetool.cache_plan import CachePlan
 from moetool.cli.examples import EXAMPLES
 from tests.command_line import Run
 from tests.profiles import make_profile
@@ -56,7 +57,7 @@ def test_a_wrong_command_line_is_said_in_one_line(run: Run) -> None:
 
 def test_a_folder_of_something_else_is_not_to_be_replaced_by_a_predictor(run: Run, trace: Path) -> None:
     result = run("evaluate", trace, "--trace", trace)
-    _one_line(result, 3, "no predictor", "card.json", "moetool train")
+    _one_line(result, 3, "not a predictor", "card.json", "moetool train")
     assert "--overwrite" not in result[2]
 
 
@@ -116,7 +117,7 @@ def test_unknown_policy(run: Run, trace: Path) -> None:
 
 
 def test_a_policy_that_cannot_serve(run: Run) -> None:
-    _one_line(run("serve", "reference", "--policy", "belady", "--port", 0), 2, "has to know the future")
+    _one_line(run("serve", "reference", "--policy", "belady", "--port", 0), 2, "needs future requests")
     _one_line(run("serve", "reference", "--policy", "duoserve", "--port", 0), 2, "needs a predictor")
 
 
@@ -186,10 +187,10 @@ def test_times_by_a_profile(run: Run, trace: Path, tmp_path: Path) -> None:
     assert "had the shortest time per output token" in printed
     assert json.loads(plan.read_text())["profile_sha256"]
     assert "the best policy by device memory" in printed
-    planning = ("plan", "cache", "--trace", trace, "--max-memory", "30MB", "--out", plan)
+    planning = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--out", plan)
     _one_line(run(*planning, "--target-tpot", "80ms"), 2, "give its costs with --profile")
     planning += ("--profile", profile, "--frontier", 0)
-    _one_line(run(*planning, "--target-tpot", "fast"), 2, "'fast' is no time", "80ms")
+    _one_line(run(*planning, "--target-tpot", "fast"), 2, "'fast' is not a duration", "80ms")
     _one_line(run(*planning, "--target-tpot", "0.0001us"), 4, "no policy brings a token to 1e-07 ms", "--device-memory")
     target = json.loads(plan.read_text())["evidence"][0]["tpot_serial_bound_s"] * 2
     code, printed, told = run(*planning, "--target-tpot", f"{target:.12f}s", "--json")
@@ -213,12 +214,12 @@ def test_a_pool_below_the_smallest_legal(run: Run, trace: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("budget", "says"),
     [
-        ("lots", "'lots' is no amount of memory"),
-        ("0%", "'0%' is no amount of memory"),
-        ("0.0000001%", "'0.0000001%' is no amount of memory"),  # less than a byte
-        ("-25%", "'-25%' is no amount of memory"),
-        ("nan%", "'nan%' is no amount of memory"),
-        pytest.param(f"{10**400}GB", "is no amount of memory", id="too many digits"),
+        ("lots", "'lots' is not an amount of memory"),
+        ("0%", "'0%' is not an amount of memory"),
+        ("0.0000001%", "'0.0000001%' is not an amount of memory"),  # less than a byte
+        ("-25%", "'-25%' is not an amount of memory"),
+        ("nan%", "'nan%' is not an amount of memory"),
+        pytest.param(f"{10**400}GB", "is not an amount of memory", id="too many digits"),
         ("200%", "'200%' is more than the whole"),
         ("25%,100.1%", "'100.1%' is more than the whole"),
     ],
@@ -247,6 +248,22 @@ def test_corrupt_parquet(run: Run, trace: Path, tmp_path: Path) -> None:
     _one_line(run("replay", "--trace", broken, "--policy", "lru", "--budget", "50%"), 3, "bytes long, expected")
 
 
+def test_a_plan_by_the_config_alone(run: Run, trace: Path, reference: Path, tmp_path: Path) -> None:
+    """Weights are neither read nor compared, but the model must have the trace's layers and experts."""
+    config = tmp_path / "config"
+    config.mkdir()
+    shutil.copy(reference / "config.json", config)
+    planning = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--out", tmp_path / "plan.json")
+    code, _, err = run(*planning, "--model", config, "--config-only")
+    assert code == 0, err
+    whole = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--out", tmp_path / "whole.json")
+    assert run(*whole)[0] == 0
+    one, other = (CachePlan.load(tmp_path / name) for name in ("plan.json", "whole.json"))
+    assert (one.policy, one.slots, one.spec) == (other.policy, other.slots, other.spec)
+    _one_line(run(*planning, "--model", "deepseek-v2-lite", "--config-only"), 3, "has layer_ids_L", "give --model")
+    _one_line(run(*planning, "--model", config, "--revision", "main"), 2, "is for a name on the hub")
+
+
 def test_the_plan_of_another_model(run: Run, trace: Path, reference: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     code, _, err = run("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--out", plan)
@@ -264,7 +281,7 @@ def test_what_cannot_be_profiled(run: Run) -> None:
     _one_line(run("profile"), 2, "no model given")
     _one_line(run("profile", "qwen3-30b-a3b"), 2, "--config-only")
     _one_line(run("profile", "qwen3-30b-a3c", "--config-only"), 2, "did you mean 'qwen3-30b-a3b'?")
-    _one_line(run("profile", "reference", "--listen", "here:port"), 2, "no address")
+    _one_line(run("profile", "reference", "--listen", "here:port"), 2, "not an address")
 
 
 def test_a_port_in_use(run: Run) -> None:
@@ -303,10 +320,10 @@ def test_outputs_that_cannot_be_written(run: Run, trace: Path, tmp_path: Path) -
     file = tmp_path / "file"
     file.write_text("")
     plan = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--out")
-    _one_line(run(*plan, tmp_path), 2, "is a folder, expected the name of a file")
+    _one_line(run(*plan, tmp_path), 2, "is a directory, expected the name of a file")
     _one_line(run(*plan, file / "plan.json"), 1, "what was there before is unchanged")
     assert run(*plan, tmp_path / "new" / "plan.json")[0] == 0
-    _one_line(run("serve", "reference", "--plan", tmp_path, "--port", 0), 2, "is a folder, expected a plan's file")
+    _one_line(run("serve", "reference", "--plan", tmp_path, "--port", 0), 2, "is a directory, expected a plan's file")
     capture = ("capture", "reference", "--data", "chat", "--max-prompts", 1, "--out")
     _one_line(run(*capture, file / "t"), 1, "what was there before is unchanged")
     _one_line(run(*capture, tmp_path / "new", "--overwrite"), 2, "moetool did not write it")
@@ -335,7 +352,7 @@ def test_devices_and_tiers_that_cannot_be_had(run: Run, tmp_path: Path, monkeypa
     _one_line(run(*capture, "--device", "cuda", "--workers", 2), 2, "finds no GPU")
     _one_line(run(*serve, "--set", "device=cuda"), 2, "finds no GPU")
     _one_line(run(*capture, "--host-memory", "8MB"), 2, "the tier below --device-memory")
-    _one_line(run(*serve, "--host-memory", "plenty"), 2, "'plenty' is no amount of memory")
+    _one_line(run(*serve, "--host-memory", "plenty"), 2, "'plenty' is not an amount of memory")
     _one_line(run(*serve, "--set", "host_memory_bytes=-1"), 2, "host_memory_bytes is -1")
     assert not (tmp_path / "t").exists()
 
@@ -355,7 +372,7 @@ def test_a_stopped_capture_is_gone_on_with_or_removed(run: Run, tmp_path: Path) 
     stage.mkdir()
     (stage / "batch-00000000.arrow").touch()
     (stage / "capture.json").write_text('{"threads": 7, "dtype": "float32"}')
-    _one_line(run(*capture), 2, f"{stage} holds a capture that was stopped", "--resume", f"rm -r {stage}")
+    _one_line(run(*capture), 2, f"{stage} contains an interrupted capture", "--resume", f"rm -r {stage}")
     _one_line(run(*capture, "--resume"), 3, "is of another capture", "threads was 7, and is 1 now", f"rm -r {stage}")
 
 
@@ -415,10 +432,10 @@ def test_recipes_are_written_as_the_command_line_is(run: Run, trace: Path, tmp_p
 
 
 def test_files_where_folders_are_expected_and_the_other_way_round(run: Run, trace: Path, tmp_path: Path) -> None:
-    _one_line(run("serve", "reference", "--plan", trace), 2, "is a folder, expected a plan's file")
+    _one_line(run("serve", "reference", "--plan", trace), 2, "is a directory, expected a plan's file")
     _one_line(run("serve", "reference", "--plan", tmp_path / "p.json"), 2, "moetool plan cache --trace")
-    _one_line(run("plan", "export", trace, "--format", "sglang", "--out", tmp_path / "e"), 2, "is a folder")
-    _one_line(run("profile", "reference", "--out", tmp_path), 2, "is a folder, expected the name of a file")
+    _one_line(run("plan", "export", trace, "--format", "sglang", "--out", tmp_path / "e"), 2, "is a directory")
+    _one_line(run("profile", "reference", "--out", tmp_path), 2, "is a directory, expected the name of a file")
 
 
 def test_an_address_of_another_machine(run: Run) -> None:

@@ -81,6 +81,16 @@ def test_the_first_moments(command: list[str]) -> None:
     assert codes[:3] == [130, 130, 130]
 
 
+def test_nothing_else_is_imported_before_the_handler() -> None:
+    """Each module is a moment in which Ctrl-C shows as a traceback."""
+    command = "import os, sys; old = {*sys.modules}; import moetool.cli.interrupt; print(*{*sys.modules} - old)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment.pop("MOETOOL_LOG", None)
+    found = subprocess.run([sys.executable, "-S", "-c", command], capture_output=True, text=True, env=environment)
+    ours = {"moetool", "moetool.cli", "moetool.cli.interrupt"}
+    assert ours <= {*found.stdout.split()} <= ours | {"_signal", "time"}, found
+
+
 @pytest.mark.parametrize(("times", "code", "said"), [(1, 0, "True\n"), (2, 130, "")])
 def test_an_import_is_finished_first(times: int, code: int, said: str, tmp_path: Path) -> None:
     """Or is not, for those who insist."""

@@ -51,7 +51,7 @@ def test_a_peer_listens_on_this_machine_until_interrupted() -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
-        assert "answering on 127.0.0.1:" in line
+        assert "listening on 127.0.0.1:" in line
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=10) == 0
         assert process.stderr.read() == ""

@@ -27,7 +27,7 @@ def test_the_sets_are_listed(run: Run) -> None:
     ("arguments", "code", "parts"),
     [
         (["--data", "mmlu_por"], 2, ("did you mean 'mmlu_pro'",)),
-        (["--data", "race", "--data-dir", "none"], 2, ("no folder at none", "ehovy/race")),
+        (["--data", "race", "--data-dir", "none"], 2, ("no directory at none", "ehovy/race")),
         (["--data", "race", "--set", "data.sed=1"], 2, ("'sed'", "did you mean 'seed'")),
         (["--data", "race", "--set", "data=3"], 2, ("data is 3",)),
         (["--data", "race", "--set", "seed=3"], 2, ("'seed'", "data.seed=1")),

@@ -60,7 +60,7 @@ def test_what_cannot_be_trained_is_said_in_one_line(train: Any, text: Path, tmp_
 
     (tmp_path / "empty").mkdir()
     refused(2, "holds no .txt file", data=tmp_path / "empty")
-    refused(2, "no folder", data=tmp_path / "absent")
+    refused(2, "no directory", data=tmp_path / "absent")
     refused(2, "did you mean 'max_steps'", args=("--set", "fit.max_step=3"))
     refused(2, "law has", "tokens to train on", "--set fit.sequence_length=")
     refused(2, "cannot read the recipe", recipe=tmp_path / "absent.toml")

@@ -75,7 +75,7 @@ def test_train_capture_evaluate_bench(
     assert row["predictor"] == "awq_replica" and row["requests"] == "all"
     assert row["num_skipped"] > 0 and row["num_requests"] + row["num_skipped"] == 20
     assert row["scores"][0]["match"] > 0.7
-    assert row["foretold"]["scores"][0]["match"] > 0.6
+    assert row["prompt_prediction"]["scores"][0]["match"] > 0.6
     assert row["size_bytes"] < 1.1 * card["weights"]["bytes"]
     _run("evaluate", replica, "--trace", trace, "--set", "awq_replica.activation_bits=4", "--json")
     (rounded,) = json.loads(capsys.readouterr().out)

@@ -42,7 +42,7 @@ def test_refusals_come_before_the_work(
     assert _run(monkeypatch, tmp_path / "none", "--out", page) == 2
     assert "no trace at" in capsys.readouterr().err
     assert _run(monkeypatch, trace, "--out", tmp_path) == 2
-    assert "is a folder" in capsys.readouterr().err
+    assert "is a directory" in capsys.readouterr().err
     assert _run(monkeypatch, trace, "--out", page, "--set", "report.use=3") == 2
     assert "did you mean 'uses'" in capsys.readouterr().err
     assert _run(monkeypatch, trace, "--out", page, "--policy", "expert_mlp") == 2

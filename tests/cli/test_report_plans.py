@@ -38,7 +38,7 @@ def test_a_placement_beside_the_one_before_it(run: Run, inputs: dict[str, Any], 
     assert (code, err) == (0, "")
     page = out.read_text()
     assert _needs_nothing_else(page)
-    for text in ("Who holds which experts: before (uniform)", "Who holds which experts: after (prism_exact)"):
+    for text in ("Expert placement: before (uniform)", "Expert placement: after (prism_exact)"):
         assert text in page
     code, printed, _ = run(*given, *inputs["traces"], "--json", "--overwrite")
     before, after = json.loads(printed)
@@ -52,7 +52,7 @@ def test_a_placement_beside_the_one_before_it(run: Run, inputs: dict[str, Any], 
     assert f"{a_to_b[0] / 1e6:,.1f}" in page  # in the map of traffic
     assert run("report", plans["uniform"], "--out", tmp_path / "alone.html")[0] == 0
     alone = (tmp_path / "alone.html").read_text()
-    assert "What servers send each other" not in alone and "Give --trace SERVER=DIR" in alone
+    assert "Traffic between servers" not in alone and "Give --trace SERVER=DIR" in alone
 
 
 def test_a_simulation_as_a_page_and_a_folder_of_figures(run: Run, inputs: dict[str, Any], tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_what_a_page_cannot_be_made_of_is_refused(run: Run, inputs: dict[str, An
         ((plan, "--before", single), 3, "another cluster"),
         ((plan, "--before", other), 3, "expected a placement_plan"),
         ((plan, "--trace", "c=x"), 2, "no trace at"),
-        ((plan, "--policy", "lru"), 2, "are for one"),
+        ((plan, "--policy", "lru"), 2, "apply to traces only"),
         ((inputs["folder"] / "a", "--before", plan), 2, "for the page of a placement plan"),
         ((tmp_path / "none.json",), 2, "no trace at"),
     ):

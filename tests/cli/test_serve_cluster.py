@@ -44,7 +44,7 @@ def test_a_plan_of_the_wrong_kind(refused: Callable[..., str], plan: Path, tmp_p
     cache.write_text('{"kind": "cache_plan", "schema_version": 1}')
     line = refused(3, "reference", "--plan", cache, "--cluster", "local:3")
     assert "holds cache_plan" in line and "expected a placement_plan" in line and "moetool plan placement" in line
-    assert "needs to know where the experts are" in refused(2, "reference", "--cluster", "local:3")
+    assert "needs a placement plan" in refused(2, "reference", "--cluster", "local:3")
     assert "no plan at" in refused(2, "reference", "--plan", tmp_path / "none", "--cluster", "local:3")
 
 
@@ -54,7 +54,7 @@ def test_a_cluster_that_cannot_be(refused: Callable[..., str], plan: Path) -> No
     assert "unknown --mode 'edgy': did you mean 'edge'?" in refused(
         2, "reference", "--plan", plan, "--cluster", "local:3", "--mode", "edgy"
     )
-    assert "give that too" in refused(2, "reference", "--plan", plan, "--mode", "edge")
+    assert "needs --cluster" in refused(2, "reference", "--plan", plan, "--mode", "edge")
     for where in ("local:", "local:0", "here", "host:name"):
         assert f"--cluster '{where}'" in refused(2, "reference", "--plan", plan, "--cluster", where)
 
@@ -62,7 +62,7 @@ def test_a_cluster_that_cannot_be(refused: Callable[..., str], plan: Path) -> No
 def test_options_of_one_machine(refused: Callable[..., str], plan: Path) -> None:
     cluster = ("reference", "--plan", plan, "--cluster", "local:3")
     for option, value in (("--policy", "lru"), ("--device-memory", "64MB"), ("--log", "x"), ("--predictor", "x")):
-        assert f"{option} means nothing with --cluster" in refused(2, *cluster, option, value)
+        assert f"{option} has no effect with --cluster" in refused(2, *cluster, option, value)
     assert "did you mean 'hang_s'?" in refused(2, *cluster, "--set", "cluster.hangs=1")
     assert "cluster.ping_s is 0" in refused(2, *cluster, "--set", "cluster.ping_s=0")
     assert "devices is 2, expected 1" in refused(2, *cluster, "--set", "devices=2")

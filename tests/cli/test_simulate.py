@@ -60,8 +60,8 @@ def test_what_is_wrong_is_said_in_one_line(run: Run, inputs: list[str], tmp_path
         (["--mode", "mine"], 2, "known: PLANNER-offline, PLANNER-proactive, PLANNER-reactive, annealing, director, "),
         (["--mode", "prism", "--arrivals", "often"], 2, "write poisson:10s"),
         (["--mode", "prism", "--sweep", "gpu=2"], 2, "did you mean 'gpus'"),
-        (["--mode", "prism", "--figure", tmp_path / "drawn.txt"], 2, "no picture that can be drawn"),
-        (["--mode", "prism", "--set", "seats=0"], 2, "expected 1 or more"),
+        (["--mode", "prism", "--figure", tmp_path / "drawn.txt"], 2, "not a supported figure format"),
+        (["--mode", "prism", "--set", "seats=0"], 2, "expected at least 1"),
         (["--mode", ","], 2, "names no mode"),
         (["--mode", "prism", "--plan", "p.json", "--sweep", "gpus=2"], 2, "leave one of them out"),
     ):

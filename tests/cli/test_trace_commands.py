@@ -34,7 +34,7 @@ def test_in_and_out(run: Run, tmp_path: Path) -> None:
     code, _, err = run("import", file, "--format", "vllm_routed_experts", "--out", tmp_path / "u")
     assert code == 2 and "--set model=PATH or --set num_experts=NUMBER" in err and len(err.splitlines()) == 1
     code, _, err = run("import", file, "--format", "sglang_stat", "--out", tmp_path / "u", *said)
-    assert code == 3 and "no whole .pt file" in err and not (tmp_path / "u").exists()
+    assert code == 3 and "not a complete .pt file" in err and not (tmp_path / "u").exists()
 
 
 def test_the_layers_with_experts_are_those_of_the_model(run: Run, tmp_path: Path) -> None:

@@ -262,6 +262,7 @@ def test_scoring_a_prompt(client: openai.OpenAI) -> None:
         ("top_k", {"top_k": -2}),
         ("min_p", {"min_p": 1.5}),
         ("repetition_penalty", {"repetition_penalty": 0}),
+        ("repetition_penalty", {"repetition_penalty": 5e-324}),
         ("response_format", {"response_format": {"type": "json_schema"}}),
         ("response_format.type", {"response_format": {"type": "xml"}}),
         ("min_tokens", {"min_tokens": 5}),

@@ -295,7 +295,7 @@ def test_a_checkpoint_routes_by_itself(monkeypatch: pytest.MonkeyPatch, capsys: 
         ("reference --policy lru --budget 25%", "--routes DIR to follow, or --data"),
         ("reference --layers 2 --data chat --policy lru --budget 25%", "--layers cuts a --shape"),
         ("--shape deepseek-v2-lite --policy lru --budget 25%", "give --routes DIR"),
-        ("reference --data chat --policy belady --budget 25%", "has to know the future"),
+        ("reference --data chat --policy belady --budget 25%", "needs future requests"),
         ("reference --data chat --policy duoserve --budget 25%", "needs a predictor"),
         ("--shape deepseek-v2-lite --policy lru --budget 25% --beside replica", "--beside int4, which is made of it"),
         ("--shape deepseek-v2-lite --data chat --policy lru --budget 25% --beside int4", "found --data"),

@@ -112,7 +112,7 @@ def test_a_head_that_trickles_is_cut_short(url: str, prelude: bytes) -> None:
                 sock.send(bytes([byte]))
             time.sleep(0.02)
         status, _, message = _said(_all(sock))
-        assert (status, message) == (408, "the request's head did not come within 0.6 s")
+        assert (status, message) == (408, "the request header did not arrive within 0.6 s")
         assert time.monotonic() - began < 4
 
 
@@ -120,7 +120,7 @@ def test_a_body_that_trickles_is_cut_short(url: str) -> None:
     with _open(url) as sock:
         sock.sendall(_request(_body())[:-5])
         status, headers, message = _said(_all(sock))
-        assert (status, headers["connection"]) == (408, "close") and "body did not come" in message
+        assert (status, headers["connection"]) == (408, "close") and "body did not arrive" in message
 
 
 def test_an_idle_connection_is_closed_without_a_word() -> None:
@@ -138,7 +138,7 @@ def test_a_head_that_is_too_large(url: str, size: int) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Large: " + b"a" * size + b"\r\n\r\n")
         status, _, message = _said(_all(sock))
-        assert (status, message) == (431, "the request's head is larger than 16384 bytes")
+        assert (status, message) == (431, "the request header is larger than 16384 bytes")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_what_is_no_http(url: str, garbage: bytes, capfd: pytest.CaptureFixture[
     with _open(url) as sock:
         sock.sendall(garbage)
         status, headers, message = _said(_all(sock))
-        assert status == 400 and headers["connection"] == "close" and message.startswith("this is no HTTP/1.1 request")
+        assert status == 400 and headers["connection"] == "close" and message.startswith("not an HTTP/1.1 request")
     assert get(url, "/health")[0] == 200
     assert capfd.readouterr().err == ""
 

@@ -168,7 +168,7 @@ def test_a_full_disk_ends_the_access_log_and_not_the_server(capfd: pytest.Captur
     with serving(ScriptedEngine(), options=ServerOptions(access_log="/dev/full")) as (url, _):
         for _ in range(3):
             assert post(url, "/v1/completions", {**ASK, "model": "reference"})[0] == 200
-        assert capfd.readouterr().err == "moetool: the access log ends here: No space left on device\n"
+        assert capfd.readouterr().err == "moetool: access log stopped: No space left on device\n"
 
 
 # -- what is learned --------------------------------------------------------------------------------------------
@@ -226,5 +226,5 @@ def test_what_was_learned_outlives_a_full_disk_and_a_kill(
     assert not list(tmp_path.glob("*.partial"))
 
     state.write_bytes(learned[:-10])
-    with pytest.raises(MismatchError, match="remove it to begin afresh"):
+    with pytest.raises(MismatchError, match="remove it to start afresh"):
         _learning(state)

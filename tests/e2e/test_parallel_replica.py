@@ -1,4 +1,4 @@
-"""The quantized replica foretells what ranks in threads wait to run, while they run."""
+"""The quantized replica predicts what ranks in threads wait to run, while they run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -105,8 +105,8 @@ def test_the_replica_says_what_the_next_batch_will_use_and_no_text_changes(head:
         assert [one.gpu for one in batch] == [0, 1, 0, 1] and {one.new_tokens for one in batch} == {3}
         tokens_GL = record.tokens_GLE.sum(axis=2, keepdims=True)
         even_GLE = np.broadcast_to(tokens_GL / made.spec.num_experts, record.tokens_GLE.shape)
-        foretold_GLE = demand_GLE * tokens_GL / demand_GLE.sum(axis=2, keepdims=True)
-        missed, missed_by_none = (np.abs(x - record.tokens_GLE).sum() for x in (foretold_GLE, even_GLE))
+        predicted_GLE = demand_GLE * tokens_GL / demand_GLE.sum(axis=2, keepdims=True)
+        missed, missed_by_none = (np.abs(x - record.tokens_GLE).sum() for x in (predicted_GLE, even_GLE))
         assert missed < 0.5 * missed_by_none
 
 

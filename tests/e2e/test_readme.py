@@ -74,10 +74,10 @@ def _serve(words: list[str]) -> None:
 def test_the_demo_serves_the_plain_models_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo.run(tmp_path / "demo")
     out = capsys.readouterr().out
-    table = out[out.index("policy x budget") :]
-    assert table.count("identical") == 6
+    table = out[out.index("6 questions of 24 tokens") :]
+    assert table.count("identical") == 7
     assert "Done in" in table
-    for name in ("trace/manifest.json", "predictor/card.json", "plan.json"):
+    for name in ("trace/manifest.json", "predictor/card.json", "plan.json", "memory.svg"):
         assert (tmp_path / "demo" / name).is_file()
 
 

@@ -21,9 +21,9 @@ from moetool.request import SamplingParams
 from moetool.runtime.batching import Batcher
 from moetool.runtime.decoding import Batch
 from moetool.runtime.paged_attention import Unwritten
+from moetool.runtime.partial_forward import decoder_layers
 from moetool.runtime.recording import GateRecorder
-from moetool.runtime.resident_gates import ResidentForward, decoder_layers, resident_counts
-from moetool.runtime.signals import Signals
+from moetool.runtime.resident_gates import ResidentForward, resident_counts
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from tests import families
@@ -183,8 +183,6 @@ def _right(trace: Trace) -> float:
 def test_where_it_cannot_be_had_it_is_refused_by_name(lazy: Any, full: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="experts are loaded when needed"):
         GateRecorder(lazy.model, lazy.layers, ["topk", "resident"])
-    with pytest.raises(UsageError, match="resident, which a running server cannot fill"):
-        Signals(full.model, full.layers, full.spec, {"experts", "resident"})
     for share in (0.0, 1.5):
         with pytest.raises(UsageError, match="expected a share"):
             replace(_options(), resident=share)
@@ -211,7 +209,7 @@ def test_families_of_the_usual_shape_and_others(family: str, tmp_path: Path) -> 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(families.config(family))
     if "made of" in UNUSUAL.get(family, ""):
-        with pytest.raises(UsageError, match=f"cannot keep resident for {family}: .* {UNUSUAL[family]}"):
+        with pytest.raises(UsageError, match=f"resident experts for {family}: .* {UNUSUAL[family]}"):
             decoder_layers(model, moe_layers(model))
         return
     families.save(family, tmp_path / "model")
@@ -220,7 +218,7 @@ def test_families_of_the_usual_shape_and_others(family: str, tmp_path: Path) -> 
     if family in UNUSUAL:
         for layer in loaded.model.model.layers:
             layer.residual_multiplier = 0.25  # as its checkpoints have
-        with pytest.raises(UsageError, match=f"cannot keep resident for {family}: .* {UNUSUAL[family]}"):
+        with pytest.raises(UsageError, match=f"resident experts for {family}: .* {UNUSUAL[family]}"):
             ResidentForward(loaded.model, loaded.layers, 0.5, said.append)
         return
     beside = ResidentForward(loaded.model, loaded.layers, 0.5, said.append)

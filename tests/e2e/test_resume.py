@@ -258,13 +258,13 @@ def test_a_stopped_capture_says_what_is_kept_and_how_to_go_on(case: Case, tmp_pa
             run_batches(stage, [0], lambda *_: case.loaded)
             raise error
         text = said[-1] if isinstance(error, KeyboardInterrupt) else str(caught.value)
-        assert f"2 of 3 prompts are kept in {tmp_path}/t.stage: to go on, repeat the command with --resume" in text
+        assert f"2 of 3 prompts are kept in {tmp_path}/t.stage: repeat the command with --resume to continue" in text
         assert isinstance(error, KeyboardInterrupt) or "full" in text
 
 
 def test_a_stopped_capture_is_not_replaced_unasked(case: Case, stopped: Path) -> None:
     for overwrite in (False, True):
-        with pytest.raises(UsageError, match=r"t\.stage holds a capture that was stopped.*--resume, or remove.*rm -r"):
+        with pytest.raises(UsageError, match=r"t\.stage contains an interrupted capture.*--resume, or remove.*rm -r"):
             case.run(stopped, resume=False, overwrite=overwrite)
     case.run(stopped)
     case.require_whole(stopped)
@@ -344,7 +344,7 @@ def test_a_router_that_gives_no_number_is_refused(case: Case, tmp_path: Path, mo
     finally:
         hook.remove()
     said = str(caught.value)
-    assert f"the router of layer {layer.layer_id} gave logits that are no numbers (NaN)" in said
+    assert f"the router of layer {layer.layer_id} gave logits that are NaN" in said
     assert f"of prompt p{number + len(case.plan.batches[1]) - 1} of d" in said
     assert "are kept in" in said
     case.run(out)
@@ -370,7 +370,7 @@ def test_a_disk_that_is_too_small_is_refused_at_once(
     with_free(10**8)
     assert f"{len(LENGTHS)} prompts, {row} bytes a token" in said[-1] and "may not" not in said[-1]
     with_free(least)
-    assert "That may not suffice" in said[-1]
+    assert "This may not fit" in said[-1]
     with pytest.raises(CapacityError, match="choose another --out"):
         with_free(least - 1)
     assert not stage_path(tmp_path / "t").exists()
@@ -447,10 +447,10 @@ def test_real_kills_and_resumes_give_the_same_files(
         with pytest.raises(MoetoolError):
             Trace(out)
     process = _start(out)
-    assert process.communicate()[1].count("holds a capture that was stopped") == 1
+    assert process.communicate()[1].count("contains an interrupted capture") == 1
     assert process.returncode == 2
     process = _start(out, "--resume", "--workers", "1")
-    assert "prompts are there from an earlier run" in process.communicate(timeout=300)[1]
+    assert "prompts are already captured" in process.communicate(timeout=300)[1]
     assert sha256s(out) == uninterrupted
     assert not stage_path(out).exists()
 
@@ -463,7 +463,7 @@ def test_ctrl_c_keeps_what_there_is_and_says_how_to_go_on(tmp_path: Path, uninte
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[1]
     assert process.returncode not in (0, None)
-    assert "to go on, repeat the command with --resume" in said
+    assert "repeat the command with --resume to continue" in said
     assert "Traceback" not in said
     assert _start(out, "--resume").wait(timeout=300) == 0
     assert sha256s(out) == uninterrupted

@@ -10,7 +10,7 @@ import pytest
 
 from moetool.capture.job import CaptureOptions
 from moetool.capture.run import capture
-from moetool.cluster.edge.protocol import ArrivedExpert, Holders, WorkerInfo, WorkerStats
+from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange, WorkerInfo, WorkerStats
 from moetool.cluster.edge.replacement import places_of
 from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
 from moetool.models.checkpoint import Checkpoint
@@ -53,6 +53,16 @@ class NodeWorker:
 
     def set_holders(self, holders: Holders) -> None:
         self.node.runtime.set_holders(holders)
+
+    def change_holders(self, change: HoldersChange) -> bool:
+        return self.node.runtime.change_holders(change)
+
+    def adopt_all(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert | str]:
+        return self.node.runtime.adopt_all(moves)
+
+    def drop_all(self, places: Sequence[tuple[int, int]]) -> None:
+        for place in places:
+            self.drop(*place)
 
     def adopt(self, layer: int, expert: int, source: int) -> ArrivedExpert:
         return self.node.runtime.adopt(layer, expert, source)
@@ -193,7 +203,7 @@ def test_text_is_the_same_while_experts_move(
     alone.close()
     arrange(nodes, held_by(plans["uniform"]))
     table = table_of(nodes)
-    options = SchedulerOptions(interval_s=10.0, poll_s=1.0, decide="always", half_life_s=60.0)
+    options = SchedulerOptions(interval_s=10.0, poll_s=1.0, decide="always", half_life_s=60.0, share=0.1)
     scheduler = Scheduler(table.spec, machines, options)
     now_s, moved, unmoved = 1000.0, 0, 0
     while now_s < 1000.0 + 120.0 and not (moved and unmoved):
@@ -207,7 +217,7 @@ def test_text_is_the_same_while_experts_move(
                 unmoved += bool(moved) and not scheduler.migrating
                 assert serve(node, [prompt]) == [expected[n][text]]
     made = [one for one in scheduler.chronicle.decisions if one.made]
-    assert moved > 5 and made and made[0].outcome == "done" and made[0].copies > 20
+    assert moved > 1 and made and made[0].outcome == "done" and made[0].copies > 20
     assert made[0].local_after > made[0].local_before
     assert all(node.meter.total["last_resort"] == 0 for node in nodes.nodes)
     assert [set(node.runtime.held) for node in nodes.nodes] == table.held()

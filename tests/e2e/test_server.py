@@ -17,14 +17,16 @@ from moetool.serving.server import bind, url_of
 
 PROCESS = """
 import sys
-from moetool.serving.server import bind, run
+from moetool.serving.server import HttpServer, bind, warn_if_open
 from moetool.serving.server_options import ServerOptions
 from tests.scripted_engine import ScriptedEngine
 
 host, timeout = sys.argv[1:]
 engine = ScriptedEngine(reply="word " * 40, step_s=0.02)
 options = ServerOptions(drain_timeout_s=float(timeout))
-run(engine, bind(host, 0), on_ready=lambda url: print(url, flush=True), options=options)
+sock = bind(host, 0)
+warn_if_open(sock, None)
+HttpServer(engine, sock, on_ready=lambda url: print(url, flush=True), options=options).serve_forever()
 print("ended, live requests:", engine.num_live)
 """
 

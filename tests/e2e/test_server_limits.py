@@ -291,7 +291,7 @@ def test_a_conversation() -> None:
         assert conversation.usage["completion_tokens"] > 3
     with pytest.raises(MoetoolError, match="no answer from"):
         Conversation(url)
-    with pytest.raises(UsageError, match="no address"):
+    with pytest.raises(UsageError, match="not an address"):
         Conversation("ftp://a")
 
 

@@ -49,7 +49,7 @@ def test_the_embedded_model_is_exact_under_every_policy(reference: Path, layer_b
     assert all(layer.tensors and not layer.tensors_differing for layer in made.layers)
     assert made.yardstick_max is not None and 0 < made.yardstick_max < 1e-3
     skipped = {row.policy: row.skipped for row in made.policies if row.skipped}
-    assert layer_by_layer or skipped["belady"] == "it has to know the future"
+    assert layer_by_layer or skipped["belady"] == "it needs future requests"
     assert layer_by_layer or skipped["smoe"] == "it changes the routing on purpose"
 
 
@@ -63,10 +63,14 @@ def test_families_agree_whole_and_layer_by_layer(family: str, reference: Path, t
         assert made.verdict in ("exact", "ties"), made.problems
 
 
-def test_where_decoding_is_not_the_forward_transformers_decodes_too(reference: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_where_decoding_is_not_the_forward_transformers_decodes_too(
+    layer_by_layer: bool, reference: Path, tmp_path: Path
+) -> None:
     """The state of linear attention: transformers generates other tokens than its own forward tells of."""
-    made = _verify(_shape("minimax", tmp_path / "m", reference), VerifyOptions(policies=("lru",), prompts=2, tokens=2))
-    assert made.verdict in ("exact", "ties"), made.problems
+    options = VerifyOptions(policies=("lru",), prompts=2, tokens=3, layer_by_layer=layer_by_layer)
+    made = _verify(_shape("minimax", tmp_path / "m", reference), options)
+    assert made.verdict in ("exact", "ties") and made.whole != layer_by_layer, made.problems
 
 
 @pytest.mark.parametrize("layer_by_layer", [False, True])
@@ -184,7 +188,7 @@ def test_the_report_holds_no_folder_and_no_prompt(reference: Path, tmp_path: Pat
 
 def test_a_policy_that_cannot_be_compared_is_refused(reference: Path) -> None:
     for policy, why in (
-        ("belady", "has to know the future"),
+        ("belady", "needs future requests"),
         ("smoe", "changes the routing"),
         ("lrru", "did you mean"),
     ):

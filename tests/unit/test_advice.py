@@ -69,7 +69,7 @@ def test_lookahead_counts_misses_by_hand(trace: Trace) -> None:
     for forward, layer, step in decisions(trace, "lru", budget, ReplaySetup(requests=requests, sequential=True)):
         if step.kind is StepKind.LOAD:
             loads.setdefault((forward, layer), set()).add(step.key % spec.num_experts)
-    tokens = missed = foretold = 0
+    tokens = missed = predicted = 0
     for info, events in trace.forwards(sequential=True, requests=requests):
         if info.prefill:
             continue
@@ -78,9 +78,9 @@ def test_lookahead_counts_misses_by_hand(trace: Trace) -> None:
             misses = loads.get((info.forward_id, event.layer), set())
             missed += len(misses)
             if event.layer:
-                foretold += len(misses & affinity.predict(event.layer - 1, events[event.layer - 1].experts_TK[0]))
-    assert (found.tokens, found.missed, found.foretold) == (tokens, missed, foretold)
-    assert 0 < found.foretold <= found.missed and found.wasted > 0
+                predicted += len(misses & affinity.predict(event.layer - 1, events[event.layer - 1].experts_TK[0]))
+    assert (found.tokens, found.missed, found.predicted) == (tokens, missed, predicted)
+    assert 0 < found.predicted <= found.missed and found.wasted > 0
 
 
 def test_affinity_is_that_of_the_used_requests(trace: Trace) -> None:
@@ -95,10 +95,10 @@ def test_affinity_is_that_of_the_used_requests(trace: Trace) -> None:
 
 
 def test_prefetching_hides_no_more_than_computing_takes() -> None:
-    perfect = Lookahead(tokens=10, missed=100, foretold=100, wasted=0)
+    perfect = Lookahead(tokens=10, missed=100, predicted=100, wasted=0)
     assert perfect.seconds(10**6, 1e9, 0.005) == pytest.approx((0.015, 0.010))  # loads take 10 ms a token
     assert perfect.seconds(10**6, 1e9, 0.020) == pytest.approx((0.030, 0.020))
-    useless = Lookahead(tokens=10, missed=100, foretold=0, wasted=100)
+    useless = Lookahead(tokens=10, missed=100, predicted=0, wasted=100)
     demand, prefetch = useless.seconds(10**6, 1e9, 0.005)
     assert prefetch > demand
 

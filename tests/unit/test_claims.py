@@ -131,7 +131,7 @@ def test_two_predictors_of_one_class_are_two_replays(tmp_path: Path) -> None:
 def test_what_was_not_measured_is_named() -> None:
     with pytest.raises(UsageError, match="did you mean 'prism'"):
         _judge(Check(lowest="prsm"), prism=[1.0])
-    with pytest.raises(UsageError, match="states nothing"):
+    with pytest.raises(UsageError, match="an empty check"):
         Check(order=("alone",))
     with pytest.raises(UsageError, match="derivation of 'x'"):
         derive({"a": [1.0]}, {"x": {"lss": ("a", "a")}})
@@ -153,7 +153,7 @@ def test_a_recipe_that_is_wrong_is_refused() -> None:
         (("remote = [", "remot = ["), "option of test, Table I, remote_share"),
         (("order =", "ordr ="), "check"),
         (("seeds = 1", "seeds = 0"), "seeds"),
-        (("[paper]", "[paper"), "no TOML"),
+        (("[paper]", "[paper"), "not valid TOML"),
     ):
         with pytest.raises(UsageError, match=message):
             parse_paper(RECIPE.replace(*change), "test")
@@ -172,6 +172,7 @@ options = { mbps = 100.0, remote = [0.5] }
     for text, message in (
         (shared.replace('setup = "shares"', 'setup = "share"'), "did you mean 'shares'"),
         (RECIPE.replace('experiment = "remote_share"', ""), "either a setup or an experiment"),
+        (RECIPE.replace("remote_share", "os.path"), "os.path is not an experiment: it has no Options and no run"),
     ):
         with pytest.raises(UsageError, match=message):
             parse_paper(text, "test")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moetool.errors import MismatchError, MoetoolError
+from moetool.errors import MismatchError, MoetoolError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from tests.tiny_shape import CONFIG, write_shape
 
@@ -25,7 +25,8 @@ from tests.tiny_shape import CONFIG, write_shape
         ({"hidden_size": -32}, "hidden_size: found -32"),
         ({"hidden_size": 10**12}, "hidden_size"),
         ({"n_routed_experts": 10**9}, "experts"),
-        ({"vocab_size": "many"}, "vocab_size|cannot read"),
+        ({"vocab_size": "many"}, r"cannot read .*field 'vocab_size': .*expected int, got str"),
+        ({"text_config": {"model_type": "qwen3_moe"}}, "has a text part, which .* models have not"),
         ({"num_attention_heads": 3, "q_lora_rank": -1}, "cannot read"),
     ],
 )
@@ -36,6 +37,21 @@ def test_sizes_that_cannot_be_are_refused(changes: dict[str, Any], says: str, tm
         Checkpoint(tmp_path / "m", weights=False).spec  # noqa: B018 - reading it builds it
     assert "config.json" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "7", '{"a": ', "\x00", '{"added_tokens": 7}'])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_tokenizer_files_that_cannot_be_are_refused_in_one_line(
+    name: str, content: str, reference: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(reference, tmp_path / "m")
+    (tmp_path / "m" / name).write_text(content)
+    try:
+        Checkpoint(tmp_path / "m").tokenizer("The king")
+    except UsageError as error:
+        assert "has no tokenizer that can be read: " in str(error) and "\n" not in str(error)
+    else:
+        assert name == "special_tokens_map.json" or content.startswith("{")
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> set[str]:

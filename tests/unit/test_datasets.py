@@ -246,7 +246,7 @@ def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_folders_without_the_rows_are_refused(tmp_path: Path) -> None:
-    refused(UsageError, lambda: gather("gsm8k", tmp_path / "none"), "no folder at", "openai/gsm8k")
+    refused(UsageError, lambda: gather("gsm8k", tmp_path / "none"), "no directory at", "openai/gsm8k")
     refused(UsageError, lambda: gather("gsm8k", tmp_path), "has no file that ends in", "openai/gsm8k")
     row = SAMPLES["gsm8k"].row
     write(tmp_path / "a" / "train.jsonl", [row])
@@ -260,7 +260,7 @@ def test_folders_without_the_rows_are_refused(tmp_path: Path) -> None:
     assert len(gather("gsm8k:socratic", tmp_path / "d").prompts) == 1
     refused(UsageError, lambda: gather("bigbench:../d", tmp_path / "d"), "'../d' is no name of a task")
     write(tmp_path / "c" / "race" / "test.jsonl", [row])
-    refused(UsageError, lambda: gather("gsm8k", tmp_path / "c"), "has race, expected a folder gsm8k")
+    refused(UsageError, lambda: gather("gsm8k", tmp_path / "c"), "has race, expected a directory gsm8k")
 
 
 def test_only_the_asked_for_part_of_a_large_copy_is_read(tmp_path: Path) -> None:

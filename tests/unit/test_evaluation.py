@@ -278,7 +278,7 @@ def test_a_trace_that_was_split_in_time_is_scored_on_its_end(tmp_path: Path) -> 
     card = train("affinity", trace, tmp_path / "affinity")
     rows = evaluate([tmp_path / "affinity"], trace)
     assert [(r.predictor, r.baseline) for r in rows] == [("affinity", None), ("popularity", "the same tokens")]
-    assert [(r.requests, r.num_requests, r.num_tokens, r.foretold) for r in rows] == [("end", 1, 6, None)] * 2
+    assert [(r.requests, r.num_requests, r.num_tokens, r.prompt_prediction) for r in rows] == [("end", 1, 6, None)] * 2
     predictor = load_predictor(tmp_path / "affinity")
     (tokens,) = stream(Trace(trace), {"experts"}, [0])
     right = [
@@ -327,11 +327,11 @@ def test_times_are_weighed_by_a_profile_and_training_by_its_trace(tmp_path: Path
         evaluate([tmp_path / "affinity"], trace, profile=other)
 
 
-def test_what_is_foretold_agrees_with_plain_loops(tmp_path: Path) -> None:
+def test_what_is_predicted_agrees_with_plain_loops(tmp_path: Path) -> None:
     trace = write_trace(tmp_path / "trace")
     card = train("popularity", trace, tmp_path / "popularity")
     (row, _) = evaluate([tmp_path / "popularity"], trace)
-    told = row.foretold
+    told = row.prompt_prediction
     assert told is not None
     assert (told.num_requests, told.prompt_tokens, told.new_tokens) == (3, 3 * 12, 3 * 8)
     share_LE = load_predictor(tmp_path / "popularity").get_buffer("popularity_LE").double().numpy()

@@ -32,7 +32,7 @@ def test_every_row_is_as_wide_as_its_headings_and_shows_the_measures(rows: list[
     assert [row[0] for row in right.rows] == ["affinity", "popularity"]
     score = known[0].overall()[1]
     assert right.rows[0][1:5] == [f"{x:.3f}" for x in (score.match, score.exact, score.at_least_one, score.recall[-1])]
-    assert right.notes == ("popularity was counted on the same 6 training requests",)
+    assert right.notes == ("popularity counted on the same 6 training requests",)
     assert any("of an unseen task" in table.title for table in tables_of(unseen))
     told = next(table for table in tables if table.title.startswith("predictions for the prompts of 1 pending"))
     assert [row[0] for row in told.rows] == ["popularity"]
@@ -81,7 +81,7 @@ def test_one_table_has_both_tasks_beside_each_other(rows: list[Evaluation]) -> N
     ]
     assert table.rows[0][1:5] == by_hand
     assert table.rows[0][table.columns.index("of step")] == "2.5 %"
-    assert "1 request held out, 20 tokens; 3 requests that none has seen of an unseen task, 60" in table.title
+    assert "1 request held out, 20 tokens; 3 requests of an unseen task, 60" in table.title
     alone = overview([row for row in rows if row.unseen_task])
     assert alone.columns[1:3] == ("unseen\nprompts", "unseen\nnew tokens") and "of step" not in alone.columns
     near = dataclasses.replace(rows[0], scores=tuple(s for s in rows[0].scores if s.distance < 3))
@@ -136,5 +136,5 @@ def test_they_are_printed(rows: list[Evaluation], capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out
     assert printed.startswith("\nat a glance")
     assert "next layer's experts on 1 request held out, 20 tokens\n" in printed
-    assert "  popularity was counted on the same 6 training requests" in printed
-    assert "next layer's experts on 3 requests that none has seen of an unseen task, 60 tokens" in printed
+    assert "  popularity counted on the same 6 training requests" in printed
+    assert "next layer's experts on 3 requests of an unseen task, 60 tokens" in printed

@@ -1,4 +1,4 @@
-"""Foresight: what it foretells, that it learns while it runs, and that what it learned comes back."""
+"""Foresight: what it predicts, that it learns while it runs, and that what it learned comes back."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -196,7 +196,7 @@ def test_gradients_are_those_of_autograd() -> None:
         np.testing.assert_allclose(gradient, w[name].grad, atol=1e-6, err_msg=name)
 
 
-def test_what_was_fitted_keeps_its_say_while_it_foretells_better() -> None:
+def test_what_was_fitted_keeps_its_say_while_it_predicts_better() -> None:
     net, batch = network(trained=True), samples()
     for name in ("value_HA", "value_A"):
         net.weights[name][:] = 30  # what learns is spoilt, and what was fitted is not

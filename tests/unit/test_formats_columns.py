@@ -175,8 +175,8 @@ def put(name: str, value: Any) -> Callable[[list[dict[str, Any]]], list[dict[str
         (lambda rows: [*rows, rows[3]], "rows are missing or twice"),
         (put("expert", 99), "uses expert 99"),
         (put("expert", -1), "expert -1"),
-        (put("expert", "x"), "no whole numbers|no lists"),
-        (put("layer", 1.5), "no whole numbers"),
+        (put("expert", "x"), "not whole numbers|not lists"),
+        (put("layer", 1.5), "not whole numbers"),
         (put("weight", -0.5), "weights below 0"),
         (put("phase", "thinking"), "phase 'thinking'"),
         (lambda rows: [{**row, "task": f"task {row['token'] % 2}"} for row in rows], "several tasks"),
@@ -250,7 +250,7 @@ def test_formats_are_told_by_content_and_said(tmp_path: Path) -> None:
     )
     assert run.exit_code == 0 and "read as columns: a table whose columns say layer (layer)" in run.stderr
     (tmp_path / "odd").write_text("hello")
-    with pytest.raises(UsageError, match="no format that is recognized"):
+    with pytest.raises(UsageError, match="unknown format"):
         import_trace([tmp_path / "odd"], None, tmp_path / "u")
     with pytest.raises(UsageError, match="import them one by one"):
         import_trace([files["columns"], files["policylang"]], None, tmp_path / "u")

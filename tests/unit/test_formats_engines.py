@@ -169,17 +169,17 @@ def test_responses_that_are_none_are_refused(tmp_path: Path) -> None:
     file, whole = tmp_path / "r.jsonl", json.dumps(foreign.sglang_native("a"))
     texts: list[tuple[bytes, str]] = [
         (b"", "no response"),
-        (b"\xff\xfe{", "is no text"),
-        (f"{whole}\n{whole[:-40]}".encode(), "line 2 is no JSON"),
+        (b"\xff\xfe{", "is not text"),
+        (f"{whole}\n{whole[:-40]}".encode(), "line 2 is not JSON"),
         (b"[1]", "is '1', expected a JSON object"),
         (json.dumps({"meta_info": {}}).encode(), "--enable-return-routed-experts"),
         (whole.replace('"prompt_tokens": 4', '"prompt_tokens": "4"').encode(), "prompt_tokens '4', expected int"),
         (whole.replace('"prompt_tokens": 4', '"prompt_tokens": -4').encode(), "prompt_tokens '-4'"),
         (whole.replace('"completion_tokens": 4', f'"completion_tokens": {2**40}').encode(), "completion_tokens"),
-        (json.dumps({"meta_info": {"routed_experts": "@@"}}).encode(), "no base64"),
+        (json.dumps({"meta_info": {"routed_experts": "@@"}}).encode(), "not base64"),
         (json.dumps({"meta_info": {"routed_experts": ""}}).encode(), "0 bytes"),
         (f"{whole}\n{whole}".encode(), "have the sequence 'a'"),
-        (b"[" * 100_000, "no JSON"),
+        (b"[" * 100_000, "not JSON"),
     ]
     for text, message in texts:
         file.write_bytes(text)
@@ -188,9 +188,9 @@ def test_responses_that_are_none_are_refused(tmp_path: Path) -> None:
     claim = "{'descr': '<i8', 'fortran_order': False, 'shape': (9999999, 9999999, 9999999), }"
     for raw, message in [
         (header + claim.ljust(117).encode() + b"\n", "9999999"),
-        (b"PK\x03\x04", "no .npy file"),
-        (header + b"{'descr': '|O'", "no .npy file"),
-        (pickle.dumps([1]), "no .npy file"),
+        (b"PK\x03\x04", "not an .npy file"),
+        (header + b"{'descr': '|O'", "not an .npy file"),
+        (pickle.dumps([1]), "not an .npy file"),
     ]:
         text = base64.b64encode(raw).decode()
         foreign.write_lines(file, {"choices": [{"routed_experts": text}]})
@@ -381,7 +381,7 @@ def test_a_pt_file_is_never_run_and_a_damaged_one_is_refused(tmp_path: Path) -> 
     said = {"first_k_dense": 1, "expert_bytes": 9}
     for part in (whole[: len(whole) // 2], whole[:100], b"", whole[64:], b"\x80\x02}." + bytes(40)):
         file.write_bytes(part)
-        refused("no whole .pt file", file, "sglang_per_token", said)
+        refused("not a complete .pt file", file, "sglang_per_token", said)
     foreign.save(file, {"records": [_Code(tmp_path / "ran")]})
     refused("asks for .*does not run the code", file, "sglang_per_token", said)
     assert not (tmp_path / "ran").exists()
@@ -432,7 +432,7 @@ def test_wrong_statistics_are_refused(tmp_path: Path) -> None:
     with_array(more=arrays["50_2"])
     refused("has int32 'more'", folder, "tensorrt_llm_raw", said)
     raw.write_bytes(raw.read_bytes()[:50])
-    refused("no whole safetensors file", folder, "tensorrt_llm_raw", said)
+    refused("not a complete safetensors file", folder, "tensorrt_llm_raw", said)
     save_file({"50_1": np.zeros(9, np.int64)}, folder / "rank0.safetensors")
     refused("has the shape .9,., expected .8,.", folder, "tensorrt_llm_statistics", said)
     for file in folder.glob("rank*.safetensors"):
@@ -441,5 +441,5 @@ def test_wrong_statistics_are_refused(tmp_path: Path) -> None:
     for text in ("{", "[]", '{"num_experts": 8, "num_experts_per_token": 9}', '{"num_experts": 8}'):
         meta.write_text(text)
         refused("meta_info.json", folder, "tensorrt_llm_statistics", said)
-    with pytest.raises(UsageError, match="no folder at"):
+    with pytest.raises(UsageError, match="no directory at"):
         import_trace([meta], "tensorrt_llm_raw", tmp_path / "t", settings=said)

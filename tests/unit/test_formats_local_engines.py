@@ -108,12 +108,12 @@ def test_layer_expert_keeps_the_first_of_tokens_that_were_read_from_a_strided_vi
     [
         (lambda lines: lines[:-1], "expected a multiple of top_k|cut off"),
         (lambda lines: [*lines[:20], *lines[22:]], "expected as many"),
-        (lambda lines: [*lines[:5], "1;2", *lines[5:]], "no CSV of layer,expert"),
+        (lambda lines: [*lines[:5], "1;2", *lines[5:]], "not a CSV of layer,expert"),
         (lambda lines: [*lines[:5], "1,-2", *lines[6:]], "the number -2"),
         (lambda lines: ["1,16", *lines[1:]], "uses expert 16"),
         (lambda lines: [lines[0], lines[0], *lines[2:]], "different ones"),
         (lambda lines: [*lines[:-4], *lines[-2:]], "tokens and layer 1 1, expected as many"),
-        (lambda lines: [], "no CSV|no rows"),
+        (lambda lines: [], "not a CSV|no rows"),
     ],
 )
 def test_damaged_layer_expert_files_are_refused(
@@ -138,7 +138,7 @@ def test_moe_profiles_mark_the_prompt(tmp_path: Path) -> None:
     assert made.format == "llamacpp_moe_profile" and made.requests == 2
     for rows in rows_of(tmp_path / "t"):
         assert (rows.experts_TS.reshape(ROUTES.shape) == expected_routes()).all()
-    refused("no CSV of pos,layer", write(tmp_path / "q.csv", [*profile_lines(), "7"]), "llamacpp_moe_profile")
+    refused("not a CSV of pos,layer", write(tmp_path / "q.csv", [*profile_lines(), "7"]), "llamacpp_moe_profile")
 
 
 def usage_lines() -> list[str]:
@@ -294,7 +294,7 @@ def test_imatrix_files_without_counts_are_refused(tmp_path: Path) -> None:
     refused("of the type 'model'", write_imatrix(tmp_path / "c.gguf", imatrix_counts(), "model"), "llamacpp_imatrix")
     whole = write_imatrix(tmp_path / "d.gguf", imatrix_counts())
     whole.write_bytes(whole.read_bytes()[:-3000])
-    refused("no whole GGUF file", whole, "llamacpp_imatrix")
+    refused("not a complete GGUF file", whole, "llamacpp_imatrix")
     # the older layout: entries, then for each the name, calls, values; calls of the file and the data set's name
     name, values = b"blk.1.ffn_gate_exps.weight", np.ones(16, "<f4")
     entry = struct.pack("<i", len(name)) + name + struct.pack("<ii", 1, len(values)) + values.tobytes()

@@ -117,7 +117,7 @@ def test_a_damaged_policylang_file_is_refused(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for part in (whole[:-9], b"", b"not parquet at all"):
         file.write_bytes(part)
-        refused("no whole Parquet file", file, "policylang")
+        refused("not a complete Parquet file", file, "policylang")
 
 
 def test_moe_cache_lab_brings_experts_weights_and_ids(tmp_path: Path) -> None:
@@ -200,12 +200,12 @@ def test_a_damaged_moe_cache_lab_file_is_refused(tmp_path: Path) -> None:
     whole = file.read_bytes()
     line = json.dumps(foreign.moe_cache_lab_records()[1])
     for part, message in [
-        (whole[:-30], "is no JSON"),
+        (whole[:-30], "is not JSON"),
         (b"", "begins with"),
-        (b"\xff" + whole, "is no text"),
+        (b"\xff" + whole, "is not text"),
         (whole + b"[1, 2]\n", "expected a JSON object"),
         (whole.replace(line.encode(), (line[:-1] + ', "layer": 1}').encode()), "a key comes twice"),
-        (whole + b'{"a":' * 50_000, "is no JSON"),
+        (whole + b'{"a":' * 50_000, "is not JSON"),
     ]:
         file.write_bytes(part)
         refused(message, file, "moe_cache_lab")

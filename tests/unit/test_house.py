@@ -22,8 +22,8 @@ PLUGIN_CLASSES = {"Options", "Policy", "Predictor"}
 PLUGIN_FOLDERS = ("caching", "placement", "formats", "experiments")
 MIRRORS = ("cli", "report")
 """Packages whose modules may be named for what they present."""
-DICTATED = {"paged_attention"}
-"""Functions whose parameters are those that a library calls them with."""
+DICTATED = {"paged_attention", "few_rows", "many_rows"}
+"""Functions whose parameters are those that a library calls them with, and kernels, which take numbers alone."""
 FOREIGN = {
     *("_attn_implementation", "_experts_implementation", "_kv_token_views", "_dequantize_one"),  # transformers
     *("_convert_weight_to_int4pack_for_cpu", "_forward_hooks", "_forward_pre_hooks", "_linear_pointwise"),  # torch

@@ -27,3 +27,25 @@ def test_each_kind_of_tensor_is_needed(load: object, tmp_path: Path) -> None:
         said = str(caught.value)
         assert name in said or ".".join(name.split(".")[:5]) in said, said
         assert "\n" not in said
+
+
+@pytest.mark.parametrize("load", [load_full, load_lazy])
+def test_a_tensor_of_another_shape_is_named_with_both(load: object, tmp_path: Path) -> None:
+    families.save("qwen3_moe", tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.embed_tokens.weight"
+    tensors = load_file(file)
+    rows, width = tensors[name].shape
+    save_file({**tensors, name: tensors[name][:-1].contiguous()}, file, {"format": "pt"})
+    with pytest.raises(MismatchError) as caught:
+        load(Checkpoint.open(tmp_path), torch.float32)  # type: ignore[operator]
+    said = str(caught.value)
+    assert name in said and f"[{rows - 1}, {width}]" in said and f"[{rows}, {width}]" in said, said
+
+
+@pytest.mark.parametrize("load", [load_full, load_lazy])
+def test_a_generation_config_that_is_none_is_refused_in_one_line(load: object, tmp_path: Path) -> None:
+    families.save("qwen3_moe", tmp_path)
+    (tmp_path / "generation_config.json").write_text("[1, 2]")
+    with pytest.raises(MismatchError, match="not a mapping") as caught:
+        load(Checkpoint.open(tmp_path), torch.float32)  # type: ignore[operator]
+    assert "\n" not in str(caught.value)

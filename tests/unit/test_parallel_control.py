@@ -39,14 +39,14 @@ def placed(*gpus: Sequence[int]) -> np.ndarray:
 
 
 def wanting(*experts: int, tokens: int = 100) -> RoutingPredictor:
-    """Foretells that every request needs these."""
+    """Predicts that every request needs these."""
 
-    def foretell(prompt: Sequence[int], new_tokens: int) -> np.ndarray:
+    def predict(prompt: Sequence[int], new_tokens: int) -> np.ndarray:
         load_LE = np.zeros((1, 4))
         load_LE[0, list(experts)] = tokens
         return load_LE
 
-    return RoutingPredictor("cascade", foretell)
+    return RoutingPredictor("cascade", predict)
 
 
 def decide(control: BatchReplacement, costs: BatchCosts = FACTS, before: np.ndarray | None = None) -> Decision | None:

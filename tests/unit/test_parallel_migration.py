@@ -89,7 +89,7 @@ def test_a_disk_that_fails_is_told_to_who_waits_for_the_expert() -> None:
     with opened(Kept(fails=True)) as migration:
         migration.ask(stage(2, 3))
         deadline = time.monotonic() + 10
-        with pytest.raises(MoetoolError, match="GPU 0 could not take in an expert"):
+        with pytest.raises(MoetoolError, match="GPU 0 could not receive an expert"):
             while time.monotonic() < deadline:
                 migration.require_well()
                 time.sleep(0.001)

@@ -54,6 +54,18 @@ def test_a_curve_that_meets_zero_before_its_first_knot_is_not_over_estimated() -
     assert {2.5, 5.0, 10.0} <= set(halves.tolist())
 
 
+def test_placements_that_are_compared_have_one_bound() -> None:
+    tokens_GLE = np.array([[[4.0, 1.0, 1.0]], [[1.0, 3.0, 2.0]]])
+    problem = make_problem(make_spec(1, 3), make_cluster([[2], [2]]), tokens_GLE=tokens_GLE)
+    apart = np.array([[[True, False, False]], [[False, True, True]]])
+    other = np.array([[[True, True, False]], [[False, False, True]]])
+    common = latency_bound(problem, apart, other)
+    assert common == latency_bound(problem, other, apart)
+    assert work_bound(problem) < common <= min(score(problem, one).latency for one in (apart, other))
+    copied = apart | other
+    assert latency_bound(problem, apart, copied) == work_bound(problem)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_curves_that_rise_and_fall_are_bounded_too(seed: int) -> None:
     rng = np.random.default_rng(seed)

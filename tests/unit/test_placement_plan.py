@@ -11,7 +11,7 @@ import pytest
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.formats import ktransformers, sglang, tensorrt_llm, vllm_ascend
 from moetool.placement._cluster_file import load_cluster
-from moetool.placement._comparing import Setting, compare, open_traces, plan_placement, score_plan
+from moetool.placement._comparing import Setting, compare, open_traces, plan_placement, score_plan, verdict
 from moetool.placement._decide import plan_migration
 from moetool.placement._demand import planned_share, read_demand
 from moetool.placement._migration import order_moves, windows
@@ -82,9 +82,9 @@ def test_a_cluster_is_read_with_units_counts_and_links(cluster: Cluster) -> None
         ('"lab", "clinic"', '"lab", "lab"', "links.0.between: found lab twice"),
         ("bytes_s = 1e6", "bytes_s = nan", "links.0.bytes_s: found nan"),
         ("link_latency_s = 0.001", "link_latency_s = -1", "link_latency_s: found -1"),
-        ('"62.5MB"', '"fast"', "link_bytes_s: 'fast' is no amount of memory"),
+        ('"62.5MB"', '"fast"', "link_bytes_s: 'fast' is not an amount of memory"),
         ("count = 2", "count = 0", "count: found 0, expected 1 to"),
-        ("count = 2", "count = ", "is no TOML"),
+        ("count = 2", "count = ", "is not valid TOML"),
         ("reserved_bytes", "reserve_bytes", "reserve"),
     ],
 )  # fmt: skip
@@ -172,6 +172,12 @@ def test_planners_side_by_side(cluster: Cluster, traces: dict[str, Trace], tmp_p
         for requests in ("planned on", "held out", "unseen task")
     ]
     assert rows[3].score.remote_calls <= rows[0].score.remote_calls
+    for requests, line in zip(("planned on", "held out", "unseen task"), verdict(rows), strict=True):
+        mine = {row.planner: row.score for row in rows if row.requests == requests}
+        assert len({found.latency_bound for found in mine.values()}) == 1
+        best, other = sorted(mine, key=lambda name: mine[name].latency)
+        assert mine[best].latency_gap <= mine[other].latency_gap
+        assert line.startswith(f"{requests}: {best} has the least T_comp + T_comm ({other} ")
     assert json.dumps([row.to_json() for row in rows])
 
 
@@ -209,7 +215,7 @@ def test_damaged_plans_are_refused_in_one_line(cluster: Cluster, traces: dict[st
     refused(
         MismatchError, "experts_LG: found 2 layers of up to 3 GPUs, expected 3 layers of 3 GPUs", experts_LG=experts[:2]
     )
-    refused(MismatchError, "experts_LG.0: found no place for expert 0", experts_LG=[[[1], [2], [3]], *experts[1:]])
+    refused(MismatchError, "experts_LG.0: found expert 0 unplaced", experts_LG=[[[1], [2], [3]], *experts[1:]])
     refused(MismatchError, "expected different ones of 0 to 7", experts_LG=[[[1, 1], [2], [3]], *experts[1:]])
     small = json.loads(json.dumps(values["cluster"]))
     small["servers"][1]["gpus"][0]["memory_bytes"] = 1000

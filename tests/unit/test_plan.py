@@ -11,6 +11,7 @@ from moetool.costing.pricing import TimelineOptions
 from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.trace.reader import Trace
 from moetool.tuning.candidates import servable
+from predictors import next_use
 from tests import traces
 from tests.plans import choose_cache
 from tests.profiles import compute, flat, line, make_profile
@@ -151,6 +152,15 @@ def test_a_predictor_that_leaves_no_room_is_said(trace: Trace) -> None:
     plan = choose_cache(trace, 10_000, predictor=predictor, predictor_bytes=9_000)
     assert "left out: duoserve, whose predictor of 9,000 bytes leaves no room" in plan.reason
     assert "duoserve" not in {row["policy"] for row in plan.evidence}
+
+
+def test_a_predictor_whose_bytes_are_worth_more_as_slots_is_left_out(trace: Trace) -> None:
+    predictor = next_use.Predictor(trace.spec, next_use.Options())
+    costly = choose_cache(trace, 13_000, predictor=predictor, predictor_bytes=9_000, policies=["foresight"])
+    alone = choose_cache(trace, 13_000, policies=["foresight"])
+    assert (costly.slots, costly.predictor_bytes, costly.predictor) == (alone.slots, 0, None) == (13, 0, None)
+    assert costly.evidence == alone.evidence
+    assert "left out: the predictor, which saves less than its 9,000 bytes do as expert slots" in costly.reason
 
 
 def test_a_profile_prices_host_and_link_for_policies_that_weigh_them(tmp_path: Path) -> None:

@@ -91,9 +91,10 @@ def test_options_beyond_the_weights_are_refused(name: str, options: dict[str, An
         ({"spec": {**SPEC.to_json(), "layer_ids_L": []}}, "layers: found 0"),
         ({"spec": {**SPEC.to_json(), "hidden_size": -4}}, "hidden_size: found -4"),
         ({"spec": make_spec(layers=500, experts=2000).to_json()}, "does not fit|is damaged"),
+        ({"options": {"hidden": 2**63}}, "options: found a whole number of more than 64 bits"),
         ({"predictor": 3}, "predictor: found 3, expected a name"),
-        ({"predictor": "os.path"}, "os.path is no predictor: it has no Options"),
-        ({"predictor": "..evil"}, "is no module's name"),
+        ({"predictor": "os.path"}, "os.path is not a predictor: it has no Options"),
+        ({"predictor": "..evil"}, "is not a module name"),
         ({"weights": {}}, "weights.sha256: found None"),
         ({"weights": {"sha256": {"../x": "0"}}}, "weights.sha256: found ../x: 0"),
         ({"trace": {}}, "trace.sha256: found None"),
@@ -110,7 +111,7 @@ def test_weights_that_are_no_numbers_or_name_what_is_not_there_are_refused(tmp_p
     def nan(tensors: dict[str, torch.Tensor]) -> None:
         tensors["popularity_LE"][0, 0] = torch.nan
 
-    refused(reweighted(saved("popularity", tmp_path / "a"), nan), "popularity_LE has values that are no finite numbers")
+    refused(reweighted(saved("popularity", tmp_path / "a"), nan), "popularity_LE has values that are not finite")
     refused(
         reweighted(saved("fused", tmp_path / "b", paths=4), lambda t: t["experts_CLK"].fill_(99)),
         "experts_CLK has experts that are not among the 8",
@@ -128,7 +129,7 @@ def test_weights_that_are_no_numbers_or_name_what_is_not_there_are_refused(tmp_p
 
     load_predictor(reweighted(saved("expert_map", tmp_path / "e"), maps))
     refused(reweighted(saved("expert_map", tmp_path / "f"), lambda t: maps(t, 7)), "links to maps that are not there")
-    refused(reweighted(saved("expert_map", tmp_path / "g"), lambda t: maps(t, value=torch.nan)), "no finite numbers")
+    refused(reweighted(saved("expert_map", tmp_path / "g"), lambda t: maps(t, value=torch.nan)), "not finite")
 
 
 def test_pipes_in_the_place_of_files_are_refused(tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_damaged_policy_state_is_refused(tmp_path: Path) -> None:
     arrays = safetensors.numpy.load_file(file)
     spoilt = {name: np.full_like(array, np.nan) for name, array in arrays.items()}
     safetensors.numpy.save_file(spoilt, file, metadata)
-    with pytest.raises(MismatchError, match=r"no finite numbers.*remove it to begin afresh"):
+    with pytest.raises(MismatchError, match=r"not finite.*remove it to start afresh"):
         restore_state(file, "foresight", policy)
     file.write_bytes(b"\xff" * 100)
     with pytest.raises(MismatchError, match="is damaged"):

@@ -181,7 +181,7 @@ def test_what_is_no_prompt_file_is_refused(tmp_path: Path) -> None:
     table = tmp_path / "table.xlsx"
     table.write_text("prompt\nhello\n")
     refused(table, "'.xlsx'", ".jsonl", kind=UsageError)
-    refused(tmp_path, "a folder", ".jsonl", kind=UsageError)
+    refused(tmp_path, "a directory", ".jsonl", kind=UsageError)
 
 
 @pytest.mark.parametrize("arguments", [([], None), (["chat"], 0), (["chat"], -1)])

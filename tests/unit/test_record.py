@@ -99,7 +99,7 @@ def test_arrays_and_the_long_form_say_the_same(loaded: tuple[Any, Any], tmp_path
     again = table.sort_values(["request", "position", "layer", "rank"])
     assert (again["expert"].to_numpy().reshape(experts.shape) == experts).all()
     assert (again["weight"].to_numpy().reshape(experts.shape) == weights).all()
-    with pytest.raises(MismatchError, match="no column by layer"):
+    with pytest.raises(MismatchError, match="not a per-layer column"):
         trace.by_layer("phase")
 
 
@@ -120,7 +120,7 @@ def test_what_cannot_be_recorded_is_refused(loaded: tuple[Any, Any], tmp_path: P
     assert not (tmp_path / "t").exists()
     assert hooks_of(model) == hooks
     with (
-        pytest.raises(UsageError, match="no transformers model"),
+        pytest.raises(UsageError, match="not a transformers model"),
         moetool.record(torch.nn.Linear(1, 1), tmp_path / "t"),
     ):
         pass

@@ -88,7 +88,7 @@ def test_text_that_cannot_be_used_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         read_domains(write(tmp_path / "text", **texts), tokenizer, 0.1)
-    with pytest.raises(UsageError, match="no folder"):
+    with pytest.raises(UsageError, match="no directory"):
         read_domains(tmp_path / "absent", tokenizer, 0.1)
 
 

@@ -180,7 +180,7 @@ def test_predicts_what_its_routers_choose(replica: Path) -> None:
     assert scores.dtype == np.float32 and ((scores >= 1).sum(1) == 2).all() and (scores < 2).all()
     chance = predictor.probabilities(torch.from_numpy(scores))
     assert torch.allclose(chance.sum(1), torch.tensor(2.0), atol=1e-2)
-    told_SLE, new_LE = predictor.foretell(ids)
+    told_SLE, new_LE = predictor.predict_prompt(ids)
     assert [set(row.tolist()) for row in told_SLE[:, 1].topk(2, dim=1).indices] == expected
     assert torch.equal(new_LE, told_SLE.mean(0))
     load_LE = predictor.workload(ids, new_tokens=len(ids))

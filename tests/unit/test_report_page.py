@@ -156,7 +156,7 @@ def test_what_is_said_turns_with_the_numbers(made: TraceMeasures) -> None:
     assert all(finding.rule for finding in findings(made))
     even = replace(made, popularity=replace(made.popularity, uneven_L=np.full(3, 1.2)))
     hot = replace(made, popularity=replace(made.popularity, uneven_L=np.full(3, 2.5)))
-    assert "copies of experts buy little" in said(even) and "copy it" in said(hot)
+    assert "replicas gain little" in said(even) and "replicate it" in said(hot)
     assert caveat(made) is not None
 
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
         measure(trace, policies=["lfv"])
     with pytest.raises(CapacityError):
         measure(trace, budgets=["1%"])
-    with pytest.raises(UsageError, match="uses is 0, expected 1 or more"):
+    with pytest.raises(UsageError, match="uses is 0, expected at least 1"):
         ReportOptions(uses=0)
     lone = synthetic.write_trace(tmp_path / "u", spec, num_requests=1, prompt_tokens=1, new_tokens=0)
     with pytest.raises(UsageError, match="counts on some what it scores on others"):

@@ -176,8 +176,8 @@ def test_an_index_of_two_files(tmp_path: Path) -> None:
     [
         ({"a": "../one.safetensors"}, "names the file '../one.safetensors', expected a .safetensors file of its own"),
         ({"a": "/etc/passwd"}, "names the file '/etc/passwd'"),
-        ({"a": "x/../../one.safetensors"}, "of its own folder"),
-        ({"a": "config.json"}, "of its own folder"),
+        ({"a": "x/../../one.safetensors"}, "of its own directory"),
+        ({"a": "config.json"}, "of its own directory"),
         ({"a": "two.safetensors"}, "names a in two.safetensors, which does not hold it"),
         ({"c": "one.safetensors"}, "names c in one.safetensors, which does not hold it"),
         ({"a": 1}, "has no weight_map"),

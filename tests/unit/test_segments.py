@@ -90,7 +90,7 @@ def test_a_trace_is_read_while_it_grows_and_its_segments_are_joined_at_its_end(t
     assert writer.status().written == trace.num_tokens == sum(map(len, FORWARDS))
     files = {str(file.relative_to(trace.path)) for file in trace.path.rglob("*.*")}
     assert files == {*trace.manifest["files"], "manifest.json", "README.md"}
-    with pytest.raises(MismatchError, match="closed while it was read; run the command again"):
+    with pytest.raises(MismatchError, match="closed during the read; run the command again"):
         early.verify()
 
 
@@ -147,7 +147,7 @@ def test_a_disk_that_was_full_for_a_while_costs_nothing(
     full.clear()
     eventually(lambda: not writer.status().waiting)
     assert is_prefix(Trace(tmp_path / "t")) == 8 and not writer.status().error
-    assert logged[1:] == [f"the gate log {tmp_path / 't'} is written again; it lacks nothing"]
+    assert logged[1:] == [f"the gate log {tmp_path / 't'} is being written again; nothing is missing"]
     give(writer, FORWARDS[8:])
     writer.close({"forward": len(FORWARDS) - 1})
     assert is_prefix(Trace(tmp_path / "t")) == len(FORWARDS)
@@ -182,6 +182,16 @@ def test_a_disk_that_is_full_at_the_end_keeps_what_was_written(tmp_path: Path, f
     with pytest.raises(MoetoolError, match="No space left"):
         writer.close({})
     assert is_prefix(Trace(tmp_path / "t")) in (5, 6)
+
+
+def test_a_disk_that_is_full_once_all_is_written_says_so(tmp_path: Path, full: threading.Event) -> None:
+    writer = write(tmp_path / "t", FORWARDS[:6], SegmentLimits(rows=1, seconds=60.0))
+    eventually(lambda: writer.status().waiting == 0)
+    full.set()
+    with pytest.raises(MoetoolError, match=r"holds all [\d,]+ rows, but could not be closed \(No space left on device"):
+        writer.close({})
+    trace = Trace(tmp_path / "t")
+    assert is_prefix(trace) == 6 and not trace.closed
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_at_once(tmp_path: Path, full: threading.Event) -> None:

@@ -257,5 +257,5 @@ def test_arrivals(tmp_path: Path) -> None:
     mooncake.write_text('{"timestamp": 40}\n')
     with pytest.raises(MismatchError, match="expected the columns TIMESTAMP"):
         read_arrivals(str(mooncake), [0], 1, rng)
-    with pytest.raises(UsageError, match="is no file"):
+    with pytest.raises(UsageError, match="is not a file"):
         read_arrivals("possion:10s", [0], 1, rng)

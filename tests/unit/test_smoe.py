@@ -256,7 +256,7 @@ def test_the_smallest_alpha_that_is_fast_enough() -> None:
     assert smoe.choose_alpha(alphas, squares, 1.04) == pytest.approx(0.4, abs=1e-3)
     with pytest.raises(UsageError, match="fastest is 4"):
         smoe.choose_alpha(alphas, [10.0, 8.0, 6.0, 4.0], 3.0)
-    with pytest.raises(UsageError, match="no curve"):
+    with pytest.raises(UsageError, match="too few for a curve"):
         smoe.choose_alpha([0.1], [1.0], 3.0)
 
 

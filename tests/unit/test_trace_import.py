@@ -166,9 +166,9 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         import_trace([law], "topk_parquet", out, tokens_as="decod")
     with pytest.raises(UsageError, match="no file at"):
         import_trace([tmp_path / "none.csv"], "route_csv", out)
-    with pytest.raises(MismatchError, match="no whole Parquet file"):
+    with pytest.raises(MismatchError, match="not a complete Parquet file"):
         import_trace([routes], "topk_parquet", out)
-    with pytest.raises(MismatchError, match="is no text"):
+    with pytest.raises(MismatchError, match="is not text"):
         import_trace([law], "route_csv", out)
     assert not out.exists()
     import_trace([law], "topk_parquet", out)

@@ -247,9 +247,10 @@ from moetool.learning.training import train
 from moetool.learning.fit_options import FitOptions
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-keep = fitting._Best.on_train_epoch_end
-fitting._Best.on_train_epoch_end = lambda *args: (keep(*args), print("epoch", flush=True))
-train("expert_mlp", Path(sys.argv[1]), Path(sys.argv[2]), max_epochs=100_000, patience=100_000, overwrite=True)
+keep = fitting.BestEpoch.on_train_epoch_end
+fitting.BestEpoch.on_train_epoch_end = lambda *args: (keep(*args), print("epoch", flush=True))
+fit = FitOptions(max_epochs=100_000, patience=100_000)
+train("expert_mlp", Path(sys.argv[1]), Path(sys.argv[2]), fit=fit, overwrite=True)
 """
 
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from moetool.config import Span, require_within
 from moetool.costing.costs import ComputeCosts, CostProfile, Curve, LoadCosts
 from moetool.costing.pricing import TimelineOptions
-from moetool.errors import UsageError
 from moetool.machine import read_machine
 from moetool.types import ModelSpec
 
@@ -42,9 +42,7 @@ class AssumedMachine:
     prediction_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"machine: {name} is {getattr(self, name)}, expected seconds, 0 or more")
+        require_within(self, "machine: ", **dict.fromkeys(self.__slots__, Span(0)))
 
     def profile(self, spec: ModelSpec) -> tuple[CostProfile, TimelineOptions]:
         """The costs as a profile of a model, and which of its machines is meant."""

@@ -10,12 +10,13 @@ from moetool import assets, config, plugins
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.verdict import Check
 from moetool.bounded_read import TOML_BYTES, parse_toml, read_bytes
+from moetool.config import Span, require_within
 from moetool.errors import UsageError, unknown_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is done, by default of every experiment of a paper.
+    """Default sizes of a paper's experiments.
 
     Attributes:
         seeds: runs of everything that has a seed.
@@ -39,9 +40,7 @@ class Sizes:
     texts: int = 4
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise UsageError(f"sizes: {name} is {getattr(self, name)}, expected 1 or more")
+        require_within(self, "sizes: ", **dict.fromkeys(self.__slots__, Span(1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,11 +133,11 @@ def read_paper(name: str) -> Paper:
 
 
 def parse_paper(text: str, where: str) -> Paper:
-    """A recipe from its text. Raises: UsageError as `read_paper`, or if it is no TOML."""
+    """A recipe from its text. Raises: UsageError as `read_paper`, or if it is not valid TOML."""
     try:
         values = parse_toml(text)
     except ValueError as error:
-        raise UsageError(f"{where} is no TOML: {error}") from None
+        raise UsageError(f"{where} is not valid TOML: {error}") from None
     paper = config.parse(Paper, values, where)
     paper = replace(paper, claim=tuple(_filled(claim, paper.setup, where) for claim in paper.claim))
     for claim in paper.claim:

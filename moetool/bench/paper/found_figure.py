@@ -22,10 +22,7 @@ _UNEVEN = 12  # times the least mean, from which bars would hide it: points on a
 
 
 def draw_all(folder: Path, founds: Mapping[str, Found]) -> list[Path]:
-    """Draw results by name as SVG files of these names.
-
-    Effects: writes into `folder`; gives the paths.
-    """
+    """Draw results by name as SVG files of these names. Effects: writes into `folder`; gives the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.svg" for name in founds]
     for path, found in zip(paths, founds.values(), strict=True):
@@ -34,10 +31,7 @@ def draw_all(folder: Path, founds: Mapping[str, Found]) -> list[Path]:
 
 
 def draw(path: Path, title: str, found: Found) -> None:
-    """Draw into a file, in the format that its name ends in.
-
-    Effects: writes `path`.
-    """
+    """Draw into a file, in the format that its name ends in. Effects: writes `path`."""
     runs, rows = len(next(iter(found.values.values()))), len(found.values)
 
     def paint(figure: "Figure") -> None:

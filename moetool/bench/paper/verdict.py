@@ -15,7 +15,7 @@ Answer = Literal["agrees", "differs", "undecided", "cannot be tested here"]
 ANSWERS: tuple[Answer, ...] = ("agrees", "differs", "undecided", "cannot be tested here")
 _KINDS = ("less", "times", "minus")
 _LEAST_EFFECT = 0.01
-"""Of two values that a claim orders: a smaller difference, as a share of the larger, is none."""
+"""Smallest difference of two ordered values, as a share of the larger, that counts as one."""
 _FACTOR = 1.5
 """A value is as large as a printed one if neither is more than this many times the other."""
 
@@ -69,7 +69,7 @@ class Check:
 
     def __post_init__(self) -> None:
         if len(self.order) == 1 or not (self.order or self.lowest or self.highest or self.at_least or self.at_most):
-            raise UsageError("a check states nothing; give order, lowest, highest, at_least or at_most")
+            raise UsageError("an empty check; give order, lowest, highest, at_least or at_most")
 
     @property
     def names(self) -> list[str]:

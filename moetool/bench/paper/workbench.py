@@ -32,7 +32,7 @@ HISTORY = 0.7
 
 @dataclass(kw_only=True)
 class Workbench:
-    """Where experiments of one paper run.
+    """Workbench that the experiments of one paper share.
 
     Attributes:
         sizes: how much is done, unless an experiment's options say otherwise.
@@ -151,7 +151,7 @@ class Workbench:
         numbers = requests_of(trace)
         cut = max(batch, round(HISTORY * len(numbers) / batch) * batch)
         if cut >= len(numbers):
-            raise CannotTestError(f"{trace.path} has {len(numbers)} requests, too few to have some come before others")
+            raise CannotTestError(f"{trace.path} has {len(numbers)} requests, too few to split in order")
         part = self.once(f"history {trace.path} {cut}", lambda: head(trace, self.folder("history"), requests=cut))
         return part, frozenset(numbers[cut:])
 

@@ -36,7 +36,7 @@ def affinity_maps(made: TraceMeasures) -> Picture | None:
     names = [f"{spec.layer_ids_L[layer]} to {spec.layer_ids_L[layer + 1]}" for layer in layers]
     return Picture(
         section="Affinity",
-        title=f"How much likelier an expert is after another: layers {', '.join(names)}",
+        title=f"Expert affinity, as lift over popularity: layers {', '.join(names)}",
         svg=draw("affinity-maps", 3.0 * -(-len(layers) // per_row), f"Heat maps of {', '.join(names)}.", paint),
         caption="Of a token that used the expert on the left, how many times likelier each expert of the next layer is "
         "than in general. 1 everywhere: the next layer does not depend on this one. Grey: an expert of fewer than 20 "
@@ -46,7 +46,7 @@ def affinity_maps(made: TraceMeasures) -> Picture | None:
 
 
 def affinity(made: TraceMeasures) -> Picture:
-    """By layer, how many experts the layer before and the token before tell."""
+    """Share of experts predicted by the previous layer and by the previous token, by layer."""
     found, spec = made.affinity, made.routes.spec
     places = np.arange(spec.num_layers)
 
@@ -64,7 +64,7 @@ def affinity(made: TraceMeasures) -> Picture:
     mean = f"{np.nanmean(found.match_M):.2f}" if len(found.match_M) else "-"
     return Picture(
         section="Affinity",
-        title="How many of a layer's k experts the layer before, or the token before, tells",
+        title="Share of a layer's k experts predicted by the previous layer, and by the previous token",
         svg=draw("affinity", 2.8, f"Lines by layer: affinity finds {mean} of the experts on average.", paint),
         caption="Counted on one half of the requests and scored on the other (DuoServe-MoE § 4.1, Eqs. 2 and 3). The "
         "distance between the upper line and popularity is what prefetching can gain from the path; the token before "

@@ -80,7 +80,7 @@ def spread(made: TraceMeasures) -> Picture:
 
     return Picture(
         section="Entropy",
-        title="Entropy of the experts in use, by layer and by iterations (as FineMoE's Figure 3 b and c)",
+        title="Entropy of expert use, by layer and by iterations (as FineMoE's Figure 3 b and c)",
         svg=draw(
             "spread",
             3.5,

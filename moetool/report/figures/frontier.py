@@ -48,7 +48,7 @@ def frontier_sketch(plan: CachePlan) -> Sketch:
 
     return Sketch(
         key="frontier",
-        title=f"What a token takes by device memory, {unit}",
+        title=f"Time per token by device memory, {unit}",
         caption="The best policy for each memory, chosen on one half of the requests and shown on the other too.",
         alt="; ".join(f"{x:,.0f} MB: {point['policy']}" for point, x in zip(points, memory_mb, strict=True)),
         height=4.0,

@@ -27,7 +27,7 @@ def distances(made: TraceMeasures) -> Picture:
             slots,
             [100 * reuse.share_within(n) for n in slots],
             0,
-            "uses that come back within so many",
+            "share of reuses within this distance",
             **AT_ONCE,
         )
         axes.axhline(100 * len(reuse.distances) / reuse.uses, color=GREY, linestyle=":", label="all but first uses")
@@ -41,7 +41,7 @@ def distances(made: TraceMeasures) -> Picture:
 
     return Picture(
         section="Reuse",
-        title="How many other experts are used before one is used again",
+        title="Reuse distance: distinct experts used before an expert is used again",
         svg=draw("distances", 2.8, f"Curve: half of the reuses within {half} experts, 90 % within {most}.", paint),
         caption="The LRU stack distance, in one pool for all layers: also the hit rate of LRU in so many slots. "
         "At batch 1 and with at most (L-1) k slots LRU hits nothing, since each token passes through all other layers "
@@ -67,14 +67,14 @@ def layer_distances(made: TraceMeasures) -> Picture:
 
     return Picture(
         section="Reuse",
-        title="The same in each layer, counting its own experts alone",
+        title="Reuse distance within each layer",
         svg=draw(
             "layer-distances",
             2.5,
             f"Lines by layer. In the median layer half of the reuses are within {typical} experts of it.",
             paint,
         ),
-        caption="What a pool of its own would need in each layer. Layers that lie low are served by few slots.",
+        caption="Slots that a pool per layer would need. Layers with low values need few slots.",
     )
 
 
@@ -113,7 +113,7 @@ def budgets(made: TraceMeasures) -> Picture:
     best = max((row for row in made.rows), key=lambda row: (row.budget_bytes, row.counts.hit_rate))
     return Picture(
         section="Hit rates",
-        title="Hit rate of cache policies by the memory that they get",
+        title="Hit rate of cache policies by expert memory",
         svg=draw(
             "budgets",
             3.6,

@@ -33,7 +33,7 @@ def popularity(made: TraceMeasures) -> Picture:
 
     return Picture(
         section="Popularity",
-        title="How often each expert is used, over the mean of its layer",
+        title="Expert popularity, relative to the mean of its layer",
         svg=draw("popularity", map_height(spec.num_layers), alt, paint),
         caption="All tasks together. 1 is an even share; the scale ends where 99.5 % of the experts lie below. "
         "A layer of one colour is used evenly; light spots are experts that a cache should keep and a cluster should "
@@ -133,7 +133,7 @@ def task_maps(made: TraceMeasures) -> Picture | None:
 
     return Picture(
         section="Tasks",
-        title="How often each task uses each expert, over the mean of its layer",
+        title="Expert popularity by task, relative to the mean of its layer",
         svg=draw(
             "task-maps",
             0.4 + (-(-len(tasks) // columns)) * min(3.2, 1.2 + 0.06 * spec.num_layers),
@@ -162,7 +162,7 @@ def tasks_apart(made: TraceMeasures) -> Picture | None:
 
     return Picture(
         section="Tasks",
-        title="How far apart the tasks' experts are",
+        title="Divergence of expert use between tasks",
         svg=draw(
             "tasks-apart",
             2.4,
@@ -199,7 +199,7 @@ def skew(made: TraceMeasures) -> Picture:
 
     return Picture(
         section="Load skew",
-        title="How unevenly the experts of each layer are used",
+        title="Load imbalance of each layer",
         svg=draw(
             "skew",
             3.1,
@@ -233,7 +233,7 @@ def coverage(made: TraceMeasures) -> Picture:
     quarter = SHARES.index(0.25)
     return Picture(
         section="Load skew",
-        title="What the most used experts of each layer cover of what they were not chosen by",
+        title="Held-out coverage of each layer's most used experts",
         svg=draw(
             "coverage",
             3.2,

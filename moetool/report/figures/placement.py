@@ -78,15 +78,11 @@ def holders(placed: Placed, tokens_LE: np.ndarray | None) -> Sketch | None:
         grid[-1, 0].set(xlabel="expert", ylabel="MoE layer")
 
     says = "; ".join(f"{name} {int(held_LE.sum())}" for name, held_LE in zip(names, placed_GLE, strict=True))
-    colour = (
-        "where it is held"
-        if tokens_LE is None
-        else "how often it is wanted in the whole cluster, over the mean of its layer, where it is held"
-    )
+    colour = "where it is held" if tokens_LE is None else "cluster-wide popularity relative to the mean of its layer"
     return Sketch(
         key=f"holders-{placed.name.replace(' ', '-')}",
-        title=f"Who holds which experts: {placed.name} ({plan.planner})",
-        caption=f"Colour: {colour}; grey elsewhere. Above each map how many experts it holds in all layers.",
+        title=f"Expert placement: {placed.name} ({plan.planner})",
+        caption=f"Colour: {colour}; grey: not placed there. Above each map: its number of experts in all layers.",
         alt=f"Experts held: {says}.",
         height=0.4 + rows * min(3.0, 1.3 + 0.05 * spec.num_layers),
         paint=paint,
@@ -94,7 +90,7 @@ def holders(placed: Placed, tokens_LE: np.ndarray | None) -> Sketch | None:
 
 
 def copies(placed: Placed) -> Sketch | None:
-    """In how many places each expert is; None where all are in one."""
+    """Number of copies of each expert; None if all have one."""
     plan = placed.plan
     count_LE = plan.placed_GLE.sum(axis=0).astype(np.float64)
     if count_LE.max() < 2:
@@ -110,7 +106,7 @@ def copies(placed: Placed) -> Sketch | None:
     return Sketch(
         key=f"copies-{placed.name.replace(' ', '-')}",
         title=f"Copies of each expert: {placed.name} ({plan.planner})",
-        caption="An expert with more copies is near more tokens, and takes the room of others.",
+        caption="More copies serve more tokens locally and take memory from other experts.",
         alt=f"{np.nanmean(count_LE):.2f} copies on average, {np.nanmax(count_LE):.0f} at most.",
         height=map_height(plan.spec.num_layers),
         paint=paint,
@@ -118,7 +114,7 @@ def copies(placed: Placed) -> Sketch | None:
 
 
 def balance(plans: Sequence[Placed]) -> Sketch | None:
-    """The tokens that each GPU computes in each layer, over the mean of the GPUs; None without traces."""
+    """Tokens computed by each GPU in each layer, over the mean of the GPUs; None without traces."""
     known = [(placed, placed.flow_LGG.sum(axis=1)) for placed in plans if placed.flow_LGG is not None]
     if not known or len(known[0][0].plan.cluster.gpus) < 2:
         return None
@@ -137,8 +133,8 @@ def balance(plans: Sequence[Placed]) -> Sketch | None:
 
     return Sketch(
         key="balance",
-        title="The tokens that each GPU computes in each layer",
-        caption="Over the mean of the GPUs: 1 everywhere is even. A layer takes as long as its slowest GPU.",
+        title="Tokens computed by each GPU in each layer",
+        caption="Relative to the mean over GPUs; 1 is balanced. The slowest GPU sets a layer's time.",
         alt="; ".join(
             f"{placed.name}: the slowest GPU has {map_LG.max(axis=1).mean():.2f} times the mean"
             for (placed, _), map_LG in zip(known, maps, strict=True)
@@ -174,7 +170,7 @@ def local(plans: Sequence[Placed]) -> Sketch | None:
 
     return Sketch(
         key="local",
-        title="Expert calls that the request's own server computes",
+        title="Local compute share: expert calls that the request's own server computes",
         caption="Prism's local compute ratio, by the server at which requests arrive.",
         alt="; ".join(f"{placed.name}: {found.local:.1%} of all" for placed, found in known),
         height=2.8,
@@ -208,11 +204,10 @@ def traffic(plans: Sequence[Placed]) -> Sketch | None:
 
     return Sketch(
         key="traffic",
-        title=f"What servers send each other, {unit}",
-        caption="Tokens on their way to experts and results on their way back, for the requests of these traces."
+        title=f"Traffic between servers, {unit}",
+        caption="Dispatch and combine traffic of these traces' requests."
         if unit == "MB"
-        else "Tokens on their way to experts and results on their way back; the model's hidden size is not known, so "
-        "there are no bytes.",
+        else "Dispatch and combine traffic in tokens; bytes need the model's hidden size, which is unknown. ",
         alt="; ".join(f"{placed.name}: {np.nansum(sent_NN):,.1f} {unit}" for placed, sent_NN in known),
         height=1.0 + min(3.5, 0.55 * len(names)),
         paint=paint,

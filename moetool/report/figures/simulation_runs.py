@@ -133,7 +133,7 @@ def _which_seed(runs: Sequence[Run]) -> str:
 
 
 def run_ratios(runs: Sequence[Run]) -> dict[str, dict[str, list[float]]]:
-    """By group and mode: mean latencies over those of the first mode with the same seed, in the same group.
+    """Mean latencies relative to the first mode with the same seed, by group and mode.
 
     A way to look ahead (`lookahead`) or to migrate belongs to the mode, not to the group.
     """
@@ -260,7 +260,7 @@ def by_round(runs: Sequence[Run]) -> Sketch | None:
 
 
 def utilisation(runs: Sequence[Run]) -> Sketch | None:
-    """How busy each GPU was, the busiest first."""
+    """Utilization of each GPU, busiest first."""
     drawn = _one_seed(runs)
 
     def paint(figure: "Figure") -> None:
@@ -275,9 +275,9 @@ def utilisation(runs: Sequence[Run]) -> Sketch | None:
 
     return Sketch(
         key="utilisation",
-        title="How busy the GPUs are",
-        caption="Share of the time until the last request was through that each GPU computed. A steep line is uneven "
-        f"work: the busiest GPU makes the others wait.{_which_seed(runs)}",
+        title="GPU utilization",
+        caption="Share of the run that each GPU computed. A steep line means load imbalance: others wait for the "
+        f"busiest GPU.{_which_seed(runs)}",
         alt="; ".join(f"{_series(at, 'seed')}: {max(found.utilisation_G):.1%} at most" for at, found in drawn),
         height=2.8,
         paint=paint,
@@ -312,8 +312,7 @@ def links(runs: Sequence[Run]) -> Sketch | None:
     return Sketch(
         key="links",
         title="Bytes from server to server",
-        caption="Tokens on their way to experts, results on their way back, and experts on the move."
-        + _which_seed(runs),
+        caption="Dispatch, combine and expert migration traffic." + _which_seed(runs),
         alt="; ".join(f"{name}: {float(np.nansum(sent_NN)):,.0f} MB" for name, _, sent_NN in drawn),
         height=3.0,
         paint=paint,

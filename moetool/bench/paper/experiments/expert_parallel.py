@@ -135,7 +135,7 @@ def _cluster(trace: Trace, size: int, options: Options) -> Cluster:
 
 
 def _rounds(found: Simulated) -> list[tuple[float, float]]:
-    """Of each round that all GPUs have a request in, when it began and how long its last request took.
+    """Start and longest latency of each round in which all GPUs have a request.
 
     The first to come does not wait for others, so the first round has one request, and the last what is left.
     """

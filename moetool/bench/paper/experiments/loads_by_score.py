@@ -107,7 +107,7 @@ def _count(stage: Workbench, trace: Trace, line: PolicyLine, options: Options, f
 def _decoded(
     trace: Trace, requests: frozenset[int], alpha: float
 ) -> Iterator[tuple[ForwardInfo, list[dict[int, bool]]]]:
-    """Of each forward without prompt tokens and each layer the chosen experts, and whether their score is a top one."""
+    """Chosen experts of each decode forward and layer, and whether each score is a top one."""
     for info, events in trace.forwards(sequential=True, columns={"logits"}, requests=requests):
         if not info.prefill:
             yield info, [_kinds(event, alpha) for event in events]

@@ -10,9 +10,9 @@ from moetool.tuning.map_store import Likeness, MapReport, plan_maps
 
 KINDS = ("semantic", "trajectory")
 _WHAT = {
-    "pearson": "correlation of likeness and hit rate (Pearson)",
+    "pearson": "correlation of similarity and hit rate (Pearson)",
     "rise": "hit rate of pairs of iterations",
-    "best": "likeness of the best map (cosine)",
+    "best": "similarity of the best map (cosine)",
     "bytes": "size of the store",
 }
 
@@ -66,7 +66,7 @@ def run(stage: Workbench, options: Options) -> Found:
         unit=unit,
         on=f"{stage.on([trace])}; maps of the training requests, iterations of held-out ones",
         curves=curves,
-        axes=("likeness of the iterations, from", "hit rate, %"),
+        axes=("similarity of the iterations, from", "hit rate, %"),
     )
 
 

@@ -20,8 +20,6 @@ class PolicyLine:
     """A policy of the comparison.
 
     Attributes:
-        policy: its name.
-        options: its own.
         predictor: trained on the history, or on other prompts (`Options.apart`); none without a name.
         predictor_options, fit: of that (`moetool.learning.training.train`).
         before: it serves the history before it is measured.
@@ -164,7 +162,7 @@ def measure(
     if learned is None:
         history, later = stage.history(trace, batch)
     elif line.before:
-        raise CannotTestError(f"{line.policy} is to serve a history first, and apart from others there is none")
+        raise CannotTestError(f"{line.policy} needs a history to serve first, and there is none without other requests")
     else:
         history, later = learned, frozenset(requests_of(trace))
     predictor = None

@@ -1,4 +1,4 @@
-"""How well predictors name the experts to come: trained on some prompts, scored on others."""
+"""Accuracy of predictors on held-out prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +16,6 @@ class PredictorLine:
     """A predictor of the comparison.
 
     Attributes:
-        predictor: its name.
-        options: its own.
         fit: of `moetool.learning.training.train`, besides the epochs of the sizes.
         data: prompt sets, where the lines differ in them; else those of the experiment.
     """
@@ -39,7 +37,7 @@ class Options:
             that is given.
         lines: by name.
         measure: `match`, the share of the k experts that are among the predicted k; `exact`, of all k; `one`, of one
-            or more; `foretold`, the match of what is said of a prompt before it runs; `size`, bytes as a share of the
+            or more; `prompt`, the match of what is said of a prompt before it runs; `size`, bytes as a share of the
             routed experts'.
         distance: layers ahead.
         phase: `prefill`, `decode` or `all`.
@@ -48,7 +46,7 @@ class Options:
     data: tuple[str, ...] = ALL
     apart: bool = False
     lines: Mapping[str, PredictorLine]
-    measure: Literal["match", "exact", "one", "foretold", "size"] = "match"
+    measure: Literal["match", "exact", "one", "prompt", "size"] = "match"
     distance: int = 1
     phase: Literal["prefill", "decode", "all"] = "all"
 
@@ -57,7 +55,7 @@ _WHAT = {
     "match": "experts of a layer that are among the predicted k",
     "exact": "layers of a token of which all k experts were predicted",
     "one": "layers of a token of which one or more experts were predicted",
-    "foretold": "experts of a layer that were foretold before the prompt ran",
+    "prompt": "experts of a layer that were predicted before the prompt ran",
     "size": "size of the predictor, of the routed experts'",
 }
 
@@ -95,9 +93,9 @@ def _evaluated(stage: Workbench, learned: Trace, trace: Trace, line: PredictorLi
 def _value(found: Evaluation, options: Options) -> float:
     if options.measure == "size":
         return found.expert_bytes_share
-    if options.measure == "foretold":
-        assert found.foretold is not None, "a predictor that foretells"
-        return _score(found.foretold.scores, options.phase, 0).match
+    if options.measure == "prompt":
+        assert found.prompt_prediction is not None, "a predictor that predicts"
+        return _score(found.prompt_prediction.scores, options.phase, 0).match
     score = _score(found.scores, options.phase, options.distance)
     return {"match": score.match, "exact": score.exact, "one": score.at_least_one}[options.measure]
 

@@ -1,4 +1,4 @@
-"""How undecided routing looks at the level of an iteration and of a whole request: FineMoE's Figure 3."""
+"""Routing entropy of an iteration and of a whole request: FineMoE's Figure 3."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
