@@ -322,7 +322,7 @@ def _unfit(policy: str) -> str:
     """Why a policy cannot be compared; empty where it can."""
     kind = policy_class(policy)
     if kind.needs_future:
-        return "it has to know the future"
+        return "it needs future requests"
     return "" if kind.lossless else "it changes the routing on purpose"
 
 

@@ -38,6 +38,6 @@ def test_the_frontier_is_drawn(
     assert f"<td>{evidence['static_split']['host_bytes_per_decode_token'] / 1e6:,.3f}</td>" in text  # as in the reason
     capsys.readouterr()
     assert _run(monkeypatch, *planning, tmp_path / "frontier.gif") == 2
-    assert "end its name in .svg, .png, .pdf" in capsys.readouterr().err
+    assert "use .svg, .png, .pdf" in capsys.readouterr().err
     assert _run(monkeypatch, *planning, svg, "--frontier", 0) == 2
     assert "--draw draws the frontier" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def test_what_does_not_fit_the_plan(refused: Callable[..., tuple[int, str]]) -> 
     code, line = refused(cluster="local:2")
     assert code == 2 and "starts 2 ranks, and the plan is for 3 GPUs; write local:3" in line
     code, line = refused("--policy", "lru")
-    assert code == 2 and "--policy means nothing with --cluster" in line
+    assert code == 2 and "--policy has no effect with --cluster" in line
 
 
 @pytest.mark.parametrize(

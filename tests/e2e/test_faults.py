@@ -212,7 +212,7 @@ def test_what_was_learned_outlives_a_full_disk_and_a_kill(
         patch.setattr(safetensors.numpy, "save_file", full)
         patch.setattr(engine_module, "SAVE_SECONDS", 0.0)
         assert _answer(second, prompt) == tokens
-        with pytest.raises(MoetoolError, match="cannot save what finemoe has learned"):
+        with pytest.raises(MoetoolError, match="cannot save the state of finemoe"):
             second.close()
     assert state.read_bytes() == learned
 

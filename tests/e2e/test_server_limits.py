@@ -36,7 +36,7 @@ def test_a_key_is_asked_for_everywhere_but_health() -> None:
         assert post(url, "/v1/completions", ASK, Authorization="bearer s3cret")[0] == 200
         with pytest.raises(openai.AuthenticationError, match="Bearer KEY"):
             client_of(url).models.list()
-        with pytest.raises(MoetoolError, match=r"401.*asks for a key"):
+        with pytest.raises(MoetoolError, match=r"401.*API key required"):
             Conversation(url)
 
 
@@ -291,7 +291,7 @@ def test_a_conversation() -> None:
         assert conversation.usage["completion_tokens"] > 3
     with pytest.raises(MoetoolError, match="no answer from"):
         Conversation(url)
-    with pytest.raises(UsageError, match="not an address"):
+    with pytest.raises(UsageError, match="not a server address"):
         Conversation("ftp://a")
 
 

@@ -266,10 +266,14 @@ def test_columns_that_the_trace_holds_are_looked_at_unless_told_otherwise() -> N
 
 def test_options_that_mean_nothing_are_refused() -> None:
     spec = make_spec()
-    for options, message in (({"paths": 0}, "paths 0"), ({"haste": -1.0}, "haste -1.0"), ({"hidden": 0}, "hidden")):
+    for options, message in (
+        ({"paths": 0}, "paths is 0"),
+        ({"haste": -1.0}, r"haste is -1\.0"),
+        ({"hidden": 0}, "hidden"),
+    ):
         with pytest.raises(UsageError, match=message):
             build("fused", spec, options)
-    with pytest.raises(UsageError, match=r"forget 1\.0"):
+    with pytest.raises(UsageError, match=r"forget is 1\.0"):
         build("path_mlp", spec, {"forget": 1.0})
 
 

@@ -28,7 +28,7 @@ def test_machines_without_names_are_taken_in_the_order_of_their_addresses() -> N
     for name in ("a", "b", "c"):
         taken.append(choose(name, None, taken, nodes))
     assert taken == ["1", "2", "9"]
-    with pytest.raises(CapacityError, match="3 machines are there, and none is for server d"):
+    with pytest.raises(CapacityError, match="3 machines have joined, none for server d"):
         choose("d", None, taken, nodes)
 
 

@@ -138,7 +138,7 @@ def test_what_cannot_be_profiled_is_said_before_anything_is_measured(tiny: Path,
         profile(str(tiny), ProfileOptions(config_only=True, predictor=tmp_path))
     with pytest.raises(UsageError, match="unknown dtype 'float31'"):
         profile("reference", ProfileOptions(dtype="float31"))
-    with pytest.raises(UsageError, match="'there' is no address"):
+    with pytest.raises(UsageError, match="'there' is not an address"):
         profile("reference", ProfileOptions(peer="there"))
     with pytest.raises(MoetoolError, match=r"no answer from 127.0.0.1:1 .*moetool profile --listen"):
         profile("reference", ProfileOptions(peer="1"))

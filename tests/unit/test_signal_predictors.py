@@ -138,7 +138,7 @@ def test_affinity_farther_ahead_goes_through_the_layers_between() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("promoe", {"stride": 0}, "stride 0 and hidden"),
+        ("promoe", {"stride": 0}, "stride is 0"),
         ("promoe", {"dropout": 1.0}, "dropout is 1.0"),
         ("lstm", {"hidden": 0}, "hidden is 0"),
         ("activation_matrix", {"history": 0}, "history is 0"),
