@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moetool import assets, config, plugins
-from moetool.bench.paper.assumed_machine import AssumedMachine
+from moetool.bench.paper.named_machine import MachineChoice
 from moetool.bench.paper.verdict import Check
 from moetool.bounded_read import TOML_BYTES, parse_toml, read_bytes
 from moetool.config import Span, require_within
@@ -96,7 +96,7 @@ class Paper:
 
     Attributes:
         sizes, quick: how much is done, and how much of it for a quick look.
-        machine: assumed costs of the machine that replays are timed on.
+        machine: the machine and model whose costs replays are timed by.
         setup: what claims share, by name.
         claim: the claims, in the order of the paper.
     """
@@ -104,7 +104,7 @@ class Paper:
     paper: PaperFacts
     sizes: Sizes
     quick: Sizes
-    machine: AssumedMachine = field(default_factory=AssumedMachine)
+    machine: MachineChoice = field(default_factory=MachineChoice)
     setup: Mapping[str, ClaimSetup] = field(default_factory=dict)
     claim: tuple[Claim, ...]
 

@@ -81,7 +81,7 @@ def run_paper(
     claims = choose(paper.claim, only)
     stage = Workbench(
         sizes=paper.quick if quick else paper.sizes,
-        machine=paper.machine,
+        machine=paper.machine.assumed(),
         work=work,
         given=given or {},
         on_note=on_note,

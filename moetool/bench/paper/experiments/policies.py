@@ -1,13 +1,13 @@
 """Cache policies beside each other, replayed on the assumed machine: hits, times to first and to each later token."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from moetool import config
 from moetool.bench.paper.assumed_machine import AssumedMachine
+from moetool.bench.paper.named_machine import changed
 from moetool.bench.paper.verdict import CannotTestError, Curve, Found
 from moetool.bench.paper.workbench import ALL, Workbench, requests_of
 from moetool.caching._residency import Counts
@@ -49,7 +49,7 @@ class Options:
         measure: `hits`, the share of the experts needed in decode that were resident; `ttft`, seconds of a prompt;
             `tpot`, of a later token; `latency`, of a request; `speed`, its later tokens a second.
         new_tokens: of each request (0: as the sizes say).
-        machine: costs that are unlike those of the recipe's machine.
+        machine: costs that are unlike those of the recipe's machine, or another machine and model by name.
     """
 
     data: tuple[str, ...] = ALL
@@ -59,7 +59,7 @@ class Options:
     batch: tuple[int, ...] = (1,)
     measure: Literal["hits", "ttft", "tpot", "latency", "speed"] = "hits"
     new_tokens: int = 0
-    machine: Mapping[str, float] = field(default_factory=dict)
+    machine: Mapping[str, Any] = field(default_factory=dict)
 
 
 UNITS = {"hits": "%", "ttft": "ms", "tpot": "ms", "latency": "s", "speed": "tokens/s"}
@@ -102,7 +102,7 @@ def run(stage: Workbench, options: Options) -> Found:
     values: dict[str, list[float]] = {}
     each: dict[str, list[float]] = {}  # of all requests of all parts
     traces: dict[str, Trace] = {}
-    machine = config.parse(AssumedMachine, {**asdict(stage.machine), **options.machine}, "machine")
+    machine = changed(stage.machine, options.machine)
     apart = options.apart and len(stage.folds) > 1
     for fold in stage.folds:
         for batch in options.batch:

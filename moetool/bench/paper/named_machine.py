@@ -1,0 +1,199 @@
+"""Machines and models by name: vendors' figures and published configs, and the costs that follow from the two."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moetool import assets, config
+from moetool.bench.paper.assumed_machine import AssumedMachine
+from moetool.bounded_read import parse_toml
+from moetool.config import POSITIVE, SHARE, Span, require_within
+from moetool.errors import UsageError, unknown_name
+
+_MATRICES = 3  # of an expert: gate, up and down
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedMachine:
+    """A machine of `recipes/machines`, by the figures that vendors print.
+
+    Attributes:
+        name: for people.
+        gpus: of a node.
+        memory_bytes, memory_bytes_s: of a GPU's memory: its size and bandwidth.
+        half_flops: float16 operations a second of a GPU, without sparsity.
+        host_bytes_s: from host memory, or a disk where the GPU shares that, to a GPU; one way.
+        gpu_link_bytes_s, node_link_bytes_s: between GPUs of a node and between nodes, one way; 0: there is none.
+
+    Raises:
+        UsageError: a figure that no machine has.
+    """
+
+    name: str
+    gpus: int = 1
+    memory_bytes: float
+    memory_bytes_s: float
+    half_flops: float
+    host_bytes_s: float
+    gpu_link_bytes_s: float = 0.0
+    node_link_bytes_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive = ("memory_bytes", "memory_bytes_s", "half_flops", "host_bytes_s")
+        require_within(self, f"machine {self.name}: ", **dict.fromkeys(positive, POSITIVE))
+        require_within(self, f"machine {self.name}: ", gpus=Span(1))
+        require_within(self, f"machine {self.name}: ", gpu_link_bytes_s=Span(0), node_link_bytes_s=Span(0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedModel:
+    """A model of `recipes/models`, by its published config.
+
+    Attributes:
+        name: for people.
+        layers: MoE layers.
+        experts, top_k: of a layer, and how many a token uses.
+        hidden, expert_width: of the residual stream, and of an expert's inner layer.
+        value_bytes: of a number of an expert, scales included.
+        dense_parameters: of a layer without its routed experts: attention, router, shared experts.
+        dense_value_bytes: of a number of these.
+
+    Raises:
+        UsageError: a size that no model has.
+    """
+
+    name: str
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    expert_width: int
+    value_bytes: float = 2.0
+    dense_parameters: int
+    dense_value_bytes: float = 2.0
+
+    def __post_init__(self) -> None:
+        whole = ("layers", "experts", "top_k", "hidden", "expert_width", "dense_parameters")
+        require_within(self, f"model {self.name}: ", **dict.fromkeys(whole, Span(1)))
+        require_within(self, f"model {self.name}: ", value_bytes=POSITIVE, dense_value_bytes=POSITIVE)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Numbers of one routed expert."""
+        return _MATRICES * self.hidden * self.expert_width
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one routed expert."""
+        return round(self.expert_parameters * self.value_bytes)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of a layer without its routed experts."""
+        return round(self.dense_parameters * self.dense_value_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineChoice:
+    """A machine and a model by name, or costs in seconds; a cost that is given replaces the derived one.
+
+    Attributes:
+        machine, model: names in `recipes/machines` and `recipes/models`, both or neither.
+        link_share, memory_share, compute_share: of the printed rates, what copies, one-token products and products of
+            many tokens reach. The link's is 25 of 31.5 GB/s of PCIe 4.0 from pinned memory.
+
+    The other attributes are those of `AssumedMachine`.
+
+    Raises:
+        UsageError: an unknown name, or one of the two alone.
+    """
+
+    machine: str = ""
+    model: str = ""
+    link_share: float = 0.8
+    memory_share: float = 1.0
+    compute_share: float = 0.5
+    expert_s: float | None = None
+    expert_token_s: float | None = None
+    dense_s: float | None = None
+    dense_token_s: float | None = None
+    load_s: float | None = None
+    host_s: float | None = None
+    host_token_s: float | None = None
+    prediction_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if bool(self.machine) != bool(self.model):
+            raise UsageError(
+                f"machine {self.machine!r} with model {self.model!r}: costs follow from the two; name both"
+            )
+        require_within(self, "machine: ", link_share=SHARE, memory_share=SHARE, compute_share=SHARE)
+
+    def assumed(self) -> AssumedMachine:
+        """The costs: derived where machine and model are named, else `AssumedMachine`'s own.
+
+        A load and a move take an expert's bytes over the link; an expert takes one reading of its weights for its first
+        token, and the arithmetic of each further one; so does the dense part of a layer. Launches are not in these.
+        """
+        values: dict[str, float] = {}
+        if self.machine:
+            machine, model = read_named_machine(self.machine), read_named_model(self.model)
+            read_s = 1 / (machine.memory_bytes_s * self.memory_share)
+            token_s = 2 / (machine.half_flops * self.compute_share)
+            values = {
+                "load_s": model.expert_bytes / (machine.host_bytes_s * self.link_share),
+                "expert_s": model.expert_bytes * read_s,
+                "expert_token_s": model.expert_parameters * token_s,
+                "dense_s": model.dense_bytes * read_s,
+                "dense_token_s": model.dense_parameters * token_s,
+            }
+        given = {name: getattr(self, name) for name in AssumedMachine.__dataclass_fields__}
+        return AssumedMachine(**{**values, **{name: value for name, value in given.items() if value is not None}})
+
+    def move_s(self) -> float:
+        """Seconds of an expert on its way to another GPU of the node. Raises: UsageError if GPUs have no link."""
+        machine = read_named_machine(self.machine)
+        if not machine.gpu_link_bytes_s:
+            raise UsageError(f"GPUs of machine {self.machine!r} have no link; name a machine with several")
+        return read_named_model(self.model).expert_bytes / (machine.gpu_link_bytes_s * self.link_share)
+
+
+def changed(machine: AssumedMachine, by: Mapping[str, Any]) -> AssumedMachine:
+    """A machine with some costs changed, or another one where `by` names it. Raises: UsageError."""
+    if "machine" in by:
+        return config.parse(MachineChoice, by, "machine").assumed()
+    costs = {name: getattr(machine, name) for name in AssumedMachine.__dataclass_fields__}
+    return config.parse(AssumedMachine, {**costs, **by}, "machine")
+
+
+def machine_names() -> list[str]:
+    """The machines that there are figures of."""
+    return _names("machines")
+
+
+def model_names() -> list[str]:
+    """The models that there are sizes of."""
+    return _names("models")
+
+
+def read_named_machine(name: str) -> NamedMachine:
+    """A machine by name. Raises: UsageError for an unknown one."""
+    return config.parse(NamedMachine, _read("machine", name), f"machine {name}")
+
+
+def read_named_model(name: str) -> NamedModel:
+    """A model by name. Raises: UsageError for an unknown one."""
+    return config.parse(NamedModel, _read("model", name), f"model {name}")
+
+
+def _names(kind: str) -> list[str]:
+    return sorted(path.stem for path in assets.path("recipes", kind).glob("*.toml"))
+
+
+def _read(kind: str, name: str) -> dict[str, Any]:
+    known = _names(f"{kind}s")
+    if name not in known:
+        raise unknown_name(kind, name, known)
+    path: Path = assets.path("recipes", f"{kind}s", f"{name}.toml")
+    return parse_toml(path.read_text(encoding="utf-8"))

@@ -1,0 +1,75 @@
+"""Machines and models by name, and costs that a hand can derive from them."""
+
+import json
+
+import pytest
+
+from moetool import assets
+from moetool.bench.paper.assumed_machine import AssumedMachine
+from moetool.bench.paper.claims import names, read_paper
+from moetool.bench.paper.named_machine import (
+    MachineChoice,
+    changed,
+    machine_names,
+    model_names,
+    read_named_machine,
+    read_named_model,
+)
+from moetool.errors import UsageError
+
+
+def test_every_file_is_a_machine_or_a_model_and_names_its_sources() -> None:
+    assert {"rtx-3080", "rtx-a5000", "rtx-a6000", "h20-node", "h200-node", "jetson-agx-orin"} <= set(machine_names())
+    assert {"deepseek-v2-lite", "qwen3-30b-a3b", "mixtral-8x7b"} <= set(model_names())
+    for name in machine_names():
+        machine = read_named_machine(name)
+        assert machine.half_flops > machine.memory_bytes_s > machine.host_bytes_s, name
+        assert (machine.gpus > 1) == (machine.node_link_bytes_s > 0), name
+        lines = assets.path("recipes", "machines", f"{name}.toml").read_text().splitlines()
+        figures = [line for line in lines if " = " in line and "e" in line.partition(" = ")[2].partition("#")[0]]
+        assert all("[" in line.partition("#")[2] for line in figures if "bytes_s" in line or "flops" in line), name
+        assert any(line.startswith("# [1]") for line in lines), name
+    for name in model_names():
+        assert MachineChoice(machine="h200-node", model=name).assumed().load_s > 0, name
+        assert assets.path("recipes", "models", f"{name}.toml").read_text().startswith("# ")
+
+
+def test_sizes_are_those_of_the_published_configs() -> None:
+    for name in ("deepseek-v2-lite", "qwen3-30b-a3b"):
+        config = json.loads(assets.path("recipes", "shapes", name, "config.json").read_text())
+        model = read_named_model(name)
+        assert (model.hidden, model.expert_width) == (config["hidden_size"], config["moe_intermediate_size"])
+        assert model.top_k == config["num_experts_per_tok"]
+        assert model.experts == config.get("n_routed_experts", config.get("num_experts"))
+        assert model.layers == config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
+
+
+def test_costs_follow_from_machine_and_model() -> None:
+    choice = MachineChoice(machine="h200-node", model="deepseek-v2-lite")
+    numbers = 3 * 2048 * 1408
+    costs = choice.assumed()
+    assert costs.load_s == pytest.approx(2 * numbers / (0.8 * 63e9))
+    assert costs.expert_s == pytest.approx(2 * numbers / 4.8e12)
+    assert costs.expert_token_s == pytest.approx(2 * numbers / (0.5 * 989e12))
+    assert choice.move_s() == pytest.approx(48.06e-6, rel=1e-3)  # 17.3 MB at 0.8 of 450 GB/s
+    with pytest.raises(UsageError, match="no link"):
+        MachineChoice(machine="rtx-3080", model="deepseek-v2-lite").move_s()
+
+
+def test_a_given_cost_replaces_a_derived_one() -> None:
+    choice = MachineChoice(machine="rtx-a5000", model="mixtral-8x7b-int4", memory_share=0.6, dense_s=1e-3)
+    assert choice.assumed().dense_s == 1e-3
+    assert choice.assumed().load_s == pytest.approx(3.565e-3, rel=1e-3)  # 90 MB over PCIe 4.0
+    assert MachineChoice().assumed() == AssumedMachine()
+    other = changed(choice.assumed(), {"machine": "rtx-a6000", "model": "mixtral-8x7b-int4"})
+    assert other.expert_token_s < choice.assumed().expert_token_s
+    assert changed(other, {"load_s": 1.0}).load_s == 1.0
+    with pytest.raises(UsageError, match="name both"):
+        MachineChoice(machine="rtx-a5000")
+    with pytest.raises(UsageError, match="did you mean 'rtx-a5000'"):
+        MachineChoice(machine="rtx-a500", model="mixtral-8x7b").assumed()
+
+
+def test_every_paper_names_its_machine() -> None:
+    for name in set(names()) - {"director"}:
+        assert read_paper(name).machine.machine in machine_names(), name
