@@ -9,9 +9,10 @@ import torch
 
 from moetool.caching._policy import build_policy
 from moetool.caching._residency import Residency
+from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
-from moetool.cluster.edge.placed_experts import CallOptions, PlacedRuntime
+from moetool.cluster.edge.placed_experts import PlacedRuntime
 from moetool.cluster.edge.protocol import Holders
 from moetool.cluster.frames import Frame
 from moetool.cluster.links import Links
@@ -24,7 +25,7 @@ from moetool.runtime.engine import Engine
 from moetool.runtime.expert_store import open_store
 
 TOKEN = b"t" * 32
-PATIENT = CallOptions(hedge_s=0.0)
+PATIENT = ClusterOptions(hedge_s=0.0)
 """Nobody is asked besides who is slow on a busy machine, so that counts are what they have to be."""
 
 
@@ -45,7 +46,7 @@ class Node:
         capacity: int,
         slots: int,
         distance: Sequence[float],
-        options: CallOptions,
+        options: ClusterOptions,
     ) -> None:
         self.server = server
         self.on_call: Callable[[Frame], None] | None = None
@@ -132,7 +133,7 @@ def cluster(
     capacity: int = 256,
     slots: int | None = None,
     distance: Sequence[Sequence[float]] | None = None,
-    options: CallOptions | None = None,
+    options: ClusterOptions | None = None,
 ) -> Iterator[Nodes]:
     """So many servers as there are lists of held experts."""
     near = distance or [[1.0] * len(held)] * len(held)

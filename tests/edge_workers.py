@@ -1,12 +1,12 @@
 """Workers of a cluster that keep state as real ones do, and draw their users' tokens at random."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from moetool.cluster.edge.protocol import (
     ArrivedExpert,
-    EdgeWorker,
     Holders,
     HoldersChange,
     MovedRound,
@@ -185,7 +185,7 @@ def odds(spec: ModelSpec, num_servers: int, seed: int = 0) -> np.ndarray:
 class Table:
     """Who is there and who holds what, for a scheduler: as the head of a cluster, but nothing is mended."""
 
-    def __init__(self, spec: ModelSpec, workers: Mapping[int, EdgeWorker], version: int = 0) -> None:
+    def __init__(self, spec: ModelSpec, workers: Mapping[int, Any], version: int = 0) -> None:
         self.spec = spec
         self._workers = dict(workers)
         self._infos: list[WorkerInfo | None] = [None] * len(workers)

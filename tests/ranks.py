@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from moetool.cluster.parallel.batch_placement import BatchReplacement
-from moetool.cluster.parallel.rank import Rank, build_rank
+from moetool.cluster.parallel.rank import Rank
 from moetool.cluster.parallel.rank_head import RankedModel, RankHead
-from moetool.cluster.parallel.rank_options import HeadOptions
+from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
 from moetool.errors import MoetoolError
 from moetool.models.checkpoint import Checkpoint
 from moetool.request import Output, SamplingParams
@@ -46,7 +46,7 @@ class ThreadRanks:
             rank.close()
 
     def _start(self, gpu: int) -> None:
-        self.ranks[gpu] = build_rank(**self._arguments[gpu])
+        self.ranks[gpu] = Rank(**self._arguments[gpu])
 
 
 def cluster_of(spec: ModelSpec, gpus: int, slots: int, servers: int = 1) -> Cluster:
@@ -87,11 +87,17 @@ def open_head(
         striped(spec, gpus) if placed_GLE is None else placed_GLE,
         control or BatchReplacement("offline", spec, cluster),
         launcher or ThreadRanks(),
-        rank_options={"kv_tokens": 1024, "threads": 1, **options},
+        rank_options=RankOptions(**{"kv_tokens": 1024, "threads": 1, **options}),
         options=HeadOptions(gather_s=gather_s),
     )
     head.start()
     return head
+
+
+def joined_after(head: RankHead, generation: int) -> float | None:
+    """Time when the first generation after one was complete, None before."""
+    joined = dict(head.loop.ranks.joined)
+    return min((at for number, at in joined.items() if number > generation), default=None)
 
 
 @contextmanager

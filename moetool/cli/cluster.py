@@ -41,7 +41,7 @@ def _edge(command: ClusterCommand) -> None:
     from moetool.cluster.cluster_options import ClusterOptions, read_token
     from moetool.cluster.edge.edge_head import EdgeHead
     from moetool.cluster.edge.server_settings import Endpoints, beyond_reserved, worker_settings
-    from moetool.cluster.edge.worker import build_worker
+    from moetool.cluster.edge.worker import Worker
     from moetool.cluster.launch import Workers, head_address, parse_where, require_ray
     from moetool.models.checkpoint import Checkpoint
     from moetool.placement._placement_plan import PlacementPlan
@@ -98,7 +98,7 @@ def _edge(command: ClusterCommand) -> None:
     settings = watch.begin_with(settings)
     tables.narrate(f"moetool: starting {len(names)} servers")
     threads = max(1, (os.cpu_count() or 1) // len(names)) if where.count else 0
-    workers = Workers(where, build_worker, [{"settings": one} for one in settings], names, threads=threads, late=True)
+    workers = Workers(where, Worker, [{"settings": one} for one in settings], names, threads=threads, late=True)
     head = EdgeHead(
         workers,
         settings,

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from moetool.config import Span, require_within
 from moetool.errors import UsageError, first_line
 
 
@@ -14,7 +15,12 @@ class ClusterOptions:
 
     Attributes:
         emulate_links: whether servers send to each other no faster than the plan's links allow.
-        call_timeout_s, hedge_s, fetch_timeout_s, last_resort: as for `moetool.cluster.edge.placed_experts.CallOptions`.
+        call_timeout_s: seconds until a call to another server is given up and tried elsewhere.
+        hedge_s: until a call is tried elsewhere too, at least; longer where such calls take longer (`Peers.usual_s`).
+            0: never.
+        fetch_timeout_s: as `call_timeout_s`, for an expert that moves to another server.
+        last_resort: an expert that no server gives is read from the own disk for the event at hand; without it, the
+            forward fails.
         slots: of each server's pool, 0: one for each expert that the plan's cluster gives it room for. With fewer, the
             least recently used lie on its disk.
         ping_s: how often each server is asked whether it is well.
@@ -37,15 +43,10 @@ class ClusterOptions:
     token_file: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("call_timeout_s", "fetch_timeout_s", "ping_s", "hang_s", "start_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"cluster.{name} is {getattr(self, name)}, expected more than 0")
-        if not 0 <= self.hedge_s < float("inf"):
-            raise UsageError(f"cluster.hedge_s is {self.hedge_s}, expected seconds, 0 or more")
-        if not 0 <= self.peer_port < 2**16:
-            raise UsageError(f"cluster.peer_port is {self.peer_port}, expected 0 to {2**16 - 1}")
-        if self.slots < 0:
-            raise UsageError(f"cluster.slots is {self.slots}, expected 0 or more")
+        time, amount = Span(0, above=True), Span(0, below=True)
+        require_within(self, "cluster.", call_timeout_s=time, fetch_timeout_s=time, ping_s=time, hang_s=time)
+        require_within(self, "cluster.", start_timeout_s=time, hedge_s=amount, slots=amount)
+        require_within(self, "cluster.", peer_port=Span(0, 2**16 - 1))
 
 
 def read_token(options: ClusterOptions, environment: Mapping[str, str]) -> bytes:

@@ -65,7 +65,7 @@ class Workers:
     threads at once. A method `close()` is called at the end.
 
     Args:
-        build: a function of a module (Ray sends its name and not its code where it is installed on both sides).
+        build: a function or class of a module (Ray sends its name, not its code, where it is installed on both sides).
         arguments: for each server, of `build`. They must pickle.
         names: of the servers. A machine that was started with `ray start --resources '{"moetool:NAME": 1}'` gets the
             server of that name; the others get theirs in the order of their addresses (`machines.choose`).
@@ -133,11 +133,6 @@ class Workers:
         """
         return self._answer(n, self._actor(n).call.remote(method, args, kwargs), method, timeout_s)
 
-    def call_all(self, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker at once and wait for all answers. Raises: as `call`, the first that failed."""
-        answers = [self._actor(n).call.remote(method, args, kwargs) for n in range(len(self))]
-        return [self._answer(n, answer, method, timeout_s) for n, answer in enumerate(answers)]
-
     def pid(self, n: int) -> int:
         """The process of a worker, on its own machine. Raises: WorkerDied."""
         pid: int = self._answer(n, self._actor(n).pid.remote(), "pid", 60.0)
@@ -165,12 +160,6 @@ class Workers:
         if self._actors[n] is not None:
             _LOG.info("ending the process of %s", self._names[n])
             self._ray.kill(self._actors[n], no_restart=True)
-
-    def watch(self, on_death: Callable[[int], None]) -> None:
-        """Call `on_death(n)`, on a thread of this class, when a worker ends by itself."""
-        for n in range(len(self)):
-            if self.is_started(n):
-                self._watch(n, on_death)
 
     def close(self) -> None:
         """Close every worker that lives, end the processes, and Ray if it was started here."""
@@ -204,7 +193,8 @@ class Workers:
         self._killed[n] = False
         _LOG.info("started a process for %s on %s", self._names[n], self._nodes[n] or "this machine")
 
-    def _watch(self, n: int, on_death: Callable[[int], None]) -> None:
+    def watch(self, n: int, on_death: Callable[[int], None]) -> None:
+        """Call `on_death(n)`, on a thread of this class, when the present process of a worker ends by itself."""
         generation, actor = self._generation[n], self._actors[n]
 
         def wait() -> None:
@@ -221,10 +211,6 @@ class Workers:
         watcher = threading.Thread(target=wait, name=f"watch-{n}", daemon=True)
         self._watchers.append(watcher)
         watcher.start()
-
-    def watch_again(self, n: int, on_death: Callable[[int], None]) -> None:
-        """As `watch`, of one worker that was restarted."""
-        self._watch(n, on_death)
 
     def _actor(self, n: int) -> Any:
         if self._actors[n] is None:

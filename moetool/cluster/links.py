@@ -11,12 +11,11 @@ from moetool.cluster.frames import LinkError
 class Bucket:
     """A token bucket: lets a sender go on only as fast as a link would take what it sends.
 
-    Without a burst every message waits for as long as its own bytes take, behind those that were sent before it.
+    Every message waits for as long as its own bytes take, behind those that were sent before it.
 
     Args:
         bytes_s: rate at which tokens come.
         latency_s: that every message takes besides.
-        burst_bytes: tokens that gather while nothing is sent.
         clock, sleep: of the time that it goes by.
     """
 
@@ -24,12 +23,11 @@ class Bucket:
         self,
         bytes_s: float,
         latency_s: float = 0.0,
-        burst_bytes: int = 0,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._bytes_s, self._latency_s, self._burst_s = bytes_s, latency_s, burst_bytes / bytes_s
+        self._bytes_s, self._latency_s = bytes_s, latency_s
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
         self._free_at = -float("inf")  # when all that was sent would be over, sent at the rate
@@ -39,7 +37,7 @@ class Bucket:
         with self._lock:
             now = self._clock()
             self._free_at = max(now, self._free_at) + num_bytes / self._bytes_s
-            wait = max(0.0, self._free_at - self._burst_s - now) + self._latency_s
+            wait = max(0.0, self._free_at - now) + self._latency_s
         if now + wait > by:
             self._sleep(max(0.0, by - now))
             raise LinkError("the link did not take a message in time")

@@ -13,12 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moetool import __version__
 from moetool.errors import UsageError, first_line
+from moetool.json_files import JsonRecord
 
 REACH_S = 2.0
 """For a connection to the head."""
@@ -62,7 +63,7 @@ class HeadAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterCheck:
+class ClusterCheck(JsonRecord):
     """One line of `moetool doctor --cluster`.
 
     Attributes:
@@ -75,10 +76,6 @@ class ClusterCheck:
     value: str
     meaning: str
     good: bool | None
-
-    def to_json(self) -> dict[str, Any]:
-        """The line as a JSON object."""
-        return asdict(self)
 
 
 def ask_head(address: str, *, machines: bool = False, within_s: float = ANSWER_S) -> HeadAnswer:

@@ -41,7 +41,7 @@ def test_a_sigterm_does_what_it_did_before_ray(workers: Workers) -> None:
 
 def test_calls_and_what_they_raise(workers: Workers) -> None:
     assert workers.call(0, "say", "hello") == "a: hello"
-    assert workers.call_all("say", word="you") == ["a: you", "b: you"]
+    assert workers.call(1, "say", word="you") == "b: you"
     with pytest.raises(MismatchError, match="found x"):
         workers.call(1, "fail")
     with pytest.raises(MoetoolError, match=r"server first did not answer sleep in 0.1 s"):
@@ -51,13 +51,14 @@ def test_calls_and_what_they_raise(workers: Workers) -> None:
 def test_a_death_is_told_once_and_a_worker_started_anew(workers: Workers) -> None:
     died: list[int] = []
     told = threading.Event()
-    workers.watch(lambda n: (died.append(n), told.set()))
+    for n in range(2):
+        workers.watch(n, lambda n: (died.append(n), told.set()))
     before = workers.pid(1)
     with pytest.raises(WorkerDied, match="server second has ended"):
         workers.call(1, "end")
     assert told.wait(PATIENCE_S)
     workers.restart(1, {"name": "c"})
-    workers.watch_again(1, lambda n: died.append(n + 10))
+    workers.watch(1, lambda n: died.append(n + 10))
     assert workers.call(1, "say", "hello") == "c: hello" and workers.pid(1) != before
     workers.kill(1)  # asked for, so nobody is told
     with pytest.raises(WorkerDied, match=r"server second has ended \(it was killed\)"):

@@ -15,7 +15,7 @@ from moetool.cluster.launch import Where
 from moetool.cluster.parallel.batch_placement import BatchReplacement
 from moetool.cluster.parallel.rank_head import RankHead
 from moetool.cluster.parallel.rank_launch import RayRanks
-from tests.ranks import Answers, open_head, striped
+from tests.ranks import Answers, joined_after, open_head, striped
 from tests.servers import eventually
 
 pytestmark = pytest.mark.ray
@@ -49,8 +49,8 @@ def test_a_rank_is_lost_under_load(head: RankHead, tokenizer: Any, sign: signal.
     os.kill(pid, sign)
     tokens = answers.wait(requests, timeout_s=120)
     assert tokens == calm and {answers.ends[request].finish for request in requests} <= {"length", "stop"}
-    eventually(lambda: ranks.joined_after(generation) is not None)
-    joined = ranks.joined_after(generation)
+    eventually(lambda: joined_after(head, generation) is not None)
+    joined = joined_after(head, generation)
     assert joined is not None
     print(f"{sign.name}: the next generation was complete after {joined - lost:.2f} s")
     assert joined - lost < 10

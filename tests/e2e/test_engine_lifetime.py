@@ -133,10 +133,10 @@ def test_a_rank_that_cannot_be_built_leaves_nothing(at: str, monkeypatch: pytest
     from moetool.cluster.parallel import rank
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=10), wait_for_workers=False)
-    given: dict[str, Any] = {"gpu": 0, "model": "reference", "server_G": [0], "token": "00" * 32}
-    given |= {"head": ("127.0.0.1", 1), "store": ("127.0.0.1", store.port), "options": {"kv_tokens": 512}}
+    given: dict[str, Any] = {"gpu": 0, "model": "reference", "server_G": [0], "token": bytes(32)}
+    given |= {"head": ("127.0.0.1", 1), "store": ("127.0.0.1", store.port), "options": rank.RankOptions(kv_tokens=512)}
     with contextlib.suppress(LinkError):  # port 1 takes nobody; the first time loads libraries
-        rank.build_rank(**given)
+        rank.Rank(**given)
     gc.collect()
     before = descriptors(), threading.active_count()
 
@@ -145,7 +145,7 @@ def test_a_rank_that_cannot_be_built_leaves_nothing(at: str, monkeypatch: pytest
 
     monkeypatch.setattr(rank, at, fail)
     with contextlib.suppress(MoetoolError):
-        rank.build_rank(**given)
+        rank.Rank(**given)
         pytest.fail("it was built")
     gc.collect()
     # The store's own end of the connection closes a little later.

@@ -18,7 +18,7 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.placement._decide import Decision, InForce, Observed, Replanner, decide
 from moetool.request import SamplingParams, Unavailable
 from tests import engines
-from tests.ranks import Answers, ThreadRanks, held, open_head, striped
+from tests.ranks import Answers, ThreadRanks, held, joined_after, open_head, striped
 from tests.servers import eventually
 
 GPUS = 3
@@ -157,7 +157,7 @@ def test_a_rank_that_dies_is_done_without_and_taken_back(head: RankHead, prompts
     head.launcher.kill(2)
     assert answers.wait(requests) == calm  # nothing is lost and nothing said twice
     assert all(answers.ends[request].finish == "length" for request in requests)
-    joined = head.loop.ranks.joined_after(generation)
+    joined = joined_after(head, generation)
     assert joined is not None and joined - died < 10
     assert head.metrics()["requests_retried"] > 0 and head.metrics()["failures"] == failures + 1
     eventually(lambda: head.metrics()["ranks"] == GPUS)
@@ -176,7 +176,7 @@ def test_an_expert_that_never_arrives_costs_a_generation_and_no_rank(head: RankH
     answers.wait_for_tokens(2)
     generation = head.loop.ranks.generation
     eventually(windows.try_hold)
-    eventually(lambda: head.loop.ranks.joined_after(generation), within_s=20)
+    eventually(lambda: joined_after(head, generation), within_s=20)
     windows.release()
     assert answers.wait(requests) == calm
     assert head.launcher.ranks == ranks  # none was ended for being silent

@@ -10,7 +10,7 @@ import torch
 
 from moetool.cluster.parallel.batch_placement import BatchCosts, BatchReplacement, Waiting
 from moetool.cluster.parallel.rank_head import RankedModel, RankHead
-from moetool.cluster.parallel.rank_options import HeadOptions
+from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
 from moetool.cluster.parallel.startup import open_predictors
 from moetool.models.checkpoint import Checkpoint
 from moetool.placement._decide import Decision
@@ -71,7 +71,7 @@ def head(made: Made) -> Iterator[RankHead]:
         striped(made.spec, GPUS),
         BatchReplacement("offline", made.spec, cluster),
         ThreadRanks(),
-        rank_options={"kv_tokens": 256, "threads": 1, "seats": SEATS},
+        rank_options=RankOptions(kv_tokens=256, threads=1, seats=SEATS),
         options=HeadOptions(gather_s=0.2, patience_s=60.0),
     )
     opened.start()

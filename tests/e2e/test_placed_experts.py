@@ -15,10 +15,11 @@ import torch
 
 from moetool.caching._policy import build_policy
 from moetool.caching._residency import Residency
+from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.held_experts import Holding
 from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
-from moetool.cluster.edge.placed_experts import CallOptions, PlacedRuntime
+from moetool.cluster.edge.placed_experts import PlacedRuntime
 from moetool.cluster.edge.protocol import Holders
 from moetool.cluster.frames import Frame, LinkError
 from moetool.cluster.links import Links
@@ -255,7 +256,7 @@ def test_what_nobody_gives_is_read_from_the_own_disk(well_again: Nodes, baseline
 def test_without_a_last_resort_the_forward_fails_and_the_next_is_served(well_again: Nodes, baseline: Any) -> None:
     nodes = well_again
     ended: list[Output] = []
-    nodes[0].runtime.options = CallOptions(last_resort=False, hedge_s=0.0)
+    nodes[0].runtime.options = ClusterOptions(last_resort=False, hedge_s=0.0)
     nodes.publish(gone=[1])
     nodes[0].engine.submit(baseline[0][0], SamplingParams(max_tokens=5), ended.append)
     while not nodes[0].engine.idle:
@@ -287,7 +288,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_call(well_again: Nodes, baseline: A
 def test_a_slow_peer_is_given_up_for_a_replica(well_again: Nodes, baseline: Any) -> None:
     nodes = well_again
     nodes.arrange([_third(0), REST, REST])
-    nodes[0].runtime.options = CallOptions(timeout_s=0.2, hedge_s=0.0)
+    nodes[0].runtime.options = ClusterOptions(call_timeout_s=0.2, hedge_s=0.0)
     nodes[0].peers.distance = (0.0, 1.0, 2.0)  # the slow one is nearer
     nodes[1].on_call = lambda message: time.sleep(0.4)
     before = dict(nodes[0].meter.total)
@@ -312,7 +313,7 @@ def test_a_peer_that_stands_still_costs_little(well_again: Nodes, baseline: Any,
         asked.append(message)
         goes_on.wait(60.0)
 
-    nodes[0].runtime.options = CallOptions(timeout_s=120.0, hedge_s=0.1)
+    nodes[0].runtime.options = ClusterOptions(call_timeout_s=120.0, hedge_s=0.1)
     nodes[1].on_call = stand_still
     began = time.monotonic()
     _check(nodes, baseline)
@@ -328,7 +329,7 @@ def test_a_peer_that_stands_still_costs_little(well_again: Nodes, baseline: Any,
 
 def test_a_half_open_link_holds_nobody_up(well_again: Nodes, baseline: Any) -> None:
     nodes = well_again
-    nodes[0].runtime.options = CallOptions(timeout_s=0.2, hedge_s=0.0)
+    nodes[0].runtime.options = ClusterOptions(call_timeout_s=0.2, hedge_s=0.0)
     before = nodes[0].meter.total["last_resort"]
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
         holders = nodes.publish()

@@ -140,7 +140,7 @@ class _Processes:
         self.workers[n] = None
         self.watching[n](n)
 
-    def watch_again(self, n: int, on_death: Callable[[int], None]) -> None:
+    def watch(self, n: int, on_death: Callable[[int], None]) -> None:
         self.watching[n] = on_death
 
     def close(self) -> None:
@@ -392,7 +392,7 @@ def test_settings_of_each_server(reference: Path) -> None:
     first, second = _settings(reference, slots=150, emulate_links=True, call_timeout_s=3.0)
     assert (first.capacity, len(first.held), first.port, second.port) == (150, 128, 8000, 8001)
     assert first.links == {1: (1e6, 0.5)} and second.links == {0: (1e6, 0.5)}
-    assert first.distance[1] == pytest.approx(2 * (0.5 + 4 * 192 / 1e6)) and first.calls.timeout_s == 3.0
+    assert first.distance[1] == pytest.approx(2 * (0.5 + 4 * 192 / 1e6)) and first.cluster.call_timeout_s == 3.0
     assert _settings(reference)[0].links == {}
     assert "tttt" not in repr(first)  # a token is not for logs
     with pytest.raises(UsageError, match="devices is 2, expected 1"):
@@ -434,9 +434,9 @@ def test_tokens(tmp_path: Path) -> None:
 
 
 def test_options_that_make_no_sense() -> None:
-    with pytest.raises(UsageError, match=r"cluster.ping_s is 0, expected more than 0"):
+    with pytest.raises(UsageError, match=r"cluster.ping_s is 0, expected above 0"):
         ClusterOptions(ping_s=0)
-    with pytest.raises(UsageError, match=r"cluster.slots is -1, expected 0 or more"):
+    with pytest.raises(UsageError, match=r"cluster.slots is -1, expected at least 0"):
         ClusterOptions(slots=-1)
 
 

@@ -15,7 +15,7 @@ from moetool.cluster.parallel.batch_placement import BatchReplacement
 from moetool.cluster.parallel.channel import RankChannel
 from moetool.cluster.parallel.members import Members
 from moetool.cluster.parallel.rank_head import RankedModel, RankHead
-from moetool.cluster.parallel.rank_options import HeadOptions
+from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
 from moetool.cluster.parallel.request_ranks import Seating
 from moetool.cluster.parallel.requests import RankRequest, Requests
 from moetool.errors import CapacityError, MismatchError, MoetoolError
@@ -71,7 +71,7 @@ def open_head(starts: str = "round_robin") -> tuple[RankHead, list[Told]]:
         np.array([[[True, True, False, False]], [[False, False, True, True]]]),
         BatchReplacement("offline", SPEC, CLUSTER),
         Launched(),
-        rank_options={},
+        rank_options=RankOptions(),
         options=HeadOptions(seating=Seating(server_G=(0, 0), starts=starts), gather_s=0.0),
     )
     channels = [Told(), Told()]

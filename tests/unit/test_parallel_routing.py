@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_stages_keep_every_expert_and_end_at_the_new_placement(seed: int, spare:
     assert [stage.at_batch for stage in stages] == [False] * (len(stages) - 1) + [True]
     now_GLE = old_GLE.copy()
     for stage in stages:
-        assert MigrationStage.from_json(stage.to_json()) == stage
+        assert MigrationStage.from_json(asdict(stage)) == stage
         for layer, expert, gpu, source in stage.copies:
             assert now_GLE[source, layer, expert] and not now_GLE[gpu, layer, expert]
         stage.apply(now_GLE)

@@ -261,18 +261,6 @@ def test_a_bucket_takes_as_long_as_the_link_would() -> None:
     assert clock.now == pytest.approx(151.5)
 
 
-def test_a_bucket_with_a_burst_lets_what_has_gathered_pass_at_once() -> None:
-    clock = _Time()
-    bucket = _bucket(clock, 1000.0, burst_bytes=300)
-    bucket.take(300, by=200)
-    assert clock.now == 100.0
-    bucket.take(100, by=200)
-    assert clock.now == pytest.approx(100.1)
-    clock.now = 100.2  # 100 tokens have come
-    bucket.take(300, by=200)
-    assert clock.now == pytest.approx(100.4)
-
-
 def test_a_bucket_gives_up_at_the_deadline() -> None:
     clock = _Time()
     with pytest.raises(LinkError, match="the link did not take a message in time"):

@@ -5,17 +5,15 @@ import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from moetool.bench.live_cluster.sites import Site
 from moetool.caching._policy import MIN_SLOTS
 from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.edge_head import EdgeHead, Processes
-from moetool.cluster.edge.placed_experts import CallOptions
 from moetool.cluster.edge.replacement import pooled, steps_to
 from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
 from moetool.cluster.edge.server_settings import held_by, worker_settings
-from moetool.cluster.edge.worker import build_worker
+from moetool.cluster.edge.worker import Worker
 from moetool.cluster.transport import own_address
 from moetool.errors import MoetoolError
 from moetool.models.checkpoint import Checkpoint
@@ -66,11 +64,6 @@ class Alone:
     def _on_ready(self, url: str) -> None:
         self._url = url
         self._ready.set()
-
-
-def build_alone(model: str, slots: int, options: ServeOptions, toward: str = "") -> Alone:
-    """A server by itself in this process; for `moetool.cluster.launch.Workers`."""
-    return Alone(model, slots, options, toward)
 
 
 class Stand:
@@ -154,7 +147,14 @@ def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, site: Site
 
     Effects: starts them; ends them.
     """
-    options = ClusterOptions(emulate_links=not site.has_links, ping_s=5.0, hang_s=120.0, call_timeout_s=60.0)
+    options = ClusterOptions(
+        emulate_links=not site.has_links,
+        ping_s=5.0,
+        hang_s=120.0,
+        call_timeout_s=60.0,
+        hedge_s=0.0,
+        last_resort=False,
+    )
     settings = worker_settings(
         Checkpoint.open(model),
         spare,
@@ -164,11 +164,10 @@ def open_stand(model: str, spare: PlacementPlan, serve: ServeOptions, site: Site
         limits=ServerOptions(),
         cluster=options,
     )
-    settings = [replace(one, calls=CallOptions(timeout_s=60.0, hedge_s=0.0, last_resort=False)) for one in settings]
     names = [server.name for server in spare.cluster.servers]
     turn = _Turn()
     site.link(spare.cluster)
-    processes = site.start(build_worker, [{"settings": one} for one in settings], names)
+    processes = site.start(Worker, [{"settings": one} for one in settings], names)
     head = EdgeHead(processes, settings, names, spare.spec.num_experts_L, options=options, scheduler=turn)
     try:
         head.start()
@@ -184,7 +183,7 @@ def open_alone(
     """Servers by themselves, each with so many slots."""
     toward = site.endpoints.toward
     arguments = [{"model": model, "slots": count, "options": serve, "toward": toward} for count in slots]
-    processes = site.start(build_alone, arguments, names)
+    processes = site.start(Alone, arguments, names)
     try:
         yield processes
     finally:

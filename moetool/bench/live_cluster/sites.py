@@ -48,7 +48,7 @@ class Threads:
     def kill(self, n: int) -> None:
         """Nothing: a thread cannot be ended from outside."""
 
-    def watch_again(self, n: int, on_death: Callable[[int], None]) -> None:
+    def watch(self, n: int, on_death: Callable[[int], None]) -> None:
         """Nothing: it lives as long as this process."""
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ class Processes(Protocol):
     def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None: ...
     def kill(self, n: int) -> None: ...
     def is_started(self, n: int) -> bool: ...
-    def watch_again(self, n: int, on_death: Callable[[int], None]) -> None: ...
+    def watch(self, n: int, on_death: Callable[[int], None]) -> None: ...
     def close(self) -> None: ...
     def __len__(self) -> int: ...
 
@@ -118,7 +118,7 @@ class EdgeHead:
             self._arrived(info)
         self.publish()
         for n in started:
-            self._processes.watch_again(n, self._on_death)
+            self._processes.watch(n, self._on_death)
         self._cover()
         for n in range(len(self.names)):
             self._thread(f"server-{n}", self._supervise, n)
@@ -161,7 +161,7 @@ class EdgeHead:
     def adopt(self, server: int, layer: int, expert: int, source: int) -> ArrivedExpert:
         """Have a server hold an expert from now on, and tell all of it.
 
-        Raises: as `moetool.cluster.edge.protocol.EdgeWorker.adopt`, and MoetoolError where the server is not there.
+        Raises: as `PlacedRuntime.adopt` of the server, and MoetoolError where the server is not there.
         """
         moved: ArrivedExpert = self._ask(server, "adopt", layer, expert, source)
         _LOG.info(
@@ -370,7 +370,7 @@ class EdgeHead:
             try:
                 self._died[n].clear()
                 self._processes.restart(n, {"settings": settings})
-                self._processes.watch_again(n, self._on_death)
+                self._processes.watch(n, self._on_death)
                 info = self._call(n, "info", timeout_s=self._options.start_timeout_s)
                 break
             except CapacityError as error:  # it may join

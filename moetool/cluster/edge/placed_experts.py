@@ -13,6 +13,7 @@ import torch
 
 from moetool.caching._devices import Pool
 from moetool.caching._residency import Residency
+from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.held_experts import Holding
 from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
@@ -35,25 +36,6 @@ _DISK_BYTES_S = 500e6
 _FOR_OTHERS = ForwardInfo(forward_id=-1, request_T=(-1,), phase_T=(Phase.DECODE,), position_T=(0,))
 
 Inputs = Callable[[int, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallOptions:
-    """Calls to other servers.
-
-    Attributes:
-        timeout_s: seconds until a call is given up and tried elsewhere.
-        hedge_s: until a call is tried elsewhere too, at least; longer where such calls take longer (`Peers.usual_s`).
-            0: never.
-        fetch_timeout_s: the same for an expert that moves here.
-        last_resort: an expert that no server gives is read from the own disk for the event at hand; without it, the
-            forward fails.
-    """
-
-    timeout_s: float = 10.0
-    hedge_s: float = 0.25
-    fetch_timeout_s: float = 60.0
-    last_resort: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +70,7 @@ class PlacedRuntime(ExpertRuntime):
         capacity: how many may be (`Holding`).
         peers: the other servers.
         meter: counts.
+        options: of calls to other servers.
 
     Attributes:
         holding: the experts held here.
@@ -109,7 +92,7 @@ class PlacedRuntime(ExpertRuntime):
         capacity: int,
         peers: Peers,
         meter: Meter,
-        options: CallOptions | None = None,
+        options: ClusterOptions | None = None,
     ) -> None:
         assert isinstance(residency, Residency) and isinstance(store, ExpertStore), "one device"
         super().__init__(loaded, residency, store)
@@ -117,7 +100,7 @@ class PlacedRuntime(ExpertRuntime):
         self._layers = loaded.layers
         self._slot_bytes, self._device = store.files.slot_bytes, store.copies.device
         self._peers, self.meter = peers, meter
-        self.options = options or CallOptions()
+        self.options = options or ClusterOptions()
         self._changing = threading.Lock()
         self._holders = Holders(
             version=-1, servers_LE=tuple(((),) * num for num in self.spec.num_experts_L), peers=(None,)
@@ -144,7 +127,7 @@ class PlacedRuntime(ExpertRuntime):
                 self._holders = holders
 
     def change_holders(self, change: HoldersChange) -> bool:
-        """As `moetool.cluster.edge.protocol.EdgeWorker.change_holders`."""
+        """As `set_holders`; False, and nothing has changed, where this table is not the change's base."""
         with self._changing:
             if self._holders.version != change.base:
                 return False
@@ -158,7 +141,7 @@ class PlacedRuntime(ExpertRuntime):
         return True
 
     def adopt_all(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert | str]:
-        """As `moetool.cluster.edge.protocol.EdgeWorker.adopt_all`."""
+        """As `adopt` for each (layer, expert, source), in order; the reason in place of one that could not be had."""
         arrived: list[ArrivedExpert | str] = []
         for move in moves:
             try:
@@ -168,7 +151,14 @@ class PlacedRuntime(ExpertRuntime):
         return arrived
 
     def adopt(self, layer: int, expert: int, source: int) -> ArrivedExpert:
-        """Hold an expert from now on; as `moetool.cluster.edge.protocol.EdgeWorker.adopt`."""
+        """Bring an expert here, from a peer or (source -1, or the peer fails) from disk, and hold it.
+
+        When it returns, others may call it here.
+
+        Raises:
+            CapacityError: no slot is free.
+            MoetoolError: it could be had from nowhere.
+        """
         began = time.monotonic()
         elsewhere = source not in (-1, self._peers.server)
         fetched, num_bytes = self.holding.add(
@@ -181,9 +171,14 @@ class PlacedRuntime(ExpertRuntime):
         return ArrivedExpert(source=source if fetched else -1, bytes=num_bytes, seconds=time.monotonic() - began)
 
     def drop(self, layer: int, expert: int) -> None:
-        """Stop holding an expert, once no computation uses it."""
+        """Stop holding an expert, once no computation uses it. Later calls are refused and tried elsewhere."""
         self.holding.remove(self._key(layer, expert))
         _LOG.info("dropped expert %d of MoE layer %d", expert, layer)
+
+    def drop_all(self, places: Sequence[tuple[int, int]]) -> None:
+        """As `drop`, for each."""
+        for place in places:
+            self.drop(*place)
 
     def handle(self, message: Frame) -> Frame:
         """Answer another server: `compute` rows with the experts that are held here, or give an expert (`fetch`).
@@ -266,7 +261,7 @@ class PlacedRuntime(ExpertRuntime):
         rows = {expert: inputs(expert, rows_of[expert]) for expert in pairs}
         began = time.monotonic()
         head = {"do": "compute", **rows_head(layer.index, rows)}
-        timeout_s = self.options.timeout_s
+        timeout_s = self.options.call_timeout_s
         return _Call(server, pairs, self._peers.call(server, head, [rows_bytes(rows)], timeout_s=timeout_s), began)
 
     def _collect(self, layer: MoeLayer, call: _Call, tried: Mapping[int, set[int]]) -> dict[int, torch.Tensor]:
@@ -303,7 +298,7 @@ class PlacedRuntime(ExpertRuntime):
         others_s = self._others_s(layer, call, tried)
         if usual_s is not None and others_s is not None:
             late_s = max(self.options.hedge_s, usual_s, others_s)
-            if late_s < self.options.timeout_s:
+            if late_s < self.options.call_timeout_s:
                 try:
                     return call.answer.result(max(0.0, call.began + late_s - time.monotonic()))
                 except TimeoutError:
@@ -312,7 +307,7 @@ class PlacedRuntime(ExpertRuntime):
                         self._peers.overdue(call.server, every, time.monotonic() - call.began, call.answer)
                         return None
         # The channel keeps the deadline; the second on top only saves from waiting for a bug in it for ever.
-        return call.answer.result(self.options.timeout_s + 1.0)
+        return call.answer.result(self.options.call_timeout_s + 1.0)
 
     def _others_s(self, layer: MoeLayer, call: _Call, tried: Mapping[int, set[int]]) -> float | None:
         """Least cost of a call's experts without its server; None if impossible.

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -119,54 +118,3 @@ class MovedRound:
 
     arrived: Mapping[tuple[int, tuple[int, int]], ArrivedExpert]
     failed: Sequence[tuple[int, tuple[int, int], Exception]]
-
-
-class EdgeWorker(Protocol):
-    """Calls from the scheduler to a worker, through Ray (`moetool.cluster.launch.Workers.call`), or in one process."""
-
-    def info(self) -> WorkerInfo:
-        """Once it serves; waits until then."""
-        ...
-
-    def stats(self) -> WorkerStats:
-        """Counters since the last call."""
-        ...
-
-    def set_holders(self, holders: Holders) -> None:
-        """Use this table from the next layer on. Experts held here are computed here."""
-        ...
-
-    def change_holders(self, change: HoldersChange) -> bool:
-        """As `set_holders`; False, and nothing has changed, where it has another version than the change's base."""
-        ...
-
-    def adopt_all(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert | str]:
-        """As `adopt` for each (layer, expert, source), in order; the reason in place of one that could not be had."""
-        ...
-
-    def drop_all(self, places: Sequence[tuple[int, int]]) -> None:
-        """As `drop`, for each."""
-        ...
-
-    def adopt(self, layer: int, expert: int, source: int) -> ArrivedExpert:
-        """Bring an expert here, from a peer or (source -1, or the peer fails) from disk, and hold it.
-
-        When it returns, others may call it here.
-
-        Raises:
-            CapacityError: no slot is free.
-            MoetoolError: it could be had from nowhere.
-        """
-        ...
-
-    def drop(self, layer: int, expert: int) -> None:
-        """Hold it no longer. Calls that are under way still find it; later ones are refused and tried elsewhere."""
-        ...
-
-    def drain(self) -> None:
-        """Take no more requests, finish those that run."""
-        ...
-
-    def close(self) -> None:
-        """End."""
-        ...

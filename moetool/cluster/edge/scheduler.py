@@ -17,7 +17,8 @@ from moetool.cluster.edge.protocol import MovedRound, WorkerInfo, WorkerStats
 from moetool.cluster.edge.replacement import by_server, next_round, observe, places_of, pooled, steps_to
 from moetool.cluster.edge.scheduler_state import Kept, reading
 from moetool.cluster.launch import WorkerDied
-from moetool.errors import CapacityError, MoetoolError, UsageError, first_line, unknown_name
+from moetool.config import POSITIVE, SHARE, Span, require_within
+from moetool.errors import CapacityError, MoetoolError, first_line, unknown_name
 from moetool.placement import _planner as planner
 from moetool.placement._decide import Decision, Replanner, decide
 from moetool.placement._placement_plan import Move, Place
@@ -75,14 +76,9 @@ class SchedulerOptions:
         config.parse(planner.find(self.planner).Options, self.options, f"planner {self.planner}")
         if self.decide not in _DECIDES:
             raise unknown_name("--set scheduler.decide", self.decide, _DECIDES)
-        for name in ("interval_s", "poll_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise UsageError(f"--set scheduler.{name}: found {getattr(self, name)}, expected seconds above 0")
-        for name in ("horizon_s", "half_life_s", "compute_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise UsageError(f"--set scheduler.{name}: found {getattr(self, name)}, expected seconds, 0 or more")
-        if not 0 < self.share <= 1:
-            raise UsageError(f"--set scheduler.share: found {self.share}, expected above 0 and at most 1")
+        amount = Span(0, below=True)
+        require_within(self, "scheduler.", interval_s=POSITIVE, poll_s=POSITIVE, share=SHARE)
+        require_within(self, "scheduler.", horizon_s=amount, half_life_s=amount, compute_s=amount)
 
 
 class Servers(Protocol):

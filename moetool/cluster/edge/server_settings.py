@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moetool.cluster.cluster_options import ClusterOptions
-from moetool.cluster.edge.placed_experts import CallOptions
 from moetool.cluster.edge.worker import WorkerSettings
 from moetool.errors import CapacityError, UsageError
 from moetool.models.checkpoint import Checkpoint
@@ -76,7 +75,6 @@ def worker_settings(
                 content=checkpoint.content,
                 held=held,
                 capacity=capacity,
-                slots=cluster.slots,
                 host=endpoints.host,
                 port=endpoints.port + n if endpoints.port else 0,
                 toward=endpoints.toward,
@@ -85,12 +83,7 @@ def worker_settings(
                 distance=tuple(plan.cluster.round_trip_s(n, m, 4 * spec.hidden_size) for m in servers),
                 links=links if cluster.emulate_links else {},
                 options=options,
-                calls=CallOptions(
-                    timeout_s=cluster.call_timeout_s,
-                    hedge_s=cluster.hedge_s,
-                    fetch_timeout_s=cluster.fetch_timeout_s,
-                    last_resort=cluster.last_resort,
-                ),
+                cluster=cluster,
                 limits=limits,
                 api_key=endpoints.api_key,
             )

@@ -4,16 +4,17 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from moetool.caching._devices import Pool
 from moetool.caching._policy import MIN_SLOTS
+from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.meter import Meter
 from moetool.cluster.edge.peers import Peers
-from moetool.cluster.edge.placed_experts import CallOptions, PlacedRuntime
-from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange, WorkerInfo, WorkerStats
+from moetool.cluster.edge.placed_experts import PlacedRuntime
+from moetool.cluster.edge.protocol import WorkerInfo, WorkerStats
 from moetool.cluster.links import Bucket, Links
 from moetool.cluster.listener import listen
 from moetool.cluster.transport import Listener, own_address
@@ -47,7 +48,6 @@ class WorkerSettings:
         content: sha256 of each of its files, as the head has them (`Checkpoint.content`).
         held: (layer, expert) that it begins with.
         capacity: how many experts it may hold.
-        slots: of its pool, 0: one for each that it may hold. With fewer, the least recently used lie on disk.
         host: where its users reach it; 0.0.0.0: at every address of its machine.
         port: 0 takes any free one.
         toward: an address of the cluster's head, on whose network the peers are; empty: they are all on this machine.
@@ -55,7 +55,7 @@ class WorkerSettings:
         token: of the cluster.
         distance: as for `Peers`.
         links: by server (bytes/s, seconds), where links are emulated.
-        options, calls, limits: of the engine, of calls to others, and of the endpoint.
+        options, cluster, limits: of the engine, of pool and calls to others, and of the endpoint.
         api_key: what users have to send; None asks nobody.
     """
 
@@ -65,7 +65,6 @@ class WorkerSettings:
     content: Mapping[str, str] = field(default_factory=dict)
     held: tuple[tuple[int, int], ...]
     capacity: int
-    slots: int = 0
     host: str = "127.0.0.1"
     port: int = 0
     toward: str = ""
@@ -74,13 +73,16 @@ class WorkerSettings:
     distance: tuple[float, ...]
     links: Mapping[int, tuple[float, float]] = field(default_factory=dict)
     options: ServeOptions = field(default_factory=ServeOptions)
-    calls: CallOptions = field(default_factory=CallOptions)
+    cluster: ClusterOptions = field(default_factory=ClusterOptions)
     limits: ServerOptions = field(default_factory=ServerOptions)
     api_key: str | None = field(default=None, repr=False)
 
 
 class Worker:
-    """A server of the cluster (`moetool.cluster.edge.protocol.EdgeWorker`). Methods may be called from any thread.
+    """A server of the cluster, called by its head. Methods may be called from any thread.
+
+    Attributes:
+        set_holders, change_holders, adopt, adopt_all, drop, drop_all: those of its `PlacedRuntime`.
 
     Effects: reads the model, listens for users and for peers, and starts threads; it serves when this returns. `close`
     ends all of it.
@@ -105,12 +107,12 @@ class Worker:
             peer_host = own_address(settings.toward) if settings.toward else "127.0.0.1"
             for_peers = listen(peer_host, settings.peer_port)
             undo.callback(for_peers.close)
-            slots = max(MIN_SLOTS, settings.slots or settings.capacity)
+            slots = max(MIN_SLOTS, settings.cluster.slots or settings.capacity)
             memory = sum(fixed_bytes(checkpoint, settings.options)) + slots * stride_of(spec.slot_bytes)
 
             def open_runtime(loaded: LoadedModel, pool: Pool, store: ExpertStore | Stores) -> PlacedRuntime:
                 held, capacity = settings.held, settings.capacity
-                more: dict[str, Any] = {"peers": peers, "meter": self._meter, "options": settings.calls}
+                more: dict[str, Any] = {"peers": peers, "meter": self._meter, "options": settings.cluster}
                 return PlacedRuntime(loaded, pool, store, held=held, capacity=capacity, **more)
 
             self._engine = build_engine(
@@ -122,7 +124,10 @@ class Worker:
             )
             undo.callback(self._engine.close)
             assert isinstance(self._engine.runtime, PlacedRuntime)
-            self._runtime: PlacedRuntime = self._engine.runtime
+            self._runtime = runtime = self._engine.runtime
+            self.set_holders, self.change_holders = runtime.set_holders, runtime.change_holders
+            self.adopt, self.adopt_all = runtime.adopt, runtime.adopt_all
+            self.drop, self.drop_all = runtime.drop, runtime.drop_all
             self._listener = Listener(
                 for_peers, settings.token, self._runtime.handle, links=links, limit_bytes=limit_bytes
             )
@@ -158,31 +163,6 @@ class Worker:
         metrics = self._engine.metrics()
         return self._meter.take(int(metrics["queue_running"] + metrics["queue_waiting"]))
 
-    def set_holders(self, holders: Holders) -> None:
-        """Use this table from the next layer on."""
-        self._runtime.set_holders(holders)
-
-    def change_holders(self, change: HoldersChange) -> bool:
-        """The same, where only a part has changed."""
-        return self._runtime.change_holders(change)
-
-    def adopt_all(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert | str]:
-        """Hold experts from now on."""
-        return self._runtime.adopt_all(moves)
-
-    def drop_all(self, places: Sequence[tuple[int, int]]) -> None:
-        """Hold experts no longer."""
-        for place in places:
-            self._runtime.drop(*place)
-
-    def adopt(self, layer: int, expert: int, source: int) -> ArrivedExpert:
-        """Hold an expert from now on."""
-        return self._runtime.adopt(layer, expert, source)
-
-    def drop(self, layer: int, expert: int) -> None:
-        """Hold an expert no longer."""
-        self._runtime.drop(layer, expert)
-
     def drain(self) -> None:
         """Take no more requests and finish those that run; experts are still computed for others."""
         self._server.interrupt()
@@ -208,11 +188,6 @@ class Worker:
             "server %d serves on %s with %d of %d experts",
             *(settings.server, url, len(self._runtime.held), self._runtime.spec.total_experts),
         )
-
-
-def build_worker(settings: WorkerSettings) -> Worker:
-    """A worker in this process; for `moetool.cluster.launch.Workers`."""
-    return Worker(settings)
 
 
 def message_bytes(spec: ModelSpec, tokens: int) -> int:

@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -266,8 +265,3 @@ class ParallelRuntime(ExpertRuntime):
                 away += rows * row_bytes
         self._machine.send(away)
         return away
-
-
-def tally_to_json(tally: DispatchTally) -> dict[str, Any]:
-    """A tally as a JSON object; `tokens_LE` as lists."""
-    return {**asdict(tally), "tokens_LE": tally.tokens_LE.tolist()}

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from moetool.cluster.parallel.compute_windows import Windows
-from moetool.cluster.parallel.dispatch import ParallelRuntime, tally_to_json
+from moetool.cluster.parallel.dispatch import ParallelRuntime
 from moetool.cluster.parallel.expert_transfer import ExpertTransfer
 from moetool.cluster.parallel.process_group import GroupBroken
 from moetool.cluster.parallel.staged_migration import MigrationStage
@@ -102,6 +102,7 @@ class Lockstep:
                 self._say({"kind": "tokens", "outputs": outputs})
         self._windows.open(FOREVER)
         moved, self._moved = self._moved, asdict(self._migration.moved)
+        tally = self._runtime.tally
         self._say(
             {
                 "kind": "done",
@@ -111,7 +112,7 @@ class Lockstep:
                 "waited_s": self._windows.waited_s - waited_s,
                 "held": self._runtime.shelf.most,
                 "version": self._version,
-                "tally": tally_to_json(self._runtime.tally),
+                "tally": {**asdict(tally), "tokens_LE": tally.tokens_LE.tolist()},
                 "moved": {name: value - moved[name] for name, value in self._moved.items()},
             }
         )

@@ -30,7 +30,7 @@ class Launcher(Protocol):
     """Starts the ranks' processes."""
 
     def launch(self, arguments: Sequence[Mapping[str, Any]], on_death: Callable[[int], None]) -> None:
-        """Start all ranks, each with its arguments of `build_rank`.
+        """Start all ranks, each with its arguments of `Rank`.
 
         Args:
             on_death: may be called when a rank has ended, from any thread; its connection mostly says so first.
@@ -128,11 +128,6 @@ class Members:
     def homeless(self) -> list[int]:
         """The ranks that wait for a machine."""
         return sorted(self._homeless.copy())
-
-    def joined_after(self, generation: int) -> float | None:
-        """Time when the first generation after one was complete, None before; from any thread."""
-        later = [number for number in list(self.joined) if number > generation]
-        return self.joined[min(later)] if later else None
 
     def greet(self, gpu: int, channel: RankChannel, peer: Sequence[Any]) -> None:
         """A rank has said hello."""

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -154,7 +155,7 @@ class PlacementState:
         )
         self.version += len(made)
         self.placed_GLE = decision.placed_GLE
-        return [stage.to_json() for stage in made]
+        return [asdict(stage) for stage in made]
 
     def note(self, record: BatchRecord, moved_s: float, num_ranks: int) -> None:
         """A batch has ended; args as of `Costs.note`."""

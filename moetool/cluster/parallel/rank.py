@@ -40,21 +40,6 @@ _ALIVE_S = 5.0
 """While it reads experts a rank says so often that it is alive."""
 
 
-def build_rank(
-    *,
-    gpu: int,
-    model: str,
-    server_G: Sequence[int],
-    head: tuple[str, int],
-    store: tuple[str, int],
-    token: str,
-    options: dict[str, Any],
-) -> "Rank":
-    """Build the worker of `moetool.cluster.launch.Workers`; all arguments as plain values."""
-    known = bytes.fromhex(token)
-    return Rank(gpu, model, server_G, head=head, store=store, token=known, options=RankOptions(**options))
-
-
 class Rank:
     """Loads its model, says hello to the head, and does what that asks until it says stop or is gone.
 

@@ -19,7 +19,7 @@ from moetool.cluster.parallel.channel import RankChannel, open_listener
 from moetool.cluster.parallel.members import Launcher, Members
 from moetool.cluster.parallel.placement_state import PlacementState
 from moetool.cluster.parallel.rank_costs import Costs
-from moetool.cluster.parallel.rank_options import HeadOptions
+from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
 from moetool.cluster.parallel.requests import RankRequest
 from moetool.errors import CapacityError, MoetoolError, UsageError
 from moetool.placement._decide import Decision
@@ -64,7 +64,7 @@ class RankHead:
         control: decides on others, by
         costs: what things cost; measured only, if not given.
         launcher: of the ranks.
-        rank_options: of `RankOptions`, by name.
+        rank_options: of each rank.
         options: how the head gathers batches.
 
     Attributes:
@@ -82,15 +82,14 @@ class RankHead:
         control: BatchReplacement,
         launcher: Launcher,
         *,
-        rank_options: Mapping[str, Any],
+        rank_options: RankOptions,
         costs: Costs | None = None,
         options: HeadOptions | None = None,
     ) -> None:
         options = options or HeadOptions()
         self.model_name, self.tokenizer, self.vocab_size = model.name, model.tokenizer, model.vocab_size
         self.spec, self.cluster = model.spec, cluster
-        self.launcher, self._rank_options, self._host = launcher, dict(rank_options), options.host
-        self._migrate: str = self._rank_options.get("migrate", "overlap")
+        self.launcher, self._rank_options, self._host = launcher, rank_options, options.host
         self.loop = BatchLoop(model.spec, cluster, options, model.content)
         self.loop.ranks = Members(
             len(cluster.gpus), launcher, self.loop.post, names=options.names, narrate=options.narrate
@@ -100,7 +99,7 @@ class RankHead:
             cluster,
             control,
             placed_GLE,
-            self._migrate,
+            rank_options.migrate,
             costs=costs or Costs(model.spec, cluster),
             patience_s=options.patience_s,
             post=self.loop.post,
@@ -188,7 +187,7 @@ class RankHead:
                 "server_G": list(self.cluster.server_G),
                 "head": tuple(self._listener.address),
                 "store": (self._host, self._store.port),
-                "token": token.hex(),
+                "token": token,
                 "options": self._rank_options,
             }
             for gpu in range(len(self.cluster.gpus))
@@ -216,7 +215,7 @@ class RankHead:
             MoetoolError: the engine has failed, or is closed meanwhile.
         """
         over = threading.Event()
-        self.loop.post("use", (control, placed_GLE, migrate or self._migrate, over))
+        self.loop.post("use", (control, placed_GLE, migrate or self._rank_options.migrate, over))
         while not over.wait(0.1):
             self._require_going()
         self._require_going()

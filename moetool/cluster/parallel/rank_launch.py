@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moetool.cluster.launch import Where, Workers
-from moetool.cluster.parallel.rank import build_rank
+from moetool.cluster.parallel.rank import Rank
 
 
 class RayRanks:
@@ -27,16 +27,17 @@ class RayRanks:
     def launch(self, arguments: Sequence[Mapping[str, Any]], on_death: Callable[[int], None]) -> None:
         """Start all and wait until each is built. Raises: as `Workers`, and what building raised."""
         self._on_death = on_death
-        self._workers = Workers(self._where, build_rank, arguments, self._names, threads=self._threads)
-        self._workers.call_all("ready", timeout_s=self._timeout_s)
-        self._workers.watch(on_death)
+        self._workers = Workers(self._where, Rank, arguments, self._names, threads=self._threads)
+        for gpu in range(len(self._workers)):
+            self._workers.call(gpu, "ready", timeout_s=self._timeout_s)
+            self._workers.watch(gpu, on_death)
 
     def restart(self, gpu: int) -> None:
         """A new process in place of one that has ended."""
         with self._lock:
             if self._workers is not None:
                 self._workers.restart(gpu)
-                self._workers.watch_again(gpu, self._on_death)
+                self._workers.watch(gpu, self._on_death)
 
     def kill(self, gpu: int) -> None:
         """End a process at once."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from moetool.cluster.parallel.compute_windows import MIGRATIONS
 from moetool.cluster.parallel.request_ranks import Seating
-from moetool.errors import UsageError, unknown_name
+from moetool.config import Span, require_within
+from moetool.errors import unknown_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,6 @@ class RankOptions:
     def __post_init__(self) -> None:
         if self.migrate not in MIGRATIONS:
             raise unknown_name("--set migrate", self.migrate, MIGRATIONS)
-        if min(self.seats, self.kv_tokens // 16) < 1 or not self.timeout_s > 0 or self.threads < 0:
-            raise UsageError("seats and timeout_s are above 0, kv_tokens at least 16 and threads at least 0")
-        if min(self.link_bytes_s, self.expert_token_s) < 0:
-            raise UsageError("link_bytes_s and expert_token_s are 0 or more")
+        amount, time = Span(0), Span(0, above=True)
+        require_within(self, seats=Span(1), kv_tokens=Span(16), threads=amount, timeout_s=time)
+        require_within(self, link_bytes_s=amount, expert_token_s=amount)

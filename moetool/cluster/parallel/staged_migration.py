@@ -1,7 +1,7 @@
 """Migration in stages: experts are copied while the old placement serves, then switched to at once."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,9 @@ class MigrationStage:
     changes: tuple[tuple[int, int, tuple[int, ...]], ...]
     at_batch: bool = True
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "MigrationStage":
-        """From `to_json`."""
+        """From its fields, as JSON has brought them."""
         return cls(
             version=data["version"],
             copies=tuple((a, b, c, d) for a, b, c, d in data["copies"]),
@@ -93,6 +89,5 @@ def plan_stages(
         done = set(taken)
         changed = [place for place in changed if place not in done]
     if stages:
-        last = stages[-1]
-        stages[-1] = MigrationStage(version=last.version, copies=last.copies, changes=last.changes, at_batch=True)
+        stages[-1] = replace(stages[-1], at_batch=True)
     return stages

@@ -1,7 +1,7 @@
 """Start the head of `moetool serve --mode ep` and of the bench from a placement plan."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from moetool.cluster.parallel.rank_head import RankedModel, RankHead
 from moetool.cluster.parallel.rank_options import HeadOptions, RankOptions
 from moetool.cluster.parallel.request_ranks import Seating
 from moetool.cluster.transport import own_address
+from moetool.config import Span
 from moetool.costing.costs import CostProfile
 from moetool.errors import UsageError, unknown_name
 from moetool.learning.predictor import load_predictor
@@ -70,12 +71,11 @@ class ParallelOptions:
     def __post_init__(self) -> None:
         if self.placement not in PLACEMENTS:
             raise unknown_name("--set placement", self.placement, PLACEMENTS)
-        if self.buffer_experts < 0 or min(self.gather_s, self.patience_s) < 0:
-            raise UsageError("buffer_experts, gather_s and patience_s are 0 or more")
         if self.starts and self.starts not in STARTS:
             raise unknown_name("--set starts", self.starts, STARTS)
-        if min(self.cost_row_s, self.cost_link_bytes_s, self.cost_move_bytes_s) < 0:
-            raise UsageError("cost_row_s, cost_link_bytes_s and cost_move_bytes_s are 0 or more")
+        amount = Span(0)
+        config.require_within(self, buffer_experts=amount, gather_s=amount, patience_s=amount)
+        config.require_within(self, cost_row_s=amount, cost_link_bytes_s=amount, cost_move_bytes_s=amount)
 
 
 def read_settings(values: Mapping[str, Any]) -> tuple[ParallelOptions, RankOptions]:
@@ -182,7 +182,7 @@ def open_head(
         uniform(spec, cluster) if options.placement == "vanilla" else plan.placed_GLE,
         control,
         launcher,
-        rank_options=asdict(ranks),
+        rank_options=ranks,
         costs=Costs(
             spec,
             cluster,
