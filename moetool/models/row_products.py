@@ -14,6 +14,7 @@ kernel takes. It differs from torch's product in rounding only.
 import ctypes
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -33,7 +34,10 @@ _LANES = 16  # float32 in a vector of AVX-512; two of AVX2
 _CHAINS = 4  # accumulators of a row that hide the latency of an addition
 _PAIRS = 2 * _LANES  # numbers of a weight in a vector: those at even places and those at odd ones
 _BLOCK_ROWS = 32  # rows of a weight that one thread takes at a time
-_HEAD = 6  # numbers of a job before its lists
+_HEAD = 7  # numbers of a job before its lists
+_PREFETCH_BYTES = (0, 2048)
+"""How far ahead of itself the kernel may ask for a weight; on some processors that is faster, on others slower."""
+_TRIAL_BYTES = 2**26  # more than most caches hold
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +104,7 @@ def scattered_products(x_TI: torch.Tensor, jobs: Sequence[RowsOf], num_targets: 
     wide_TI = torch.empty(len(x_TI), num_inputs // _PAIRS, 2, _LANES)  # as the kernel splits a weight's numbers
     wide_TI.copy_(x_TI.reshape(len(x_TI), -1, _LANES, 2).transpose(2, 3))
     output_RO = torch.empty(num_targets, num_outputs, dtype=torch.float32)
-    job = [0, wide_TI.data_ptr(), output_RO.data_ptr(), num_outputs, num_inputs, len(jobs)]
+    job = [0, wide_TI.data_ptr(), output_RO.data_ptr(), num_outputs, num_inputs, len(jobs), kernel.prefetch_bytes]
     job += [each.weight.data_ptr() for each in jobs]
     job += accumulate((len(each.sources) for each in jobs), initial=0)
     for each in jobs:
@@ -139,17 +143,50 @@ def adopt(model: torch.nn.Module) -> int:
     return len(linears)
 
 
+class Kernel(NamedTuple):
+    """The compiled kernel.
+
+    Attributes:
+        call: computes a job.
+        prefetch_bytes: how far ahead of itself it is the fastest to ask for a weight on this processor. It changes no
+            result.
+    """
+
+    call: Callable[[np.ndarray, int], None]
+    prefetch_bytes: int
+
+    def __call__(self, job: np.ndarray) -> None:
+        self.call(job, torch.get_num_threads())
+
+
 @functools.cache
-def find_kernel() -> Callable[[np.ndarray], None] | None:
+def find_kernel() -> Kernel | None:
     """The compiled kernel; None where numba is missing or does not compile it for this processor."""
     try:
-        return _compile()
+        call = _compile()
+        return Kernel(call, _fastest_prefetch(call))
     except Exception as error:  # numba raises many kinds; torch computes the same products
         _log.warning("products of few rows stay with torch: numba does not compile the kernel (%s)", error)
         return None
 
 
-def _compile() -> Callable[[np.ndarray], None]:
+def _fastest_prefetch(call: Callable[[np.ndarray, int], None], rounds: int = 4) -> int:
+    """Which of `_PREFETCH_BYTES` is the fastest here: the least processor time of one thread, of some tries in turn."""
+    width = 2048
+    weight = torch.empty(_TRIAL_BYTES // (2 * width), width, dtype=torch.bfloat16)
+    ask_for_huge_pages(weight)
+    weight.zero_()
+    x, output = torch.zeros(width), torch.empty(len(weight))
+    least = dict.fromkeys(_PREFETCH_BYTES, float("inf"))
+    for ahead in _PREFETCH_BYTES * rounds:
+        job = [0, x.data_ptr(), output.data_ptr(), *weight.shape, 1, ahead, weight.data_ptr(), 0, 1, 0, 0]
+        began = time.thread_time()
+        call(np.array(job), 1)
+        least[ahead] = min(least[ahead], time.thread_time() - began)
+    return min(least, key=least.__getitem__)
+
+
+def _compile() -> Callable[[np.ndarray, int], None]:
     import numba
     from numba import types
 
@@ -182,18 +219,21 @@ def _compile() -> Callable[[np.ndarray], None]:
     address = work.address
     single = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
-    def call(job: np.ndarray) -> None:
-        if on_threads is None:
+    def call(job: np.ndarray, threads: int) -> None:
+        if on_threads is None or threads == 1:
             single(job.ctypes.data)
         else:
-            on_threads(address, job.ctypes.data, torch.get_num_threads(), 0)
+            on_threads(address, job.ctypes.data, threads, 0)
 
     call.work = work  # type: ignore[attr-defined]  # keeps the machine code
     x = torch.ones(7, _LANES * _CHAINS)
     weight = torch.ones(_BLOCK_ROWS, _LANES * _CHAINS, dtype=torch.bfloat16)
     output = torch.zeros(7, _BLOCK_ROWS)
     rows = [number for row in range(7) for number in (row, row)]
-    call(np.array([0, x.data_ptr(), output.data_ptr(), *weight.shape, 1, weight.data_ptr(), 0, 7, *rows]))
+    call(
+        np.array([0, x.data_ptr(), output.data_ptr(), *weight.shape, 1, 0, weight.data_ptr(), 0, 7, *rows]),
+        torch.get_num_threads(),
+    )
     if not (output == x.shape[1]).all():
         raise RuntimeError("it computes something else")
     return call
@@ -251,6 +291,13 @@ def _dot(count: int) -> Any:
         fma_type = ir.FunctionType(floats, [floats] * 3)
         multiply_add = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{_LANES}f32")
         four = ir.Constant(int64, 4)
+        byte = ir.IntType(8).as_pointer()
+        prefetch_type = ir.FunctionType(ir.VoidType(), [byte, int32, int32, int32])
+        prefetch = cgutils.get_or_insert_function(builder.module, prefetch_type, "llvm.prefetch.p0")
+
+        def ask_for(address: Any) -> None:
+            reading, keep, data = (ir.Constant(int32, number) for number in (0, 3, 1))
+            builder.call(prefetch, [builder.inttoptr(address, byte), reading, keep, data])
 
         def load(address: Any, vector: Any, kind: Any) -> Any:
             place = builder.add(address, builder.mul(vector, ir.Constant(int64, 4 * _LANES)))
@@ -260,6 +307,8 @@ def _dot(count: int) -> Any:
 
         def number(offset: int) -> Any:
             return builder.load(builder.gep(job, [builder.add(pair, ir.Constant(int64, offset))]))
+
+        ahead = builder.add(weight, builder.load(builder.gep(job, [ir.Constant(int64, _HEAD - 1)])))
 
         rows = [builder.add(x, builder.mul(builder.mul(number(2 * row), num_inputs), four)) for row in range(count)]
         sums = [[cgutils.alloca_once(builder, floats) for _ in range(_CHAINS)] for _ in range(count)]
@@ -271,6 +320,7 @@ def _dot(count: int) -> Any:
                 vector = builder.add(
                     builder.mul(loop.index, ir.Constant(int64, _CHAINS // 2)), ir.Constant(int64, half)
                 )
+                ask_for(builder.add(ahead, builder.mul(vector, ir.Constant(int64, 4 * _LANES))))
                 both = load(weight, vector, words)
                 for odd, bits in enumerate((builder.shl(both, shift), builder.and_(both, upper))):
                     widened, chain = builder.bitcast(bits, floats), 2 * half + odd
