@@ -155,6 +155,10 @@ class Policy:
         """The resident to give up for prefetching `key`, or None if `key` is worth none of them."""
         return self.evict(locked)
 
+    def evict_among_for_prefetch(self, key: int, candidates: Collection[int], residents: Collection[int]) -> int | None:
+        """As `evict_for_prefetch`, where layers have slots of their own; arguments as for `evict_among`."""
+        return self.evict_for_prefetch(key, set(residents).difference(candidates))
+
     def end_forward(self, info: ForwardInfo) -> None:
         """The forward is complete."""
 

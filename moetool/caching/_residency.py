@@ -338,9 +338,14 @@ class Residency:
             size = self._size_L[key // self._stride]
             kept = locked | wanted
             evicted: int | None = -1
+            if self._layer_slots and self._room < size:
+                candidates = self._candidates(kept, key // self._stride)
+                if not candidates:
+                    return  # until another expert of the event is computed
+                evicted = self.policy.evict_among_for_prefetch(key, candidates, self.slot_of.keys())
+                if evicted is not None:
+                    self._give_up(evicted, kept)
             while self._room < size and evicted is not None:
-                if self._layer_slots:
-                    kept = set(self.residents).difference(self._candidates(kept, key // self._stride))
                 if len(kept) >= len(self.slot_of) - len(self._pinned):
                     return  # until another expert of the event is computed
                 # Where one has gone for it already, in a pool in bytes, it is worth the rest too.

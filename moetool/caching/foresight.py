@@ -180,11 +180,14 @@ class Policy(policy.Policy):
 
     def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
         victim = self.evict(locked)
-        chance = self._chance[key]
-        if chance > (1 - chance) * (self.options.waste + float(self._value_A[victim])):
+        if self._worth(key, victim):
             return victim
         self._order.append(victim)
         return None
+
+    def evict_among_for_prefetch(self, key: int, candidates: Collection[int], residents: Collection[int]) -> int | None:
+        victim = self.evict_among(candidates, residents)
+        return victim if self._worth(key, victim) else None
 
     def end_forward(self, info: ForwardInfo) -> None:
         whole = self._seen_layers == self.spec.num_layers
@@ -208,6 +211,10 @@ class Policy(policy.Policy):
             raise ValueError(f"{found[0]} is {_shape(state, found[0])}, expected {_shape(own, found[0])}")
         self.net.restore(state)
         self._past.restore(state["past_use_RA"], state["past_age_A"])
+
+    def _worth(self, key: int, victim: int) -> bool:
+        chance = self._chance[key]
+        return chance > (1 - chance) * (self.options.waste + float(self._value_A[victim]))
 
     def _look(self, layer: int) -> None:
         """Predict all experts' next use, from after the router of `layer`."""

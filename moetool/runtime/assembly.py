@@ -13,11 +13,11 @@ import torch
 from moetool import durable
 from moetool.cache_plan import CachePlan, PrefetchLimits
 from moetool.caching._devices import Learners, Pool, build_policies, open_pool, split_slots, without_pinned
-from moetool.caching._layer_slots import scaled_down
+from moetool.caching._layer_slots import SHARES, equal_slots, scaled_down
 from moetool.caching._policy import MIN_SLOTS, build_policy, policy_class
 from moetool.caching._residency import Residency
 from moetool.config import POSITIVE, Span, require_within
-from moetool.errors import CapacityError, MismatchError, UsageError
+from moetool.errors import CapacityError, MismatchError, UsageError, unknown_name
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.families import require_substitutable
 from moetool.models.loading import CPU, LoadedModel, load_lazy, parse_devices, parse_dtype, use_threads
@@ -80,6 +80,8 @@ class ServeOptions:
             other formats are unpacked. Without it slots hold experts as stored,
             which are unpacked for each product.
         policy: options of the cache policy.
+        pool: `one` for all layers, `layer` (each layer has as many slots as the others) or `mixed` (half of the slots
+            so); a plan's own where it has one and this is `one`.
         prefetch: limits of its prefetching; the plan's, or none, if not said.
         warm_start: keep residents and statistics in the user's cache folder and begin with them next
             time (`moetool cache`); not while a gate log is written, so that its replay begins as the server did.
@@ -103,6 +105,7 @@ class ServeOptions:
     threads: int = 0
     products: bool = True
     policy: dict[str, Any] = field(default_factory=dict)
+    pool: str = "one"
     prefetch: PrefetchLimits | None = None
     warm_start: bool = False
     oracle_s: float = 60.0
@@ -110,6 +113,8 @@ class ServeOptions:
     log_segment_s: float = 10.0
 
     def __post_init__(self) -> None:
+        if self.pool not in ("one", *SHARES):
+            raise unknown_name("pool", self.pool, ("one", *SHARES))
         require_within(self, **{name: Span(least) for name, least in _LEAST.items()})
         require_within(self, max_prompt_wait=Span(0, below=True), oracle_s=Span(0, below=True), log_segment_s=POSITIVE)
 
@@ -194,6 +199,8 @@ def build_engine(
         if state is not None:
             durable.require_writable(state)
         layer_slots = scaled_down(loaded.spec, plan.layer_slots, built.num_slots) if plan and from_plan else ()
+        if options.pool in SHARES:
+            layer_slots = equal_slots(loaded.spec, built.num_slots, SHARES[options.pool])
         facts = {
             "policy": name,
             "options": asdict(built.options),

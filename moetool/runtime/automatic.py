@@ -104,6 +104,9 @@ def choose(
     if policy == AUTO:
         chosen.setdefault("warm_start", True)
         policy, why["policy"] = _policy(split.slots, model.num_experts)
+        shared = chosen.get("devices", 1) > 1 or split.slots == model.num_experts
+        if not shared and split.slots >= MIN_SLOTS * checkpoint.spec.num_layers:
+            chosen.setdefault("pool", "layer")
     memory = model.dense_bytes + split.kv_tokens * model.kv_token_bytes + split.slots * model.slot_bytes
     choices = [
         ("device", chosen["device"], why["device"]),
@@ -114,7 +117,8 @@ def choose(
         ("KV cache", f"{split.kv_tokens:,} tokens", split.why["kv_tokens"]),
         ("prefill chunk", f"{split.chunk_tokens:,} tokens", split.why["chunk_tokens"]),
     ]
-    choices.append(("policy", policy, why.get("policy", "as set")))
+    shape = {"layer": ", equal slots per layer", "mixed": ", half of the slots per layer"}
+    choices.append(("policy", policy + shape.get(chosen.get("pool", ""), ""), why.get("policy", "as set")))
     if chosen.get("host_memory_bytes"):
         choices.append(("host memory", count(chosen["host_memory_bytes"], "B"), why["host_memory_bytes"]))
     return ServeSetup(
@@ -155,7 +159,8 @@ def _token_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
 
 def _policy(slots: int, num_experts: int) -> tuple[str, str]:
     """`foresight` loads 18 to 28 % fewer experts than `lru` on routes of DeepSeek-V2-Lite with a quarter or half of
-    them in slots, for 3 to 6 ms of a processor a forward (tests/bench/test_foresight.py).
+    them in slots, for 3 to 6 ms of a processor a forward (tests/bench/test_foresight.py). Equal slots per layer keep
+    an event stream that is larger than the pool from evicting all of it once a forward (`moetool bench policies`).
     """
     if slots == num_experts:
         return "lru", "every expert has a slot"

@@ -31,7 +31,8 @@ def _open(**settings: Any) -> Engine:
     values = {"kv_tokens": 256, "prefill_chunk": 128, "dtype": "float32", "device": "cpu", **settings}
     memory = sum(fixed_bytes(checkpoint, ServeOptions(kv_tokens=256))) + 64 * stride_of(checkpoint.spec.slot_bytes)
     setup = choose(checkpoint, values, device_memory_bytes=memory)
-    assert setup.policy == "foresight" and any(row[:2] == ("policy", "foresight") for row in setup.choices)
+    policy = ("policy", "foresight, equal slots per layer")
+    assert setup.policy == "foresight" and any(row[:2] == policy for row in setup.choices)
     made = build_engine(checkpoint, options=setup.options, policy=setup.policy, device_memory_bytes=memory)
     made.state = "ready"
     return made

@@ -1,0 +1,61 @@
+"""Requests with caches of their own share each layer's experts, and a pool by layer keeps what one pool loses."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moetool.caching._residency import Counts
+from moetool.models.checkpoint import Checkpoint
+from moetool.request import SamplingParams
+from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
+from moetool.runtime.copies import stride_of
+from moetool.runtime.own_caches import OwnCaches
+from tests import families
+
+PROMPTS = [[3 + (7 * i + 11 * j + j * j) % 60 for j in range(12)] for i in range(4)]
+SLOTS = 12  # of 64 experts
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory, reference: Path) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    families.save("gpt_oss", folder, num_local_experts=16, **layers)
+    for file in reference.glob("token*"):
+        shutil.copy(file, folder)
+    return Checkpoint.open(str(folder))
+
+
+def _serve(checkpoint: Checkpoint, pool: str, *, together: bool) -> tuple[Counts, dict[int, list[int | None]]]:
+    options = ServeOptions(kv_tokens=256, pool=pool, oracle_s=0.0, threads=1)
+    memory = sum(fixed_bytes(checkpoint, options)) + SLOTS * stride_of(checkpoint.spec.slot_bytes)
+    engine = build_engine(checkpoint, options=options, policy="lru", device_memory_bytes=memory)
+    assert isinstance(engine.batcher, OwnCaches) and engine.store.num_slots == SLOTS
+    engine.state = "ready"
+    tokens: dict[int, list[int | None]] = {}
+    for prompt in PROMPTS:
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        engine.submit(prompt, params, lambda o: tokens.setdefault(o.request, []).append(o.token))
+        while not together and not engine.idle:
+            engine.step()
+    while not engine.idle:
+        engine.step()
+    counts = engine.residency.counts
+    engine.close()
+    return counts, tokens
+
+
+def test_four_requests_load_fewer_experts_together_than_in_turn(gpt_oss: Checkpoint) -> None:
+    turn, alone = _serve(gpt_oss, "layer", together=False)
+    both, tokens = _serve(gpt_oss, "layer", together=True)
+    assert tokens == alone and len(tokens) == len(PROMPTS)
+    assert both.needed < 0.75 * turn.needed  # every forward needs the union at each layer, once
+    assert both.loads < 0.85 * turn.loads
+
+
+def test_a_step_that_needs_more_than_one_pool_evicts_all_of_it(gpt_oss: Checkpoint) -> None:
+    one, tokens = _serve(gpt_oss, "one", together=True)
+    layer, same = _serve(gpt_oss, "layer", together=True)
+    assert tokens == same and layer.needed == one.needed
+    assert one.hit_rate < layer.hit_rate / 2
