@@ -18,17 +18,17 @@ class Options(HostCosts):
 
     Attributes:
         distance: how many layers ahead it prefetches.
-        recent: share of the last event's scores in an expert's running score; the rest is what it was before.
+        alpha: share of the last event's scores in an expert's running score S; the rest is what it was before.
     """
 
     distance: int = 3
-    recent: float = 0.3
+    alpha: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.distance < 1 or not 0 < self.recent <= 1:
+        if self.distance < 1 or not 0 < self.alpha <= 1:
             raise UsageError(
-                f"policy hybrimoe: distance is {self.distance} and recent {self.recent}, expected 1 or more and "
+                f"policy hybrimoe: distance is {self.distance} and alpha {self.alpha}, expected 1 or more and "
                 f"above 0 to 1"
             )
 
@@ -36,22 +36,25 @@ class Options(HostCosts):
 class Policy(policy.Policy):
     """Asks the next layers' routers about this layer's hidden states, and weighs host against link within a layer.
 
-    Source: HybriMoE (Zhong et al., 2025), by what SMoE's authors and its own abstract say of it: dynamic scheduling
-    within a layer that shortens the longer of host and link, prefetches by their simulated gain, and a cache that
-    evicts by "Minus Recent Score". Its text was not at hand, so the formulas are of the kind described, with
-    constants of moetool's. Readings and deviations:
-        - A running score is `recent` times the event's score plus the rest times itself, and the lowest is evicted. An
-          event counts the scores of each token's 2k highest experts, averaged over the tokens; the others get 0.
+    Source: HybriMoE (Zhong et al., 2025, arXiv 2504.05897) and its public code (github.com/PKU-SEC-Lab/HybriMoE). The
+    lowest "Minus Recent Score" is evicted: S <- alpha TopP(s) + (1 - alpha) S, where TopP keeps the scores s of the P
+    highest experts and is 0 for the others; alpha = 0.5 and P = 2k are those of the code. Experts of the next three
+    layers are prefetched by simulated gain. Readings and deviations:
+        - With several tokens in an event, TopP is averaged over them; the code looks at the first alone.
+        - All layers share the pool unless slots are given out by layer; the code has a cache for each layer.
         - The experts that the event needs, and those prefetched for layers still to come in this forward, go last.
+        - The code prefetches the next layer's experts of the highest S. Here, as in the paper, the coming layers'
+          routers are asked, and the gain is simulated.
         - A coming layer needs the union of its tokens' predicted top-k. The gain of prefetching one of its missing
           experts is what that takes off the layer's longer side, with host and link shared out as in `on_host`; then
           the next, and so on. Prefetched are those with a gain, the largest first, of several the nearer layer's, the
           higher score first. Without costs every miss has the same gain.
-        - A prefetch takes the place of no expert whose running score is at least as high as the predicted one, from
-          which `recent` and the 2k rule take nothing.
+        - A prefetch takes the place of no expert whose S is at least as high as the predicted score, from which alpha
+          and TopP take nothing.
         - Within a layer the host gets the misses that the fewest tokens use, of several those of lower score; the link
-          the others, so that both are done at about the same time. Costs are options, or with `live` averages
-          of late; without them the host computes nothing.
+          the others, each to the side that is done with it first. The code's schedule also counts the GPU's computing
+          and may give the host what is resident. Costs are options, or with `live` averages of late; without them the
+          host computes nothing.
         - Kernels, quantisation and the order of the experts on the GPU are kTransformers' and left out.
     """
 
@@ -93,7 +96,7 @@ class Policy(policy.Policy):
         np.put_along_axis(counted_TE, order_TE, np.take_along_axis(event.scores_TE, order_TE, axis=1), axis=1)
         base = self.spec.expert_key(event.layer, 0)
         score_E = self._score_E[base : base + counted_TE.shape[1]]
-        score_E += self.options.recent * (counted_TE.mean(axis=0, dtype=np.float64) - score_E)
+        score_E += self.options.alpha * (counted_TE.mean(axis=0, dtype=np.float64) - score_E)
         end = self.spec.expert_key(event.layer + 1, 0)
         self._ahead = {key for key in self._ahead if key >= end}
         self._shield = {*hits, *misses}

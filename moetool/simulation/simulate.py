@@ -32,7 +32,7 @@ from moetool.simulation.simulated_costs import (
 )
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated, collect
-from moetool.simulation.workload import RequestSource, Route, draw_requests, read_source
+from moetool.simulation.workload import RequestSource, Route, SimulatedRequest, draw_requests, read_source
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class World:
     Attributes:
         sources: what the requests of each server are drawn from, by its number.
         history: what placements are made from.
+        later: what the second half of the requests is drawn from, where the data changes under way.
     """
 
     spec: ModelSpec
@@ -67,6 +68,7 @@ class World:
     sources: Mapping[int, RequestSource]
     history: Demand
     history_sources: Mapping[int, RequestSource]
+    later: Mapping[int, RequestSource] | None = None
 
 
 def open_sources(given: Sequence[str]) -> dict[str, "Trace"]:
@@ -196,15 +198,19 @@ def simulate(
         raise UsageError(f"--requests is {requests}, expected 1 or more")
     rng = np.random.default_rng(options.seed)
     coming = read_arrivals(arrivals, sorted(world.sources), requests, rng, options.pace)
-    drawn = draw_requests(
-        spec,
-        cluster,
-        world.sources,
-        coming,
-        rng,
-        decode_tokens=options.decode_tokens,
-        most_tokens=options.prompt_tokens,
-    )
+    change = len(coming) if world.later is None else len(coming) // 2
+    drawn: list[SimulatedRequest] = []
+    for sources, part in ((world.sources, coming[:change]), (world.later or {}, coming[change:])):
+        drawn += draw_requests(
+            spec,
+            cluster,
+            sources,
+            part,
+            rng,
+            decode_tokens=options.decode_tokens,
+            most_tokens=options.prompt_tokens,
+            first_number=len(drawn),
+        )
     longest = max(request.route.prompt_tokens for request in drawn)
     context = int(np.mean([request.route.prompt_tokens for request in drawn]))
     size = token_bytes(spec, options.value_bytes, options.token_bytes)

@@ -44,6 +44,7 @@ def sweep(
     arrivals: str,
     requests: int,
     options: SimulationOptions | None = None,
+    history: Mapping[str, "Trace"] | None = None,
     **more: Any,
 ) -> list[tuple[dict[str, str], Simulated]]:
     """A run for each combination of the swept values; what is not swept is as given.
@@ -52,6 +53,7 @@ def sweep(
     requests like its own, and as many: arrivals are per server. So the requests grow with the GPUs too.
 
     Args:
+        history: traces by server that the first placement is made from (default: the past of `traces`).
         more: of `simulate`.
 
     Raises:
@@ -71,12 +73,10 @@ def sweep(
         )
         if key not in worlds:
             scaled = cluster if "gpus" not in at else resize(cluster, _whole("gpus", at["gpus"]))
-            named = {
-                server.name: traces[server.name.partition("#")[0]]
-                for server in scaled.servers
-                if server.name.partition("#")[0] in traces
-            }
-            worlds[key] = read_world(named, scaled, chosen)
+            worlds[key] = read_world(_by_copy(traces, scaled), scaled, chosen)
+            if history is not None:
+                past = read_world(_by_copy(history, scaled), scaled, chosen).history
+                worlds[key] = replace(worlds[key], history=past)
         world = worlds[key]
         if "bandwidth" in at:
             rate = _rate(at["bandwidth"])
@@ -90,6 +90,12 @@ def sweep(
         count = requests * len(world.sources) // max(1, len(traces))
         runs.append((at, simulate(world, at.get("mode", mode), gap, count, chosen, **more)))
     return runs
+
+
+def _by_copy(traces: Mapping[str, "Trace"], cluster: Cluster) -> dict[str, "Trace"]:
+    """Each server's trace; copies of a server share one."""
+    originals = {server.name: server.name.partition("#")[0] for server in cluster.servers}
+    return {name: traces[original] for name, original in originals.items() if original in traces}
 
 
 def resize(cluster: Cluster, num_gpus: int) -> Cluster:

@@ -134,6 +134,7 @@ def draw_requests(
     *,
     decode_tokens: int = 20,
     most_tokens: int = 0,
+    first_number: int = 0,
 ) -> list[SimulatedRequest]:
     """A request for each arrival, drawn with replacement from its server's source; its GPUs take turns.
 
@@ -143,12 +144,13 @@ def draw_requests(
         sources: by the number of the server.
         decode_tokens: the most that are decoded, whatever the arrivals say.
         most_tokens: the most of a prompt, whatever the arrivals say (0: no limit).
+        first_number: the number of the first request.
     """
     first = np.concatenate([[0], np.cumsum([len(server.gpus) for server in cluster.servers])]).tolist()
     turn = [0] * len(cluster.servers)
     known: dict[tuple[int, int, int, int], Route] = {}
     requests = []
-    for number, arrival in enumerate(arrivals):
+    for number, arrival in enumerate(arrivals, first_number):
         n = arrival.server
         source = sources[n]
         pick = int(rng.integers(len(source.prompts)))

@@ -27,7 +27,7 @@ def event_of(spec: ModelSpec, scores_TE: object, layer: int = 0, ahead_ATE: obje
 
 def test_the_lowest_running_score_goes_and_only_twice_k_count() -> None:
     spec = make_spec(layers=1, experts=5, top_k=1)
-    made = build_policy("hybrimoe", spec, {"recent": 0.5}, 4)
+    made = build_policy("hybrimoe", spec, {"alpha": 0.5}, 4)
     for key in range(4):
         made.admit(key, False)
     made.gate(event_of(spec, [[0.4, 0.3, 0.2, 0.1, 0.0]]), [], [])  # running: 0.2, 0.15 and nothing for the others
@@ -38,6 +38,28 @@ def test_the_lowest_running_score_goes_and_only_twice_k_count() -> None:
     made.gate(event_of(spec, [[0.0, 0.1, 0.5, 0.4, 0.0]]), [1], [])  # what the event needs goes last
     assert made.evict(()) == 0
     assert made.evict({0, 2, 3}) == 1
+
+
+def test_the_running_score_is_the_published_one() -> None:
+    """S <- alpha TopP(s) + (1 - alpha) S, alpha 0.5, P = 2k: by hand, and in the order in which experts go."""
+    spec = make_spec(layers=1, experts=4, top_k=1)
+    made = build_policy("hybrimoe", spec, {}, 4)
+    events = ([0.5, 0.3, 0.15, 0.05], [0.1, 0.3, 0.4, 0.2], [0.25, 0.05, 0.1, 0.6])
+    score_E = np.zeros(4)
+    for scores in events:
+        made.gate(event_of(spec, [scores]), [], [])
+        top = np.zeros(4)
+        highest = np.argsort(scores)[-2:]
+        top[highest] = np.array(scores)[highest]
+        score_E = 0.5 * top + 0.5 * score_E
+    assert score_E.tolist() == pytest.approx([0.1875, 0.1125, 0.1, 0.3])
+    made.after_last_expert(event_of(spec, [events[-1]]))
+    for key in range(4):
+        made.admit(key, False)
+    gone: set[int] = set()
+    for _ in range(4):
+        gone.add(made.evict(gone))
+        assert gone == set(np.argsort(score_E)[: len(gone)].tolist())
 
 
 def test_without_costs_every_miss_gains_the_same_and_the_nearer_layer_goes_first() -> None:
@@ -87,6 +109,6 @@ def test_the_host_gets_what_the_fewest_tokens_use() -> None:
 
 
 def test_options_that_make_no_sense_are_refused() -> None:
-    for wrong in ({"distance": 0}, {"recent": 0.0}, {"recent": 1.1}):
+    for wrong in ({"distance": 0}, {"alpha": 0.0}, {"alpha": 1.1}):
         with pytest.raises(UsageError, match="hybrimoe"):
             build_policy("hybrimoe", make_spec(layers=1, experts=4, top_k=2), wrong, 4)

@@ -1,6 +1,7 @@
 """What the experiments behind papers' claims measure, where a hand can tell what must come out."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,10 +9,10 @@ import pytest
 
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import Claim, Sizes
-from moetool.bench.paper.experiments import memory, policies
+from moetool.bench.paper.experiments import activation_patterns, edge_servers, memory, offload_or_call, policies
 from moetool.bench.paper.experiments import predictor_accuracy as predictors
 from moetool.bench.paper.found_figure import average, draw
-from moetool.bench.paper.verdict import Check, Found
+from moetool.bench.paper.verdict import CannotTestError, Check, Found
 from moetool.bench.paper.workbench import Workbench
 from moetool.errors import UsageError
 from moetool.prompts.gather import Prompt
@@ -81,6 +82,47 @@ def test_bytes_of_a_model_that_is_not_at_hand(tmp_path: Path) -> None:
     found = memory.run(_stage(tmp_path, {}), memory.Options(lines=lines, model=shape))
     # 40 MB in all; two experts beside the dense weights, or two layers of ten
     assert found.values == {memory.WHOLE: [1.0], "ACC": [12 / 40], "MoESys": [30 / 40]}
+
+
+def test_requests_that_warm_the_pool_count_nowhere(tmp_path: Path, given: dict[str, Path]) -> None:
+    """All experts fit: once they are loaded a request takes its computing alone, and before that its loads too."""
+    machine = AssumedMachine(load_s=1.0, expert_s=0.0, expert_token_s=0.0, dense_s=1e-3, dense_token_s=0.0)
+    stage = replace(_stage(tmp_path, given), machine=machine, sizes=Sizes(seeds=1, requests=4))
+    options = offload_or_call.Options(servers={"there": 1}, memory=1.0, simulation={"token_bytes": 8})
+    warm, cold = (offload_or_call.run(stage, replace(options, warm=count)).values for count in (4, 0))
+    assert warm[offload_or_call.ALONE][0] < 0.1 < cold[offload_or_call.ALONE][0]
+    with pytest.raises(CannotTestError, match="too few to leave out 8"):
+        offload_or_call.run(stage, replace(options, warm=8))
+
+
+def test_phases_of_a_run_that_ends_before_eq_4_is_asked_cannot_be_told(tmp_path: Path, given: dict[str, Path]) -> None:
+    stage = replace(_stage(tmp_path, given), sizes=Sizes(seeds=1, requests=6))
+    options = edge_servers.Options(
+        servers={"there": 1},
+        memory=1.0,
+        modes=("prism",),
+        arrivals="every:1s",
+        measure="phases",
+        simulation={"token_bytes": 8, "replan_s": 3.0, "window_s": 1.0},
+    )
+    found = edge_servers.run(stage, options)
+    assert found.values == {"prism, before": [1.0], "prism, after": [1.0]}
+    assert "Eq. 4 asked 1 to 1 times a run" in found.on
+    late = replace(options, simulation={**options.simulation, "replan_s": 60.0})
+    with pytest.raises(CannotTestError, match="first asked at 60 s"):
+        edge_servers.run(stage, late)
+
+
+def test_a_task_is_as_far_from_itself_as_chance_makes_it(tmp_path: Path, given: dict[str, Path]) -> None:
+    stage = replace(_stage(tmp_path, dict.fromkeys("ab", given["there"])), sizes=Sizes(seeds=2))
+    found = activation_patterns.run(stage, activation_patterns.Options())
+    assert found.values["same task"] == pytest.approx(found.values["other task"])
+    assert sum(found.curves["a"][0][1]) == pytest.approx(100)
+    ginis = activation_patterns.run(stage, activation_patterns.Options(measure="layers"))
+    assert list(ginis.values) == [f"layer {layer}" for layer in range(LAYERS)]
+    assert all(0 < value < 1 for values in ginis.values.values() for value in values)
+    with pytest.raises(CannotTestError, match="8 requests, expected 10 or more"):
+        activation_patterns.run(replace(stage, sizes=Sizes(seeds=5)), activation_patterns.Options())
 
 
 def test_curves_are_averaged_where_all_have_a_point() -> None:

@@ -17,6 +17,7 @@ from moetool.simulation.placement_control import MODES
 from moetool.simulation.simulate import ModeInputs, World, read_settings, read_world, simulate
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.sweep import parse_sweeps, resize, sweep
+from moetool.simulation.workload import RequestSource
 from moetool.trace.reader import Trace
 from moetool.types import Cluster
 from tests.clusters import make_cluster
@@ -52,6 +53,19 @@ def test_every_mode_serves_every_request_and_the_same_under_a_seed(world: World,
     assert first.mean_s > 0
     if MODES[mode].sees == "nothing":
         assert first.migrations == ()
+
+
+def test_the_second_half_of_the_requests_may_come_from_other_data(world: World) -> None:
+    """Prompts of 7 tokens, then of 5; numbers and arrivals stay those of one stream."""
+
+    def cut(length: int) -> dict[int, RequestSource]:
+        return {n: replace(one, prompts=[rows[:length] for rows in one.prompts]) for n, one in world.sources.items()}
+
+    changing = replace(world, sources=cut(7), later=cut(5))
+    found = simulate(changing, "prism", "poisson:3s", 9, OPTIONS)
+    assert [one.prompt_tokens for one in found.served] == [7] * 4 + [5] * 5
+    steady = simulate(world, "prism", "poisson:3s", 9, OPTIONS)
+    assert [one.arrived_s for one in found.served] == [one.arrived_s for one in steady.served]
 
 
 def test_progress_is_told_by_what_is_done(world: World) -> None:

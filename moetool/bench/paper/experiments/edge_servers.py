@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 from moetool import config
-from moetool.bench.paper.verdict import Curve, Found
+from moetool.bench.paper.verdict import CannotTestError, Curve, Found
 from moetool.bench.paper.workbench import Workbench
 from moetool.errors import UsageError
 from moetool.simulation.simulated_costs import AssumedCosts
@@ -27,7 +27,10 @@ class Options:
         modes: who places.
         sweep: of `gpus`, `bandwidth` and `gap`.
         arrivals: as of `moetool simulate`.
-        measure: `latency` in seconds, or `local`, the share of calls that are computed on the request's server.
+        measure: `latency` in seconds; `local`, the share of calls that are computed on the request's server; `phases`,
+            the same before and after Eq. 4 is asked for the first time.
+        initial: prompt sets, mixed, that the first placement is made from (default: the past of each server's own); of
+            given traces the first.
         requests: as a multiple of those of the sizes.
         simulation: options of the simulator.
         costs: of its computing.
@@ -39,14 +42,22 @@ class Options:
     modes: tuple[str, ...]
     sweep: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     arrivals: str = "poisson:10s"
-    measure: Literal["latency", "local"] = "latency"
+    measure: Literal["latency", "local", "phases"] = "latency"
+    initial: tuple[str, ...] = ()
     requests: float = 1.0
     simulation: Mapping[str, Any] = field(default_factory=dict)
     costs: Mapping[str, Any] = field(default_factory=dict)
 
 
+Measure = Literal["latency", "local", "phases", "migrations"]
 _SWEPT = {"gpus": "{} GPUs", "bandwidth": "{}", "gap": "gap {}"}
-_WHAT = {"latency": "mean latency of a request", "local": "expert calls computed on the request's own server"}
+_WHAT = {
+    "latency": "mean latency of a request",
+    "local": "expert calls computed on the request's own server",
+    "phases": "expert calls computed on the request's own server",
+    "migrations": "migrations of a run",
+}
+_UNITS = {"latency": "s", "local": "%", "phases": "%", "migrations": ""}
 
 
 def run(stage: Workbench, options: Options) -> Found:
@@ -59,6 +70,7 @@ def run(stage: Workbench, options: Options) -> Found:
         next(iter(traces.values())).spec, list(traces), options.servers, options.memory, options.mbps
     )
     swept = {**options.sweep, "mode": options.modes, "seed": [str(seed) for seed in stage.seeds]}
+    simulation = config.parse(SimulationOptions, options.simulation, "simulation")
     make = partial(
         run_grid,
         traces,
@@ -67,7 +79,8 @@ def run(stage: Workbench, options: Options) -> Found:
         options.modes[0],
         options.arrivals,
         max(1, round(options.requests * stage.sizes.requests)),
-        config.parse(SimulationOptions, options.simulation, "simulation"),
+        simulation,
+        history=dict.fromkeys(traces, stage.trace(options.initial)) if options.initial else None,
         costs=config.parse(AssumedCosts, options.costs, "costs"),
     )
     runs = stage.once(f"edge {replace(options, measure='latency')}", make)
@@ -75,15 +88,38 @@ def run(stage: Workbench, options: Options) -> Found:
     curves: dict[str, list[Curve]] = {}
     for at, found in runs:
         name = label(at, options)
-        values.setdefault(name, []).append(found.mean_s if options.measure == "latency" else found.local)
+        if options.measure == "phases":
+            for phase, share in zip(("before", "after"), around(found, simulation.replan_s), strict=True):
+                values.setdefault(f"{name}, {phase}", []).append(share)
+        else:
+            values.setdefault(name, []).append(found.mean_s if options.measure == "latency" else found.local)
         if not options.sweep:
             curves.setdefault(name, []).append(over_time(found))
-    on = stage.on(list(traces.values()))
+    asked = [found.seconds // simulation.replan_s if simulation.replan_s else 0.0 for _, found in runs]
+    on = f"{stage.on(list(traces.values()))}; Eq. 4 asked {min(asked):.0f} to {max(asked):.0f} times a run"
     return simulated(options.measure, values, curves, on, len(cluster.servers))
 
 
+def around(found: Simulated, tick_s: float) -> tuple[float, float]:
+    """Shares of the calls that were computed locally before and after a time, by whole windows.
+
+    Raises:
+        CannotTestError: all requests were through before it.
+    """
+    parts = ([], [])  # type: tuple[list[tuple[int, float]], list[tuple[int, float]]]
+    for window in found.windows:
+        parts[window.until_s > tick_s + 1e-9].append((window.calls, window.calls * (window.local or 0.0)))
+    sums = [(sum(calls for calls, _ in part), sum(local for _, local in part)) for part in parts]
+    if not all(calls for calls, _ in sums):
+        raise CannotTestError(
+            f"all requests were through in {found.seconds:.3g} s, and Eq. 4 is first asked at {tick_s:g} s"
+        )
+    before, after = (local / calls for calls, local in sums)
+    return before, after
+
+
 def simulated(
-    measure: Literal["latency", "local"],
+    measure: Measure,
     values: Mapping[str, list[float]],
     curves: Mapping[str, list[Curve]],
     on: str,
@@ -92,14 +128,14 @@ def simulated(
     """Results of simulations of edge servers.
 
     Args:
-        values: by name, one for each seed: seconds, or shares of 1.
+        values: by name, one for each seed: seconds, shares of 1, or numbers.
         curves: the same runs' share of calls at home over time (`over_time`).
         on: the traces that were simulated.
     """
     return Found(
         values=values,
         what=_WHAT[measure],
-        unit="s" if measure == "latency" else "%",
+        unit=_UNITS[measure],
         on=f"{on}; {num_servers} servers, simulated at assumed costs",
         curves=curves,
         axes=("simulated seconds", "computed locally, %"),

@@ -1,4 +1,4 @@
-"""Gain of migration when the workload changes: Prism's Figure 7, simulated."""
+"""Gain of migration when the data changes under way: Prism's Figure 7, simulated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -8,12 +8,14 @@ from typing import Any, Literal
 from moetool import config
 from moetool.bench.paper.experiments.edge_servers import edge_cluster, over_time, simulated
 from moetool.bench.paper.verdict import Curve, Found
-from moetool.bench.paper.workbench import Workbench
+from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.simulation.simulate import read_world, simulate
 from moetool.simulation.simulated_costs import AssumedCosts
 from moetool.simulation.simulation_options import SimulationOptions
+from moetool.simulation.simulation_results import Simulated
 
 WAYS = ("with migration", "without")
+BEFORE, AFTER = "before the change", "after it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,48 +24,72 @@ class Options:
 
     Attributes:
         mode: who places.
-        before: prompt sets, one a server, that the first placement is made from.
-        servers: those that come; of given traces each server gets the next one's before.
+        before: prompt sets, one a server, of the first half of the requests.
+        servers: prompt sets of the second half, and the GPUs of each server; of given traces each server gets the next
+            one's first.
+        initial: prompt sets, mixed, that the first placement is made from; of given traces the first.
         replan_s: how often it may migrate.
+        measure: `latency`, `local`, or `migrations`, how many there are before and after the change.
     """
 
     servers: Mapping[str, int]
     before: tuple[str, ...]
+    initial: tuple[str, ...] = ALL
     memory: float = 0.3
     mbps: float = 500.0
     mode: str = "prism"
     arrivals: str = "poisson:10s"
     replan_s: float = 300.0
-    measure: Literal["latency", "local"] = "latency"
+    measure: Literal["latency", "local", "migrations"] = "latency"
     requests: float = 1.0
     simulation: Mapping[str, Any] = field(default_factory=dict)
     costs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Serve the same requests from the same placement, once with re-placing and once without.
+    """Serve the same requests once with re-placing and once without; half-way the data changes.
 
-    Source: Prism § IV-B, Figure 7. The paper goes from MultiData to BIG-bench under way; here the placement that is in
-    force at the beginning is the one made for the other requests, and one kind comes.
+    Source: Prism § IV-B, Figure 7: from 200 MultiData to 200 BIG-bench requests a server, from a placement that was
+    made from other data.
     """
-    traces = stage.by_server(tuple(options.servers))
-    names = list(traces)
+    later = stage.by_server(tuple(options.servers))
+    names = list(later)
     if stage.given:
-        before = {name: traces[names[(place + 1) % len(names)]] for place, name in enumerate(names)}
+        first = {name: later[names[(place + 1) % len(names)]] for place, name in enumerate(names)}
     else:
-        before = dict(zip(names, stage.by_server(options.before).values(), strict=True))
-    cluster = edge_cluster(traces[names[0]].spec, names, options.servers, options.memory, options.mbps)
+        first = dict(zip(names, stage.by_server(options.before).values(), strict=True))
+    initial = dict.fromkeys(names, stage.trace(options.initial))
+    cluster = edge_cluster(later[names[0]].spec, names, options.servers, options.memory, options.mbps)
     base = config.parse(SimulationOptions, options.simulation, "simulation")
     costs = config.parse(AssumedCosts, options.costs, "costs")
-    count = max(1, round(options.requests * stage.sizes.requests))
-    values: dict[str, list[float]] = {way: [] for way in WAYS}
+    count = max(2, round(options.requests * stage.sizes.requests))
+    values: dict[str, list[float]] = {}
     curves: dict[str, list[Curve]] = {way: [] for way in WAYS}
     for seed in stage.seeds:
         for way, replan_s in zip(WAYS, (options.replan_s, 0.0), strict=True):
             chosen = replace(base, seed=seed, replan_s=replan_s)
-            world = replace(read_world(traces, cluster, chosen), history=read_world(before, cluster, chosen).history)
+            world = replace(
+                read_world(first, cluster, chosen),
+                later=read_world(later, cluster, chosen).sources,
+                history=read_world(initial, cluster, chosen).history,
+            )
             make = partial(simulate, world, options.mode, options.arrivals, count, chosen, costs=costs)
             found = stage.once(f"migration {replace(options, measure='latency')} {seed} {way}", make)
-            values[way].append(found.mean_s if options.measure == "latency" else found.local)
             curves[way].append(over_time(found))
-    return simulated(options.measure, values, curves, stage.on(list(traces.values())), len(cluster.servers))
+            if options.measure == "migrations":
+                if replan_s:
+                    for when, number in zip((BEFORE, AFTER), _migrations(found, count // 2), strict=True):
+                        values.setdefault(when, []).append(number)
+            else:
+                values.setdefault(way, []).append(found.mean_s if options.measure == "latency" else found.local)
+    return simulated(
+        options.measure, values, curves, stage.on([*first.values(), *later.values()]), len(cluster.servers)
+    )
+
+
+def _migrations(found: Simulated, change: int) -> tuple[float, float]:
+    """How many migrations begin before the request of this number comes, and from then on."""
+    change_s = found.served[change].arrived_s
+    begun = [record.at_s for record in found.migrations if record.made]
+    before = sum(at_s < change_s for at_s in begun)
+    return float(before), float(len(begun) - before)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from moetool import config
-from moetool.bench.paper.verdict import Found
+from moetool.bench.paper.verdict import Curve, Found
 from moetool.bench.paper.workbench import ALL, Workbench
 from moetool.placement._placement_plan import PlacementPlan, bare_plan
 from moetool.simulation.simulate import ModeInputs, read_world, simulate
@@ -46,6 +46,7 @@ def run(stage: Workbench, options: Options) -> Found:
     base = config.parse(SimulationOptions, options.simulation, "simulation")
     costs = config.parse(AssumedCosts, options.costs, "costs")
     values: dict[str, list[float]] = {}
+    curves: list[Curve] = []
     for seed in stage.seeds:
         chosen = replace(base, seed=seed)
         world = read_world({"here": trace}, cluster, chosen)
@@ -56,11 +57,15 @@ def run(stage: Workbench, options: Options) -> Found:
                 world, "uniform", options.arrivals, count, chosen, costs=costs, inputs=ModeInputs(plan=plan)
             )
             values.setdefault(f"{share:.0%} remote", []).append(found.mean_s)
+        shares = tuple(100 * share for share in options.remote)
+        curves.append((shares, tuple(1e3 * values[f"{share:.0%} remote"][-1] for share in options.remote)))
     return Found(
         values=values,
         what="mean latency of a request",
         unit="s",
         on=f"{stage.on([trace])}; two servers, simulated at assumed costs, nobody waits",
+        curves={"all requests": curves},
+        axes=("experts on the other server, %", "mean latency, ms"),
     )
 
 
