@@ -42,26 +42,27 @@ The glossary; one word a concept, in code, help, tables and guides:
     slot          device memory for one expert, physical
     pool          all slots of a device
     residency     which experts are in the pool
-    policy        what decides about the pool: prefetches, evictions, load or compute on the host
+    policy        the algorithm that decides prefetches, evictions, and loading or host compute for each miss
     hit           an expert that was resident when needed: kept (since its last use) or prefetched in time
-    late hit      a prefetched expert whose bytes were still on their way: a hit, with stall
+    late hit      a prefetched expert whose copy had not finished: a hit, with stall
     miss          an expert that was not resident: an on-demand load, or computed on the host
     on-demand load  loading an expert that an event is waiting for; prefetch: loading one before it is needed
-    eviction      giving an expert's slot to another
+    eviction      removing an expert from its slot to make room for another
     stall         seconds that the model waits for bytes
-    tier          where an expert's bytes are: device, host, disk
-    predictor     says which experts will be used next; its distance is how many layers ahead it looks
+    tier          a level of storage: device, host or disk
+    predictor     a model of which experts will be used next; its distance is the number of layers ahead
     match         share of the true top-k among the predicted top-k
     replica       a second copy: of an expert on another GPU, or of a model in fewer bits
     trace         a recorded routing, token by token; spec: a model's MoE shape, which every artefact carries
-    replay        running policies over a trace without the model; held out: not used to make what is judged
+    replay        running policies over a trace without the model
+    held out      not used to train or plan what is being judged
     profile       measured costs of a machine and a model; timeline: the clock that replay runs by them
     plan          a decision in a file: cache plan, placement plan, migration plan
-    placement     which GPU holds which experts; demand: how often each is asked for, and where
+    placement     the assignment of experts to GPUs; demand: how often each expert is used, and where
     migration     moving experts from one placement to another; re-placement: deciding to
-    server        one machine of an edge cluster; rank: one process of an expert-parallel group; head: what leads them
+    server        one machine of an edge cluster; rank: one process of an expert-parallel group; head: their coordinator
     worker        a process that computes for a head
-    load          tokens for an expert or a GPU; load balance: how even it is
+    load          tokens routed to an expert or a GPU; load balance: how even the loads are
     TTFT, TPOT    time to the first token, time per output token
 """
 
