@@ -6,6 +6,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from moetool import logs
@@ -27,6 +28,36 @@ def print_markdown(text: str) -> None:
     console = Console()
     with console.pager(styles=True):
         console.print(Markdown(text), width=min(console.width, 120))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTable:
+    """A table, for the terminal and for pages alike.
+
+    Attributes:
+        title: what it shows.
+        columns: headings.
+        rows: cells, as many as headings.
+        num_text, num_keys: as of `print_table`.
+        shares: columns of shares of 1, of which more is better; on a page a bar is behind each cell.
+        notes: lines below the table.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_text: int = 1
+    num_keys: int = 1
+    shares: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+
+    def bar(self, column: str, cell: str) -> float | None:
+        """Per cent of a cell that its bar covers; None without a bar."""
+        return 100 * float(cell) if column in self.shares and cell != "-" else None
+
+    def print(self) -> None:
+        """Print it on stdout."""
+        print_table(self.title, self.columns, self.rows, self.num_text, self.num_keys)
 
 
 def print_table(
@@ -204,10 +235,11 @@ def print_maps(made: Any) -> None:
     )
 
 
-def print_replay(title: str, rows: Sequence[Any], chosen: Sequence[Any] = ()) -> None:
+def replay_table(title: str, rows: Sequence[Any], chosen: Sequence[Any] = (), whole_bytes: int = 0) -> TextTable:
     """Compare policies (`moetool.tuning.replay.ReplayRow`), with times where there is a timeline; `chosen` are marked.
 
-    What the host computes is no load, and its weights are read all the same: they have a column where there are any.
+    Budgets are shares too where `whole_bytes` says what all experts take. What the host computes is no load, and its
+    weights are read all the same: they have a column where there are any.
     """
     timed = any(row.timing is not None for row in rows)
     hosted = any(row.host_bytes_per_decode_token for row in rows)
@@ -218,46 +250,26 @@ def print_replay(title: str, rows: Sequence[Any], chosen: Sequence[Any] = ()) ->
     for row in rows:
         cells = [
             f"{row.policy} (auto)" if row in chosen else row.policy,
-            count(row.budget_bytes, "B"),
-            str(row.slots),
+            count(row.budget_bytes, "B") + (f" ({100 * row.budget_bytes / whole_bytes:.4g} %)" if whole_bytes else ""),
+            f"{row.slots:,}",
             f"{row.counts.hit_rate:.3f}",
-            f"{row.decode.hit_rate:.3f}",
+            f"{row.decode.hit_rate:.3f}" if row.decode.needed else "-",
             count(row.counts.loads),
             count(row.loaded_bytes, "B"),
-            f"{row.bytes_per_decode_token / 1e6:,.3f}",
+            f"{row.bytes_per_decode_token / 1e6:,.3f}" if row.decode_tokens else "-",
             *([f"{row.host_bytes_per_decode_token / 1e6:,.3f}"] if hosted else []),
         ]
         if timed:
             timing = row.timing.to_json()
             bounds = [timing["tpot_overlap_bound_s"], timing["tpot_serial_bound_s"]]
             cells += [
-                *("-" if s is None else _ms(s) for s in (timing["ttft_p50_s"], timing["tpot_mean_s"])),
-                "-" if None in bounds else " to ".join(map(_ms, bounds)),
+                *("-" if s is None else milliseconds(s) for s in (timing["ttft_p50_s"], timing["tpot_mean_s"])),
+                "-" if None in bounds else " to ".join(map(milliseconds, bounds)),
                 f"{timing['stall_share']:.1%}",
                 count(row.timing.total.late),
             ]
         table.append(cells)
-    print_table(title, columns, table, num_keys=3)
-
-
-def print_frontier(plan: Any) -> None:
-    """Memory against latency: the frontier of a `moetool.cache_plan.CachePlan`; its own budget is marked."""
-    timed = all(point["tpot_used_s"] is not None for point in plan.frontier)
-    columns = ["device memory", "policy", "slots", "MB / decode token", "held out"]
-    columns += ["TPOT ms", "held out"] if timed else []
-    table = []
-    for point in plan.frontier:
-        cells = [
-            f"{count(point['device_memory_bytes'], 'B')}{' (the plan, untuned)' if point['chosen'] else ''}",
-            point["policy"],
-            f"{point['slots']:,} of {plan.spec.total_experts:,}",
-            *(f"{point[name] / 1e6:,.3f}" for name in ("bytes_used", "bytes_held_out")),
-        ]
-        if timed:
-            cells += ["-" if s is None else _ms(s) for s in (point["tpot_used_s"], point["tpot_held_out_s"])]
-        table.append(cells)
-    title = f"the best policy by device memory, chosen on {numbered(len(plan.requests_used), 'request')}"
-    print_table(f"{title}, and on {len(plan.requests_held_out)} held out", columns, table, num_text=2)
+    return TextTable(title=title, columns=columns, rows=table, num_keys=3)
 
 
 def print_profile(profile: Any) -> None:
@@ -289,14 +301,14 @@ def print_profile(profile: Any) -> None:
     sizes = sorted({spec.slot_bytes // share for share in (16, 4, 1)})
     _print_curves("milliseconds by bytes", by_bytes, sizes, "B")
     for device in dict.fromkeys(costs.device for costs in profile.compute):
-        best = profile.on(device)
+        best, step_s = profile.on(device), profile.decode_s(512, device)
         loads = min(profile.loads, key=lambda costs: costs.seconds(spec.slot_bytes))
         added = profile.load_all_s(loads.tier, loads.threads)
         rate = spec.slot_bytes / loads.seconds(spec.slot_bytes)
         print(
-            f"one token on {device} in {best.dtype} at context 512 takes {_ms(profile.decode_s(512, device))} ms "
+            f"one token on {device} in {best.dtype} at context 512 takes {milliseconds(step_s)} ms "
             f"with every expert in memory; loading its {sum(spec.top_k_L)} experts from {loads.tier}, {loads.threads} "
-            f"at a time ({count(rate, 'B')}/s), takes {_ms(added)} ms more"
+            f"at a time ({count(rate, 'B')}/s), takes {milliseconds(added)} ms more"
         )
 
 
@@ -305,7 +317,7 @@ def _print_curves(title: str, curves: Sequence[tuple[str, Any]], amounts: Sequen
     rows = [
         [
             name,
-            *(f"{_ms(curve(amount))}{'*' if amount > curve.x[-1] else ''}" for amount in amounts),
+            *(f"{milliseconds(curve(amount))}{'*' if amount > curve.x[-1] else ''}" for amount in amounts),
             f"{curve.residual:.1%}",
             f"{curve.noise:.0%}" if curve.samples > 1 else "-",
             str(curve.samples),
@@ -317,7 +329,8 @@ def _print_curves(title: str, curves: Sequence[tuple[str, Any]], amounts: Sequen
     print_table(f"{title} (*: beyond what was measured)", ["", *headings, "fit", "noise", "timings"], rows)
 
 
-def _ms(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """Seconds as milliseconds for people."""
     return f"{seconds * 1e3:,.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
 
 

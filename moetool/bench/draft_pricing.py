@@ -1,9 +1,8 @@
 """Speculative decoding with offloaded experts, priced by replay: one load then serves every token of a verification."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from moetool import tables
 from moetool.caching._policy import build_policy
 from moetool.caching._residency import Counts, Residency
 from moetool.errors import UsageError
+from moetool.json_files import JsonRecord
 from moetool.trace.reader import Trace
 from moetool.trace.rows import TokenBatch
 from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
@@ -73,16 +73,12 @@ class DraftRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftTable:
+class DraftTable(JsonRecord):
     """Rows of several traces."""
 
     command: str
     options: DraftOptions
     rows: tuple[DraftRow, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it."""
-        return asdict(self)
 
 
 def price_drafts(traces: Sequence[Trace], options: DraftOptions, command: str = "") -> DraftTable:

@@ -163,7 +163,7 @@ class Bench(JsonRecord):
 
 
 def variants(replica: bool) -> list[Variant]:
-    """Results of the comparison."""
+    """The compared variants, with those of the replica where there is one."""
     found = [
         Variant(name="vanilla", placement="vanilla"),
         Variant(name="offline", placement="offline", figures=(7, 8, 11)),
@@ -177,25 +177,9 @@ def variants(replica: bool) -> list[Variant]:
             Variant(name="replica", placement="proactive", predictors=("replica",), figures=(10,)),
             Variant(name="both", placement="proactive", predictors=("cascade", "replica"), figures=(10,)),
         ]
-    return [
-        *found,
-        Variant(name="reactive-always", placement="reactive", always=True, figures=()),
-        *_migrations(),
-    ]
-
-
-def _migrations() -> list[Variant]:
-    return [
-        Variant(
-            name=how,
-            placement="proactive",
-            predictors=("cascade",),
-            migrate=how,
-            always=True,
-            figures=(6,),
-        )
-        for how in ("stop", "pipelined", "overlap")
-    ]
+    found.append(Variant(name="reactive-always", placement="reactive", always=True, figures=()))
+    moving = Variant(name="", placement="proactive", predictors=("cascade",), always=True, figures=(6,))
+    return found + [replace(moving, name=how, migrate=how) for how in ("stop", "pipelined", "overlap")]
 
 
 def bench_parallel(

@@ -121,27 +121,25 @@ def write_part(trace: Trace, spec: ModelSpec, chosen: Sequence[Chosen], work: Pa
         return Trace(out)
     width = sum(spec.top_k_L)
     rows = {row["request"]: row for row in trace.requests.to_pylist()}
-    with durable.staged_directory(out, overwrite=True, marker=MANIFEST) as staged:
-        writer = TraceWriter(staged, spec, ["topk"])
-        try:
-            forwards = 0
-            for number, one in enumerate(chosen):
-                row = rows[one.request]
-                decoded = one.tokens - one.prompt_tokens
-                writer.add_request(
-                    number,
-                    dataset=row["dataset"],
-                    task=row["task"],
-                    prompt_id=row["prompt_id"],
-                    prompt_tokens=one.prompt_tokens,
-                    new_tokens=decoded,
-                )
-                writer.append(_rows(_tokens_of(trace, one), number, one.prompt_tokens, forwards, width))
-                forwards += 1 + decoded
-            writer.finish(composition={"kind": "sequential"}, provenance={"bench": facts, "model": spec.name})
-        except BaseException:
-            writer.abort()
-            raise
+    with (
+        durable.staged_directory(out, overwrite=True, marker=MANIFEST) as staged,
+        TraceWriter(staged, spec, ["topk"]) as writer,
+    ):
+        forwards = 0
+        for number, one in enumerate(chosen):
+            row = rows[one.request]
+            decoded = one.tokens - one.prompt_tokens
+            writer.add_request(
+                number,
+                dataset=row["dataset"],
+                task=row["task"],
+                prompt_id=row["prompt_id"],
+                prompt_tokens=one.prompt_tokens,
+                new_tokens=decoded,
+            )
+            writer.append(_rows(_tokens_of(trace, one), number, one.prompt_tokens, forwards, width))
+            forwards += 1 + decoded
+        writer.finish(composition={"kind": "sequential"}, provenance={"bench": facts, "model": spec.name})
     return Trace(out)
 
 

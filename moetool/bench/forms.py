@@ -113,7 +113,7 @@ def bench_forms(
     options: ServingBenchOptions | None = None,
     policy_options: Mapping[str, Mapping[str, Any]] | None = None,
     command: str = "",
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] = lambda done: None,
 ) -> FormsBench:
     """Time a model and a packed replica of it with every policy in every budget, batch 1.
 

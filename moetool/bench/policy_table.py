@@ -2,13 +2,13 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from moetool import tables
 from moetool.caching._policy import slots_within
 from moetool.errors import UsageError
+from moetool.json_files import JsonRecord
 from moetool.trace.reader import Trace
 from moetool.tuning.candidates import servable, too_large
 from moetool.tuning.replay import ReplayRow, ReplaySetup, replay
@@ -47,16 +47,12 @@ class PolicyCell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyTable:
+class PolicyTable(JsonRecord):
     """The cells, with the command that made them."""
 
     command: str
     tokens: int
     cells: tuple[PolicyCell, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it."""
-        return asdict(self)
 
 
 def bench_policies(

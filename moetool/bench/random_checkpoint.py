@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +57,13 @@ def cut_config(shape: str, layers: int | None) -> dict[str, Any]:
     return raw
 
 
-def random_checkpoint(
-    shape: str, layers: int | None, work: Path, *, seed: int = 0, on_progress: Callable[[int], None] | None = None
-) -> Path:
+def random_checkpoint(shape: str, layers: int | None, work: Path, *, seed: int = 0) -> Path:
     """The folder of a checkpoint with so many MoE layers of a shape (None: all), bfloat16, random under `seed`.
 
     Matrices hold values between 2^-6 and 2^-5 of either sign, vectors hold ones. There is no tokenizer.
 
     Args:
         work: the folder that it is kept in, and found again in by the same config and seed.
-        on_progress: called with how much is written, in percent.
 
     Effects: writes it, whole or not at all, a file at a time and never more than some megabytes in memory; drops
         it from the page cache.
@@ -94,12 +90,8 @@ def random_checkpoint(
                 f"{layers or 'all'} MoE layers of {shape} take {total:,} bytes on disk and {work.resolve()} has "
                 f"{free:,} free; give fewer --layers, or another directory with --work"
             )
-        written = 0
         for number, (name, tensors) in enumerate(files.items()):
             write_tensors(staged / name, tensors, [seed, number])
-            written += sum(map(_num_bytes, tensors.values()))
-            if on_progress is not None:
-                on_progress(100 * written // total)
         weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (staged / _INDEX).write_text(json.dumps(index), encoding="utf-8")

@@ -26,6 +26,7 @@ from typing import Any
 from moetool import tables
 from moetool.bench.memory_limits import bytes_read, drop_from_cache, limited_group
 from moetool.errors import MoetoolError, UsageError, first_line
+from moetool.json_files import JsonRecord
 from moetool.models.checkpoint import Checkpoint
 
 ENGINES = ("moetool", "llama.cpp", "transformers")
@@ -82,7 +83,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RivalBench:
+class RivalBench(JsonRecord):
     """All cells, and what bounds them.
 
     Attributes:
@@ -106,7 +107,8 @@ class RivalBench:
         return self.memory_bytes_s / self.token_bytes
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"bound_tokens_s": self.bound_tokens_s}
+        """All fields, and the bound."""
+        return super(RivalBench, self).to_json() | {"bound_tokens_s": self.bound_tokens_s}
 
 
 def bench_rivals(

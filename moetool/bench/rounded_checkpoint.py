@@ -6,7 +6,6 @@ scales that were searched for (`moetool.quantize`).
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import safe_open
@@ -22,16 +21,11 @@ _INDEX = "model.safetensors.index.json"
 _OTHERS = r"re:^(?!.*\.experts\.\d+\.)"  # whatever is no routed expert's
 
 
-def rounded_checkpoint(
-    checkpoint: Checkpoint, scheme: Scheme, *, on_progress: Callable[[int], None] | None = None
-) -> Path:
+def rounded_checkpoint(checkpoint: Checkpoint, scheme: Scheme) -> Path:
     """The folder beside a checkpoint that holds it with packed experts; all other weights are as they are there.
 
     A folder of an earlier call is found again by its name, which that of `checkpoint` should make unique
     (`random_checkpoint`).
-
-    Args:
-        on_progress: called with how much is written, in percent.
 
     Effects: writes it, whole or not at all, with one file's tensors in memory at a time.
 
@@ -43,11 +37,10 @@ def rounded_checkpoint(
     out = path.with_name(f"{path.name}-int{scheme.bits}-{scheme.group}")
     if (out / MARKER).is_file():
         return out
-    files = checkpoint.index.files
     _require_room(out.parent, checkpoint.index.num_bytes, scheme)
     weight_map: dict[str, str] = {}
     with durable.staged_directory(out, overwrite=True, marker=MARKER) as staged:
-        for number, file in enumerate(files):
+        for file in checkpoint.index.files:
             tensors = {}
             with safe_open(file, "pt") as stored:
                 for name in stored.keys():  # noqa: SIM118
@@ -59,8 +52,6 @@ def rounded_checkpoint(
                     tensors |= to_tensors(name, round_weight(weight, scheme, weight.dtype), scheme.bits)
             save_file(tensors, staged / file.name, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, file.name)
-            if on_progress is not None:
-                on_progress(100 * (number + 1) // len(files))
         size = sum(file.stat().st_size for file in staged.iterdir())
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (staged / _INDEX).write_text(json.dumps(index), encoding="utf-8")

@@ -91,7 +91,7 @@ def bench_serve(
     options: ServingBenchOptions | None = None,
     policy_options: Mapping[str, Mapping[str, Any]] | None = None,
     command: str = "",
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] = lambda done: None,
 ) -> ServeBench:
     """Time every policy with every budget, batch 1, beside the same engine with all experts in memory.
 
@@ -285,7 +285,7 @@ def measure_rounds(
     workload: Workload,
     forced: ForcedRoutes | None,
     options: ServingBenchOptions,
-    on_progress: Callable[[int], None] | None,
+    on_progress: Callable[[int], None],
 ) -> MeasuredRounds:
     """Run every line, and every other model, once a round; before them, read each form's experts.
 
@@ -315,8 +315,7 @@ def measure_rounds(
                         raise
                     found.refused = refusal(error)
             done += 1
-            if on_progress is not None:
-                on_progress(100 * done // (options.rounds * len(found.runs)))
+            on_progress(100 * done // (options.rounds * len(found.runs)))
     return found
 
 

@@ -217,19 +217,15 @@ def finish(stage: CaptureFolder, overwrite: bool, began: float) -> Captured:
     plan, out = stage.plan, stage.out
     if not stage.finished():
         _LOG.info("writing the trace %s from %d batches", out, len(plan.batches))
-        with durable.staged_directory(out, overwrite, MANIFEST, locked=True) as folder:
-            writer = TraceWriter(
-                folder, plan.spec, plan.options.keep, plan.options.ahead, resident=plan.options.resident
-            )
-            try:
-                stage.copy_to(writer)
-                size = plan.options.batch_size
-                composition = {"kind": "sequential"} if size == 1 else {"kind": "batch", "size": size}
-                spell = speller(plan.checkpoint.tokenizer)
-                writer.finish(composition=composition, provenance=provenance(plan), spell=spell)
-            except BaseException:
-                writer.abort()
-                raise
+        keep, ahead, size = plan.options.keep, plan.options.ahead, plan.options.batch_size
+        with (
+            durable.staged_directory(out, overwrite, MANIFEST, locked=True) as folder,
+            TraceWriter(folder, plan.spec, keep, ahead, resident=plan.options.resident) as writer,
+        ):
+            stage.copy_to(writer)
+            composition = {"kind": "sequential"} if size == 1 else {"kind": "batch", "size": size}
+            spell = speller(plan.checkpoint.tokenizer)
+            writer.finish(composition=composition, provenance=provenance(plan), spell=spell)
     stage.remove()
     trace = Trace(out)
     return Captured(

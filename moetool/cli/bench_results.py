@@ -5,20 +5,12 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from moetool import durable, tables
+from moetool.json_files import JsonRecord
 
-
-class BenchResults(Protocol):
-    """Results of a bench."""
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object with the raw values."""
-        ...
-
-
-M = TypeVar("M", bound=BenchResults)
+M = TypeVar("M", bound=JsonRecord)
 
 
 def command_line() -> str:

@@ -80,6 +80,7 @@ def plan_cache(
     """
     from moetool.models.checkpoint import Checkpoint
     from moetool.models.hub import with_revision
+    from moetool.report.cache_page import frontier_table
     from moetool.report.drawing import require_drawable
     from moetool.report.figures.frontier import draw_frontier
     from moetool.runtime.assembly import ServeOptions, fixed_bytes, slot_bytes
@@ -130,7 +131,7 @@ def plan_cache(
     print(f"{out}: {plan.policy} with {plan.slots} expert slots ({tables.count(plan.slots * each, 'B')}{stored})")
     print(plan.reason)
     if plan.frontier:
-        tables.print_frontier(plan)
+        frontier_table(plan).print()
 
 
 def plan_maps(

@@ -4,6 +4,7 @@ import ipaddress
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -164,17 +165,14 @@ class _Interrupts:
 
     def __init__(self) -> None:
         self._count = 0
-        self._changed = threading.Condition()
 
     def hear(self, *_: Any) -> None:
-        # A handler runs on the main thread, which may hold the lock just then: let another thread take it.
-        threading.Thread(target=self._raise, daemon=True).start()
+        self._count += 1
 
     def wait(self) -> None:
         """Until the first."""
-        with self._changed:
-            while not self._count:
-                self._changed.wait(0.5)
+        while not self._count:
+            time.sleep(0.1)
 
     def during(self, work: Callable[[], object], stop_at: int) -> bool:
         """Have something done on another thread; gives whether it was before so many interruptions.
@@ -197,11 +195,6 @@ class _Interrupts:
                 done.result()
                 return True
         return False
-
-    def _raise(self) -> None:
-        with self._changed:
-            self._count += 1
-            self._changed.notify_all()
 
 
 @contextmanager

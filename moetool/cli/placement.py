@@ -83,6 +83,7 @@ def score(
     """Score a placement on traces: locality, latency, load balance, link traffic, gap to the bounds."""
     from moetool.placement._comparing import open_traces, score_plan
     from moetool.placement._placement_plan import PlacementPlan
+    from moetool.report.placement_page import summed_bytes
 
     chosen = PlacementPlan.load(plan)
     setting, stray = _settings(settings, {"starts": chosen.starts, "seed": chosen.seed})
@@ -94,7 +95,7 @@ def score(
     costs = "unit costs, no profile" if profile is None else f"profile {profile}"
     _print([row], chosen.cluster, setting, f"{costs}; in {row.score.unit}", _c_max({chosen.planner: chosen.options}))
     for a, b, sent in row.score.link_bytes:
-        print(f"  {a} -> {b}: {_bytes([sent])}, dispatch and combine")
+        print(f"  {a} -> {b}: {summed_bytes([sent])}, dispatch and combine")
 
 
 def compare(
@@ -307,61 +308,12 @@ def _c_max(options: Mapping[str, Mapping[str, Any]]) -> str:
     return ", ".join(given) or "as memory allows"
 
 
-def _bytes(sent: Sequence[float | None]) -> str:
-    """The sum of bytes; `-` where they are not known."""
-    known = [each for each in sent if each is not None]
-    return "-" if len(known) < len(sent) else tables.count(sum(known), "B")
-
-
 def _print(rows: "Sequence[PlannerRow]", cluster: "Cluster", setting: "Setting", costs: str, c_max: str) -> None:
     """Rows side by side, and under what conditions they hold."""
-    scores = [(row, row.score) for row in rows]
-    tables.print_table(
-        "local compute share; remote calls by Prism's Eq. 2, and their lower bound in these slots",
-        [
-            *("planner", "requests", *(server.name for server in cluster.servers)),
-            *("mean", "in all", "remote", "least", "copies", "sent", "s to plan"),
-        ],
-        [
-            [
-                *(row.planner, row.requests),
-                *("-" if share is None else f"{share:.1%}" for share in found.local_N),
-                *(f"{found.local_mean:.1%}", f"{found.local:.1%}", f"{found.remote_calls:,.0f}"),
-                "-" if found.remote_bound is None else f"{found.remote_bound:,.0f}",
-                *(f"{found.copies:.2f}", _bytes([sent for _, _, sent in found.link_bytes])),
-                f"{row.planning_s:,.2f}",
-            ]
-            for row, found in scores
-        ],
-        num_text=2,
-    )
-    tables.print_table(
-        f"DIRECTOR's Eqs. 2 and 4 ({costs}); the gap to one bound of all: with one copy each in these slots a layer "
-        f"or, where a plan has copies, of the work alone; balance as three engines define it",
-        [
-            "planner",
-            "requests",
-            "T_comp",
-            "T_comm",
-            "sum",
-            "bound",
-            "gap",
-            "SGLang",
-            "vLLM",
-            "TensorRT-LLM (0 is best)",
-        ],
-        [
-            [
-                *(row.planner, row.requests),
-                *(tables.significant(value) for value in (found.comp, found.comm, found.latency)),
-                "-" if found.latency_bound is None else tables.significant(found.latency_bound),
-                "-" if found.latency_gap is None else f"{found.latency_gap:.2%}",
-                *(f"{found.balancedness[name]:.3f}" for name in ("sglang", "vllm", "tensorrt_llm")),
-            ]
-            for row, found in scores
-        ],
-        num_text=2,
-    )
+    from moetool.report.placement_page import score_tables
+
+    for table in score_tables([(row.planner, row) for row in rows], cluster, costs):
+        table.print()
     print(
         f"c_max {c_max}; tokens start {setting.starts}; sides {setting.sides}; routing {setting.routing}; "
         f"seed {setting.seed}"

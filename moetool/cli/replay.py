@@ -96,4 +96,4 @@ def replay(
     among = f", {devices} devices" if devices > 1 else ""
     size = f"{tables.numbered(len(source.requests), 'request')}, {tables.numbered(source.num_tokens, 'token')}"
     title = f"{trace}: {size}{among}"
-    tables.print_replay(title, rows, chosen)
+    tables.replay_table(title, rows, chosen).print()

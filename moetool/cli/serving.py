@@ -3,7 +3,6 @@
 import difflib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,13 +76,13 @@ def serve(
     from moetool.cache_plan import CachePlan
 
     model = with_revision(model, revision)
-    tls = {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
-    endpoint = Endpoint(host, api_key, allowed_host, cors_origin, tls)
+    flags: dict[str, Any] = {"allowed_hosts": allowed_host, "cors_origins": cors_origin}
+    flags |= {"ssl_certfile": ssl_certfile, "ssl_keyfile": ssl_keyfile}
+    values = _settled(settings, flags, host, api_key)
+    values |= {} if device is None else {"device": device}
+    values |= {} if host_memory is None else {"host_memory_bytes": parse_bytes(host_memory)}
+    _require_api_key(api_key)
     if cluster is not None:
-        values = endpoint.settle(parse_settings(settings))
-        values |= {} if device is None else {"device": device}
-        values |= {} if host_memory is None else {"host_memory_bytes": parse_bytes(host_memory)}
-        _require_api_key(api_key)
         given = {
             "--policy": policy,
             "--device-memory": device_memory,
@@ -115,14 +114,8 @@ def serve(
     if policy == "auto":
         policy = None
     chosen = CachePlan.load(plan) if plan is not None else None
-    values = endpoint.settle(parse_settings(settings))
     if chosen is not None:
         values = {"kv_tokens": chosen.kv_tokens, "dtype": chosen.dtype, **values}
-    if device is not None:
-        values["device"] = device
-    if host_memory is not None:
-        values["host_memory_bytes"] = parse_bytes(host_memory)
-    _require_api_key(api_key)
     from moetool.models.checkpoint import Checkpoint
     from moetool.runtime.assembly import build_engine
     from moetool.runtime.automatic import AUTO, choose
@@ -186,29 +179,20 @@ def serve(
         tables.narrate(f"moetool: gate log written to {log}")
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Flags about who may reach the server."""
+def _settled(given: Sequence[str], flags: Mapping[str, Any], host: str, api_key: str | None) -> dict[str, Any]:
+    """The values of `--set` with the flags about who may reach the server among those of the server."""
+    from moetool.serving.web_names import host_name
 
-    host: str
-    api_key: str | None = field(repr=False)
-    allowed_hosts: Sequence[str]
-    cors_origins: Sequence[str]
-    files: Mapping[str, Path | None]
-
-    def settle(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The values of `--set` with these flags among those of the server."""
-        from moetool.serving.web_names import host_name
-
-        server = values.get("server", {})
-        if not isinstance(server, dict):
-            return values  # refused where it is read
-        hosts = [*_listed(server.get("allowed_hosts", [])), *self.allowed_hosts]
-        if (hosts or self.api_key is None) and host_name(self.host):
-            hosts.append(self.host)
-        origins = [*_listed(server.get("cors_origins", [])), *self.cors_origins]
-        files = {name: str(path) for name, path in self.files.items() if path is not None}
-        return {**values, "server": {**server, "allowed_hosts": hosts, "cors_origins": origins, **files}}
+    values = parse_settings(given)
+    server = values.get("server", {})
+    if not isinstance(server, dict):
+        return values  # refused where it is read
+    hosts = [*_listed(server.get("allowed_hosts", [])), *flags["allowed_hosts"]]
+    if (hosts or api_key is None) and host_name(host):
+        hosts.append(host)
+    origins = [*_listed(server.get("cors_origins", [])), *flags["cors_origins"]]
+    files = {name: str(flags[name]) for name in ("ssl_certfile", "ssl_keyfile") if flags[name] is not None}
+    return {**values, "server": {**server, "allowed_hosts": hosts, "cors_origins": origins, **files}}
 
 
 def _listed(value: Any) -> list[Any]:

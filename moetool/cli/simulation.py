@@ -230,19 +230,7 @@ def _print_one(found: "Simulated") -> None:
             [[name, tables.count(sent, "B"), f"{busy:.1%}"] for name, sent, busy in busiest],
         )
     if found.migrations:
-        tables.print_table(
-            "Eq. 4: remote calls over the horizon, seconds that they save and seconds of the migration",
-            ["at s", "calls before", "calls after", "saved s", "cost s", "worth it", "made", "copies", "done at s"],
-            [
-                [
-                    f"{one.at_s:,.0f}",
-                    *(f"{calls:,.0f}" for calls in (one.calls_before, one.calls_after)),
-                    *(f"{seconds:,.2f}" for seconds in (one.saved_s, one.cost_s)),
-                    *("yes" if so else "no" for so in (one.worth_it, one.made)),
-                    f"{one.copies:,}",
-                    "-" if one.done_s is None else f"{one.done_s:,.1f}",
-                ]
-                for one in found.migrations[:30]
-            ],
-            num_text=0,
-        )
+        from moetool.report.simulation_page import decision_table
+
+        title = "Eq. 4: remote calls over the horizon, seconds that they save and seconds of the migration"
+        decision_table(found, title).print()

@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from moetool.tables import count, print_table
+from moetool.tables import TextTable, count, print_table
 
 _MOST_LAYERS = 12
 _GLANCED = (1, 3, 6)  # distances of the overview
@@ -29,32 +28,13 @@ MEANINGS = {
 """Meaning of the measures, for the page."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatchTable:
-    """One table.
-
-    Attributes:
-        title: what it shows.
-        columns: headings; the first is of the predictor.
-        rows: cells, as many as headings.
-        shares: the columns whose cells are shares of 1, of which more is better.
-        notes: lines that belong below it.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    rows: list[list[str]]
-    shares: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
-
-
 def print_evaluations(rows: Sequence[Any]) -> None:
     """Predictors side by side (`moetool.evaluation.evaluate`): at a glance, then by task, the unseen one last."""
     for table in (overview(rows), *(table for group in by_task(rows) for table in tables_of(group))):
         print_matches(table)
 
 
-def print_matches(table: "MatchTable") -> None:
+def print_matches(table: TextTable) -> None:
     """Print one of these tables with its title and notes."""
     print(f"\n{table.title}")
     print_table("", table.columns, table.rows)
@@ -62,7 +42,7 @@ def print_matches(table: "MatchTable") -> None:
         print(f"  {note}")
 
 
-def overview(rows: Sequence[Any]) -> MatchTable:
+def overview(rows: Sequence[Any]) -> TextTable:
     """One table of everything: shares in whole per cent, of several distances beside each other."""
     groups = {group[0].unseen_task: group for group in by_task(rows)}
     found = {(g, row.predictor, row.path, row.baseline is None): row for g, group in groups.items() for row in group}
@@ -90,7 +70,7 @@ def overview(rows: Sequence[Any]) -> MatchTable:
         )
     scopes = "; ".join(scope(group) for group in groups.values())
     distances = ", ".join(map(str, _GLANCED[:-1]))
-    return MatchTable(
+    return TextTable(
         title=f"at a glance, shares in %: match {distances} and {_GLANCED[-1]} layers ahead (one layer ahead if not "
         f"stated); {scopes}",
         columns=(
@@ -119,7 +99,7 @@ def by_task(rows: Sequence[Any]) -> list[list[Any]]:
     return [group for unseen in (False, True) if (group := [row for row in rows if row.unseen_task == unseen])]
 
 
-def tables_of(rows: Sequence[Any]) -> list[MatchTable]:
+def tables_of(rows: Sequence[Any]) -> list[TextTable]:
     """All tables of one trace."""
     made = [_right(rows), *(_by_distance(rows, phase) for phase in phases(rows)), _recall(rows), _by_layer(rows)]
     told = [row.prompt_prediction for row in rows if row.prompt_prediction is not None]
@@ -166,9 +146,9 @@ def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _right(rows: Sequence[Any]) -> MatchTable:
+def _right(rows: Sequence[Any]) -> TextTable:
     shares = ("match", "exact", "at least one", "in 2k", "in prefill", "in decode")
-    return MatchTable(
+    return TextTable(
         title=f"next layer's experts on {scope(rows)}",
         columns=("predictor", *shares[:4], "calib. error", *shares[4:]),
         rows=[
@@ -186,9 +166,9 @@ def _right(rows: Sequence[Any]) -> MatchTable:
     )
 
 
-def _by_distance(rows: Sequence[Any], phase: str) -> MatchTable:
+def _by_distance(rows: Sequence[Any], phase: str) -> TextTable:
     distances = sorted({distance for row in rows for distance in row.overall()})
-    return MatchTable(
+    return TextTable(
         title=f"match in {phase} by distance: layers ahead of the last one computed",
         columns=("predictor", *map(str, distances)),
         rows=[[row.predictor, *(_of(row.overall(phase).get(d), "match") for d in distances)] for row in rows],
@@ -196,11 +176,11 @@ def _by_distance(rows: Sequence[Any], phase: str) -> MatchTable:
     )
 
 
-def _recall(rows: Sequence[Any]) -> MatchTable:
+def _recall(rows: Sequence[Any]) -> TextTable:
     recall = [(row.scores[0].match, *row.scores[0].recall) for row in rows]
     top_k = rows[0].top_k
     amounts = [str(top_k + more) for more in range(max(map(len, recall)))]
-    return MatchTable(
+    return TextTable(
         title=f"share of the next layer's {top_k} experts that are among the n likeliest",
         columns=("predictor", *amounts),
         rows=[[row.predictor, *map(_share, values)] for row, values in zip(rows, recall, strict=True)],
@@ -208,7 +188,7 @@ def _recall(rows: Sequence[Any]) -> MatchTable:
     )
 
 
-def _by_layer(rows: Sequence[Any]) -> MatchTable:
+def _by_layer(rows: Sequence[Any]) -> TextTable:
     """Neighbouring layers are taken together where there are many."""
     layers = [s.layer for s in rows[0].scores if s.phase == "all" and s.layer is not None and s.distance == 1]
     size = math.ceil(len(layers) / _MOST_LAYERS)
@@ -219,7 +199,7 @@ def _by_layer(rows: Sequence[Any]) -> MatchTable:
         match = {s.layer: s.match for s in row.scores if s.phase == "all" and s.distance == 1}
         return [_share(sum(match[layer] for layer in group) / len(group)) for group in groups]
 
-    return MatchTable(
+    return TextTable(
         title="match by MoE layer, from the one before it",
         columns=("predictor", *names),
         rows=[[row.predictor, *cells(row)] for row in rows],
@@ -227,13 +207,13 @@ def _by_layer(rows: Sequence[Any]) -> MatchTable:
     )
 
 
-def _prompt_predictions(rows: Sequence[Any], phase: str) -> MatchTable:
+def _prompt_predictions(rows: Sequence[Any], phase: str) -> TextTable:
     told = [(row, row.prompt_prediction) for row in rows if row.prompt_prediction is not None]
     first = told[0][1]
     prompts = phase == "prefill"
     title = "predictions for the prompts of" if prompts else "predictions for the new tokens of"
     shares = ("match", "exact", "at least one", "last quarter", *(("busiest",) if prompts else ()))
-    return MatchTable(
+    return TextTable(
         title=f"{title} {first.num_requests} pending requests, all layers, "
         f"{first.prompt_tokens if prompts else first.new_tokens:,} tokens",
         columns=("predictor", *shares, "calib. error", "load error" if prompts else "load error, whole request"),
@@ -252,7 +232,7 @@ def _prompt_predictions(rows: Sequence[Any], phase: str) -> MatchTable:
     )
 
 
-def _costs(rows: Sequence[Any]) -> MatchTable:
+def _costs(rows: Sequence[Any]) -> TextTable:
     profiled = any(row.decode_step_ms is not None for row in rows)
     of_a_step = ("of a step",) if profiled else ()
     table = []
@@ -271,7 +251,7 @@ def _costs(rows: Sequence[Any]) -> MatchTable:
         )
     steps = sorted({row.decode_step_ms for row in rows if row.decode_step_ms is not None})
     note = f"a decode step takes {_ms(steps[0])} ms with every expert in memory, by the profile" if steps else ""
-    return MatchTable(
+    return TextTable(
         title=f"cost; pending requests have {rows[0].prompt_tokens:,.0f} tokens",
         columns=(
             *("predictor", "parameters", "size", "of experts", "ms / step", *of_a_step),

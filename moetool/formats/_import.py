@@ -208,8 +208,7 @@ def _write_routes(
         notes.append("new tokens are counted by their rows: the last one of an answer, never forwarded, has none")
     tasks: list[str] = []
     with durable.staged_directory(out, overwrite, MANIFEST) as folder:
-        writer = TraceWriter(folder, spec, ["topk", *(["logits"] if logits else [])], weights=weights)
-        try:
+        with TraceWriter(folder, spec, ["topk", *(["logits"] if logits else [])], weights=weights) as writer:
             requests = forwards = tokens = 0
             for _, _, routes in sources:
                 batches = []
@@ -250,9 +249,6 @@ def _write_routes(
                 composition={"kind": "log" if as_ran else "sequential"},
                 provenance={"model": spec.name, **provenance, "imported": imported},
             )
-        except BaseException:
-            writer.abort()
-            raise
         return _imported(out, folder, spec, imported, tasks=tasks, requests=requests, tokens=tokens)
 
 

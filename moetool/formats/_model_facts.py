@@ -95,7 +95,6 @@ class ModelFacts:
         num_experts: int | None = None,
         top_k_L: Sequence[int] | None = None,
         has_logits: bool = False,
-        renormalize: bool = False,
     ) -> ModelSpec:
         """The model of a file that tells so much of it, and of what is said for the rest.
 
@@ -133,7 +132,7 @@ class ModelFacts:
                 hidden_size=self.hidden_size or 0,
                 expert_bytes_L=(expert_bytes,) * num_layers,
                 score_function="softmax",
-                renormalize=renormalize,
+                renormalize=False,
             ),
         )
 

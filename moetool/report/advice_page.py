@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from moetool import tables
 from moetool.json_files import JsonRecord
-from moetool.report.sheet import PageTable, Section, render_sheet
+from moetool.report.sheet import Section, render_sheet
+from moetool.tables import TextTable
 from moetool.tuning.advice import Advice, MemoryLine
 from moetool.tuning.advice_counts import HOT_SHARE
 
@@ -180,13 +181,13 @@ def section(advice: Advice) -> Section:
             *advice.unknown,
         ],
         tables=[
-            PageTable(
-                caption="What pays",
+            TextTable(
+                title="What pays",
                 columns=("question", "answer", "evidence"),
                 rows=tuple((one.question, one.answer, one.evidence) for one in asked),
             ),
-            PageTable(
-                caption="By memory for experts; loads in brackets are Belady's",
+            TextTable(
+                title="By memory for experts; loads in brackets are Belady's",
                 columns=COLUMNS,
                 rows=tuple(memory_rows(advice)),
             ),

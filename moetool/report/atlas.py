@@ -8,7 +8,8 @@ import numpy as np
 
 from moetool.json_files import JsonRecord
 from moetool.report.sample import SampledRoutes
-from moetool.report.sheet import PageTable, Section
+from moetool.report.sheet import Section
+from moetool.tables import TextTable
 from moetool.trace.reader import Trace
 
 _TOP = 5
@@ -180,7 +181,7 @@ def atlas_section(atlas: Atlas) -> Section:
         for one in shown
     )
     columns = ("layer / expert", "tokens", "tasks (times the average)", "tokens (times the average)")
-    tables = [PageTable(caption="Most specialised experts", columns=columns, rows=rows)] if rows else []
+    tables = [TextTable(title="Most specialised experts", columns=columns, rows=rows)] if rows else []
     scored = _by_saliency(atlas)
     if scored:
         notes.append(
@@ -188,8 +189,8 @@ def atlas_section(atlas: Atlas) -> Section:
             "with little of it, against the mean of their layer, change its output least when they are pruned."
         )
         tables.append(
-            PageTable(
-                caption="Least salient experts",
+            TextTable(
+                title="Least salient experts",
                 columns=("layer / expert", "tokens", "saliency", "of its layer's mean"),
                 rows=tuple(
                     (f"{one.layer} / {one.expert}", f"{one.uses:,}", f"{one.saliency:.4g}", f"{share:.2f}")

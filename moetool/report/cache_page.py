@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from moetool import tables
 from moetool.cache_plan import CachePlan
 from moetool.report.figures.frontier import frontier_sketch
-from moetool.report.sheet import PageTable, Section, render_sheet
+from moetool.report.sheet import Section, render_sheet
 from moetool.report.trace_page import shape_of
+from moetool.tables import TextTable
 
 
 def page(plan: CachePlan, facts: Sequence[tuple[str, str]]) -> str:
@@ -18,7 +19,7 @@ def page(plan: CachePlan, facts: Sequence[tuple[str, str]]) -> str:
     name = "Memory and latency"
     latency = Section(name=name, notes=["The plan has no frontier; plan with --frontier 8 to see one."])
     if plan.frontier:
-        latency = Section(name=name, pictures=[frontier_sketch(plan).on(name)], tables=[_frontier_table(plan)])
+        latency = Section(name=name, pictures=[frontier_sketch(plan).on(name)], tables=[frontier_table(plan)])
     return render_sheet(
         title=f"Cache plan of {plan.spec.name}",
         heading=f"Cache plan for {plan.spec.name}",
@@ -32,7 +33,7 @@ def page(plan: CachePlan, facts: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def _memory_table(plan: CachePlan) -> PageTable:
+def _memory_table(plan: CachePlan) -> TextTable:
     """Device memory by use."""
     slots_bytes = plan.slots * plan.spec.slot_bytes
     parts = [
@@ -43,34 +44,35 @@ def _memory_table(plan: CachePlan) -> PageTable:
     ]
     rows = [(name, tables.count(size, "B"), f"{size / plan.device_memory_bytes:.1%}") for name, size in parts if size]
     whole = ("device memory", tables.count(plan.device_memory_bytes, "B"), "100.0%")
-    return PageTable(caption="Device memory", columns=("for", "bytes", "share"), rows=(*rows, whole))
+    return TextTable(title="Device memory", columns=("for", "bytes", "share"), rows=(*rows, whole))
 
 
-def _frontier_table(plan: CachePlan) -> PageTable:
+def frontier_table(plan: CachePlan) -> TextTable:
+    """Memory against latency: the plan's frontier; the point in its own budget is marked."""
     timed = all(point["tpot_used_s"] is not None for point in plan.frontier)
     rows = []
     for point in plan.frontier:
         cells = [
-            tables.count(point["device_memory_bytes"], "B") + (" (the plan)" if point["chosen"] else ""),
+            tables.count(point["device_memory_bytes"], "B") + (" (the plan, untuned)" if point["chosen"] else ""),
             point["policy"],
-            f"{point['slots']:,}",
+            f"{point['slots']:,} of {plan.spec.total_experts:,}",
             *(f"{point[name] / 1e6:,.3f}" for name in ("bytes_used", "bytes_held_out")),
         ]
         if timed:
             seconds = (point["tpot_used_s"], point["tpot_held_out_s"])
-            cells += ["-" if value is None else f"{value * 1e3:,.2f}" for value in seconds]
-        rows.append(tuple(cells))
-    return PageTable(
-        caption="The best policy by device memory, untuned",
-        columns=(
-            *("device memory", "policy", "slots", "MB / decode token", "held out"),
-            *(("ms a token", "held out") if timed else ()),
-        ),
-        rows=tuple(rows),
+            cells += ["-" if value is None else tables.milliseconds(value) for value in seconds]
+        rows.append(cells)
+    columns = ["device memory", "policy", "slots", "MB / decode token", "held out"]
+    title = f"the best policy by device memory, chosen on {tables.numbered(len(plan.requests_used), 'request')}"
+    return TextTable(
+        title=f"{title}, and on {len(plan.requests_held_out)} held out",
+        columns=[*columns, *(("TPOT ms", "held out") if timed else ())],
+        rows=rows,
+        num_text=2,
     )
 
 
-def _evidence_table(plan: CachePlan) -> PageTable:
+def _evidence_table(plan: CachePlan) -> TextTable:
     """Every candidate in the plan's budget, on the held-out requests."""
     rows = []
     for row in plan.evidence:
@@ -85,8 +87,8 @@ def _evidence_table(plan: CachePlan) -> PageTable:
                 "-" if seconds is None else f"{seconds * 1e3:,.2f}",
             )
         )
-    return PageTable(
-        caption=f"On {len(plan.requests_held_out):,} held-out requests; belady, which knows the future, is a bound",
+    return TextTable(
+        title=f"On {len(plan.requests_held_out):,} held-out requests; belady, which knows the future, is a bound",
         columns=("policy", "slots", "hit rate in decode", "MB / decode token", "ms a token"),
         rows=tuple(rows),
     )

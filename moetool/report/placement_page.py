@@ -7,14 +7,15 @@ import numpy as np
 
 from moetool import tables
 from moetool.errors import MismatchError
-from moetool.placement._comparing import Workload, score_plan
+from moetool.placement._comparing import PlannerRow, Workload, score_plan
 from moetool.placement._demand import read_demand
 from moetool.placement._latency import flows
 from moetool.placement._placement_plan import PlacementPlan
 from moetool.report.figures.placement import Placed, sketches
-from moetool.report.sheet import PageTable, Section, render_sheet
+from moetool.report.sheet import Section, render_sheet
 from moetool.report.trace_page import shape_of
-from moetool.tables import significant
+from moetool.tables import TextTable, significant
+from moetool.types import Cluster
 
 
 def measure(
@@ -60,9 +61,12 @@ def page(plans: Sequence[Placed], tokens_LE: np.ndarray | None, facts: Sequence[
     """
     plan = plans[-1].plan
     drawn = {name: [sketch.on(name) for sketch in made] for name, made in sketches(plans, tokens_LE).items()}
+    names = [one.name if one.name == one.plan.planner else f"{one.name}: {one.plan.planner}" for one in plans]
+    scored = [(name, one.row) for name, one in zip(names, plans, strict=True) if one.row is not None]
+    costs = f"in {scored[0][1].score.unit}" if scored else ""
     made = {
         "Who holds what": [_held_table(plans), *([_changes_table(plans)] if len(plans) > 1 else [])],
-        "Work": _score_tables(plans),
+        "Work": score_tables(scored, plan.cluster, costs) if scored else [],
         "Traffic between servers": _link_tables(plans),
     }
     notes = {"Work": [] if tokens_LE is not None else ["Give --trace SERVER=DIR for work and traffic."]}
@@ -82,12 +86,12 @@ def to_json(plans: Sequence[Placed]) -> list[dict[str, Any]]:
     return [{"plan": placed.name, **({} if placed.row is None else placed.row.to_json())} for placed in plans]
 
 
-def _held_table(plans: Sequence[Placed]) -> PageTable:
+def _held_table(plans: Sequence[Placed]) -> TextTable:
     cluster, spec = plans[-1].plan.cluster, plans[-1].plan.spec
     slots_G = cluster.slots_G(spec.slot_bytes)
     held = [placed.plan.placed_GLE.sum(axis=(1, 2)).tolist() for placed in plans]
-    return PageTable(
-        caption="Experts held in all layers",
+    return TextTable(
+        title="Experts held in all layers",
         columns=("GPU", *(placed.name for placed in plans), "room for"),
         rows=tuple(
             (
@@ -100,14 +104,14 @@ def _held_table(plans: Sequence[Placed]) -> PageTable:
     )
 
 
-def _changes_table(plans: Sequence[Placed]) -> PageTable:
+def _changes_table(plans: Sequence[Placed]) -> TextTable:
     """Experts that each GPU gets and gives up; `moetool plan migrate` orders the moves."""
     before_GLE, after_GLE = plans[0].plan.placed_GLE, plans[-1].plan.placed_GLE
     cluster, spec = plans[-1].plan.cluster, plans[-1].plan.spec
     size_L = np.array(spec.expert_bytes_L)
     gets_GL, gives_GL = (after_GLE & ~before_GLE).sum(axis=2), (before_GLE & ~after_GLE).sum(axis=2)
-    return PageTable(
-        caption="From before to after",
+    return TextTable(
+        title="From before to after",
         columns=("GPU", "gets", "gives up", "bytes that come"),
         rows=tuple(
             (
@@ -121,38 +125,62 @@ def _changes_table(plans: Sequence[Placed]) -> PageTable:
     )
 
 
-def _score_tables(plans: Sequence[Placed]) -> list[PageTable]:
-    scored = [(placed, placed.row) for placed in plans if placed.row is not None]
-    if not scored:
-        return []
-    return [
-        PageTable(
-            caption=f"On these requests; T in {scored[0][1].score.unit}, its gap to a bound; balance as SGLang has it",
-            columns=(
-                *("plan", "planner", "requests", "local", "remote", "at least", "T_comp", "T_comm", "gap", "balance"),
-                "copies",
-            ),
-            rows=tuple(
-                (
-                    placed.name,
-                    row.planner,
-                    row.requests,
-                    f"{row.score.local:.1%}",
-                    f"{row.score.remote_calls:,.0f}",
-                    "-" if row.score.remote_bound is None else f"{row.score.remote_bound:,.0f}",
-                    significant(row.score.comp),
-                    significant(row.score.comm),
-                    "-" if row.score.latency_gap is None else f"{row.score.latency_gap:.2%}",
-                    f"{row.score.balancedness['sglang']:.3f}",
-                    f"{row.score.copies:.2f}",
-                )
-                for placed, row in scored
-            ),
-        )
-    ]
+def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs: str) -> list[TextTable]:
+    """Scores of placements side by side.
+
+    Args:
+        rows: each with its name.
+        costs: what DIRECTOR's equations reckon with, in words.
+    """
+    scores = [((name, row.requests), row.score, row.planning_s) for name, row in rows]
+    local = TextTable(
+        title="local compute share; remote calls by Prism's Eq. 2, and their lower bound in these slots",
+        columns=(
+            *("planner", "requests", *(server.name for server in cluster.servers)),
+            *("mean", "in all", "remote", "least", "copies", "sent", "s to plan"),
+        ),
+        rows=[
+            [
+                *of,
+                *("-" if share is None else f"{share:.1%}" for share in found.local_N),
+                *(f"{found.local_mean:.1%}", f"{found.local:.1%}", f"{found.remote_calls:,.0f}"),
+                "-" if found.remote_bound is None else f"{found.remote_bound:,.0f}",
+                *(f"{found.copies:.2f}", summed_bytes([sent for _, _, sent in found.link_bytes])),
+                f"{planning_s:,.2f}",
+            ]
+            for of, found, planning_s in scores
+        ],
+        num_text=2,
+    )
+    latency = TextTable(
+        title=f"DIRECTOR's Eqs. 2 and 4 ({costs}); the gap to one bound of all: with one copy each in these slots a "
+        f"layer or, where a plan has copies, of the work alone; balance as three engines define it",
+        columns=(
+            *("planner", "requests", "T_comp", "T_comm", "sum", "bound", "gap"),
+            *("SGLang", "vLLM", "TensorRT-LLM (0 is best)"),
+        ),
+        rows=[
+            [
+                *of,
+                *(significant(value) for value in (found.comp, found.comm, found.latency)),
+                "-" if found.latency_bound is None else significant(found.latency_bound),
+                "-" if found.latency_gap is None else f"{found.latency_gap:.2%}",
+                *(f"{found.balancedness[name]:.3f}" for name in ("sglang", "vllm", "tensorrt_llm")),
+            ]
+            for of, found, _ in scores
+        ],
+        num_text=2,
+    )
+    return [local, latency]
 
 
-def _link_tables(plans: Sequence[Placed]) -> list[PageTable]:
+def summed_bytes(sent: Sequence[float | None]) -> str:
+    """The sum of bytes; `-` where they are not known."""
+    known = [each for each in sent if each is not None]
+    return "-" if len(known) < len(sent) else tables.count(sum(known), "B")
+
+
+def _link_tables(plans: Sequence[Placed]) -> list[TextTable]:
     """Bytes by link, in the order of the most of the last plan; the fifty with most."""
     scored = [(placed, placed.row.score) for placed in plans if placed.row is not None]
     if not scored or not scored[-1][1].link_bytes or scored[-1][1].link_bytes[0][2] is None:
@@ -165,8 +193,8 @@ def _link_tables(plans: Sequence[Placed]) -> list[PageTable]:
         change = (f"{sent[-1] / sent[0] - 1:+.1%}" if sent[0] else "-",) if len(sent) > 1 else ()
         rows.append((f"{a} -> {b}", *(tables.count(each, "B") for each in sent), *change))
     return [
-        PageTable(
-            caption="Bytes by link, dispatch and combine",
+        TextTable(
+            title="Bytes by link, dispatch and combine",
             columns=("link", *(placed.name for placed, _ in scored), *(("change",) if len(scored) > 1 else ())),
             rows=tuple(rows),
         )

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moetool import __version__, durable
-from moetool.evaluation.match_tables import MEANINGS, MatchTable, by_task, overview, phases, scope, tables_of
+from moetool.evaluation.match_tables import MEANINGS, by_task, overview, phases, scope, tables_of
 from moetool.report.drawing import line
 from moetool.report.figures.figure import Picture, Sketch
-from moetool.report.sheet import PageTable, Section, render_sheet
+from moetool.report.sheet import Section, render_sheet
+from moetool.tables import TextTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,13 +23,13 @@ def write_page(path: Path, rows: Sequence[Any]) -> None:
 def page(rows: Sequence[Any]) -> str:
     """The page as HTML, with everything in it."""
     names = ", ".join(dict.fromkeys(row.predictor for row in rows))
-    sections = [Section(name="At a glance", tables=[_table(overview(rows))])]
+    sections = [Section(name="At a glance", tables=[overview(rows)])]
     sections += [
         Section(
             name="A task not trained on" if group[0].unseen_task else "The task trained on",
             notes=[f"{group[0].trace}: {scope(group)}."],
             pictures=[_chart(group, phase) for phase in phases(group)],
-            tables=[*map(_table, tables_of(group)), _every_measure(group)],
+            tables=[*tables_of(group), _every_measure(group)],
         )
         for group in by_task(rows)
     ]
@@ -41,12 +42,7 @@ def page(rows: Sequence[Any]) -> str:
     )
 
 
-def _table(table: MatchTable) -> PageTable:
-    rows = tuple(map(tuple, table.rows))
-    return PageTable(caption=table.title, columns=table.columns, rows=rows, shares=table.shares, notes=table.notes)
-
-
-def _every_measure(rows: Sequence[Any]) -> PageTable:
+def _every_measure(rows: Sequence[Any]) -> TextTable:
     widest = max(len(row.scores[0].recall) for row in rows)
     wider = (f"in {rows[0].top_k + more}" for more in range(1, widest + 1))
     made = []
@@ -55,8 +51,8 @@ def _every_measure(rows: Sequence[Any]) -> PageTable:
             for distance, s in sorted(row.overall(phase).items()):
                 numbers = (s.match, s.exact, s.at_least_one, *s.recall, s.calibration_error)
                 made.append((row.predictor, phase, str(distance), *(f"{number:.3f}" for number in numbers)))
-    return PageTable(
-        caption="every measure by phase and distance",
+    return TextTable(
+        title="every measure by phase and distance",
         columns=("predictor", "phase", "distance", "match", "exact", "at least one", *wider, "calib. error"),
         rows=tuple(made),
     )

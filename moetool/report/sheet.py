@@ -6,26 +6,7 @@ from importlib import resources
 from typing import Any
 
 from moetool.report.figures.figure import Picture
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageTable:
-    """A table; the first column is text.
-
-    Attributes:
-        shares: columns of shares of 1, which get a bar behind each cell.
-        notes: lines below the table.
-    """
-
-    caption: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    shares: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
-
-    def bar(self, column: str, cell: str) -> float | None:
-        """Per cent of a cell that its bar covers; None without a bar."""
-        return 100 * float(cell) if column in self.shares and cell != "-" else None
+from moetool.tables import TextTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +16,7 @@ class Section:
     name: str
     notes: Sequence[str] = ()
     pictures: Sequence[Picture] = ()
-    tables: Sequence[PageTable] = ()
+    tables: Sequence[TextTable] = ()
 
     @property
     def id(self) -> str:

@@ -6,8 +6,9 @@ from pathlib import Path
 from moetool import durable, tables
 from moetool.report import drawing
 from moetool.report.figures.simulation_runs import Run, sketches
-from moetool.report.sheet import PageTable, Section, render_sheet
-from moetool.simulation.simulation_results import interval, percentile
+from moetool.report.sheet import Section, render_sheet
+from moetool.simulation.simulation_results import Simulated, interval, percentile
+from moetool.tables import TextTable
 
 _EQ4 = "Eq. 4 of Prism: seconds of remote calls saved over the horizon, against those of the moves."
 
@@ -47,7 +48,7 @@ def page(runs: Sequence[Run], facts: Sequence[tuple[str, str]], shape: str) -> s
         facts: what the runs have in common, as terms and texts.
         shape: the model in words.
     """
-    decided = _migration_tables(runs)
+    decided = [decision_table(found, ", ".join(at.values())) for at, found in runs if found.migrations]
     return render_sheet(
         title="A simulated cluster",
         heading=f"Simulated request latency on a cluster of {len(runs[0][1].utilisation_G)} GPUs"
@@ -63,7 +64,7 @@ def page(runs: Sequence[Run], facts: Sequence[tuple[str, str]], shape: str) -> s
     )
 
 
-def _runs_table(runs: Sequence[Run]) -> PageTable:
+def _runs_table(runs: Sequence[Run]) -> TextTable:
     """A row for each combination; over seeds means, with confidence intervals of the latency."""
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for at, found in runs:
@@ -93,8 +94,8 @@ def _runs_table(runs: Sequence[Run]) -> PageTable:
                 f"{sum(one.made for run in of for one in run.migrations)}",
             )
         )
-    return PageTable(
-        caption="Seconds from arrival",
+    return TextTable(
+        title="Seconds from arrival",
         columns=(
             *("mode", *names, "seeds", "requests", "mean", "p50", "p90", "p99", "first token", "local", "tokens/s"),
             *("busiest GPU", "sent", "migrations"),
@@ -103,32 +104,27 @@ def _runs_table(runs: Sequence[Run]) -> PageTable:
     )
 
 
-def _migration_tables(runs: Sequence[Run]) -> list[PageTable]:
-    """Decisions of each run, the first thirty; no table where nobody decided."""
-    return [
-        PageTable(
-            caption=", ".join(at.values()),
-            columns=(
-                *("at s", "calls before", "calls after", "saved s", "cost s", "made", "copies", "moved", "done at s"),
-            ),
-            rows=tuple(
-                (
-                    f"{one.at_s:,.2f}",
-                    f"{one.calls_before:,.0f}",
-                    f"{one.calls_after:,.0f}",
-                    f"{one.saved_s:,.3g}",
-                    f"{one.cost_s:,.3g}",
-                    "yes" if one.made else "no",
-                    f"{one.copies:,}",
-                    tables.count(one.bytes, "B"),
-                    "-" if one.done_s is None else f"{one.done_s:,.2f}",
-                )
-                for one in found.migrations[:30]
-            ),
-        )
-        for at, found in runs
-        if found.migrations
-    ]
+def decision_table(found: Simulated, title: str) -> TextTable:
+    """The first thirty decisions of a run."""
+    return TextTable(
+        title=title,
+        columns=(
+            *("at s", "calls before", "calls after", "saved s", "cost s", "worth it", "made", "copies", "moved"),
+            "done at s",
+        ),
+        rows=[
+            [
+                f"{one.at_s:,.0f}",
+                *(f"{calls:,.0f}" for calls in (one.calls_before, one.calls_after)),
+                *(f"{seconds:,.2f}" for seconds in (one.saved_s, one.cost_s)),
+                *("yes" if so else "no" for so in (one.worth_it, one.made)),
+                *(f"{one.copies:,}", tables.count(one.bytes, "B")),
+                "-" if one.done_s is None else f"{one.done_s:,.1f}",
+            ]
+            for one in found.migrations[:30]
+        ],
+        num_text=0,
+    )
 
 
 def facts_of(given: Mapping[str, object]) -> list[tuple[str, str]]:

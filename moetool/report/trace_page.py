@@ -5,8 +5,9 @@ from moetool.report.advice_page import section
 from moetool.report.atlas import Atlas, atlas_section
 from moetool.report.figures import pictures
 from moetool.report.findings import TOPICS, caveat, findings
-from moetool.report.sheet import PageTable, Section, render_sheet
+from moetool.report.sheet import Section, render_sheet
 from moetool.report.trace_measures import TraceMeasures
+from moetool.tables import TextTable
 from moetool.tuning.advice import Advice
 from moetool.types import ModelSpec
 
@@ -16,7 +17,11 @@ SECTIONS = ("Popularity", "Tasks", "Load skew", "Entropy", "Affinity", "Reuse", 
 def render(made: TraceMeasures, advice: Advice, atlas: Atlas) -> str:
     """The page as HTML. Equal measures give equal pages: it holds no date."""
     drawn, said = pictures(made), findings(made)
-    notes, made_tables = _notes(made), _tables(made)
+    notes, replayed = _notes(made), "Replayed policies, as by moetool replay"
+    made_tables = {
+        "Tasks": [_task_table(made)],
+        "Hit rates": [tables.replay_table(replayed, made.rows, whole_bytes=made.whole_bytes)],
+    }
     return render_sheet(
         title=f"Routing of {made.routes.spec.name}",
         heading=f"Routing statistics of {made.routes.spec.name}",
@@ -97,11 +102,7 @@ def _notes(made: TraceMeasures) -> dict[str, list[str]]:
     return notes
 
 
-def _tables(made: TraceMeasures) -> dict[str, list[PageTable]]:
-    return {"Tasks": [_task_table(made)], "Hit rates": [_replay_table(made)]}
-
-
-def _task_table(made: TraceMeasures) -> PageTable:
+def _task_table(made: TraceMeasures) -> TextTable:
     routes, found, spread = made.routes, made.popularity, made.spread
     rows = []
     for task, name in enumerate(routes.tasks):
@@ -118,8 +119,8 @@ def _task_table(made: TraceMeasures) -> PageTable:
                 _number(float(spread.request_QL[task].mean())),
             )
         )
-    return PageTable(
-        caption="Tasks, means over the layers",
+    return TextTable(
+        title="Tasks, means over the layers",
         columns=("task", "requests", "tokens", "max / mean", "Gini", "bits of the task", "bits of a request"),
         rows=tuple(rows),
     )
@@ -127,24 +128,3 @@ def _task_table(made: TraceMeasures) -> PageTable:
 
 def _number(value: float) -> str:
     return "-" if value != value else f"{value:.2f}"
-
-
-def _replay_table(made: TraceMeasures) -> PageTable:
-    rows = [
-        (
-            row.policy,
-            f"{100 * row.budget_bytes / made.whole_bytes:.4g} %",
-            tables.count(row.budget_bytes, "B"),
-            f"{row.slots:,}",
-            f"{row.counts.hit_rate:.3f}",
-            f"{row.decode.hit_rate:.3f}" if row.decode.needed else "-",
-            f"{row.counts.loads:,}",
-            f"{row.bytes_per_decode_token / 1e6:,.3f}" if row.decode_tokens else "-",
-        )
-        for row in made.rows
-    ]
-    return PageTable(
-        caption="Replayed policies, as by moetool replay",
-        columns=("policy", "memory", "bytes", "slots", "hit rate", "in decode", "loads", "MB / decode token"),
-        rows=tuple(rows),
-    )

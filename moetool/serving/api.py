@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,7 +44,6 @@ class ClientGone(Exception):
 def create_app(
     engine: EngineLike,
     *,
-    aliases: Collection[str] = (),
     options: ServerOptions | None = None,
     api_key: str | None = None,
     report: Callable[[AccessRecord], object] = lambda record: None,
@@ -54,7 +53,6 @@ def create_app(
     """The server's application.
 
     Args:
-        aliases: names that clients may use for the model besides its own and the last part of its own.
         api_key: what clients have to send, but for /health; None asks nobody.
         report: takes the record of each request when it is over.
         connections: those that the server holds, for /stats.
@@ -80,7 +78,7 @@ def create_app(
     openapi.install(app, api_key=api_key is not None)
 
     short_name = engine.model_name.rstrip("/").rpartition("/")[2]
-    names = {engine.model_name, short_name, *aliases}
+    names = {engine.model_name, short_name}
     card = {"id": engine.model_name, "object": "model", "created": int(time.time()), "owned_by": "moetool"}
 
     def require_model(name: str) -> None:

@@ -7,7 +7,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -129,7 +129,6 @@ class HttpServer(uvicorn.Server):
     Args:
         sock: bound, not listening yet.
         on_ready: called with the URL once requests are answered.
-        aliases: further names of the model.
         api_key: the key that clients have to send; None asks nobody.
         settings: (name, value, why) for `/stats`.
 
@@ -143,7 +142,6 @@ class HttpServer(uvicorn.Server):
         *,
         on_ready: Callable[[str], object] = lambda url: None,
         options: ServerOptions | None = None,
-        aliases: Collection[str] = (),
         api_key: str | None = None,
         settings: Sequence[tuple[str, str, str]] = (),
     ) -> None:
@@ -158,7 +156,6 @@ class HttpServer(uvicorn.Server):
         connections = Connections(options, most)
         app = create_app(
             engine,
-            aliases=aliases,
             options=options,
             api_key=api_key,
             report=self._log.write,

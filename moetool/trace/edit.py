@@ -169,9 +169,9 @@ def _by_share(trace: Trace, shares: Sequence[float]) -> dict[int, str]:
 def part_writer(stack: ExitStack, folder: Path, spec: ModelSpec, columns: frozenset[str], like: Trace) -> TraceWriter:
     """A writer of some columns, made as those of `like` were; abandoned when the stack unwinds before its end."""
     keep = {"topk", *(columns & {*KEEP, *EXTRA})}
-    writer = TraceWriter(folder, spec, keep, like.ahead or 1, weights="weights" in columns, resident=like.resident)
-    stack.callback(writer.abort)
-    return writer
+    return stack.enter_context(
+        TraceWriter(folder, spec, keep, like.ahead or 1, weights="weights" in columns, resident=like.resident)
+    )
 
 
 def copy_requests(

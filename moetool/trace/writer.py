@@ -5,7 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -248,8 +248,14 @@ class TraceWriter:
         except (pa.ArrowException, OSError) as error:
             raise MoetoolError(f"cannot write the trace to {self._folder}: {first_line(error)}") from error
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
     def abort(self) -> None:
-        """Stop the thread and drop what is queued."""
+        """Stop the thread and drop what is queued; nothing after `finish`."""
         if self._thread.is_alive():
             self._error = self._error or MoetoolError("the trace was abandoned")
             self._queue.put(None)

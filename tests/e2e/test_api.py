@@ -24,7 +24,7 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture(scope="module")
 def url(engine: ScriptedEngine) -> Iterator[str]:
-    with serving(engine, aliases=["demo"]) as (url, _):
+    with serving(engine) as (url, _):
         yield url
 
 
@@ -39,7 +39,7 @@ GREEDY: dict[str, Any] = {"model": "reference", "temperature": 0, "max_tokens": 
 
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["lab/reference"]
-    for name in ("lab/reference", "reference", "demo"):
+    for name in ("lab/reference", "reference"):
         assert client.models.retrieve(name).id == "lab/reference"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4")

@@ -86,7 +86,7 @@ def test_norms_and_saliency_are_those_of_a_direct_computation(full: Any, recorde
         if entry.saliency is not None:
             assert entry.saliency == pytest.approx((weights * direct)[:, layer][mine].mean(), rel=2e-3)
     section = atlas_section(atlas)
-    assert section.tables[-1].caption == "Least salient experts" and len(section.tables[-1].rows) == 24
+    assert section.tables[-1].title == "Least salient experts" and len(section.tables[-1].rows) == 24
 
 
 def test_norms_from_a_pool_are_those_of_experts_in_memory(captured: Trace, tmp_path: Path) -> None:

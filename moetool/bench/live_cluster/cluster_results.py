@@ -1,11 +1,12 @@
 """Results of a bench of a cluster, and Prism's tables of them."""
 
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from moetool import tables
 from moetool.bench.live_cluster.bench_options import ALONE, REDIRECTED, ClusterBenchOptions
+from moetool.json_files import JsonRecord
 
 NAIVE = "redundant"
 """Prism's "Naive Collaboration": experts at random, called where they are."""
@@ -97,7 +98,7 @@ class Simulation:
 
 
 @dataclass(slots=True, kw_only=True)
-class ClusterBench:
+class ClusterBench(JsonRecord):
     """The whole of it.
 
     Attributes:
@@ -166,23 +167,10 @@ class ClusterBench:
 
     def to_json(self) -> dict[str, Any]:
         """Rows and raw values."""
-        return {
-            "kind": "cluster_bench",
-            "model": self.model,
-            "command": self.command,
-            "tasks": list(self.tasks),
-            "options": asdict(self.options),
-            "slots": list(self.slots),
-            "total_experts": self.total_experts,
-            "expert_s": self.expert_s,
-            "even_bytes_s": self.even_bytes_s,
-            "machine": self.machine if isinstance(self.machine, dict) else asdict(self.machine),
-            "load": [self.load_before, self.load_after],
-            "rows": [self.row(line) for line in self.lines],
-            "runs": [asdict(run) for run in self.runs],
-            "shifts": [asdict(run) for run in self.shifts],
-            "simulated": [asdict(one) for one in self.simulated],
-        }
+        values = super(ClusterBench, self).to_json()
+        load = [values.pop("load_before"), values.pop("load_after")]
+        rows = [self.row(line) for line in self.lines]
+        return {"kind": "cluster_bench", **values, "load": load, "rows": rows}
 
 
 _WHERES = {

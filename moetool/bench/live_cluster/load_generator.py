@@ -4,7 +4,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -108,11 +108,10 @@ def drive(
     return answered
 
 
-def warm(urls: Sequence[str], model: str, text: str, each: Callable[[int], object] = lambda n: None) -> None:
+def warm(urls: Sequence[str], model: str, text: str) -> None:
     """One short request at every server, whose first is always slower."""
-    for n, url in enumerate(urls):
+    for url in urls:
         _ask(url, model, text, 2)
-        each(n)
 
 
 def _ask(url: str, model: str, text: str, new_tokens: int) -> str | None:

@@ -135,12 +135,11 @@ class Hosts:
         """The command line that runs a command on a host."""
         return ["ip", "netns", "exec", self.namespace(n), *command]
 
-    def start_ray(self, names: Sequence[str] = (), hosts: Sequence[int] | None = None) -> None:
-        """Start Ray's head, if it does not run, and join hosts to it.
+    def start_ray(self, names: Sequence[str] = ()) -> None:
+        """Start Ray's head, if it does not run, and join all hosts to it.
 
         Args:
             names: of the servers that they are for, by host; without them any server goes to any host.
-            hosts: which; all, if not given.
 
         Raises:
             MoetoolError: Ray does not start.
@@ -149,7 +148,7 @@ class Hosts:
             self._ray(None, "--head", f"--port={_RAY_PORT}", "--include-dashboard=false").finish()
         starts = []
         try:
-            for n in range(self.count) if hosts is None else hosts:
+            for n in range(self.count):
                 resources = [f'--resources={{"moetool:{names[n]}": 1}}'] if names else []
                 starts.append(self._ray(n, f"--address={self.ray_address}", *resources))
             for start in starts:

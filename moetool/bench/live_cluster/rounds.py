@@ -32,7 +32,7 @@ def bench_cluster(
     options: ClusterBenchOptions,
     *,
     command: str = "",
-    on_progress: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] = lambda done: None,
 ) -> ClusterBench:
     """Run it.
 
@@ -92,8 +92,7 @@ def bench_cluster(
                         for number in range(options.rounds):
                             for line in _turned(lines, number):
                                 made.runs.append(runner.run(line, number, gap_s))
-                                if on_progress is not None:
-                                    on_progress(100 * len(made.runs) // total)
+                                on_progress(100 * len(made.runs) // total)
                     if options.shift and plans and link == options.links[0]:
                         made.shifts += [runner.shift(list(plans)[-1], moves) for moves in (True, False)]
                 for gap_s in gaps_s:

@@ -186,7 +186,7 @@ class EdgeHead:
         """Have servers drop experts, all at once, and then hold others; all are told before the drops and at the end.
 
         Args:
-            drops: (server, place).
+            drops: (server, place); one is refused where nobody else has the expert.
             copies: (server, place, source); -1: the server's own disk.
         """
         failed: list[tuple[int, Place, Exception]] = []

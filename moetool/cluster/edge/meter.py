@@ -3,7 +3,6 @@
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,8 @@ class Meter:
             one event).
     """
 
-    def __init__(
-        self, server: int, spec: ModelSpec, links: Links, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._server, self._links, self._clock = server, links, clock
+    def __init__(self, server: int, spec: ModelSpec, links: Links) -> None:
+        self._server, self._links = server, links
         self._shape = (spec.num_layers, spec.num_experts)
         self._lock = threading.Lock()
         self.total: Counter[str] = Counter()
@@ -82,7 +79,7 @@ class Meter:
         """Everything since the last call; `waiting`: requests that are not over."""
         sent = self._links.bytes_out
         with self._lock:
-            now = self._clock()
+            now = time.monotonic()
             stats = WorkerStats(
                 server=self._server,
                 seconds=now - self._since,
@@ -112,7 +109,7 @@ class Meter:
         return {**total, "local_share": here / (here + away) if here + away else None}
 
     def _reset(self) -> None:
-        self._since = self._clock()
+        self._since = time.monotonic()
         self._tokens_LE = np.zeros(self._shape, np.int64)
         self._local = self._remote = self._expert_pairs = self._migrated = self._failed = 0
         self._expert_s = 0.0

@@ -84,21 +84,10 @@ class SchedulerOptions:
 class Servers(Protocol):
     """The scheduler's view of the head (`moetool.cluster.edge.edge_head.EdgeHead`); servers are given by number."""
 
-    def infos(self) -> Sequence[WorkerInfo | None]:
-        """Each server's own description; None while it is gone."""
-        ...
-
-    def held(self) -> Sequence[frozenset[Place]]:
-        """Experts that each server holds."""
-        ...
-
-    def stats(self) -> Sequence[WorkerStats | None]:
-        """Counters of each server since the last report; None: no answer."""
-        ...
-
-    def move(self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MovedRound:
-        """Have servers drop experts, which is refused where nobody else has one, and then hold others; tell all."""
-        ...
+    def infos(self) -> Sequence[WorkerInfo | None]: ...
+    def held(self) -> Sequence[frozenset[Place]]: ...
+    def stats(self) -> Sequence[WorkerStats | None]: ...
+    def move(self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MovedRound: ...
 
 
 class Scheduler:
@@ -112,7 +101,6 @@ class Scheduler:
         spec: of the model that is served.
         cluster: the plan's.
         narrate: told what a person should know.
-        clock: for `on_tick`: seconds since 1970, since they are kept over a restart.
 
     Attributes:
         tick_s: how long to wait before the next `on_tick`.
@@ -130,7 +118,6 @@ class Scheduler:
         options: SchedulerOptions,
         *,
         narrate: Callable[[str], object] = lambda line: None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self.spec, self.cluster, self.options = spec, cluster, options
         num_servers = len(cluster.servers)
@@ -143,7 +130,7 @@ class Scheduler:
         )
         self.chronicle = Chronicle(num_servers, max(options.poll_s, 10.0 if options.interval_s > 60 else 0.0))
         self.tick_s = 0.0
-        self._state, self._narrate, self._clock = Path(options.state) if options.state else None, narrate, clock
+        self._state, self._narrate = Path(options.state) if options.state else None, narrate
         self._lock = threading.Lock()
         self._polled_s = self._decided_s = self._next_move_s = self._saved_s = float("-inf")
         self._seen_s: dict[int, float] = {}
@@ -170,7 +157,7 @@ class Scheduler:
     def on_tick(self, head: Servers) -> None:
         """`tick`, now."""
         try:
-            self.tick_s = max(_BREATH_S, self.tick(head, self._clock()))
+            self.tick_s = max(_BREATH_S, self.tick(head, time.time()))
         except MoetoolError:
             self.tick_s = self.options.poll_s
             raise
@@ -210,7 +197,7 @@ class Scheduler:
     def report(self, servers: Servers) -> None:
         """Collect the counters of all servers now."""
         with self._lock:
-            self._servers, self._now_s = servers, self._clock()
+            self._servers, self._now_s = servers, time.time()
             self._poll(servers, self._now_s)
 
     def save(self) -> None:

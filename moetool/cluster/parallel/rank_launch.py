@@ -7,6 +7,8 @@ from typing import Any
 from moetool.cluster.launch import Where, Workers
 from moetool.cluster.parallel.rank import Rank
 
+_BUILD_S = 180.0
+
 
 class RayRanks:
     """The head's `Launcher` over `moetool.cluster.launch.Workers`.
@@ -15,11 +17,10 @@ class RayRanks:
         where: as of `Workers`.
         names: of the ranks.
         threads: of arithmetic, for each rank's libraries.
-        timeout_s: to build a rank.
     """
 
-    def __init__(self, where: Where, names: Sequence[str], *, threads: int = 0, timeout_s: float = 180.0) -> None:
-        self._where, self._names, self._threads, self._timeout_s = where, names, threads, timeout_s
+    def __init__(self, where: Where, names: Sequence[str], *, threads: int = 0) -> None:
+        self._where, self._names, self._threads = where, names, threads
         self._workers: Workers | None = None
         self._on_death: Callable[[int], None] = lambda gpu: None
         self._lock = threading.Lock()
@@ -29,7 +30,7 @@ class RayRanks:
         self._on_death = on_death
         self._workers = Workers(self._where, Rank, arguments, self._names, threads=self._threads)
         for gpu in range(len(self._workers)):
-            self._workers.call(gpu, "ready", timeout_s=self._timeout_s)
+            self._workers.call(gpu, "ready", timeout_s=_BUILD_S)
             self._workers.watch(gpu, on_death)
 
     def restart(self, gpu: int) -> None:
