@@ -342,7 +342,8 @@ def narrate(line: str) -> None:
 
 def complain(line: str) -> None:
     """One line on stderr about an error."""
-    print(line, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{line}\n")  # at once: `print` can be interrupted before the end of the line
+    sys.stderr.flush()
 
 
 def shows_progress() -> bool:

@@ -19,6 +19,7 @@ SIZES = (1, 2**12, 2**16, 2**20, 2**24)
 _HEADER = struct.Struct("!Q")
 _MAX_BYTES = SIZES[-1]
 _TIMEOUT_S = 10.0
+_SIGNAL_S = 1.0  # a Ctrl-C just before the wait for a client does not end the wait
 _ACK = b"\x06"
 _BUFFER_BYTES = 2**20
 
@@ -47,10 +48,14 @@ def serve(address: str, on_ready: Callable[[str], None]) -> None:
         server = socket.create_server((host, port))
     except OSError as error:
         raise MoetoolError(f"cannot listen on {host}:{port} ({error.strerror}); choose another port") from None
+    server.settimeout(_SIGNAL_S)
     with server:
         on_ready(f"{host}:{server.getsockname()[1]}")
         while True:
-            client, _ = server.accept()
+            try:
+                client, _ = server.accept()
+            except TimeoutError:
+                continue
             with client, contextlib.suppress(OSError):  # one that goes away does not end the server
                 _answer(client)
 
