@@ -71,7 +71,8 @@ class _Mover:
         self.drops = [[(p[0], p[1]) for p in np.argwhere(old_GLE[g] & ~new_GLE[g]).tolist()] for g in range(num_gpus)]
         unwanted_LE = (old_GLE & ~new_GLE).any(axis=0)
         for places in self.adds:
-            places.sort(key=lambda place: not unwanted_LE[place])
+            if not buffered:  # else in the order of layers, which a forward needs them in
+                places.sort(key=lambda place: not unwanted_LE[place])
         sizes_L = np.array(spec.expert_bytes_L)
         used_G = old_GLE.sum(axis=2) @ sizes_L
         self.free: list[float] = [

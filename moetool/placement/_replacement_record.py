@@ -29,6 +29,8 @@ class ReplacementRecord(JsonRecord):
         made: whether experts moved.
         copies: experts that a GPU gets anew.
         bytes: that move.
+        plan_s: that planning took, where it is charged, and
+        waited_s: what of it, and of prediction, was not hidden behind serving.
         done_s: when the last move was done.
         skipped: moves that failed or had become needless or harmful.
         outcome: for people.
@@ -52,6 +54,8 @@ class ReplacementRecord(JsonRecord):
     made: bool = False
     copies: int = 0
     bytes: int = 0
+    plan_s: float = 0.0
+    waited_s: float = 0.0
     done_s: float | None = None
     skipped: int = 0
     outcome: str = ""

@@ -188,6 +188,36 @@ class EventLoop:
         fastest = max(gpu.speed for gpu in self.cluster.gpus)
         return [inf if len(gpus) == 1 else least / fastest for gpus in self._mates_G]
 
+    def idle_until(self, queue: int) -> float:
+        """Time until which no token can join a link, as far as the phases tell that are under way.
+
+        Of the GPUs that send over it, computing that has begun or is about to begins a message where it ends; whatever
+        else comes has to be computed first. No expert may be taken to move ahead of this call (`moving`), so that no
+        result joins its link ahead of its time.
+
+        Source: DIRECTOR § V-B, whose windows are estimated from the predicted routing; here they are known.
+        """
+        senders = {
+            g for g, row in enumerate(self.network.queue_GG) for h, one in enumerate(row) if g != h and one == queue
+        }
+        dense_s, fastest = self.computing.dense, max(gpu.speed for gpu in self.cluster.gpus)
+        soonest = first = inf
+        for time_s, _, _, _, kind, what, g, cost, _ in self._heap:
+            if kind in (TICK, WINDOW, CALL):
+                continue
+            first = min(first, time_s)
+            if kind < READY or g not in senders:
+                continue
+            if kind == READY:
+                assert isinstance(what, SimulatedRequest)
+                step = what.step
+                if step == len(what.route.steps):
+                    continue
+                cost = dense_s[what.route.prompt_tokens if step < self.spec.num_layers else 1]
+                cost /= self.cluster.gpus[g].speed
+            soonest = min(soonest, time_s if kind in (SEND, BACK) else max(time_s, self.free_G[g]) + cost)
+        return min(soonest, first + min(*dense_s[1:], *self.computing.expert[1:]) / fastest)
+
     def _loop(self) -> None:
         # The names are local because a run has tens of millions of events.
         heap, near, tokens_GG = self._heap, self.routing.near, self.tokens_GG

@@ -1,6 +1,7 @@
 """Experts on their way from one placement to another while the cluster serves: moves take link time."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from moetool.placement._placement_plan import Move
@@ -8,6 +9,7 @@ from moetool.simulation.event_loop import CALL
 
 if TYPE_CHECKING:
     from moetool.simulation.event_loop import EventLoop
+    from moetool.simulation.simulation_options import SimulationOptions
 
 
 class Moving:
@@ -16,18 +18,24 @@ class Moving:
     A move rests on the last one before it on the same GPU, for memory, and on the last one before it of the same
     expert, so that the expert always has a place. Others run side by side. Between servers a copy goes through the
     queue of its link in pieces, with the messages of requests before, between and after them; a GPU uses an expert as
-    soon as all of it is there. Copies within a server take their time at the rate of the way from host memory, and
-    no queue.
+    soon as all of it is there. Copies within a server go over the link between the GPUs in the same way, or take their
+    time at the rate of the way from host memory, and no queue.
 
     Args:
-        piece_bytes: that a copy puts into a link's queue at a time.
+        options: whose `piece_bytes` a copy puts into a link's queue at a time, and whether in windows (`migrate`), and
+            whether copies within a server go over links (`copies`).
         done: called with the time when the last move is done.
     """
 
     def __init__(
-        self, engine: "EventLoop", moves: Sequence[Move], piece_bytes: int, done: Callable[[float], None]
+        self,
+        engine: "EventLoop",
+        moves: Sequence[Move],
+        options: "SimulationOptions",
+        done: Callable[[float], None],
     ) -> None:
-        self._moves, self._piece, self._done = moves, piece_bytes, done
+        self._moves, self._piece, self._done = moves, options.piece_bytes, done
+        self._windows, self._over_links = options.migrate == "overlap", options.copies == "links"
         self._left = len(moves)
         self._then: list[list[int]] = [[] for _ in moves]
         self._waits = [0] * len(moves)
@@ -50,7 +58,7 @@ class Moving:
             move = self._moves[i]
             home = engine.cluster.server_G[move.gpu]
             source = -1 if move.source < 0 else engine.cluster.server_G[move.source]
-            if move.kind == "copy" and source not in (-1, home):
+            if move.kind == "copy" and source >= 0 and (source != home or self._over_links):
                 self._send(engine, i, engine.network.queue_GG[move.source][move.gpu], move.bytes)
             elif move.bytes:
                 engine.at(now_s + move.seconds, CALL, self._end_of(i))
@@ -61,17 +69,29 @@ class Moving:
 
     def _send(self, engine: "EventLoop", i: int, queue: int, left: int) -> None:
         """Queue the next piece; the one after it follows when this one is through, and loaded."""
-        size = min(self._piece, left)
         link = engine.link_Q[queue]
         began = max(engine.now_s, link[0])
+        size = min(self._piece, left)
+        if self._windows:
+            until_s = engine.idle_until(queue)
+            size = min(left, int((until_s - began) / link[1]) if until_s < inf else left)
+            if size < min(self._piece, left):  # too little of the window is left: wait for the message after it
+                engine.at(max(engine.now_s, until_s), CALL, lambda engine, now_s: self._send(engine, i, queue, left))
+                return
         sent = began + size * link[1]
         link[0] = sent
         engine.moved_Q[queue] += size
-        loaded = max(sent, began + size / engine.cluster.gpus[self._moves[i].gpu].host_to_device_bytes_s)
+        loaded = sent
+        if not self._inside(engine, i):
+            loaded = max(sent, began + size / engine.cluster.gpus[self._moves[i].gpu].host_to_device_bytes_s)
         if left > size:
             engine.at(loaded, CALL, lambda engine, now_s: self._send(engine, i, queue, left - size))
         else:
             engine.at(loaded + link[2], CALL, self._end_of(i))
+
+    def _inside(self, engine: "EventLoop", i: int) -> bool:
+        move = self._moves[i]
+        return engine.cluster.server_G[move.source] == engine.cluster.server_G[move.gpu]
 
     def _end_of(self, i: int) -> "Callable[[EventLoop, float], None]":
         def end(engine: "EventLoop", now_s: float) -> None:

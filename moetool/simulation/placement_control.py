@@ -1,15 +1,16 @@
 """Re-placement while the simulation runs: observations of each mode, and how its decisions are carried out."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from moetool.placement import _planner as planner
-from moetool.placement._decide import SEES, InForce, Observed, ReplacementCosts, Replanner, decide
+from moetool.placement._decide import SEES, Decision, InForce, Observed, ReplacementCosts, Replanner, decide
 from moetool.placement._replacement_record import ReplacementRecord
-from moetool.simulation.event_loop import EventLoop
+from moetool.simulation.event_loop import CALL, EventLoop
 from moetool.simulation.migration_traffic import Moving
 from moetool.simulation.replica_choice import Routing
 from moetool.simulation.simulation_options import SimulationOptions
@@ -76,7 +77,7 @@ class SimulatedReplacement:
     Attributes:
         records: of every decision.
 
-    Planning takes no simulated time: it is taken to run beside serving.
+    Planning takes the simulated time that `SimulationOptions.planning` says, before rounds; at ticks it takes none.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class SimulatedReplacement:
         self._past_GLE = np.zeros(in_force.placed_GLE.shape)
         self._tokens = 0
         self._moving = False
+        self._began_s: float | None = None  # the round before
         self._guessed: dict[int, np.ndarray] = {}
 
     def on_finished(self, request: SimulatedRequest) -> None:
@@ -106,17 +108,42 @@ class SimulatedReplacement:
         """Place anew from the mode's observations, if that pays."""
         tokens, self._tokens = self._tokens, 0
         queue = [*engine.running.values(), *(request for queue in engine.waiting_G for request in queue)]
-        self._consider(engine, queue, tokens, lambda at_s: None)
+        considered = self._consider(engine, queue, tokens)
+        if considered is not None and considered[0].made:
+            self._carry_out(engine, *considered, engine.now_s, lambda at_s: None)
         self._past_GLE *= self._options.decay
 
     def on_round(self, engine: EventLoop, begun: Sequence[SimulatedRequest], begin: Callable[[float], None]) -> None:
-        """Place anew before a round: from the round before, or from the one to come."""
+        """Place anew before a round: from the round before, or from the one to come, which waits for its plan."""
         tokens = sum(request.route.prompt_tokens + request.route.new_tokens for request in begun)
-        waits = self._options.migrate == "stop"
-        moves = self._consider(engine, begun, tokens, begin if waits else lambda at_s: None)
+        before_s = 0.0 if self._began_s is None else engine.now_s - self._began_s
+
+        def start(at_s: float) -> None:
+            self._began_s = at_s
+            begin(at_s)
+
+        considered = self._consider(engine, begun, tokens)
         self._past_GLE[:] = 0.0
-        if not (moves and waits):
-            begin(engine.now_s)
+        if considered is None:
+            start(engine.now_s)
+            return
+        decision, record = considered
+        record.waited_s = late_s = self._late_s(record.plan_s, before_s)
+        ready_s = engine.now_s + late_s
+        waits = decision.made and self._options.migrate == "stop"
+        if not waits:
+            start(ready_s if self._sees == "queue" else engine.now_s)
+        if decision.made:
+            self._carry_out(engine, decision, record, ready_s, start if waits else lambda at_s: None)
+
+    def _late_s(self, plan_s: float, before_s: float) -> float:
+        """Seconds from now until a plan is there; of the queue's requests it was begun with the round before."""
+        if self._options.planning == "free":
+            return 0.0
+        if self._sees != "queue":
+            return plan_s
+        needs_s = plan_s + self._options.predict_share * before_s
+        return max(0.0, needs_s - before_s) if self._options.planning == "beside" else needs_s
 
     def _observe(self, queue: Sequence[SimulatedRequest]) -> np.ndarray:
         tokens_GLE = self._past_GLE.copy()
@@ -126,38 +153,45 @@ class SimulatedReplacement:
         return tokens_GLE
 
     def _consider(
-        self, engine: EventLoop, queue: Sequence[SimulatedRequest], tokens: int, then: Callable[[float], None]
-    ) -> bool:
-        """Decide, and begin to move; whether experts are now on the move.
+        self, engine: EventLoop, queue: Sequence[SimulatedRequest], tokens: int
+    ) -> tuple[Decision, ReplacementRecord] | None:
+        """Decide; None where nothing can be decided.
 
         Args:
             tokens: the horizon.
-            then: called with the time when the last expert is in place, if any moves.
         """
         if self._moving or self._sees == "nothing" or not tokens:
-            return False
+            return None
         tokens_GLE = self._observe(queue)
         if not tokens_GLE.any():
-            return False
+            return None
         observed = Observed(tokens_GLE=tokens_GLE, horizon_tokens=tokens, source=self._sees)
+        began_s = time.perf_counter()
         decision = decide(observed, self._in_force, self._costs, self._replanner)
-        if not decision.moves:
-            return False
+        took_s = time.perf_counter() - began_s
         _LOG.info(
             "at %.3f s: %.4g s gained against %.4g s: %s, %d copies",
             *(engine.now_s, decision.gain_s, decision.cost_s, decision.reason, decision.copies),
         )
         record = ReplacementRecord(at_s=engine.now_s, planner=self._replanner.planner)
         record.take(decision)
-        self.records.append(record)
-        if not decision.made:
-            return False
+        if self._options.planning != "free":
+            record.plan_s = self._options.plan_s or took_s
+        if decision.moves:
+            self.records.append(record)
+        return decision, record
+
+    def _carry_out(
+        self,
+        engine: EventLoop,
+        decision: Decision,
+        record: ReplacementRecord,
+        ready_s: float,
+        then: Callable[[float], None],
+    ) -> None:
+        """Move experts from `ready_s` on; `then` is called with the time when the last one is in place."""
         self._in_force = replace(self._in_force, placed_GLE=decision.placed_GLE)
         self._past_GLE[:] = 0.0
-        if self._options.migrate == "free":
-            engine.routing.near[:] = Routing(self._in_force.cluster, engine.network, decision.placed_GLE).near
-            record.done_s = engine.now_s
-            return False
         self._moving = True
 
         def done(time_s: float) -> None:
@@ -166,8 +200,17 @@ class SimulatedReplacement:
             _LOG.info("the migration that began at %.3f s was done at %.3f s", record.at_s, time_s)
             then(time_s)
 
-        Moving(engine, decision.moves, self._options.piece_bytes, done)
-        return True
+        def move(engine: EventLoop, time_s: float) -> None:
+            if self._options.migrate == "free":
+                engine.routing.near[:] = Routing(self._in_force.cluster, engine.network, decision.placed_GLE).near
+                done(time_s)
+            else:
+                Moving(engine, decision.moves, self._options, done)
+
+        if ready_s > engine.now_s:
+            engine.at(ready_s, CALL, move)
+        else:
+            move(engine, engine.now_s)
 
     def _expected(self, route: Route) -> np.ndarray:
         if self._predict is None:

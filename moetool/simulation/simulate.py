@@ -26,6 +26,7 @@ from moetool.simulation.simulated_costs import (
     AssumedCosts,
     assumed,
     make_network,
+    mean_call_s,
     planning_latency,
     profiled,
     token_bytes,
@@ -218,7 +219,7 @@ def simulate(
         computing = profiled(costs, spec, longest, context)
     else:
         computing = assumed(costs or AssumedCosts(), longest)
-    latency = planning_latency(cluster, computing, size)
+    latency = planning_latency(cluster, computing, size, mean_call_s(computing, drawn) if chosen.batches else 0.0)
     on_progress(f"{mode}: placing", 0, 1)
     if inputs.plan is None:
         problem = Problem(demand=world.history, latency=latency, seed=options.seed)
@@ -238,6 +239,7 @@ def simulate(
             planner=chosen.planner,
             options={**(planner.quick_options(chosen.planner) if chosen.batches else {}), **own_options},
             seed=options.seed,
+            weighs="latency" if chosen.batches else "calls",
             always=chosen.batches if options.decide == "auto" else options.decide == "always",
         ),
         options,

@@ -1,5 +1,6 @@
 """Costs of the simulated machines: seconds of dense layers, of experts, and of messages on links."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from moetool.costing.costs import CostProfile
 from moetool.errors import MismatchError, UsageError
 from moetool.placement._latency import Latency, linear_latency
+from moetool.simulation.workload import SimulatedRequest
 from moetool.types import Cluster, ModelSpec
 
 LINKS = ("pair", "server")
@@ -172,11 +174,24 @@ def make_network(cluster: Cluster, bytes_per_token: int, links: str = "pair") ->
     )
 
 
-def planning_latency(cluster: Cluster, computing: Computing, bytes_per_token: int) -> Latency:
+def mean_call_s(computing: Computing, requests: Sequence[SimulatedRequest]) -> float:
+    """Seconds of an expert call as it is on average, with the tokens of a prompt that use an expert together.
+
+    Source: DIRECTOR § VI-A, whose f_comp is profiled.
+    """
+    steps = [pair for request in requests for step in request.route.steps for pair in step]
+    return sum(computing.expert[tokens] for _, tokens in steps) / sum(tokens for _, tokens in steps)
+
+
+def planning_latency(cluster: Cluster, computing: Computing, bytes_per_token: int, call_s: float = 0.0) -> Latency:
     """The simulated machine as planners see it: straight lines through 0.
 
-    A call costs as one of a single token does, as in decoding; a link costs its bytes, without its latency.
+    Args:
+        call_s: of an expert call (0: as one of a single token, as in decoding). A link costs its bytes, without its
+            latency.
     """
     rate_GG = [[cluster.link(a, b)[0] for b in cluster.server_G] for a in cluster.server_G]
     byte_s_GG = 1.0 / np.array(rate_GG)
-    return linear_latency(cluster, max(computing.expert[1], 1e-12), byte_s_GG, float(bytes_per_token), computing.name)
+    return linear_latency(
+        cluster, max(call_s or computing.expert[1], 1e-12), byte_s_GG, float(bytes_per_token), computing.name
+    )

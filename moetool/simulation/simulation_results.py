@@ -15,7 +15,20 @@ PERCENTILES = (50, 90, 95, 99)
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t for a two-sided 95 % interval, by degrees of freedom from 1."""
 _MIGRATION = (
-    *("at_s", "calls_before", "calls_after", "saved_s", "cost_s", "worth_it", "made", "copies", "bytes", "done_s"),
+    *(
+        "at_s",
+        "calls_before",
+        "calls_after",
+        "saved_s",
+        "cost_s",
+        "worth_it",
+        "made",
+        "copies",
+        "bytes",
+        "plan_s",
+        "waited_s",
+    ),
+    "done_s",
 )
 
 

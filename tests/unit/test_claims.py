@@ -102,6 +102,15 @@ def test_what_is_counted_is_decided_by_one_run() -> None:
         assert judge(check, Found(values=values, what="-", unit="", on="", exact=exact), {}).answer == answer
 
 
+def test_fewer_than_three_traces_decide_nothing() -> None:
+    check = Check(order=("ours", "theirs"))
+    values = {"ours": [1.0, 1.1, 0.9], "theirs": [2.0, 2.1, 1.9]}
+    for traces, answer in ((0, "agrees"), (1, "undecided"), (2, "undecided"), (3, "agrees")):
+        verdict = judge(check, Found(values=values, what="-", unit="", on="", traces=traces), {})
+        assert verdict.answer == answer
+        assert (verdict.why == f"{traces} of 3 independent traces") == (answer == "undecided")
+
+
 def test_what_the_assumed_machine_rules_out_cannot_be_tested() -> None:
     values = {"a": [1.0, 1.1], "b": [1.05, 1.15]}
     found = Found(values=values, what="latency", unit="s", on="")

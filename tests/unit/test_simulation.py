@@ -1,6 +1,8 @@
 """The simulated cluster against queueing theory, hand computation, brute force and the scores of placements."""
 
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from moetool.simulation.event_loop import EventLoop, LoopOptions, SimulatedMachi
 from moetool.simulation.migration_traffic import Moving
 from moetool.simulation.replica_choice import Routing
 from moetool.simulation.simulated_costs import Computing, make_network
+from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.workload import SimulatedRequest, lay_out
 from moetool.types import Cluster, Gpu, Link, ModelSpec, Server
 from tests.clusters import make_cluster
@@ -221,7 +224,7 @@ def test_experts_on_the_move_end_in_the_new_placement_and_use_the_links() -> Non
     machines = SimulatedMachines(spec=spec, cluster=cluster, network=network, computing=computing, bytes_per_token=1)
     engine = EventLoop(machines, routing, requests)
     moves, ended = order_moves(spec, cluster, old_GLE, new_GLE), []
-    Moving(engine, moves, 300, ended.append)
+    Moving(engine, moves, SimulationOptions(piece_bytes=300), ended.append)
     engine.run()
     assert len(ended) == 1
     assert routing.near == Routing(cluster, network, new_GLE).near
@@ -233,6 +236,43 @@ def test_experts_on_the_move_end_in_the_new_placement_and_use_the_links() -> Non
     slowest = max(sum(m.bytes for m in far if m.gpu == g) for g in range(4)) / 1e5
     assert ended[0] >= slowest / 3  # three links lead to a GPU's server at most
     assert len(engine.finished) == 12
+
+
+def test_experts_that_move_in_windows_delay_no_token() -> None:
+    """Experts that nobody uses move within a node: in windows every request ends as if none did, else later."""
+    spec = make_spec(2, 12, 2, expert_bytes=(20_000, 20_000))
+    node = make_cluster([[24] * 4], slot_bytes=20_000)
+    cluster = replace(node, servers=(replace(node.servers[0], gpu_link_bytes_s=2e5),))
+    old_GLE, new_GLE = (np.zeros((4, 2, 12), bool) for _ in range(2))
+    for expert in range(12):
+        old_GLE[expert % 4, :, expert] = True
+        new_GLE[(expert + (expert >= 8)) % 4, :, expert] = True
+    network = make_network(cluster, BYTES)
+    rng = np.random.default_rng(0)
+    rows = [np.stack([np.concatenate([rng.permutation(8)[:2] for _ in range(2)]) for _ in range(9)]) for _ in range(8)]
+    requests = [
+        SimulatedRequest(number=i, gpu=i % 4, route=lay_out(spec, each[:4], each[4:]), arrived_s=0.01 * i)
+        for i, each in enumerate(rows)
+    ]
+    computing = Computing(name="test", dense=[0.0] + [0.013] * 9, expert=[0.0] + [0.011] * 9)
+    machines = SimulatedMachines(
+        spec=spec, cluster=cluster, network=network, computing=computing, bytes_per_token=BYTES
+    )
+    ends: dict[str, list[float]] = {}
+    for how in ("none", "pipelined", "overlap"):
+        routing, moved = Routing(cluster, network, old_GLE), []
+        engine = EventLoop(machines, routing, deepcopy(requests))
+        if how != "none":
+            moves = order_moves(spec, cluster, old_GLE, new_GLE, buffered=True)
+            Moving(engine, moves, SimulationOptions(piece_bytes=2000, migrate=how, copies="links"), moved.append)
+        engine.run()
+        ends[how] = [one.finished_s for one in sorted(engine.finished, key=lambda one: one.number)]
+        if how != "none":
+            assert len(moved) == 1 and moved[0] < max(ends[how])
+            assert routing.near == Routing(cluster, network, new_GLE).near
+            assert sum(engine.moved_Q) == 8 * spec.slot_bytes
+    assert ends["overlap"] == pytest.approx(ends["none"])
+    assert np.mean(ends["pipelined"]) > np.mean(ends["none"]) + 1e-3
 
 
 def test_arrivals(tmp_path: Path) -> None:

@@ -140,12 +140,30 @@ def test_requests_that_wait_are_predicted_from_their_tokens_alone(world: World, 
 def test_a_round_that_waits_for_its_experts_begins_later(world: World) -> None:
     runs = {
         how: simulate(world, "director-proactive", "every:50s", 6, replace(OPTIONS, migrate=how))
-        for how in ("free", "overlap", "stop")
+        for how in ("free", "pipelined", "overlap", "stop")
     }
-    assert runs["free"].mean_wait_s == runs["overlap"].mean_wait_s == 0
+    assert runs["free"].mean_wait_s == runs["pipelined"].mean_wait_s == runs["overlap"].mean_wait_s == 0
     assert runs["stop"].mean_wait_s > 0
     assert all(one.done_s == one.at_s for one in runs["free"].migrations)
-    assert runs["overlap"].sent_bytes > runs["free"].sent_bytes  # experts, too
+    assert all(runs[how].sent_bytes > runs["free"].sent_bytes for how in ("pipelined", "overlap"))  # experts, too
+
+
+def test_planning_takes_time_where_it_is_charged(world: World) -> None:
+    """Six rounds; who places for the queue waits for its plan, who places from the past moves later."""
+    options = replace(OPTIONS, migrate="free", decide="always", plan_s=3.0, predict_share=0.5)
+    runs = {
+        how: simulate(world, "director-proactive", "every:50s", 6, replace(options, planning=how))
+        for how in ("free", "beside", "wait")
+    }
+    assert runs["free"].mean_wait_s == 0 and all(one.plan_s == 0 for one in runs["free"].migrations)
+    assert runs["beside"].mean_wait_s <= runs["wait"].mean_wait_s
+    assert all(one.waited_s >= 3.0 for one in runs["wait"].migrations)
+    assert runs["wait"].mean_wait_s >= 3.0
+    reactive = simulate(world, "director-reactive", "every:50s", 6, replace(options, planning="wait"))
+    assert reactive.mean_wait_s == 0 and reactive.migrations
+    assert all(one.done_s == one.at_s + 3.0 for one in reactive.migrations)
+    measured = simulate(world, "director-proactive", "every:50s", 2, replace(options, planning="wait", plan_s=0.0))
+    assert all(0 < one.plan_s <= one.waited_s for one in measured.migrations)
 
 
 def test_lengths_come_from_the_file_of_arrivals(world: World, tmp_path: Path) -> None:

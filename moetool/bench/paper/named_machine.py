@@ -151,12 +151,20 @@ class MachineChoice:
         given = {name: getattr(self, name) for name in AssumedMachine.__dataclass_fields__}
         return AssumedMachine(**{**values, **{name: value for name, value in given.items() if value is not None}})
 
-    def move_s(self) -> float:
-        """Seconds of an expert on its way to another GPU of the node. Raises: UsageError if GPUs have no link."""
+    def read(self) -> tuple[NamedMachine, NamedModel]:
+        """The two. Raises: UsageError for an unknown name."""
+        return read_named_machine(self.machine), read_named_model(self.model)
+
+    def gpu_link_bytes_s(self) -> float:
+        """Bytes a second between GPUs of a node. Raises: UsageError if they have no link."""
         machine = read_named_machine(self.machine)
         if not machine.gpu_link_bytes_s:
             raise UsageError(f"GPUs of machine {self.machine!r} have no link; name a machine with several")
-        return read_named_model(self.model).expert_bytes / (machine.gpu_link_bytes_s * self.link_share)
+        return machine.gpu_link_bytes_s * self.link_share
+
+    def move_s(self) -> float:
+        """Seconds of an expert on its way to another GPU of the node. Raises: UsageError if GPUs have no link."""
+        return read_named_model(self.model).expert_bytes / self.gpu_link_bytes_s()
 
 
 def changed(machine: AssumedMachine, by: Mapping[str, Any]) -> AssumedMachine:

@@ -16,6 +16,7 @@ ANSWERS: tuple[Answer, ...] = ("agrees", "differs", "undecided", "cannot be test
 _KINDS = ("less", "times", "minus")
 _LEAST_EFFECT = 0.01
 """Smallest difference of two ordered values, as a share of the larger, that counts as one."""
+_LEAST_TRACES = 3
 _FACTOR = 1.5
 """A value is as large as a printed one if neither is more than this many times the other."""
 
@@ -36,6 +37,7 @@ class Found:
         curves: lines of a figure, one for each seed, or one over all of them: abscissae and ordinates.
         axes: what the curves' axes are.
         exact: whether the values are counted, so that one run decides.
+        traces: independent traces behind them (0: not counted); fewer than three decide nothing.
     """
 
     values: Mapping[str, Sequence[float]]
@@ -45,6 +47,7 @@ class Found:
     curves: Mapping[str, Sequence[Curve]] = field(default_factory=dict)
     axes: tuple[str, str] = ("", "")
     exact: bool = False
+    traces: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +190,8 @@ def judge(
     if beyond:
         answer: Answer = "cannot be tested here"
         why = "; ".join(beyond)
+    elif 0 < found.traces < _LEAST_TRACES and not found.exact:
+        answer, why = "undecided", f"{found.traces} of {_LEAST_TRACES} independent traces"
     elif failed:
         answer, why = "differs", "not " + ", nor ".join(failed)
     elif open_:

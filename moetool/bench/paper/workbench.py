@@ -59,11 +59,11 @@ class Workbench:
     @property
     def folds(self) -> range:
         """Parts of the prompts that are measured one by one; a trace that is given is one."""
-        return range(1) if self.given else self.seeds
+        return range(len(self.given)) if self.given else self.seeds
 
     def others(self, fold: int) -> tuple[int, ...]:
         """The parts of the prompts but one, to learn from what is not measured there; none of a trace that is given."""
-        return tuple(other for other in self.folds if other != fold)
+        return () if self.given else tuple(other for other in self.folds if other != fold)
 
     def trace(
         self,
@@ -74,7 +74,7 @@ class Workbench:
         fold: int | tuple[int, ...] = 0,
         resident: float = 0.0,
     ) -> Trace:
-        """A trace over some prompt sets, mixed, with the columns of `KEEP`; the first of the given ones, if any.
+        """A trace over some prompt sets, mixed, with the columns of `KEEP`; of given ones the fold takes one in turn.
 
         Args:
             new_tokens: decoded for each prompt (0: as the sizes say).
@@ -84,7 +84,9 @@ class Workbench:
             resident: keep the column `resident` too, which reckons with this share of each layer's experts.
         """
         if self.given:
-            return self.once(f"given {next(iter(self.given))}", lambda: Trace(next(iter(self.given.values()))))
+            names = list(self.given)
+            mine = names[(fold if isinstance(fold, int) else fold[0]) % len(names)]
+            return self.once(f"given {mine}", lambda: Trace(self.given[mine]))
         new_tokens = new_tokens or self.sizes.new_tokens
         folds = (fold,) if isinstance(fold, int) else fold
         sets = "-".join(data) if len(data) < len(ALL) else "all"
@@ -110,6 +112,15 @@ class Workbench:
             return Trace(capture(MODEL, [texts[i] for i in order], self.work / name, options).out)
 
         return self.once(name, make)
+
+    def apart(self, data: Sequence[str], seed: int) -> tuple[Trace, Trace | None]:
+        """A trace to measure on, another for each seed, and one of all other prompts to learn from.
+
+        Of given traces each seed takes one in turn, and there is none to learn from but that.
+        """
+        if self.given or self.sizes.seeds < 2:
+            return self.trace(data, fold=seed), None
+        return self.trace(data, fold=seed), self.trace(data, fold=self.others(seed))
 
     def by_server(self, data: Sequence[str]) -> dict[str, Trace]:
         """A trace for each of some servers: the given ones under their names, else one of each prompt set."""

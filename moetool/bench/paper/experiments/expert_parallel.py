@@ -1,6 +1,6 @@
 """Batches on a cluster in expert parallelism, under DIRECTOR's modes: its testbed, simulated in rounds."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -8,11 +8,12 @@ from typing import Any, Literal
 import numpy as np
 
 from moetool import config
+from moetool.bench.paper.named_machine import MachineChoice, NamedMachine, NamedModel
 from moetool.bench.paper.verdict import CannotTestError, Curve, Found
 from moetool.bench.paper.workbench import Workbench
 from moetool.errors import UsageError
 from moetool.placement._planner import quick_options
-from moetool.simulation.simulate import ModeInputs, read_world, simulate
+from moetool.simulation.simulate import ModeInputs, World, read_world, simulate
 from moetool.simulation.simulated_costs import AssumedCosts
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated
@@ -23,7 +24,9 @@ _WHAT = {
     "latency": "mean latency of a request",
     "throughput": "served",
     "unevenness": "standard deviation of the latency of rounds",
+    "planning": "time of one planning",
 }
+_LATENCY_S = 5e-6  # of a link between nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +35,13 @@ class ModeRun:
 
     Attributes:
         mode: who places.
-        lookahead, migrate: as of `moetool simulate`.
+        lookahead, migrate, planning: as of `moetool simulate`.
     """
 
     mode: str
     lookahead: str = "true"
     migrate: str = "overlap"
+    planning: str = "free"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,93 +49,203 @@ class Options:
     """Options of the experiment.
 
     Attributes:
-        data: prompt sets that come mixed; the given trace takes their place.
-        gpus: sizes of the cluster.
-        node: GPUs of a node.
+        data: prompt sets that come mixed; given traces take their place.
+        machine, model: of `recipes/machines` and `recipes/models`: what computing, links and moves cost.
+        batch: requests that route alike for which each simulated one stands: its tokens count so many times.
+        gpus: sizes of the cluster; a node has as many as the machine.
         room: of all GPUs together, as a multiple of the experts.
-        gpu_link, node_link: bytes a second between GPUs of a node and between nodes.
-        move_s: to move an expert to a GPU, beside what its link takes; 0: no time.
         runs: by name.
+        ways: bytes a second of the ways by which experts come to a GPU of the same node, by name; 0: over the GPUs'
+            links, which tokens use too.
+        plan_s: seconds that one planning takes, where a run charges it (0: as measured).
         arrivals: as of `moetool simulate`.
-        measure: mean `latency`, `throughput` in tokens a second, or `unevenness`, the standard deviation of the
-            latency of rounds.
+        measure: mean `latency`, `throughput` in tokens a second, `unevenness`, the standard deviation of the latency of
+            rounds, or `planning`, measured seconds of one planning.
         rounds: of requests, one for each GPU; 0: as many as fit into the sizes' requests.
-        simulation, costs: as in `moetool.bench.paper.experiments.edge_servers`.
+        simulation: as of `moetool simulate`.
     """
 
     data: tuple[str, ...]
+    machine: str
+    model: str
+    batch: int = 16
     gpus: tuple[int, ...] = (8,)
-    node: int = 8
     room: float = 1.25
-    gpu_link: float = 200e9
-    node_link: float = 25e9
-    move_s: float = 0.0
     runs: Mapping[str, ModeRun]
+    ways: Mapping[str, float] = field(default_factory=lambda: {"GPU links": 0.0})
+    plan_s: tuple[float, ...] = (0.0,)
     arrivals: str = "every:100us"
-    measure: Literal["latency", "throughput", "unevenness"] = "latency"
+    measure: Literal["latency", "throughput", "unevenness", "planning"] = "latency"
     rounds: int = 0
     simulation: Mapping[str, Any] = field(default_factory=dict)
-    costs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """A point at which all runs are compared; `words` tell it from the others, `x` is its abscissa."""
+
+    gpus: int
+    way_bytes_s: float
+    plan_s: float
+    words: str
+    x: float
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Serve rounds of one request a GPU in every mode, over the seeds.
+    """Serve rounds of one request a GPU in every mode; another trace for each seed, and offline placement from others.
 
     Source: DIRECTOR § VIII-B and -C. All modes but uniform use one planner with the same effort.
+
+    Raises:
+        UsageError: an unknown machine or model, or GPUs without links.
     """
-    trace = stage.trace(options.data)
-    base = config.parse(SimulationOptions, options.simulation, "simulation")
-    costs = config.parse(AssumedCosts, options.costs, "costs")
+    choice = MachineChoice(machine=options.machine, model=options.model)
+    machine, model = choice.read()
+    costs = _costs(choice, options.batch)
     values: dict[str, list[float]] = {}
     curves: dict[str, list[Curve]] = {}
-    for size in options.gpus:
-        cluster = _cluster(trace, size, options)
-        count = options.rounds * size or max(size, stage.sizes.requests // size * size)
-        names = [server.name for server in cluster.servers]
-        for seed in stage.seeds:
-            world = read_world(dict.fromkeys(names, trace), cluster, replace(base, seed=seed, admission="rounds"))
+    traces: dict[str, Trace] = {}
+    cases = list(_cases(options, model))
+    swept = len(cases) > 1
+    for seed in stage.seeds:
+        trace, learned = stage.apart(options.data, seed)
+        traces[str(trace.path)] = trace
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for case in cases:
+            base = _simulation(options, model, case, seed)
+            world = _world(trace, learned, _cluster(trace, machine, model, options, case), base, model)
+            count = options.rounds * case.gpus or max(case.gpus, stage.sizes.requests // case.gpus * case.gpus)
             for label, one in options.runs.items():
+                chosen = replace(base, lookahead=one.lookahead, migrate=one.migrate, planning=one.planning)
                 make = partial(
                     simulate,
                     world,
                     one.mode,
                     options.arrivals,
                     count,
-                    replace(base, seed=seed, admission="rounds", lookahead=one.lookahead, migrate=one.migrate),
+                    chosen,
                     costs=costs,
                     inputs=ModeInputs(options=quick_options("director") if one.mode.startswith("director") else {}),
                 )
-                same = replace(options, measure="latency", runs={}, gpus=())
-                found = stage.once(f"rounds {same} {size} {seed} {count} {one}", make)
-                name = f"{label}, {size} GPUs" if len(options.gpus) > 1 else label
-                values.setdefault(name, []).append(_measure(found, options.measure))
-                if len(options.gpus) == 1:
+                same = replace(options, measure="latency", runs={}, gpus=(), ways={}, plan_s=())
+                found = stage.once(
+                    f"rounds {same} {case.gpus} {case.way_bytes_s} {trace.path} {count} {one} {chosen}", make
+                )
+                value = _measure(found, options.measure)
+                values.setdefault(label + case.words, []).append(value)
+                lines.setdefault(label, []).append((case.x, _shown(value, options.measure)))
+                if not swept and options.measure != "planning":
                     ends = sorted(_rounds(found))
                     each_ms = tuple(1e3 * seconds for _, seconds in ends)
-                    curves.setdefault(name, []).append((tuple(range(1, len(ends) + 1)), each_ms))
+                    curves.setdefault(label, []).append((tuple(range(1, len(ends) + 1)), each_ms))
+        if swept:
+            for label, points in lines.items():
+                x, y = zip(*sorted(points), strict=True)
+                curves.setdefault(label, []).append((x, y))
     return Found(
         values=values,
         what=_WHAT[options.measure],
         unit="tokens/s" if options.measure == "throughput" else "s",
-        on=f"{stage.on([trace])}; rounds of a request a GPU, simulated at assumed costs",
+        on=(
+            f"{stage.on(list(traces.values()))}; rounds of a request a GPU, simulated at the costs of {model.name} on "
+            f"{machine.name}"
+        ),
         curves=curves,
-        axes=("round", "latency of the round, ms"),
+        axes=_axes(options) if swept else ("round", "latency of the round, ms"),
+        traces=len(traces),
     )
 
 
-def _cluster(trace: Trace, size: int, options: Options) -> Cluster:
+def _cases(options: Options, model: NamedModel) -> Iterator[_Case]:
+    """All sizes, ways and plannings; the abscissa is what of them varies, the first that does."""
+    for gpus in options.gpus:
+        for way, rate in options.ways.items():
+            for plan_s in options.plan_s:
+                words = f", {gpus} GPUs" if len(options.gpus) > 1 else ""
+                words += f", {way}" if len(options.ways) > 1 else ""
+                words += f", {1e3 * plan_s:g} ms" if len(options.plan_s) > 1 else ""
+                link = rate or MachineChoice(machine=options.machine, model=options.model).gpu_link_bytes_s()
+                x = 1e6 * model.expert_bytes / link if len(options.ways) > 1 else 1e3 * plan_s
+                yield _Case(
+                    gpus=gpus,
+                    way_bytes_s=rate,
+                    plan_s=plan_s,
+                    words=words,
+                    x=float(gpus) if len(options.gpus) > 1 else x,
+                )
+
+
+def _axes(options: Options) -> tuple[str, str]:
+    swept = "an expert's move, µs" if len(options.ways) > 1 else "one planning, ms"
+    of = "tokens/s" if options.measure == "throughput" else "ms"
+    return ("GPUs" if len(options.gpus) > 1 else swept, f"{_WHAT[options.measure]}, {of}")
+
+
+def _shown(value: float, measure: str) -> float:
+    return value if measure == "throughput" else 1e3 * value
+
+
+def _costs(choice: MachineChoice, batch: int) -> AssumedCosts:
+    """Costs of a token that stands for `batch` of them; weights are read once for all."""
+    costs = choice.assumed()
+    return AssumedCosts(
+        dense_s=costs.dense_s + (batch - 1) * costs.dense_token_s,
+        dense_token_s=batch * costs.dense_token_s,
+        expert_s=costs.expert_s + (batch - 1) * costs.expert_token_s,
+        expert_token_s=batch * costs.expert_token_s,
+    )
+
+
+def _simulation(options: Options, model: NamedModel, case: _Case, seed: int) -> SimulationOptions:
+    return config.parse(
+        SimulationOptions,
+        {
+            "token_bytes": round(2 * model.hidden * options.batch),
+            "piece_bytes": 1 << 20,
+            **options.simulation,
+            "copies": "host" if case.way_bytes_s else "links",
+            "plan_s": case.plan_s,
+            "admission": "rounds",
+            "split": 1.0,
+            "seed": seed,
+        },
+        "simulation",
+    )
+
+
+def _world(trace: Trace, learned: Trace | None, cluster: Cluster, base: SimulationOptions, model: NamedModel) -> World:
+    """Requests of one trace, placements from another, or from every other request where there is none; experts as
+    large as the model's."""
+    names = [server.name for server in cluster.servers]
+    if learned is None:
+        world = read_world(dict.fromkeys(names, trace), cluster, replace(base, split=0.5))
+    else:
+        past = read_world(dict.fromkeys(names, learned), cluster, base)
+        world = read_world(dict.fromkeys(names, trace), cluster, base)
+        world = replace(world, history=past.history, history_sources=past.history_sources)
+    spec = replace(world.spec, expert_bytes_L=(model.expert_bytes,) * world.spec.num_layers)
+    return replace(world, spec=spec, history=replace(world.history, spec=spec))
+
+
+def _cluster(trace: Trace, machine: NamedMachine, model: NamedModel, options: Options, case: _Case) -> Cluster:
     """Nodes of equal GPUs; the last may have fewer."""
-    if size < 2 or options.node < 1:
-        raise UsageError(f"{size} GPUs in nodes of {options.node}, expected two GPUs or more in nodes of one or more")
-    spec = trace.spec
-    slots = int(np.ceil(options.room * spec.total_experts / size))
-    move_bytes_s = spec.slot_bytes / options.move_s if options.move_s else 400e9
-    gpu = Gpu(memory_bytes=slots * spec.slot_bytes, host_to_device_bytes_s=move_bytes_s)
-    servers = tuple(
-        Server(name=f"node{n}", gpus=(gpu,) * min(options.node, size - first), gpu_link_bytes_s=options.gpu_link)
-        for n, first in enumerate(range(0, size, options.node))
+    size, share = case.gpus, MachineChoice().link_share
+    if size < 2 or not machine.gpu_link_bytes_s:
+        raise UsageError(f"{size} x {machine.name}, expected two GPUs or more with links between them")
+    slots = int(np.ceil(options.room * trace.spec.total_experts / size))
+    gpu = Gpu(
+        memory_bytes=slots * model.expert_bytes,
+        host_to_device_bytes_s=case.way_bytes_s or share * machine.host_bytes_s,
     )
-    return Cluster(servers=servers, link_bytes_s=options.node_link, link_latency_s=5e-6)
+    servers = tuple(
+        Server(
+            name=f"node{n}",
+            gpus=(gpu,) * min(machine.gpus, size - first),
+            gpu_link_bytes_s=share * machine.gpu_link_bytes_s,
+        )
+        for n, first in enumerate(range(0, size, machine.gpus))
+    )
+    return Cluster(servers=servers, link_bytes_s=share * machine.node_link_bytes_s, link_latency_s=_LATENCY_S)
 
 
 def _rounds(found: Simulated) -> list[tuple[float, float]]:
@@ -151,6 +265,8 @@ def _measure(found: Simulated, measure: str) -> float:
         return found.mean_s
     if measure == "throughput":
         return found.tokens_per_s
+    if measure == "planning":
+        return float(np.mean([one.plan_s for one in found.migrations])) if found.migrations else 0.0
     whole = [seconds for _, seconds in _rounds(found)]
     if len(whole) < 2:
         raise CannotTestError(f"{len(whole)} rounds had a request for every GPU, expected two to tell them apart")

@@ -45,14 +45,16 @@ class Options:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """T_comp + T_comm of every mode (`moetool.placement._modes`), under every planner.
+    """T_comp + T_comm of every mode (`moetool.placement._modes`), under every planner; another trace for each seed.
 
     Source: DIRECTOR § III and § VIII-D. Computing a token and sending one each count 1 here.
     """
-    trace = stage.trace(options.data)
     values: dict[str, list[float]] = {}
+    traces: dict[str, Trace] = {}
     for seed in stage.seeds:
-        history, coming = _batches(trace, options, seed)
+        trace, learned = stage.apart(options.data, seed)
+        traces[str(trace.path)] = trace
+        history, coming = _batches(trace, learned, options, seed)
         latency = unit_latency(coming[0][0].cluster)
         for name, given in options.planners.items():
             for mode in modes(coming, history, name, given, latency, seed=seed):
@@ -63,26 +65,27 @@ def run(stage: Workbench, options: Options) -> Found:
         values=values,
         what="cost of a batch, T_comp + T_comm, mean over layers",
         unit="tokens",
-        on=f"{stage.on([trace])}; {options.gpus} GPUs of one node, T_comp + T_comm a layer",
+        on=f"{stage.on(list(traces.values()))}; {options.gpus} GPUs of one node, T_comp + T_comm a layer",
+        traces=len(traces),
     )
 
 
-def _batches(trace: Trace, options: Options, seed: int) -> tuple[list[Demand], list[Batch]]:
-    """History and coming batches: every other request each."""
+def _batches(trace: Trace, learned: Trace | None, options: Options, seed: int) -> tuple[list[Demand], list[Batch]]:
+    """History from one trace and coming batches from another, or every other request of the one there is."""
     spec, size = trace.spec, options.gpus
     experts = (options.experts or spec.num_experts) * (len(options.layers) or spec.num_layers)
     slots = int(np.ceil(options.room * experts / size))
     gpu = Gpu(memory_bytes=slots * spec.slot_bytes)
     node = Cluster(servers=(Server(name="node", gpus=(replace(gpu, memory_bytes=spec.all_experts_bytes),) * size),))
     cluster = replace(node, servers=(Server(name="node", gpus=(gpu,) * size),))
-    uses = planned_share(0.5)
+    uses = planned_share(0.5 if learned is None else 1.0)
 
-    def read(wanted: Callable[[str, int], bool]) -> Iterator[Batch]:
-        for demand, parts in read_batches([trace], node, options.tokens, seed, wanted):
+    def read(one: Trace, wanted: Callable[[str, int], bool]) -> Iterator[Batch]:
+        for demand, parts in read_batches([one], node, options.tokens, seed, wanted):
             yield _folded(demand, cluster, options), parts
 
-    history = [demand for demand, _ in read(uses)]
-    coming = list(islice(read(held_out(uses)), options.batches))
+    history = [demand for demand, _ in read(learned or trace, uses)]
+    coming = list(islice(read(trace, held_out(uses) if learned is None else uses), options.batches))
     if len(coming) < 2:
         raise CannotTestError(
             f"{trace.path} makes {len(coming)} batch of {size} requests of {options.tokens} tokens, not two"

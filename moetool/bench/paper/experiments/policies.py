@@ -103,7 +103,7 @@ def run(stage: Workbench, options: Options) -> Found:
     each: dict[str, list[float]] = {}  # of all requests of all parts
     traces: dict[str, Trace] = {}
     machine = changed(stage.machine, options.machine)
-    apart = options.apart and len(stage.folds) > 1
+    apart = options.apart and len(stage.folds) > 1 and not stage.given
     for fold in stage.folds:
         for batch in options.batch:
             trace = stage.trace(

@@ -64,11 +64,11 @@ def run(stage: Workbench, options: Options) -> Found:
     """Train each predictor once a seed, and score it on prompts that it has not seen."""
     values: dict[str, list[float]] = {}
     traces: dict[str, Trace] = {}
-    apart = options.apart and len(stage.folds) > 1
+    apart = options.apart and len(stage.folds) > 1 and not stage.given
     for name, one in options.lines.items():
         data = one.data or options.data
         for seed in stage.seeds:
-            trace = stage.trace(data, fold=seed if apart else 0)
+            trace = stage.trace(data, fold=seed if apart or stage.given else 0)
             learned = stage.trace(data, fold=stage.others(seed)) if apart else trace
             traces[str(trace.path)] = trace
             found = _evaluated(stage, learned, trace, one, seed)
@@ -76,6 +76,7 @@ def run(stage: Workbench, options: Options) -> Found:
     scored_on = "other parts than those learned from" if apart else "requests that were held out"
     return Found(
         values=values,
+        traces=len(traces),
         what=_WHAT[options.measure],
         exact=options.measure == "size",
         unit="%",
