@@ -1,9 +1,11 @@
 """The command `moetool bench paper`: what a paper claims, beside what is found of it in miniature."""
 
 import json
+import multiprocessing
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,11 +20,15 @@ if TYPE_CHECKING:
     from moetool.bench.paper.paper_run import Tested
 
 
+_OWN = ".moetool-paper"
+"""Marks a directory of `--work`."""
+
+
 def paper(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="NAME", help="Paper: prism, director, duoserve, finemoe or smoe, or your own recipe (.toml)."
+            metavar="NAME", help="Paper: prism, director, duoserve, finemoe, smoe or all, or your own recipe (.toml)."
         ),
     ] = None,
     only: Annotated[list[str], typer.Option(help='Table or figure, e.g. "Figure 8" (default: all). Repeatable.')] = [],  # noqa: B006 - Typer copies defaults
@@ -36,35 +42,51 @@ def paper(
         Path | None, typer.Option("--out", help="Output directory for figures (SVG, PNG) and verdicts.json.")
     ] = None,
     work: Annotated[
-        Path | None, typer.Option(help="Working directory for traces and predictors (default: temporary).")
+        Path | None,
+        typer.Option(help="Directory that keeps traces and predictors for later runs (default: temporary)."),
     ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Papers of all that run at a time, a core each.")] = 1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing output directory.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Re-run a paper's experiments at this machine's scale and judge each claim."""
+    """Re-run the experiments of a paper, or of all, at this machine's scale and judge each claim."""
     from moetool.bench.paper.claims import choose, names, read_paper
 
     if name is None:
-        raise UsageError(f"no paper named, expected one of: {', '.join(names())}; run: moetool bench paper NAME")
-    chosen = read_paper(name)
-    choose(chosen.claim, only)
+        raise UsageError(f"no paper named, expected one of: {', '.join(names())}, all; run: moetool bench paper NAME")
+    if name == "all" and only:
+        raise UsageError("--only names tables of one paper; name the paper in place of all")
+    recipes = {one: read_paper(one) for one in (names() if name == "all" else (name,))}
+    for chosen in recipes.values():
+        choose(chosen.claim, only)
     given = _given(trace)
-    if work is not None and work.exists() and (not work.is_dir() or any(work.iterdir())):
-        raise UsageError(f"{work} is not empty; name a new directory, or leave --work out")
+    if work is not None:
+        _require_own(work)
     if out is None:
-        tested = _run(chosen, only, quick, given, None, work)
+        found = _run(recipes, only, quick, given, None, work, jobs)
     else:
         with durable.staged_directory(out, overwrite, "verdicts.json") as folder:
-            tested = _run(chosen, only, quick, given, folder, work)
-            text = json.dumps(_document(name, chosen, quick, tested), indent=1) + "\n"
+            found = _run(recipes, only, quick, given, folder, work, jobs)
+            text = json.dumps(_documents(recipes, quick, found), indent=1) + "\n"
             durable.write_text(folder / "verdicts.json", text)
     if as_json:
-        tables.print_json(_document(name, chosen, quick, tested))
+        tables.print_json(_documents(recipes, quick, found))
         return
-    _print(chosen, tested, quick)
+    for one, tested in found.items():
+        _print(recipes[one], tested, quick)
+    if len(found) > 1:
+        _print_counts(found)
     if out is not None:
-        pictures = {picture for one in tested for picture in one.pictures}
+        pictures = {(one, picture) for one, tested in found.items() for each in tested for picture in each.pictures}
         print(f"{out}: verdicts.json, and {len(pictures) // 2} of the experiments drawn, as SVG and PNG")
+
+
+def _require_own(work: Path) -> None:
+    """Take a folder for traces and predictors: a new or empty one, or one that an earlier run was given."""
+    if work.exists() and (not work.is_dir() or (any(work.iterdir()) and not (work / _OWN).exists())):
+        raise UsageError(f"{work} is not empty and no bench made it; name a new directory, or leave --work out")
+    work.mkdir(parents=True, exist_ok=True)
+    (work / _OWN).touch()
 
 
 def _given(traces: Sequence[str]) -> dict[str, Path]:
@@ -80,19 +102,47 @@ def _given(traces: Sequence[str]) -> dict[str, Path]:
 
 
 def _run(
-    chosen: "Paper", only: Sequence[str], quick: bool, given: dict[str, Path], out: Path | None, work: Path | None
-) -> list["Tested"]:
+    recipes: "Mapping[str, Paper]",
+    only: Sequence[str],
+    quick: bool,
+    given: dict[str, Path],
+    out: Path | None,
+    work: Path | None,
+    jobs: int,
+) -> "dict[str, list[Tested]]":
+    """The claims of each paper, judged; of several papers, figures go to a folder each."""
+    from functools import partial
+
     from moetool.bench.paper.claims import choose
     from moetool.bench.paper.paper_run import run_paper
 
     scratch = Path(tempfile.mkdtemp(prefix="moetool-paper-")) if work is None else work
-    scratch.mkdir(parents=True, exist_ok=True)
+    run = partial(run_paper, work=scratch, only=only, quick=quick, given=given)
     try:
-        with tables.progress(chosen.paper.title[:40], len(choose(chosen.claim, only))) as on_progress:
-            return run_paper(chosen, scratch, only=only, quick=quick, given=given, out=out, on_progress=on_progress)
+        if len(recipes) == 1:
+            ((name, chosen),) = recipes.items()
+            with tables.progress(chosen.paper.title[:40], len(choose(chosen.claim, only))) as on_progress:
+                return {name: run(chosen, out=out, on_progress=on_progress)}
+        with (
+            tables.progress("all papers", len(recipes)) as on_progress,
+            ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool,
+        ):
+            coming = {}
+            for name, chosen in recipes.items():
+                if out is not None:
+                    (out / name).mkdir()
+                coming[name] = pool.submit(run, chosen, out=None if out is None else out / name)
+            for done, _ in enumerate(as_completed(coming.values())):
+                on_progress(done + 1)
+            return {name: one.result() for name, one in coming.items()}
     finally:
         if work is None:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _documents(recipes: "Mapping[str, Paper]", quick: bool, found: "Mapping[str, list[Tested]]") -> dict[str, Any]:
+    made = [_document(name, recipes[name], quick, tested) for name, tested in found.items()]
+    return made[0] if len(made) == 1 else {"papers": made}
 
 
 def _document(name: str, chosen: "Paper", quick: bool, tested: Sequence["Tested"]) -> dict[str, Any]:
@@ -140,6 +190,16 @@ def _print(chosen: "Paper", tested: Sequence["Tested"], quick: bool) -> None:
     print(", ".join(f"{number} {answer}" for answer, number in count.items() if number) + f" of {len(tested)}")
     if quick:
         print("sizes of --quick: too small for meaningful verdicts")
+
+
+def _print_counts(found: "Mapping[str, Sequence[Tested]]") -> None:
+    from moetool.bench.paper.verdict import ANSWERS
+
+    rows = []
+    for name, tested in found.items():
+        counts = [str(sum(one.verdict.answer == answer for one in tested)) for answer in ANSWERS]
+        rows.append([name, *counts, f"{sum(one.seconds for one in tested) / 60:.1f}"])
+    tables.print_table("claims by verdict", ["paper", *ANSWERS, "minutes"], rows)
 
 
 def _value(name: str, mean: float, half: float | None, unit: str) -> str:

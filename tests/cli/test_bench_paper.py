@@ -47,6 +47,17 @@ def test_a_claim_of_each_paper(run: Run, captured: Path, tmp_path: Path, paper: 
     assert all((tmp_path / "out" / name).stat().st_size > 1000 for name in claim["pictures"])
 
 
+def test_all_papers_share_a_folder_that_later_runs_go_on_with(run: Run, captured: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    assert run("prism", "--quick", "--only", "Figure 5", "--work", work)[0] == 0
+    kept = sorted(path.name for path in work.iterdir())
+    assert any(name.startswith("trace-") for name in kept) and not any("scratch" in name for name in kept)
+    assert run("prism", "--quick", "--only", "Figure 5", "--work", work)[0] == 0
+    assert sorted(path.name for path in work.iterdir()) == kept
+    code, _, err = run("all", "--only", "Figure 5")
+    assert code == 2 and "name the paper" in err
+
+
 def test_wrong_names_are_answered_with_the_right_ones(run: Run, tmp_path: Path) -> None:
     for given, message in (
         ((), "one of: director, "),

@@ -1,5 +1,6 @@
 """Verdicts on papers' claims, the recipes that state them, and queues whose waits are known by hand."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -226,9 +227,26 @@ def test_the_assumed_machine_costs_what_it_says() -> None:
         AssumedMachine(load_s=-1.0)
 
 
-def test_a_trace_of_the_embedded_model_is_captured_once(tmp_path: Path) -> None:
-    stage = Workbench(sizes=Sizes(prompts=1, new_tokens=2), machine=AssumedMachine(), work=tmp_path)
+def test_a_trace_of_the_embedded_model_is_captured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = Sizes(prompts=1, new_tokens=2, epochs=1)
+    stage = Workbench(sizes=sizes, machine=AssumedMachine(), work=tmp_path)
     trace = stage.trace(("arithmetic", "exam"))
     assert stage.trace(("arithmetic", "exam")) is trace
     assert sorted(trace.requests["dataset"].to_pylist()) == ["arithmetic", "exam"]
     assert trace.columns >= {"experts", "weights", "logits", "embeddings", "hidden", "ahead"}
+    trained = [stage.trained("popularity", trace, seed=seed) for seed in (0, 1)]
+    found = stage.measured("answer", [1], lambda: {"is": 42.0})
+
+    def refuse(*args: object, **more: object) -> None:
+        raise AssertionError("made again")
+
+    for name in ("capture", "train"):
+        monkeypatch.setattr(f"moetool.bench.paper.workbench.{name}", refuse)
+    later = Workbench(sizes=sizes, machine=AssumedMachine(), work=tmp_path)
+    assert later.trace(("arithmetic", "exam")).sha256 == trace.sha256
+    assert [later.trained("popularity", trace, seed=seed) for seed in (0, 1)] == trained
+    assert trained[0] != trained[1]
+    assert later.measured("answer", [1], lambda: {"is": 0.0}) == found == {"is": 42.0}
+    assert later.measured("answer", [2], lambda: {"is": 0.0}) == {"is": 0.0}
+    with pytest.raises(AssertionError, match="made again"):
+        Workbench(sizes=replace(sizes, new_tokens=3), machine=AssumedMachine(), work=tmp_path).trace(("arithmetic",))

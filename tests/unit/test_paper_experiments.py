@@ -53,7 +53,7 @@ def test_predictors_learn_from_other_parts_and_every_request_of_a_part_is_measur
     captured: dict[str, list[str]] = {}
 
     def capture(model: str, prompts: Sequence[Prompt], out: Path, options: object) -> SimpleNamespace:
-        captured[out.name] = sorted(prompt.prompt_id for prompt in prompts)
+        captured[out.name.rpartition("-")[0]] = sorted(prompt.prompt_id for prompt in prompts)
         write_trace(out, make_spec(LAYERS, EXPERTS, TOP_K), num_requests=len(prompts), seed=len(captured))
         return SimpleNamespace(out=out)
 

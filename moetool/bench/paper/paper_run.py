@@ -1,5 +1,6 @@
 """A paper from its recipe to its verdicts."""
 
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -68,7 +69,7 @@ def run_paper(
     """Run the experiments of a paper and judge its claims.
 
     Args:
-        work: a folder for traces, predictors and maps.
+        work: a folder that keeps traces and predictors (`moetool.bench.paper.workbench.Workbench`).
         only: tables and figures to test (`moetool.bench.paper.claims.choose`).
         quick: take the recipe's small sizes.
         given: traces to use instead of those of the embedded model, by name.
@@ -86,6 +87,19 @@ def run_paper(
         given=given or {},
         on_note=on_note,
     )
+    try:
+        return _judged(stage, claims, out, on_progress, on_note)
+    finally:
+        shutil.rmtree(stage.scratch, ignore_errors=True)
+
+
+def _judged(
+    stage: Workbench,
+    claims: Sequence[Claim],
+    out: Path | None,
+    on_progress: Callable[[int], None],
+    on_note: Callable[[str], None],
+) -> list[Tested]:
     known: dict[str, Found | Verdict] = {}
     drawn: dict[str, tuple[str, ...]] = {}
     tested = []

@@ -1,24 +1,31 @@
 """Inputs that experiments of a paper share, each made once: sizes, traces of the model or given ones, predictors."""
 
+import hashlib
 import json
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import moetool
+from moetool import durable, plugins
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import Sizes
 from moetool.bench.paper.verdict import CannotTestError
 from moetool.capture.run import CaptureOptions, capture
+from moetool.errors import UsageError
 from moetool.learning.fit_options import FitOptions
 from moetool.learning.predictor import Predictor, load_predictor
 from moetool.learning.training import train
+from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather
 from moetool.trace.edit import head
-from moetool.trace.reader import Trace
+from moetool.trace.reader import MANIFEST, Trace
 from moetool.tuning.replay import ReplaySetup, replay
 
 MODEL = "reference"
@@ -28,6 +35,9 @@ ALL = tuple(gather.names())
 _AT_ONCE = 8  # prompts that are captured together, where it does not matter: it takes half the time
 HISTORY = 0.7
 """Share of the requests that come before those that are measured: FineMoE's 7:3."""
+_MADE_BY = ("capture", "learning", "models", "prompts", "quantize", "reference", "runtime", "trace")
+"""Rooms whose code makes traces, predictors and replicas: what other code made is made anew."""
+_WAIT_S = 0.2
 
 
 @dataclass(kw_only=True)
@@ -37,11 +47,12 @@ class Workbench:
     Attributes:
         sizes: how much is done, unless an experiment's options say otherwise.
         machine: the assumed one, for timelines.
-        work: a folder for traces and predictors.
+        work: a folder that keeps traces, predictors and what was measured of replicas; a later run with the same code
+            and the same inputs finds them there, and so does one beside it.
         given: traces to use instead of those that are captured of the embedded model, by name.
         on_note: called with the step under way.
 
-    Effects: captures and trains into `work` on first use.
+    Effects: captures and trains into `work` on first use. What is needed only once lies in `scratch`.
     """
 
     sizes: Sizes
@@ -92,15 +103,8 @@ class Workbench:
         sets = "-".join(data) if len(data) < len(ALL) else "all"
         name = f"trace-{sets}-{new_tokens}-{batch}-{'.'.join(map(str, folds))}-{resident:g}"
 
-        def make() -> Trace:
+        def capture_into(out: Path, texts: Sequence[Any]) -> None:
             self.on_note(f"capturing {', '.join(data)}")
-            count = self.sizes.prompts
-            texts = [
-                prompt
-                for one in data
-                for part in folds
-                for prompt in list(gather.load([one]))[part * count : (part + 1) * count]
-            ]
             order = np.random.default_rng(folds[0]).permutation(len(texts))
             options = CaptureOptions(
                 max_new_tokens=new_tokens,
@@ -109,7 +113,18 @@ class Workbench:
                 resident=resident or 0.5,
                 threads=1,
             )
-            return Trace(capture(MODEL, [texts[i] for i in order], self.work / name, options).out)
+            capture(MODEL, [texts[i] for i in order], out, options)
+
+        def make() -> Trace:
+            count = self.sizes.prompts
+            texts = [
+                prompt
+                for one in data
+                for part in folds
+                for prompt in list(gather.load([one]))[part * count : (part + 1) * count]
+            ]
+            made_of = [Checkpoint.open(MODEL).spec.revision, KEEP, [(text.prompt_id, text.text) for text in texts]]
+            return Trace(self._kept(name, made_of, MANIFEST, lambda out: capture_into(out, texts)))
 
         return self.once(name, make)
 
@@ -139,11 +154,14 @@ class Workbench:
         fit = {"max_epochs": self.sizes.epochs, **fit}
         key = json.dumps(["trained", name, str(trace.path), seed, dict(options or {}), fit], sort_keys=True)
 
-        def make() -> Path:
+        def train_into(out: Path) -> None:
             self.on_note(f"training {name} on {trace.path.name}")
-            folder = self.folder(name)
-            train(name, trace.path, folder, options=options, fit=FitOptions(**fit), seed=seed)
-            return folder
+            train(name, trace.path, out, options=options, fit=FitOptions(**fit), seed=seed)
+
+        def make() -> Path:
+            source = Path(plugins.load("predictor", name).__file__ or "").read_text(encoding="utf-8")
+            made_of = [trace.sha256, seed, dict(options or {}), fit, source]
+            return self._kept(name, made_of, "card.json", train_into)
 
         return Path(self.once(key, make))
 
@@ -163,13 +181,60 @@ class Workbench:
         cut = max(batch, round(HISTORY * len(numbers) / batch) * batch)
         if cut >= len(numbers):
             raise CannotTestError(f"{trace.path} has {len(numbers)} requests, too few to split in order")
-        part = self.once(f"history {trace.path} {cut}", lambda: head(trace, self.folder("history"), requests=cut))
-        return part, frozenset(numbers[cut:])
+
+        def make() -> Trace:
+            def write(out: Path) -> None:
+                head(trace, out, requests=cut)
+
+            return Trace(self._kept("history", [trace.sha256, cut], MANIFEST, write))
+
+        return self.once(f"history {trace.path} {cut}", make), frozenset(numbers[cut:])
+
+    @property
+    def scratch(self) -> Path:
+        """A folder in `work` of this process, to be removed when the papers are through."""
+        return self.work / f"scratch-{os.getpid()}"
 
     def folder(self, name: str) -> Path:
-        """A path in `work` that nothing else uses."""
+        """A path in `scratch` that nothing else uses."""
+        self.scratch.mkdir(parents=True, exist_ok=True)
         self._made[f"folder {name} {len(self._made)}"] = None
-        return self.work / f"{name}-{len(self._made)}"
+        return self.scratch / f"{name}-{len(self._made)}"
+
+    def measured(self, name: str, made_of: object, make: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Numbers that `make` measures, kept in `work`.
+
+        Args:
+            made_of: what they follow from beside the code, as JSON.
+        """
+
+        def write(out: Path) -> None:
+            found = make()
+            with durable.staged_directory(out, marker="measured.json") as folder:
+                durable.write_text(folder / "measured.json", json.dumps(found))
+
+        def read() -> dict[str, float]:
+            kept = self._kept(name, made_of, "measured.json", write) / "measured.json"
+            numbers: dict[str, float] = json.loads(kept.read_text(encoding="utf-8"))
+            return numbers
+
+        found: dict[str, float] = self.once(f"measured {name} {made_of!r}", read)
+        return found
+
+    def _kept(self, name: str, made_of: object, marker: str, make: Callable[[Path], None]) -> Path:
+        """The folder of something that a run with this code has made, or that `make` makes now, whole or not at all."""
+        content = json.dumps([moetool.__version__, _code(), made_of], sort_keys=True)
+        path = self.work / f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+        while not (path / marker).exists():
+            if durable.is_being_written(path):  # by another paper that runs beside this one
+                time.sleep(_WAIT_S)
+                continue
+            try:
+                make(path)
+            except UsageError:
+                if not (path / marker).exists() and not durable.is_being_written(path):
+                    raise
+        return path
 
     def replayed(
         self,
@@ -209,6 +274,14 @@ class Workbench:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+
+@cache
+def _code() -> str:
+    """A hash of the code that makes what is kept."""
+    root = Path(moetool.__file__).parent
+    files = sorted(file for room in _MADE_BY for file in (root / room).rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _identified(values: Mapping[str, Any]) -> list[tuple[str, Any]]:

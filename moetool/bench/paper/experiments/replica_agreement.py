@@ -7,7 +7,7 @@ from moetool.bench.paper.verdict import CannotTestError, Found
 from moetool.bench.paper.workbench import ALL, MODEL, Workbench
 from moetool.models.checkpoint import Checkpoint
 from moetool.prompts import gather
-from moetool.quantize.calibration import from_prompts
+from moetool.quantize.calibration import Calibration, from_prompts
 from moetool.quantize.replica import make_replica
 from moetool.quantize.replica_layers import ReplicaOptions
 
@@ -45,17 +45,18 @@ def run(stage: Workbench, options: Options) -> Found:
     for seed in stage.seeds:
         calibration = from_prompts(texts, checkpoint.tokenizer, length=128, max_tokens=options.tokens, seed=seed)
 
-        def make(calibration: object = calibration, seed: int = seed) -> dict[str, float]:
+        def make(calibration: Calibration = calibration) -> dict[str, float]:
             card = make_replica(
                 checkpoint,
                 stage.folder("replica"),
-                calibration,  # type: ignore[arg-type]
+                calibration,
                 ReplicaOptions(bits=options.bits, group=options.group, grid=options.grid),
             )
             return {"match": card["judged"]["match"], "size": card["weights"]["bytes"] / card["weights"]["of_bytes"]}
 
-        key = f"replica {options.bits} {options.group} {options.grid} {options.tokens} {seed}"
-        values["replica"].append(stage.once(key, make)[options.measure])
+        rounding = [options.bits, options.group, options.grid, options.tokens]
+        made_of = [checkpoint.spec.revision, [text.text for text in texts], rounding, seed]
+        values["replica"].append(stage.measured("replica", made_of, make)[options.measure])
     return Found(
         values=values,
         what="experts chosen as the model does" if options.measure == "match" else "size, of the model's",
