@@ -23,6 +23,7 @@ from moetool.models.location import locate, locate_config
 from moetool.models.packed_slot import stays_packed
 from moetool.models.quantization_config import Quantization, quantization_of
 from moetool.models.revision import config_revision, revision_of
+from moetool.models.scaled_slot import stays_scaled
 from moetool.models.shards import Shards
 from moetool.models.spec import MoeLayer, moe_layers, offloaded, spec_of
 from moetool.models.tensor_index import DTYPES, TensorIndex, read_index
@@ -209,7 +210,9 @@ class Checkpoint:
         form = self.layers[0].form
         if not self.weights and self._gguf is None:
             formats = self.quantization.formats if self.quantization is not None else ()
-            packed = fastest is None or all(stays_packed(format, form, fastest) for format in formats)
+            packed = fastest is None or all(
+                stays_packed(format, form, fastest) or stays_scaled(format, form, fastest) for format in formats
+            )
             return self.spec.slot_bytes if packed or fastest is None else form.num_elements * fastest.itemsize
         layouts = list(dict.fromkeys(map(self.expert_weights.layout, self.layers)))
         slot = slot_form(layouts, tuple(part.shape for part in form.parts), fastest)

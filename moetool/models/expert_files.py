@@ -13,6 +13,7 @@ from moetool.errors import MismatchError
 from moetool.models.conversion import TensorSource
 from moetool.models.packed_slot import PackedSlot, packed_slot
 from moetool.models.quantization_config import Quantization
+from moetool.models.scaled_slot import ScaledSlot, scaled_slot
 from moetool.models.shards import Shards
 from moetool.models.spec import MoeLayer
 from moetool.models.stored_expert import DenseSlot, StoredLayout, Weight, layout_of
@@ -156,7 +157,7 @@ class ExpertFiles:
     Memory holds an expert as it is stored: its tensors side by side, whatever order the files have. A slot holds the
     same, or, for slots that are computed with on this processor and are not sent elsewhere, what is the fastest to
     compute with: integers of four bits in the order of `moetool.models.packed_product` where that can multiply them,
-    and every other format unpacked.
+    FP8, int8 and MXFP4 as stored where `moetool.models.row_kernels` can, and every other format unpacked.
 
     Args:
         weights: which stored weights make the experts.
@@ -312,7 +313,7 @@ class ExpertFiles:
 
 def slot_form(
     layouts: Sequence[StoredLayout], shapes: tuple[tuple[int, ...], ...], fastest: torch.dtype | None
-) -> DenseSlot | PackedSlot | None:
+) -> DenseSlot | PackedSlot | ScaledSlot | None:
     """How slots hold experts; None for as they are stored.
 
     Args:
@@ -323,6 +324,8 @@ def slot_form(
         return None
     if fastest == torch.bfloat16 and (packed := packed_slot(layouts)) is not None:
         return packed
+    if (scaled := scaled_slot(layouts, shapes, fastest)) is not None:
+        return scaled
     return None if all(layout.packed for layout in layouts) else _dense_slot(layouts, shapes, fastest)
 
 

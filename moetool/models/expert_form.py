@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from moetool.models import row_products
 from moetool.models.row_products import RowsOf
+from moetool.models.scaled_weight import ScaledWeight
 from moetool.models.stored_expert import Weight
 
 _WHOLE_VECTORS = 128
@@ -122,17 +123,18 @@ class ExpertForm:
         outputs = self._linear(hidden, weights, second, self.down_transposed)
         return outputs if self.finish is None else [self.finish(output) for output in outputs]
 
-    def computes_rows(self, weights: tuple[Weight, ...]) -> bool:
-        """Whether `compute_rows` takes experts whose weights lie as these do."""
+    def max_rows(self, weights: tuple[Weight, ...]) -> int:
+        """Rows of an expert whose weights lie as these do that `compute_rows` takes at most; 0 where it takes none."""
         width = self.parts[0].shape[0 if not self.up_transposed else 1]
-        plain = not self.has_bias and self.finish is None and width % _WHOLE_VECTORS == 0
-        return plain and all(
-            row_products.takes(_out_in(weight, transposed))
+        if self.has_bias or self.finish is not None or width % _WHOLE_VECTORS:
+            return 0
+        return min(
+            row_products.max_rows(_out_in(weight, transposed))
             for weight, transposed in zip(weights, (self.up_transposed, self.down_transposed), strict=True)
         )
 
     def compute_rows(self, x_TD: torch.Tensor, shares: Sequence[Share], num_rows: int) -> torch.Tensor:
-        """The outputs [num_rows, D] of several experts, each of at most `row_products.MAX_ROWS` rows, in two calls.
+        """The outputs [num_rows, D] of several experts, each of at most `max_rows` rows, in two calls.
 
         Each row is, to the bit, what `compute_each` makes of it. The targets of all shares are all rows.
         """
@@ -261,13 +263,18 @@ def _gated(activation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torc
     return gate
 
 
-def _out_in(weight: Weight, transposed: bool) -> Weight:
-    """A matrix [out, in], of one that is transposed where it is no more than another view of it."""
+def _out_in(weight: Weight, transposed: bool) -> Weight | None:
+    """A matrix [out, in], of one that is transposed where it is no more than another view of it; None where not."""
+    if isinstance(weight, ScaledWeight) and weight.transposed != transposed:
+        return None
     return weight.T if transposed and isinstance(weight, torch.Tensor) else weight
 
 
 def _product(x: torch.Tensor, weight: Weight, transposed: bool) -> torch.Tensor:
-    if not isinstance(weight, torch.Tensor) and not transposed:
+    if isinstance(weight, ScaledWeight):
+        if weight.transposed == transposed:
+            return weight.times(x)
+    elif not isinstance(weight, torch.Tensor) and not transposed:
         return weight.times(x)
     dense = weight.to(x.dtype)
     return x @ dense if transposed else F.linear(x, dense)

@@ -75,10 +75,10 @@ class ServeOptions:
         io_threads: threads that read experts, for each device.
         threads: threads of the model's own arithmetic (0 chooses).
         products: whether slots hold quantized experts in the form that is the fastest to compute with on a CPU
-            (`moetool.models.expert_files.ExpertFiles`): integers of four bits are multiplied as they are packed, in
-            bfloat16, where their weights are not rounded to bfloat16 first (`moetool.models.packed_product`), and
-            other formats are unpacked. Without it slots hold experts as stored,
-            which are unpacked for each product.
+            (`moetool.models.expert_files.ExpertFiles`): in bfloat16, integers of four bits, FP8, int8 and MXFP4 are
+            multiplied as they are packed, where their weights are not rounded to bfloat16 first
+            (`moetool.models.packed_product`, `moetool.models.scaled_weight`), and other formats are unpacked. Without
+            it slots hold experts as stored, which are unpacked for each product.
         policy: options of the cache policy.
         pool: `one` for all layers, `layer` (each layer has as many slots as the others) or `mixed` (half of the slots
             so); a plan's own where it has one and this is `one`.

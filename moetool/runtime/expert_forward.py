@@ -18,7 +18,6 @@ from moetool.models.expert_form import Call, Share
 from moetool.models.families import find
 from moetool.models.loading import LoadedModel
 from moetool.models.router_hooks import sorted_routes, to_float16, watch
-from moetool.models.row_products import MAX_ROWS
 from moetool.models.spec import MoeLayer
 from moetool.runtime.cost_meter import CostMeter
 from moetool.runtime.device_stores import Stores
@@ -118,7 +117,7 @@ class ExpertRuntime:
         policy = residency.policy
         self._hears_later = self._needs <= {"topk"} and policy.lossless and not policy.computes_on_host
         self._unheard: list[tuple[MoeLayer, torch.Tensor]] = []
-        self._computes_rows = [self.from_pool and self._layer_computes_rows(layer) for layer in loaded.layers]
+        self._max_rows = [self._layer_max_rows(layer) if self.from_pool else 0 for layer in loaded.layers]
         if "resident" in self._needs:
             self._look = ResidentLook(loaded, residency, store if self.from_pool else None)
             self._look.require_true(loaded.model)
@@ -216,13 +215,13 @@ class ExpertRuntime:
         weights_TK = torch.where(changed_T[:, None], made_TK, weights_TK)
         return replace(event, experts_TK=tuple(map(tuple, routed))), chosen_TK, weights_TK
 
-    def _layer_computes_rows(self, layer: MoeLayer) -> bool:
-        """Whether the layer's experts can be computed by `_few_products`."""
+    def _layer_max_rows(self, layer: MoeLayer) -> int:
+        """Rows of each of the layer's experts that `_few_products` computes at most."""
         if isinstance(self.store, Stores) or self.store.copies.staged or self.residency.policy.computes_on_host:
-            return False
+            return 0
         files = self.store.files
         layout = files.layout_of(self.residency.policy.spec.expert_key(layer.index, 0))
-        return layer.form.computes_rows(files.views(self.store.slots[0], layout))
+        return layer.form.max_rows(files.views(self.store.slots[0], layout))
 
     def _program(self, layer: MoeLayer, event: GateEvent) -> list[Step]:
         """The residency's steps for an event, counted."""
@@ -268,12 +267,13 @@ class ExpertRuntime:
         None where an expert has more rows than that, or no weights.
         """
         num_rows = sum(map(len, event.experts_TK))
-        if not self._computes_rows[layer.index] or num_rows > _FEW_ROWS:
+        max_rows = self._max_rows[layer.index]
+        if not max_rows or num_rows > _FEW_ROWS:
             return None
         places_of: dict[int, list[int]] = {}
         for place, expert in enumerate(chain.from_iterable(event.experts_TK)):
             places_of.setdefault(expert, []).append(place)
-        if max(places_of) >= layer.form.num_experts or max(map(len, places_of.values())) > MAX_ROWS:
+        if max(places_of) >= layer.form.num_experts or max(map(len, places_of.values())) > max_rows:
             return None
         assert isinstance(self.store, ExpertStore)
         store, top_k = self.store, num_rows // len(event.experts_TK)

@@ -1,6 +1,7 @@
-"""Experts of four bits served as they are packed: the same bits under every budget and policy, and the model's own."""
+"""Experts served as they are packed: the same bits under every budget and policy, and the model's own."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,19 @@ from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy
 from moetool.models.packed import Scheme
 from moetool.models.packed_product import KernelWeight, tile_rows
+from moetool.models.row_kernels import find_kernel
+from moetool.models.scaled_weight import ScaledWeight
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore
 from moetool.types import ForwardInfo, Phase
 from tests import families
 from tests.engines import Chaos
-from tests.quantized import Writer, awq, compressed, compressed_config, gptq, quantize
+from tests.quantized import Writer, awq, compressed, compressed_config, fp8_block, gptq, mxfp4_experts, quantize
 
-pytestmark = pytest.mark.skipif(not tile_rows(), reason="torch has no kernel for four bits on this processor")
+pytestmark = [
+    pytest.mark.skipif(not tile_rows(), reason="torch has no kernel for four bits on this processor"),
+    pytest.mark.skipif(find_kernel() is None, reason="numba compiles no kernel here"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +41,20 @@ def rounded(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _logits(
-    path: Path, slots: int, *, dtype: torch.dtype, products: bool, seed: int | None = None, vocabulary: int = 1211
+    path: Path,
+    slots: int,
+    *,
+    dtype: torch.dtype,
+    products: bool,
+    seed: int | None = None,
+    vocabulary: int = 1211,
+    kept: type = KernelWeight,
 ) -> Any:
-    """The logits of one prompt and of three tokens more, out of a pool of so many slots."""
+    """The logits of one prompt and of three tokens more, out of a pool of so many slots.
+
+    Args:
+        kept: what matrices in slots are.
+    """
     loaded = load_lazy(Checkpoint.open(path), dtype, products=products)
     assert loaded.files is not None
     policy = build_policy("lru", loaded.spec, {}, slots) if seed is None else Chaos(loaded.spec, slots, seed)
@@ -59,8 +76,8 @@ def _logits(
                 runtime.end_forward()
                 cache = output.past_key_values
                 made.append(output.logits[0])
-        in_order = all(isinstance(weight, KernelWeight) for weight in store.ready(3, 0))
-        assert in_order == (products and dtype == torch.bfloat16)
+        matrices = [weight for weight in store.ready(3, 0) if not isinstance(weight, torch.Tensor) or weight.dim() == 2]
+        assert all(isinstance(weight, kept) for weight in matrices) == (products and dtype == torch.bfloat16)
         return torch.cat(made)
     finally:
         runtime.close()
@@ -112,6 +129,11 @@ def test_other_formats_of_four_bits_stay_packed(written: tuple[Path, Path]) -> N
     whole = _logits(path, 24, dtype=torch.bfloat16, products=True, vocabulary=64)
     for slots, seed in ((5, None), (4, 2)):
         assert torch.equal(_logits(path, slots, dtype=torch.bfloat16, products=True, seed=seed, vocabulary=64), whole)
+    _require_near(whole, twin)
+
+
+def _require_near(whole: torch.Tensor, twin: Path) -> None:
+    """Logits of the prompt are no further off those of the dense model than transformers' own in bfloat16 twice."""
     tokens = torch.tensor([[5, 77, 1210, 9, 400, 3, 871]]) % 64
     logits = {}
     for kind, dtype in (("eager", torch.float32), ("eager", torch.bfloat16), ("grouped_mm", torch.bfloat16)):
@@ -136,6 +158,75 @@ def test_slots_of_other_formats_hold_the_weights_to_the_bit(written: tuple[Path,
             expected = unpacked.stacked(layer, torch.float32)
             for name, found in packed.stacked(layer, torch.float32).items():
                 assert torch.equal(found, expected[name])
+
+
+_EIGHT = {"num_bits": 8, "symmetric": True}
+_CHANNEL = {**_EIGHT, "type": "float", "strategy": "channel"}
+_TENSOR = {**_EIGHT, "type": "float", "strategy": "tensor"}
+_INT8 = {**_EIGHT, "type": "int", "strategy": "channel"}
+_BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+SCALED: dict[str, tuple[dict[str, Any], Writer] | None] = {
+    "fp8_block": (_BLOCK, fp8_block(128)),
+    "fp8_channel": (compressed_config("float-quantized", _CHANNEL), compressed("float-quantized", _CHANNEL)),
+    "fp8_tensor": (compressed_config("float-quantized", _TENSOR), compressed("float-quantized", _TENSOR)),
+    "int8_channel": (compressed_config("int-quantized", _INT8), compressed("int-quantized", _INT8)),
+    "mxfp4": None,
+}
+
+
+@pytest.fixture(params=SCALED)
+def scaled(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint of experts large enough for the kernels, and the dense one that its writer means."""
+    width, chosen = (576 if request.param == "mxfp4" else 512), SCALED[request.param]
+    family = "gpt_oss" if chosen is None else "qwen3_moe"
+    size = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": 2}
+    families.save(family, tmp_path / "dense", **size, **({} if chosen is None else {"moe_intermediate_size": width}))
+    if chosen is None:
+        return tmp_path / "m", mxfp4_experts(tmp_path / "dense", tmp_path / "m")
+    config, writer = chosen
+    only = (
+        (lambda name: writer if ".experts." in name else None) if request.param == "fp8_block" else lambda name: writer
+    )
+    return tmp_path / "m", quantize(tmp_path / "dense", tmp_path / "m", config, only)
+
+
+def test_scaled_numbers_stay_as_they_are_stored(scaled: tuple[Path, Path]) -> None:
+    """No budget and no policy changes a bit; slots take about the stored bytes, as the config alone says."""
+    path, twin = scaled
+    made = partial(_logits, path, dtype=torch.bfloat16, products=True, vocabulary=64, kept=ScaledWeight)
+    whole = made(16)
+    for slots, seed in ((5, None), (4, 2)):
+        assert torch.equal(made(slots, seed=seed), whole)
+    _require_near(whole, twin)
+    with Checkpoint.open(path) as checkpoint:
+        packed, unpacked = (checkpoint.expert_files(fastest=dtype) for dtype in (torch.bfloat16, torch.float32))
+        alone = Checkpoint.open(path, weights=False).slot_bytes(torch.bfloat16)
+        assert packed.slot_bytes == checkpoint.slot_bytes(torch.bfloat16) == pytest.approx(alone, rel=0.02)
+        assert packed.slot_bytes == pytest.approx(packed.stored_bytes, rel=0.02)
+        for layer in checkpoint.layers:
+            expected = unpacked.stacked(layer, torch.float32)
+            for name, found in packed.stacked(layer, torch.float32).items():
+                assert torch.equal(found, expected[name].bfloat16().float())
+
+
+def test_what_is_no_number_is_not_read_as_one(tmp_path: Path) -> None:
+    """FP8's NaN, which a damaged file may hold: all outputs of the expert are NaN, as with an unpacked weight some."""
+
+    def broken(name: str, weight: torch.Tensor) -> Any:
+        tensors, meant = fp8_block(128)(name, weight)
+        if "experts.0.down" in name:
+            tensors[name].view(torch.uint8)[5, 7] = 0xFF
+        return tensors, meant
+
+    families.save("qwen3_moe", tmp_path / "dense", hidden_size=512, moe_intermediate_size=512, num_hidden_layers=2)
+    quantize(tmp_path / "dense", tmp_path / "m", _BLOCK, lambda name: broken if ".experts." in name else None)
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        files, form = checkpoint.expert_files(fastest=torch.bfloat16), checkpoint.layers[0].form
+        slot = torch.empty(files.slot_bytes, dtype=torch.uint8)
+        for expert in (0, 1):
+            files.read_into(expert, slot)
+            made = form.compute(torch.ones(1, 512, dtype=torch.bfloat16), files.views(slot))
+            assert bool(made.isnan().all()) == (expert == 0)
 
 
 def test_groups_of_different_sizes_are_unpacked(tmp_path: Path) -> None:

@@ -1,0 +1,220 @@
+"""Slots that hold experts in FP8, int8 or MXFP4 as they are stored, their scales in the form that the kernels take."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from moetool.models import scaled_weight
+from moetool.models.expert_form import ExpertForm
+from moetool.models.fp8_block import Fp8Block, Fp8BlockCodec
+from moetool.models.mxfp4 import GROUP, Mxfp4Codec
+from moetool.models.row_kernels import BLOCK_ROWS, FP8, INT8, MXFP4, RowKind
+from moetool.models.row_products import MIN_ELEMENTS
+from moetool.models.scaled import Scaled, ScaledCodec
+from moetool.models.scaled_weight import ScaledWeight
+from moetool.models.stored_expert import StoredLayout, Weight
+from moetool.models.value_scaling import scale_values
+from moetool.models.weight_format import Codec, Dense, WeightFormat, unpack
+
+_ALIGNMENT = 64
+_KINDS = {torch.float8_e4m3fn: FP8, torch.int8: INT8}
+
+
+class _Place(NamedTuple):
+    """A part of an expert in a slot.
+
+    Attributes:
+        kind: of its numbers; None where they are unpacked, as biases are.
+        shape: of the part; of numbers that are kept, [rows, columns] as stored.
+        offset, scale_offset: in the slot.
+        group, scale_rows: as of `ScaledWeight`.
+        scales: numbers of them, or bytes.
+    """
+
+    kind: RowKind | None
+    shape: tuple[int, ...]
+    offset: int
+    scale_offset: int = 0
+    group: int = 0
+    scale_rows: int = 0
+    scales: int = 0
+    transposed: bool = False
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of the numbers."""
+        assert self.kind is not None
+        return math.prod(self.shape) * 64 // self.kind.numbers
+
+
+@dataclass(frozen=True)
+class ScaledSlot:
+    """A slot that holds an expert as stored, and what is not multiplied by a scale unpacked.
+
+    Args:
+        layout: of the experts as stored.
+        shapes: of the parts.
+        dtype: of parts that are unpacked.
+    """
+
+    layout: StoredLayout
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+
+    @cached_property
+    def _places(self) -> tuple[_Place, ...]:
+        offset, places = 0, []
+        for part, shape in enumerate(self.shapes):
+            scaling = _scaling_of(self.layout, part)
+            place = _Place(None, shape, offset)
+            offset += math.prod(shape) * self.dtype.itemsize
+            if scaling is not None:
+                place = scaling._replace(offset=place.offset)
+                place = place._replace(scale_offset=_aligned(place.offset + place.value_bytes))
+                offset = place.scale_offset + place.scales * (1 if place.kind is MXFP4 else 4)
+            offset = _aligned(offset)
+            places.append(place)
+        return tuple(places)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a slot."""
+        last = self._places[-1]
+        if last.kind is None:
+            return last.offset + math.prod(last.shape) * self.dtype.itemsize
+        return last.scale_offset + last.scales * (1 if last.kind is MXFP4 else 4)
+
+    def views(self, slot: torch.Tensor) -> tuple[Weight, ...]:
+        """The parts of the expert in a slot."""
+        return tuple(self._view(place, slot) for place in self._places)
+
+    def fill(self, layout: StoredLayout, stored: torch.Tensor, slot: torch.Tensor) -> None:
+        """Put an expert from memory into a slot."""
+        for part, place in enumerate(self._places):
+            view, blocks = self._view(place, slot), layout.blocks(stored, part)
+            if not isinstance(view, ScaledWeight):
+                shapes = layout.shapes[part]
+                made = [unpack(*each, self.dtype) for each in zip(layout.codecs[part], blocks, shapes, strict=True)]
+                view.copy_((made[0] if len(made) == 1 else torch.cat(made)).view(view.shape))
+                continue
+            fields = layout.of_part(part, "values")
+            first, num_bytes = fields[0], sum(field.num_bytes for field in fields)
+            view.values.flatten().copy_(stored[first.offset : first.offset + num_bytes])
+            scales = torch.cat([block["scale"].flatten() for block in blocks])
+            if place.kind is MXFP4:
+                view.scale[: len(scales)] = scales.view(torch.uint8)
+                view.scale[len(scales) :] = 0
+                continue
+            view.scale.flatten().copy_(scale_values(scales) * view.kind.factor)
+            if place.kind is FP8 and _has_nan(view.values):
+                view.scale.fill_(torch.nan)  # the kernel reads what is no number as one
+
+    def _view(self, place: _Place, slot: torch.Tensor) -> torch.Tensor | ScaledWeight:
+        if place.kind is None:
+            end = place.offset + math.prod(place.shape) * self.dtype.itemsize
+            return slot[place.offset : end].view(self.dtype).view(place.shape)
+        rows, columns = place.shape
+        values = slot[place.offset : place.offset + place.value_bytes].view(rows, -1)
+        scale = slot[place.scale_offset :][: place.scales * (1 if place.kind is MXFP4 else 4)]
+        if place.kind is not MXFP4:
+            scale = scale.view(torch.float32)
+        return ScaledWeight(place.kind, values, scale, columns, place.group, place.scale_rows, place.transposed)
+
+
+def scaled_slot(
+    layouts: Sequence[StoredLayout], shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype
+) -> ScaledSlot | None:
+    """The slot for experts whose matrices the kernels multiply as stored; None where there are others."""
+    if len(layouts) != 1 or dtype != torch.bfloat16:
+        return None
+    (layout,) = layouts
+    for part, codecs in enumerate(layout.codecs):
+        plain = len(shapes[part]) == 1 and all(isinstance(codec, Dense) for codec in codecs)
+        if not plain and _scaling_of(layout, part) is None:
+            return None
+    return ScaledSlot(layout, shapes, dtype)
+
+
+def stays_scaled(format: WeightFormat, form: ExpertForm, dtype: torch.dtype) -> bool:
+    """Whether slots hold experts of a format as stored, as far as the config says, where they compute in `dtype`."""
+    matrices = [part.shape for part in form.parts if len(part.shape) == 2]
+    if dtype != torch.bfloat16 or any(math.prod(shape) < MIN_ELEMENTS for shape in matrices):
+        return False
+    columns = [shape[0] if form.up_transposed else shape[1] for shape in matrices]
+    rows = [shape[1] if form.up_transposed else shape[0] for shape in matrices]
+    if format.name == "mxfp4":
+        kind, groups, shared = MXFP4, [GROUP] * 2, 1
+    elif isinstance(format, Fp8Block | Scaled):
+        block = format.block
+        kind, groups, shared = FP8, [block[1]] * 2 if block else columns, block[0] if block else 1
+        if isinstance(format, Scaled) and not format.symmetric:
+            return False
+    else:
+        return False
+    blocks = (2 if rows[0] == 2 * columns[1] else 1, 1)  # gate and up are matrices of their own
+    return all(
+        scaled_weight.multiplies(kind, width, group) and height // count % math.lcm(BLOCK_ROWS, shared) == 0
+        for height, width, group, count in zip(rows, columns, groups, blocks, strict=True)
+    )
+
+
+def _scaling_of(layout: StoredLayout, part: int) -> _Place | None:
+    """How the numbers of a part are scaled, where a kernel multiplies them; its blocks lie one under the other."""
+    codecs, shapes = layout.codecs[part], layout.shapes[part]
+    values, scales = layout.of_part(part, "values"), layout.of_part(part, "scale")
+    roles = {field.role for field in layout.fields if field.part == part}
+    if roles != {"values", "scale"} or len(set(codecs)) != 1 or len({shape[-1] for shape in shapes}) != 1:
+        return None
+    codec: Codec = codecs[0]
+    transposed = codec.transposed
+    sizes = [tuple(shape[::-1]) if transposed else tuple(shape) for shape in shapes]
+    if any(len(size) != 2 for size in sizes) or (transposed and len(sizes) > 1):
+        return None
+    rows, columns = sum(size[0] for size in sizes), sizes[0][1]
+    if rows * columns < MIN_ELEMENTS or any(size[0] % BLOCK_ROWS for size in sizes):
+        return None
+    if isinstance(codec, Mxfp4Codec):
+        place = _Place(MXFP4, (rows, columns), 0, 0, GROUP, 1, rows * columns // GROUP + 4, transposed)
+    elif isinstance(codec, Fp8BlockCodec | ScaledCodec):
+        kind = _KINDS.get(values[0].dtype)
+        numbers = [math.prod(field.shape) for field in scales]
+        if kind is None or scales[0].dtype == torch.float16 or (isinstance(codec, Fp8BlockCodec) and kind is INT8):
+            return None
+        if codec.block is not None:
+            shared, group = codec.block
+        else:
+            shared, group = (
+                (1, _group_of(columns, numbers[0], sizes[0][0])) if numbers[0] > 1 else (sizes[0][0], columns)
+            )
+        if not group or columns % group or any(size[0] % shared for size in sizes):
+            return None
+        if any(number != size[0] // shared * (columns // group) for number, size in zip(numbers, sizes, strict=True)):
+            return None
+        if len({size[0] for size in sizes}) > 1 and shared == sizes[0][0] > 1 and codec.block is None:
+            return None
+        place = _Place(kind, (rows, columns), 0, 0, group, shared, sum(numbers), transposed)
+    else:
+        return None
+    assert place.kind is not None
+    return place if scaled_weight.multiplies(place.kind, columns, place.group) else None
+
+
+def _group_of(columns: int, numbers: int, rows: int) -> int:
+    """Columns that share a scale where a weight of so many rows has so many scales; 0 where they come out uneven."""
+    per_row, rest = divmod(numbers, rows)
+    return columns // per_row if per_row and not rest else 0
+
+
+def _has_nan(values: torch.Tensor) -> bool:
+    """Whether a byte is FP8's NaN: the greatest without a sign, 0x7F, or with one, 0xFF."""
+    numbers = values.numpy()  # whose maxima take a tenth of torch's time
+    return bool(numbers.view(np.int8).max() == 0x7F or numbers.max() == 0xFF)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,109 @@
+"""Weights of eight or four bits that stay as they are stored, each number times a scale of its own kind."""
+
+import threading
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from moetool.models.row_kernels import FP8, INT8, LANES, MXFP4, RowJob, RowKernel, RowKind, find_kernel
+
+_room = threading.local()
+
+
+class ScaledWeight(NamedTuple):
+    """A weight [O, I] in the memory of a processor, and what its numbers are multiplied by.
+
+    Products take the numbers times their scales in float32: no weight is rounded to bfloat16, unless so many rows are
+    multiplied that it is the faster to unpack it first. Then it is rounded as an unpacked weight is.
+
+    Attributes:
+        kind: of the numbers.
+        values: uint8 [O, bytes of a row].
+        scale: float32 [S, G] times the kind's factor, or the bytes uint8 [O * G] of exponents, with some more of 0.
+        columns: I.
+        group: columns that share a scale.
+        scale_rows: rows that share a row of scales.
+        transposed: whether the weight is the transpose [I, O].
+    """
+
+    kind: RowKind
+    values: torch.Tensor
+    scale: torch.Tensor
+    columns: int
+    group: int
+    scale_rows: int
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[O, I]."""
+        return len(self.values), self.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return self.values.nbytes + self.scale.nbytes
+
+    def job(self, x: int, output: int, weights: int, ahead: int) -> RowJob:
+        """A call of its kernel, for weights of this shape.
+
+        Args:
+            x, output: addresses.
+        """
+        exponents = self.kind.scale == "exponent"
+        vectors = -(-self.columns // self.kind.numbers)
+        groups = vectors if exponents else -(-self.columns // self.group)
+        return RowJob(
+            next_task=0,
+            x=x,
+            output=output,
+            outputs=len(self.values),
+            x_bytes=4 * vectors * self.kind.numbers,
+            row_bytes=self.values.shape[1],
+            groups=groups,
+            vectors=vectors // groups,
+            scale_rows=self.scale_rows,
+            scale_bytes=self.columns // self.group if exponents else 4 * groups,
+            ahead=ahead,
+            weights=weights,
+        )
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight, rounded to bfloat16."""
+        dense = self._unpacked(torch.empty(self.shape, dtype=torch.bfloat16)).to(dtype)
+        return dense.T if self.transposed else dense
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, I] times the transpose of [O, I], in the type of `x`; unpacked into memory that is used again."""
+        size = self.values.shape[0] * self.columns
+        room: torch.Tensor | None = getattr(_room, "memory", None)
+        if room is None or room.numel() < size:
+            with torch.inference_mode(False):
+                room = _room.memory = torch.empty(size, dtype=torch.bfloat16)
+        dense = self._unpacked(room[:size].view(self.shape))
+        return functional.linear(x, dense.to(x.dtype))
+
+    def _unpacked(self, out: torch.Tensor) -> torch.Tensor:
+        kernel = kernel_of(self.kind)
+        assert kernel.unpack is not None
+        head = self.job(0, out.data_ptr(), 1, 0)
+        kernel.unpack(np.array([*head, self.values.data_ptr(), self.scale.data_ptr()]), torch.get_num_threads())
+        return out
+
+
+def kernel_of(kind: RowKind) -> RowKernel:
+    """The kernel of a kind of which there is a weight."""
+    kernel = find_kernel(kind)
+    assert kernel is not None, "a weight is kept as stored only where there is a kernel"
+    return kernel
+
+
+def multiplies(kind: RowKind, columns: int, group: int) -> bool:
+    """Whether the kernel takes rows of so many numbers, of which so many share a scale."""
+    if find_kernel(kind) is None:
+        return False
+    if kind is MXFP4:
+        return group == 2 * LANES and columns % (4 * LANES) == 0
+    return kind in (FP8, INT8) and group % kind.numbers == 0 and columns % group == 0
