@@ -1,67 +1,91 @@
 """JSON files that say what they are: plans and profiles begin with their kind, schema version and maker."""
 
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Self
 
-from moetool import __version__, config
+from moetool import __version__, config, durable
 from moetool.errors import MismatchError, MoetoolError, UsageError, first_line, shortened
 from moetool.json_files import read_json
+from moetool.types import ModelSpec
 
 MAX_BYTES = 64 << 20
 """Of a plan or profile: a placement on 64 GPUs takes 1 MB."""
 
 
-class Validated(Protocol):
-    """An artefact that can tell whether it makes sense."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artefact:
+    """What was decided or measured for a model, and the file that it is kept in.
+
+    Attributes:
+        KIND: what such a file begins with, before its schema VERSION.
+        WHAT: it is called in messages.
+        COMMAND: makes one.
+        EXAMPLE: what else that may be given; without, its help is named.
+        INDENT: of its JSON; None: one line.
+        spec: the model.
+    """
+
+    KIND: ClassVar[str]
+    VERSION: ClassVar[int] = 1
+    WHAT: ClassVar[str] = "plan"
+    COMMAND: ClassVar[str]
+    EXAMPLE: ClassVar[str] = ""
+    INDENT: ClassVar[int | None] = None
+
+    spec: ModelSpec
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises: MismatchError if it is of another model than `spec`."""
+        spec.require_same(self.spec, "the model", f"the {self.WHAT}")
 
     def validate(self) -> None:
-        """Raises: MoetoolError, naming the field, what was found and what is expected."""
+        """Raises: MoetoolError, naming the field, what was found and what is expected, where it makes no sense."""
+        raise NotImplementedError
 
+    def to_json(self) -> dict[str, Any]:
+        """It as a JSON object."""
+        head = {"kind": self.KIND, "schema_version": self.VERSION, "moetool_version": __version__}
+        return {**head, **asdict(self), "spec": self.spec.to_json()}
 
-T = TypeVar("T", bound=Validated)
+    def save(self, path: Path) -> None:
+        """Write it as a whole or not at all."""
+        durable.write_text(path, json.dumps(self.to_json(), indent=self.INDENT, allow_nan=False) + "\n")
 
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read and validate one.
 
-def head(kind: str, version: int) -> dict[str, Any]:
-    """First keys of such a file."""
-    return {"kind": kind, "schema_version": version, "moetool_version": __version__}
-
-
-def load(cls: type[T], path: str | Path, *, what: str, kind: str, version: int, command: str, example: str = "") -> T:
-    """Read a dataclass from a file that `head` is the head of.
-
-    Args:
-        what: such a file is called ("plan").
-        kind, version: that the head has to have.
-        command: makes one.
-        example: what else that may be given; without, its help is named.
-
-    Raises:
-        UsageError: there is no such file.
-        MismatchError: it is something else, or of another version, or damaged, or makes no sense.
-        CapacityError: what it plans does not fit where it says.
-    """
-    advice = f"make the {what} again with: {command}"
-    try:
-        values = read_json(Path(path), advice=advice, max_bytes=MAX_BYTES)
-    except IsADirectoryError:
-        raise UsageError(f"{path} is a directory, expected a {what}'s file; one is made with: {command}") from None
-    except (FileNotFoundError, NotADirectoryError):
-        whole = f"{command} {example} --out {path}" if example else f"{command} … --out {path} (see {command} --help)"
-        raise UsageError(f"no {what} at {path}; make one with: {whole}") from None
-    found = values.pop("kind", "something else"), values.pop("schema_version", None)
-    if found != (kind, version):
-        raise MismatchError(
-            f"{path} holds {shortened(found[0], 40)} of schema version {shortened(found[1], 40)}, expected a "
-            f"{kind} of version {version}; {advice}"
-        )
-    values.pop("moetool_version", None)
-    try:
-        made = config.parse(cls, values, str(path))
-    except UsageError as error:
-        said = first_line(error)
-        raise MismatchError(f"{said if str(path) in said else f'{path}: {said}'}; {advice}") from None
-    try:
-        made.validate()
-    except MoetoolError as error:
-        raise type(error)(f"{path}: {first_line(error)}; {advice}") from None
-    return made
+        Raises:
+            UsageError: there is no such file.
+            MismatchError: it is something else, or of another version, or damaged, or makes no sense.
+            CapacityError: what it plans does not fit where it says.
+        """
+        what, command = cls.WHAT, cls.COMMAND
+        advice = f"make the {what} again with: {command}"
+        try:
+            values = read_json(Path(path), advice=advice, max_bytes=MAX_BYTES)
+        except IsADirectoryError:
+            raise UsageError(f"{path} is a directory, expected a {what}'s file; one is made with: {command}") from None
+        except (FileNotFoundError, NotADirectoryError):
+            more = "" if cls.EXAMPLE else f" (see {command} --help)"
+            making = f"{command} {cls.EXAMPLE or '…'} --out {path}{more}"
+            raise UsageError(f"no {what} at {path}; make one with: {making}") from None
+        found = values.pop("kind", "something else"), values.pop("schema_version", None)
+        if found != (cls.KIND, cls.VERSION):
+            raise MismatchError(
+                f"{path} holds {shortened(found[0], 40)} of schema version {shortened(found[1], 40)}, expected a "
+                f"{cls.KIND} of version {cls.VERSION}; {advice}"
+            )
+        values.pop("moetool_version", None)
+        try:
+            made = config.parse(cls, values, str(path))
+        except UsageError as error:
+            said = first_line(error)
+            raise MismatchError(f"{said if str(path) in said else f'{path}: {said}'}; {advice}") from None
+        try:
+            made.validate()
+        except MoetoolError as error:
+            raise type(error)(f"{path}: {first_line(error)}; {advice}") from None
+        return made

@@ -1,18 +1,15 @@
 """Plans: what was decided about a model, for whom, from what and why. A plan is one JSON file."""
 
-import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from moetool import artefact, config, durable, plugins
+from moetool import config, plugins
 from moetool import validation as check
+from moetool.artefact import Artefact
 from moetool.config import Span, require_within
 from moetool.errors import MismatchError, UsageError, first_line
-from moetool.types import ModelSpec
-
-SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +44,10 @@ class PredictorReference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CachePlan:
+class CachePlan(Artefact):
     """Cache plan of a model's experts on one device.
 
     Attributes:
-        spec: the model it is for.
         policy: name of the cache policy.
         options: values of the policy's `Options`.
         slots: expert slots of the pool.
@@ -81,7 +77,11 @@ class CachePlan:
         reason: why this policy, in one sentence.
     """
 
-    spec: ModelSpec
+    KIND: ClassVar[str] = "cache_plan"
+    COMMAND: ClassVar[str] = "moetool plan cache"
+    EXAMPLE: ClassVar[str] = "--trace DIR --device-memory 64MB"
+    INDENT: ClassVar[int | None] = 1
+
     policy: str
     options: dict[str, Any]
     slots: int
@@ -106,10 +106,6 @@ class CachePlan:
     frontier: tuple[dict[str, Any], ...] = ()
     target_tpot_s: float | None = None
     reason: str
-
-    def check(self, spec: ModelSpec) -> None:
-        """Raises: MismatchError if the plan is of another model than `spec`."""
-        spec.require_same(self.spec, "the model", "the plan")
 
     def validate(self) -> None:
         """Refuse a plan that cannot be.
@@ -159,33 +155,17 @@ class CachePlan:
 
     def save(self, path: Path) -> None:
         """Write the plan as a whole or not at all; the predictor's path is written relative to the plan's folder."""
-        values = self.to_json()
+        saved = self
         if self.predictor is not None:
-            values["predictor"]["path"] = os.path.relpath(self.predictor.path, path.parent.resolve())
-        durable.write_text(path, json.dumps(values, indent=1, allow_nan=False) + "\n")
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as a JSON object."""
-        return {**artefact.head("cache_plan", SCHEMA_VERSION), **asdict(self), "spec": self.spec.to_json()}
+            located = os.path.relpath(self.predictor.path, path.parent.resolve())
+            saved = replace(self, predictor=replace(self.predictor, path=located))
+        Artefact.save(saved, path)
 
     @classmethod
-    def load(cls, path: str | Path) -> "CachePlan":
-        """Read a plan; the predictor's path becomes absolute.
-
-        Raises:
-            UsageError: there is no such file.
-            MismatchError: it is not a cache plan of this schema version, it is damaged, or makes no sense (`validate`).
-        """
-        plan = artefact.load(
-            cls,
-            path,
-            what="plan",
-            kind="cache_plan",
-            version=SCHEMA_VERSION,
-            command="moetool plan cache",
-            example="--trace DIR --device-memory 64MB",
-        )
-        if plan.predictor is not None:
-            located = str((Path(path).parent.resolve() / plan.predictor.path).resolve())
-            return replace(plan, predictor=replace(plan.predictor, path=located))
-        return plan
+    def load(cls, path: str | Path) -> Self:
+        """Read a plan, as any artefact; the predictor's path becomes absolute."""
+        plan = super(CachePlan, cls).load(path)
+        if plan.predictor is None:
+            return plan
+        located = str((Path(path).parent.resolve() / plan.predictor.path).resolve())
+        return replace(plan, predictor=replace(plan.predictor, path=located))

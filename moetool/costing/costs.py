@@ -7,17 +7,14 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from moetool import artefact, durable
 from moetool import validation as check
+from moetool.artefact import Artefact
 from moetool.errors import MismatchError
 from moetool.machine import Machine
 from moetool.types import ModelSpec
 
-SCHEMA_VERSION = 1
-KIND = "cost_profile"
 TIERS = ("disk", "pinned", "pageable")
 
 
@@ -149,7 +146,7 @@ class LoadCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostProfile:
+class CostProfile(Artefact):
     """The cost curves of one machine for one model.
 
     Attributes:
@@ -166,7 +163,12 @@ class CostProfile:
         link: seconds until bytes sent to the peer were received and acknowledged, against bytes.
     """
 
-    spec: ModelSpec
+    KIND: ClassVar[str] = "cost_profile"
+    WHAT: ClassVar[str] = "profile"
+    COMMAND: ClassVar[str] = "moetool profile"
+    EXAMPLE: ClassVar[str] = "MODEL"
+    INDENT: ClassVar[int | None] = 1
+
     config_only: bool
     num_hidden_layers: int
     machine: Machine
@@ -260,26 +262,6 @@ class CostProfile:
         for i, loads in enumerate(self.loads):
             check.require_one_of(f"loads.{i}.tier", loads.tier, TIERS)
             check.require_whole(f"loads.{i}.threads", loads.threads, 1)
-
-    def save(self, path: Path) -> None:
-        """Write the profile as a whole or not at all."""
-        durable.write_text(path, json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
-
-    def to_json(self) -> dict[str, Any]:
-        """The profile as a JSON object."""
-        return {**artefact.head(KIND, SCHEMA_VERSION), **asdict(self), "spec": self.spec.to_json()}
-
-    @classmethod
-    def load(cls, path: str | Path) -> "CostProfile":
-        """Read a profile.
-
-        Raises:
-            UsageError: there is no such file.
-            MismatchError: it is not a profile of this schema version, or it is damaged.
-        """
-        return artefact.load(
-            cls, path, what="profile", kind=KIND, version=SCHEMA_VERSION, command="moetool profile", example="MODEL"
-        )
 
 
 def _shape(spec: ModelSpec) -> set[tuple[int, ...]]:

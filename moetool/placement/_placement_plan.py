@@ -1,21 +1,18 @@
 """Placement plans of a cluster and migrations between them. A plan is one JSON file."""
 
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from moetool import artefact, durable
 from moetool import validation as check
+from moetool.artefact import Artefact
 from moetool.errors import CapacityError
 from moetool.placement._demand import STARTS
 from moetool.types import Cluster, ModelSpec
 
-SCHEMA_VERSION = 1
 Place = tuple[int, int]
 """MoE layer and expert."""
 _MOVES = ("copy", "drop", "stage", "unstage")
@@ -37,7 +34,7 @@ class TraceReference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementPlan:
+class PlacementPlan(Artefact):
     """The experts that each GPU of a cluster holds.
 
     Attributes:
@@ -57,7 +54,9 @@ class PlacementPlan:
         split: share of each trace's requests that it was made from (`moetool.placement._demand.planned_share`).
     """
 
-    spec: ModelSpec
+    KIND: ClassVar[str] = "placement_plan"
+    COMMAND: ClassVar[str] = "moetool plan placement"
+
     cluster: Cluster
     planner: str
     options: dict[str, Any]
@@ -138,27 +137,6 @@ class PlacementPlan:
                     f"{gpu.expert_bytes:,} that it has for them"
                 )
 
-    def save(self, path: Path) -> None:
-        """Write the plan as a whole or not at all."""
-        durable.write_text(path, json.dumps(self.to_json(), allow_nan=False) + "\n")
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as a JSON object."""
-        return {**artefact.head("placement_plan", SCHEMA_VERSION), **asdict(self), "spec": self.spec.to_json()}
-
-    @classmethod
-    def load(cls, path: str | Path) -> "PlacementPlan":
-        """Read and check a plan.
-
-        Raises:
-            UsageError: there is no such file.
-            MismatchError: it is not a placement plan of this schema version, or it is damaged.
-            CapacityError: it does not fit its own cluster.
-        """
-        return artefact.load(
-            cls, path, what="plan", kind="placement_plan", version=SCHEMA_VERSION, command="moetool plan placement"
-        )
-
 
 def experts_of(placed_GLE: np.ndarray) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """`PlacementPlan.experts_LG` from an array of bool."""
@@ -219,7 +197,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MigrationPlan:
+class MigrationPlan(Artefact):
     """Ordered moves from one placement to another, and whether they pay.
 
     Attributes:
@@ -237,7 +215,10 @@ class MigrationPlan:
         window_s: length of a compute phase.
     """
 
-    spec: ModelSpec
+    KIND: ClassVar[str] = "migration_plan"
+    WHAT: ClassVar[str] = "migration plan"
+    COMMAND: ClassVar[str] = "moetool plan migrate"
+
     cluster: Cluster
     moves: tuple[Move, ...]
     bytes: int
@@ -251,10 +232,6 @@ class MigrationPlan:
     worth_it: bool
     windows: int | None = None
     window_s: float | None = None
-
-    def check(self, spec: ModelSpec) -> None:
-        """Raises: MismatchError if the plan is of another model than `spec`."""
-        spec.require_same(self.spec, "the model", "the migration plan")
 
     def validate(self) -> None:
         """Raises: MismatchError where a move is of an expert or GPU that is not there, or the sums do not fit."""
@@ -284,18 +261,3 @@ class MigrationPlan:
             check.require_whole("windows", self.windows, 0)
         if self.window_s is not None:
             check.require_positive("window_s", self.window_s)
-
-    def save(self, path: Path) -> None:
-        """Write the plan as a whole or not at all."""
-        durable.write_text(path, json.dumps(self.to_json(), allow_nan=False) + "\n")
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as a JSON object."""
-        return {**artefact.head("migration_plan", SCHEMA_VERSION), **asdict(self), "spec": self.spec.to_json()}
-
-    @classmethod
-    def load(cls, path: Path) -> "MigrationPlan":
-        """Read a plan; errors as of `PlacementPlan.load`."""
-        return artefact.load(
-            cls, path, what="plan", kind="migration_plan", version=SCHEMA_VERSION, command="moetool plan migrate"
-        )
