@@ -3,8 +3,6 @@
 import contextlib
 import http.client
 import json
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,18 +19,17 @@ PATIENCE_S = 60.0
 @contextlib.contextmanager
 def serving(engine: Any, **options: Any) -> Iterator[tuple[str, HttpServer]]:
     """(URL, server) of an engine that is served on a thread; the engine is closed at the end."""
-    ready: queue.Queue[str] = queue.Queue()
-    server = HttpServer(engine, bind("127.0.0.1", 0), on_ready=ready.put, **options)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
+    server = HttpServer(engine, bind("127.0.0.1", 0), **options)
+    server.start()
     try:
-        yield ready.get(timeout=PATIENCE_S), server
+        assert server.serves(within_s=PATIENCE_S)
+        yield server.url, server
     finally:
-        for _ in range(3):
-            server.interrupt()
-        thread.join(PATIENCE_S)
+        server.interrupt()
+        server.interrupt()
+        ended = server.stop(within_s=PATIENCE_S)
         engine.close()
-        assert not thread.is_alive()
+        assert ended
 
 
 def client_of(url: str) -> openai.OpenAI:

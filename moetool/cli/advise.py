@@ -17,20 +17,20 @@ def advise(
     memory: Annotated[
         list[str],
         typer.Option(help="Expert memory to compare, as shares of all experts (default: 6.25%,12.5%,25%,50%,75%)."),
-    ] = [],  # noqa: B006 - Typer copies defaults
+    ] = [],
     policy: Annotated[
         list[str],
         typer.Option(
             help="Cache policies, comma-separated, or auto for all that need no predictor (default: lru,lfu)."
         ),
-    ] = [],  # noqa: B006
+    ] = [],
     bandwidth: Annotated[
         list[str],
         typer.Option(
             help="Link that experts are loaded over: pcie3, pcie4, pcie5 (x16), nvme, sata, or bytes per second, "
             "e.g. 20GB (default: pcie4,nvme)."
         ),
-    ] = [],  # noqa: B006
+    ] = [],
     compute: Annotated[
         str | None,
         typer.Option(help="Compute time per token, e.g. 20ms (default: reading its experts at 1 TB/s)."),

@@ -19,6 +19,7 @@ from moetool.cli.flags import (
     listed,
     open_trace,
     read_timeline,
+    settable,
 )
 from moetool.config import parse, parse_bytes, parse_seconds, parse_settings
 from moetool.errors import UsageError
@@ -65,11 +66,8 @@ def plan_cache(
         bool, typer.Option("--tune", help="Also search prefetch distances, pinned experts and prefetch limits.")
     ] = False,
     settings: Annotated[
-        list[str],
-        typer.Option(
-            "--set", help="Further setting, as for serve: kv_tokens, dtype, ..., and timeline.device, ... Repeatable."
-        ),
-    ] = [],  # noqa: B006
+        list[str], settable("Further setting, as for serve: kv_tokens, dtype, ..., and timeline.device, ...")
+    ] = [],
     as_json: Json = False,
     recipe: Recipe = None,
 ) -> None:
@@ -140,9 +138,7 @@ def plan_maps(
     capacity: Annotated[
         str | None, typer.Option(help="Maps to keep: a number, 2LJ or LJlnLJ/2 (default: LJlnLJ/2).")
     ] = None,
-    settings: Annotated[
-        list[str], typer.Option("--set", help="Option of the predictor expert_map, e.g. source=topk. Repeatable.")
-    ] = [],  # noqa: B006
+    settings: Annotated[list[str], settable("Option of the predictor expert_map, e.g. source=topk.")] = [],
     seed: Annotated[int, typer.Option(help="Seed of the split into stored and held-out requests.")] = 0,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -166,12 +162,8 @@ def plan_alpha(
     target_tpot: Annotated[str, typer.Option(help="Limit of the time per output token, e.g. 80ms.")],
     out: Annotated[Path, typer.Option("--out", help="Plan file to write (JSON), for 'moetool serve --plan'.")],
     settings: Annotated[
-        list[str],
-        typer.Option(
-            "--set",
-            help="Setting: alphas=[0,0.2,0.4], tokens=N, rounds=N, or of serve, e.g. serve.dtype=bfloat16. Repeatable.",
-        ),
-    ] = [],  # noqa: B006
+        list[str], settable("Setting: alphas=[0,0.2,0.4], tokens=N, rounds=N, or of serve, e.g. serve.dtype=bfloat16.")
+    ] = [],
     as_json: Json = False,
 ) -> None:
     """Choose SMoE's alpha, its allowed deviation from the router, by measured time and loss."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moetool import tables
-from moetool.cli.flags import Device, HostMemory, Json, Model, Out, Overwrite, Recipe, Revision, listed
+from moetool.cli.flags import Device, HostMemory, Json, Model, Out, Overwrite, Recipe, Revision, listed, settable
 from moetool.config import parse, parse_bytes, parse_settings
 from moetool.errors import UsageError
 from moetool.models.hub import with_revision
@@ -66,11 +66,8 @@ def capture(
     host_memory: HostMemory = None,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes that share the batches, one thread each.")] = 1,
     settings: Annotated[
-        list[str],
-        typer.Option(
-            "--set", help="Further setting: data.task, data.split, data.seed, data.duplicates=keep, ... Repeatable."
-        ),
-    ] = [],  # noqa: B006
+        list[str], settable("Further setting: data.task, data.split, data.seed, data.duplicates=keep, ...")
+    ] = [],
     server: Annotated[
         str | None,
         typer.Option(help="URL of a running vLLM or SGLang server that returns routed experts, e.g. http://HOST:8000."),

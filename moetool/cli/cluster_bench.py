@@ -7,6 +7,7 @@ import typer
 
 from moetool import tables
 from moetool.cli.bench_results import command_line, hand_over, results_file
+from moetool.cli.flags import settable
 from moetool.config import parse, parse_settings
 from moetool.errors import UsageError, unknown_name
 
@@ -16,22 +17,19 @@ def cluster(
     data: Annotated[
         list[str],
         typer.Option(help="Prompt sets or files, one per server (default: arithmetic, ascii_words, narratives)."),
-    ] = [],  # noqa: B006 - Typer copies defaults
+    ] = [],
     line: Annotated[
         list[str],
         typer.Option(
             help="System to compare: alone, redirected, or a planner (default: all of Prism's); with --mode ep "
             "vanilla, offline, reactive, ... Repeatable."
         ),
-    ] = [],  # noqa: B006
+    ] = [],
     mode: Annotated[str, typer.Option(help="Cluster mode: edge, or ep for expert parallelism.")] = "edge",
     quick: Annotated[bool, typer.Option("--quick", help="Smoke test: a few short requests.")] = False,
     settings: Annotated[
-        list[str],
-        typer.Option(
-            "--set", help="Setting: bench.rounds, bench.gaps_s, bench.links, bench.where=namespaces, ... Repeatable."
-        ),
-    ] = [],  # noqa: B006
+        list[str], settable("Setting: bench.rounds, bench.gaps_s, bench.links, bench.where=namespaces, ...")
+    ] = [],
     out: Annotated[Path | None, typer.Option("--out", help="Output directory for results (JSON) and figures.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite earlier results.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import threading
 import time
 import tomllib
 import urllib.request
@@ -246,23 +245,14 @@ def _server(engine: Any) -> Iterator[str]:
     """An HTTP server around an engine, on a free port of the loopback address."""
     from moetool.serving import server
 
-    ready = threading.Event()
-    urls: list[str] = []
-
-    def on_ready(url: str) -> None:
-        urls.append(url)
-        ready.set()
-
-    http = server.HttpServer(engine, server.bind("127.0.0.1", 0), on_ready=on_ready)
+    http = server.HttpServer(engine, server.bind("127.0.0.1", 0))
     engine.start()
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
-    thread.start()
-    ready.wait(60)
+    http.start()
     try:
-        yield urls[0]
+        http.serves(within_s=60)
+        yield http.url
     finally:
-        http.interrupt()
-        thread.join()
+        http.stop(within_s=60)
         engine.close()
 
 

@@ -74,6 +74,11 @@ def _flags(ctx: typer.Context) -> dict[str, str]:
     return {name: names[name] for name in names if name != "as_json"}
 
 
+def settable(what: str) -> Any:
+    """The option `--set` of a command, which says what can be set."""
+    return typer.Option("--set", help=f"{what} Repeatable.")
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -89,7 +94,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite existing
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 PredictorDir = Annotated[Path | None, typer.Option("--predictor", help="Directory of a trained predictor.")]
 ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Machine costs from 'moetool profile'.")]
-Settings = Annotated[list[str], typer.Option("--set", help="An option by name, as in --set width=64. Repeatable.")]
+Settings = Annotated[list[str], settable("An option by name, as in --set width=64.")]
 Device = Annotated[
     str | None,
     typer.Option(help="Compute device: cpu or cuda (default: cpu; for serve, cuda if present)."),

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from moetool.cli.bench_results import command_line, hand_over, results_file
-from moetool.cli.flags import Json, listed
+from moetool.cli.flags import Json, listed, settable
 from moetool.config import parse, parse_settings
 
 
@@ -17,10 +17,7 @@ def gpu(
         str, typer.Option(help="Model shapes with random weights, comma-separated.")
     ] = "deepseek-v2-lite,qwen3-30b-a3b",
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu for a dry run.")] = "cuda",
-    settings: Annotated[
-        list[str],
-        typer.Option("--set", help="Setting: layers, shares, policies, new_tokens, limit_s, plain. Repeatable."),
-    ] = [],  # noqa: B006
+    settings: Annotated[list[str], settable("Setting: layers, shares, policies, new_tokens, limit_s, plain.")] = [],
     as_json: Json = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing gpu.json.")] = False,
 ) -> None:

@@ -31,13 +31,13 @@ def paper(
             metavar="NAME", help="Paper: prism, director, duoserve, finemoe, smoe or all, or your own recipe (.toml)."
         ),
     ] = None,
-    only: Annotated[list[str], typer.Option(help='Table or figure, e.g. "Figure 8" (default: all). Repeatable.')] = [],  # noqa: B006 - Typer copies defaults
+    only: Annotated[list[str], typer.Option(help='Table or figure, e.g. "Figure 8" (default: all). Repeatable.')] = [],
     quick: Annotated[
         bool, typer.Option("--quick", help="Smoke test: tiny sizes, about a minute, most verdicts undecided.")
     ] = False,
     trace: Annotated[
         list[str], typer.Option(help="NAME=DIR: trace to use in place of the embedded model's. Repeatable.")
-    ] = [],  # noqa: B006
+    ] = [],
     out: Annotated[
         Path | None, typer.Option("--out", help="Output directory for figures (SVG, PNG) and verdicts.json.")
     ] = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetool import durable, tables
-from moetool.cli.flags import Json, open_predictor
+from moetool.cli.flags import Json, open_predictor, settable
 from moetool.config import parse, parse_settings
 from moetool.errors import UsageError
 
@@ -20,10 +20,7 @@ Traces = Annotated[list[str], typer.Option("--trace", help="SERVER=DIR: trace of
 ClusterFile = Annotated[Path, typer.Option("--cluster", help="TOML file with servers, GPUs and links.")]
 Profile = Annotated[Path | None, typer.Option("--profile", help="Cost profile (default: unit costs).")]
 Split = Annotated[float, typer.Option("--split", help="Share of the requests to plan on; the rest is held out.")]
-Settings = Annotated[
-    list[str],
-    typer.Option("--set", help="Option of the planner, or seed, starts, sides, routing, value_bytes. Repeatable."),
-]
+Settings = Annotated[list[str], settable("Option of the planner, or seed, starts, sides, routing, value_bytes.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan from 'moetool plan placement'.")]
 CMax = Annotated[
     int | None, typer.Option("--c-max", help="Experts of a layer per GPU at most (default: as memory allows).")
@@ -46,7 +43,7 @@ def placement(
     ] = None,
     split: Split = 1.0,
     c_max: CMax = None,
-    settings: Settings = [],  # noqa: B006 - Typer copies defaults
+    settings: Settings = [],
     as_json: Json = False,
 ) -> None:
     """Place experts on the GPUs of a cluster, from traces of its servers."""
@@ -77,7 +74,7 @@ def score(
     plan: PlanFile,
     trace: Traces,
     profile: Profile = None,
-    settings: Settings = [],  # noqa: B006
+    settings: Settings = [],
     as_json: Json = False,
 ) -> None:
     """Score a placement on traces: locality, latency, load balance, link traffic, gap to the bounds."""
@@ -109,12 +106,8 @@ def compare(
     profile: Profile = None,
     c_max: CMax = None,
     settings: Annotated[
-        list[str],
-        typer.Option(
-            "--set",
-            help="Option of a planner, PLANNER.OPTION=VALUE, or seed, starts, sides, routing, value_bytes. Repeatable.",
-        ),
-    ] = [],  # noqa: B006
+        list[str], settable("Option of a planner, PLANNER.OPTION=VALUE, or seed, starts, sides, routing, value_bytes.")
+    ] = [],
     as_json: Json = False,
 ) -> None:
     """Compare planners on held-out requests."""
@@ -164,7 +157,7 @@ def stream(
     predictor: Annotated[
         Path | None, typer.Option(help="Directory of a trained predictor (default: recall of earlier tokens).")
     ] = None,
-    settings: Settings = [],  # noqa: B006
+    settings: Settings = [],
     as_json: Json = False,
 ) -> None:
     """Compare offline, reactive and proactive placement over a stream of mixed batches."""

@@ -7,7 +7,7 @@ import typer
 
 from moetool import tables
 from moetool.cli.bench_results import command_line, hand_over, results_file
-from moetool.cli.flags import Json, listed, open_trace
+from moetool.cli.flags import Json, listed, open_trace, settable
 from moetool.config import parse, parse_bytes, parse_settings
 
 
@@ -15,9 +15,7 @@ def policies(
     trace: Annotated[list[Path], typer.Option(help="Trace directory. Repeatable.")],
     budget: Annotated[
         list[str], typer.Option(help="Expert memory as shares of all experts, comma-separated or repeated.")
-    ] = [  # noqa: B006
-        "12.5%,25%,50%"
-    ],
+    ] = ["12.5%,25%,50%"],
     tokens: Annotated[int, typer.Option(min=1, help="Approximate tokens of each trace, in whole requests.")] = 2000,
     as_json: Json = False,
     out: Annotated[Path | None, typer.Option("--out", help="Output directory for policies.json.")] = None,
@@ -37,11 +35,8 @@ def policies(
 def drafts(
     trace: Annotated[list[Path], typer.Option(help="Trace directory. Repeatable.")],
     settings: Annotated[
-        list[str],
-        typer.Option(
-            "--set", help="Setting: policy, share, length, matched, accepted=[0.6,1], verify, compute. Repeatable."
-        ),
-    ] = [],  # noqa: B006
+        list[str], settable("Setting: policy, share, length, matched, accepted=[0.6,1], verify, compute.")
+    ] = [],
     as_json: Json = False,
     out: Annotated[Path | None, typer.Option("--out", help="Output directory for drafts.json.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing drafts.json.")] = False,

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from moetool import assets, durable, tables
-from moetool.cli.flags import Json, Out, Overwrite
+from moetool.cli.flags import Json, Out, Overwrite, settable
 from moetool.config import parse_settings
 
 
@@ -22,9 +22,7 @@ def reference_train(
     start: Annotated[
         str | None, typer.Option("--from", help="Model to continue from; 'reference' is the embedded one.")
     ] = None,
-    settings: Annotated[
-        list[str], typer.Option("--set", help="Recipe value, e.g. fit.max_steps=500. Repeatable.")
-    ] = [],  # noqa: B006
+    settings: Annotated[list[str], settable("Recipe value, e.g. fit.max_steps=500.")] = [],
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")] = False,
     overwrite: Overwrite = False,
     as_json: Json = False,

@@ -15,6 +15,7 @@ from moetool.cli.flags import (
     open_trace,
     read_timeline,
     require_policies,
+    settable,
 )
 from moetool.config import parse_bytes, parse_settings
 from moetool.errors import UsageError
@@ -42,12 +43,8 @@ def replay(
     ] = "auto",
     settings: Annotated[
         list[str],
-        typer.Option(
-            "--set",
-            help="Option of a policy or of the replay, e.g. lfu.forget=true, timeline.device=cuda, devices=2. "
-            "Repeatable.",
-        ),
-    ] = [],  # noqa: B006
+        settable("Option of a policy or of the replay, e.g. lfu.forget=true, timeline.device=cuda, devices=2."),
+    ] = [],
     as_json: Json = False,
 ) -> None:
     """Simulate cache policies on a trace without the model: hits, loads, bytes and, with --profile, times."""

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from moetool import durable, tables
-from moetool.cli.flags import Overwrite, Recipe, listed, open_trace, require_policies
+from moetool.cli.flags import Overwrite, Recipe, listed, open_trace, require_policies, settable
 from moetool.config import parse, parse_settings
 from moetool.errors import MismatchError, UsageError
 
@@ -18,23 +18,22 @@ def report(
     policy: Annotated[
         list[str],
         typer.Option(help="Cache policies to compare with belady, comma-separated or repeated (default: lru,lfu)."),
-    ] = [],  # noqa: B006
+    ] = [],
     budget: Annotated[
         list[str],
         typer.Option(help="Expert memory: bytes or shares of all experts (default: 6.25%,12.5%,25%,50%,75%)."),
-    ] = [],  # noqa: B006
+    ] = [],
     settings: Annotated[
         list[str],
-        typer.Option(
-            "--set",
-            help="Setting of the report or option of a policy: report.choices, report.uses, "
-            "report.tokenizer=MODEL, report.by=label, ..., POLICY.OPTION. Repeatable.",
+        settable(
+            "Setting of the report or option of a policy: report.choices, report.uses, "
+            "report.tokenizer=MODEL, report.by=label, ..., POLICY.OPTION."
         ),
-    ] = [],  # noqa: B006
+    ] = [],
     served: Annotated[
         list[str],
         typer.Option("--trace", help="For a placement: SERVER=DIR, the trace of a server's requests. Repeatable."),
-    ] = [],  # noqa: B006
+    ] = [],
     before: Annotated[Path | None, typer.Option(help="For a placement: earlier plan to compare with.")] = None,
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the page's data as JSON.")] = False,

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from moetool.cli.bench_results import command_line, hand_over, results_file
-from moetool.cli.flags import Json, Model, listed
+from moetool.cli.flags import Json, Model, listed, settable
 from moetool.config import parse, parse_settings
 from moetool.errors import unknown_name
 
@@ -15,11 +15,10 @@ def rivals(
     model: Model,
     gguf: Annotated[Path | None, typer.Option(help="GGUF file of the same weights, for llama.cpp.")] = None,
     llama_server: Annotated[Path | None, typer.Option(help="Path of llama-server (default: found on PATH).")] = None,
-    engine: Annotated[list[str], typer.Option(help="Engines, comma-separated or repeated (default: all).")] = [],  # noqa: B006
+    engine: Annotated[list[str], typer.Option(help="Engines, comma-separated or repeated (default: all).")] = [],
     settings: Annotated[
-        list[str],
-        typer.Option("--set", help="Setting: prompt_tokens, new_tokens, rounds, shares, threads, dtype. Repeatable."),
-    ] = [],  # noqa: B006
+        list[str], settable("Setting: prompt_tokens, new_tokens, rounds, shares, threads, dtype.")
+    ] = [],
     as_json: Json = False,
     out: Annotated[
         Path | None, typer.Option("--out", help="Output directory: one JSON file per cell, and rivals.json.")

@@ -8,7 +8,7 @@ import typer
 
 from moetool import durable, tables
 from moetool.cli.bench_results import command_line, hand_over
-from moetool.cli.flags import Json, PredictorDir, Recipe, listed, require_policies
+from moetool.cli.flags import Json, PredictorDir, Recipe, listed, require_policies, settable
 from moetool.config import parse, parse_settings
 from moetool.errors import UsageError
 
@@ -32,19 +32,15 @@ def bench_serve(
     ] = None,
     data: Annotated[
         list[str], typer.Option(help="Prompts for a MODEL with its own routing: embedded sets or files. Repeatable.")
-    ] = [],  # noqa: B006
+    ] = [],
     predictor: PredictorDir = None,
     work: Annotated[Path, typer.Option(help="Directory that keeps random weights for the next run.")] = Path(
         "moetool-bench"
     ),
     settings: Annotated[
         list[str],
-        typer.Option(
-            "--set",
-            help="Setting of the bench or option of a policy: bench.rounds, bench.requests, ..., POLICY.OPTION. "
-            "Repeatable.",
-        ),
-    ] = [],  # noqa: B006
+        settable("Setting of the bench or option of a policy: bench.rounds, bench.requests, ..., POLICY.OPTION."),
+    ] = [],
     as_json: Json = False,
     out: Annotated[Path | None, typer.Option("--out", help="JSON file for results and raw values.")] = None,
     recipe: Recipe = None,

@@ -11,7 +11,7 @@ import typer
 from moetool import garbage, tables
 from moetool.cli import cluster as cli_cluster
 from moetool.cli.cluster_command import ClusterCommand
-from moetool.cli.flags import ApiKey, Device, HostMemory, Model, Recipe, Revision
+from moetool.cli.flags import ApiKey, Device, HostMemory, Model, Recipe, Revision, settable
 from moetool.config import parse, parse_bytes, parse_settings
 from moetool.errors import UsageError
 from moetool.models.hub import with_revision
@@ -50,11 +50,11 @@ def serve(
     allowed_host: Annotated[
         list[str],
         typer.Option(help="Additional host name that clients may use, e.g. lab.example; * allows any. Repeatable."),
-    ] = [],  # noqa: B006
+    ] = [],
     cors_origin: Annotated[
         list[str],
         typer.Option(help="Web origin that may call the server, e.g. https://chat.example; * allows any. Repeatable."),
-    ] = [],  # noqa: B006
+    ] = [],
     ssl_certfile: Annotated[Path | None, typer.Option(help="PEM certificate chain; enables HTTPS.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="PEM private key (default: in --ssl-certfile).")] = None,
     log: Annotated[
@@ -63,12 +63,11 @@ def serve(
     ] = None,
     settings: Annotated[
         list[str],
-        typer.Option(
-            "--set",
-            help="Further setting, e.g. kv_tokens=8192: kv_tokens, dtype, devices, io_threads, policy.OPTION, "
-            "server.max_queue, ... Repeatable.",
+        settable(
+            "Further setting, e.g. kv_tokens=8192: kv_tokens, dtype, devices, io_threads, policy.OPTION, "
+            "server.max_queue, ..."
         ),
-    ] = [],  # noqa: B006
+    ] = [],
     revision: Revision = None,
     recipe: Recipe = None,
 ) -> None:
@@ -209,9 +208,7 @@ def chat(
         str, typer.Argument(metavar="URL", help="Server URL, e.g. http://127.0.0.1:8000.")
     ] = "http://127.0.0.1:8000",
     api_key: ApiKey = None,
-    settings: Annotated[
-        list[str], typer.Option("--set", help="Field of every request, e.g. temperature=0. Repeatable.")
-    ] = [],  # noqa: B006
+    settings: Annotated[list[str], settable("Field of every request, e.g. temperature=0.")] = [],
 ) -> None:
     """Chat with a server in the terminal. Ctrl-C stops an answer; Ctrl-D or an empty line quits."""
     from moetool.serving.chat import Conversation, ServerRefused

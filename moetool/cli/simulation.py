@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetool import durable, tables
-from moetool.cli.flags import Json, open_predictor
+from moetool.cli.flags import Json, open_predictor, settable
 from moetool.config import parse_settings
 from moetool.errors import UsageError
 
@@ -49,7 +49,7 @@ def simulate(
             help="Values to sweep: gpus=4,16, bandwidth=100Mbps,1Gbps, gap=8s,15s, seed=0,1, lookahead=…, "
             "migrate=…. Repeatable."
         ),
-    ] = [],  # noqa: B006 - Typer copies defaults
+    ] = [],
     figure: Annotated[
         Path | None,
         typer.Option(
@@ -58,11 +58,8 @@ def simulate(
     ] = None,
     report: Annotated[Path | None, typer.Option(help="HTML file to write tables and figures to.")] = None,
     settings: Annotated[
-        list[str],
-        typer.Option(
-            "--set", help="Setting or planner option: seed, seats, replan_s, ..., PLANNER.OPTION. Repeatable."
-        ),
-    ] = [],  # noqa: B006
+        list[str], settable("Setting or planner option: seed, seats, replan_s, ..., PLANNER.OPTION.")
+    ] = [],
     as_json: Json = False,
 ) -> None:
     """Simulate a cluster event by event: latency, local compute share, utilization, traffic, migrations."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetool import tables
-from moetool.cli.flags import Json, Out, Overwrite, how_whole, open_trace
+from moetool.cli.flags import Json, Out, Overwrite, how_whole, open_trace, settable
 from moetool.config import parse_settings
 from moetool.errors import UsageError
 
@@ -175,7 +175,7 @@ def import_files(
             help="Column names of a CSV, TSV, JSON or Parquet table, e.g. layer=l,expert=e,token=t (default: "
             "detected). Repeatable.",
         ),
-    ] = [],  # noqa: B006 - Typer copies defaults
+    ] = [],
     tokens_as: Annotated[
         str | None,
         typer.Option(
@@ -185,12 +185,11 @@ def import_files(
     ] = None,
     settings: Annotated[
         list[str],
-        typer.Option(
-            "--set",
-            help="Facts that the files lack: model=PATH, or num_experts, top_k, expert_bytes, first_k_dense or "
-            "moe_layers=1..26, num_hidden_layers; task; drop_tokens=true. Repeatable.",
+        settable(
+            "Facts that the files lack: model=PATH, or num_experts, top_k, expert_bytes, first_k_dense or "
+            "moe_layers=1..26, num_hidden_layers; task; drop_tokens=true."
         ),
-    ] = [],  # noqa: B006 - Typer copies defaults
+    ] = [],
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:

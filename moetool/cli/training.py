@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from moetool import durable, tables
-from moetool.cli.flags import Json, Out, Overwrite, Recipe, TraceDir, listed
+from moetool.cli.flags import Json, Out, Overwrite, Recipe, TraceDir, listed, settable
 from moetool.config import parse, parse_settings
 from moetool.errors import UsageError
 
@@ -18,7 +18,7 @@ def train(
     trace: Annotated[
         Path | None, typer.Option("--trace", help="Trace directory (all predictors but awq_replica).")
     ] = None,
-    data: Annotated[list[str], typer.Option(help="For awq_replica: calibration text, as for capture.")] = [],  # noqa: B006 - Typer copies defaults
+    data: Annotated[list[str], typer.Option(help="For awq_replica: calibration text, as for capture.")] = [],
     bits: Annotated[int | None, typer.Option(help="For awq_replica: bits per weight: 2, 4 or 8 (default: 4).")] = None,
     group: Annotated[
         int | None, typer.Option(help="For awq_replica: weights per scale: 32, 64 or 128 (default: 64).")
@@ -31,13 +31,8 @@ def train(
         ),
     ] = None,
     settings: Annotated[
-        list[str],
-        typer.Option(
-            "--set",
-            help="Option of the predictor or of training: fit.max_epochs, fit.max_tokens, fit.held_out, ... "
-            "Repeatable.",
-        ),
-    ] = [],  # noqa: B006
+        list[str], settable("Option of the predictor or of training: fit.max_epochs, fit.max_tokens, fit.held_out, ...")
+    ] = [],
     seed: Annotated[int, typer.Option(help="Seed for the split, initial weights and sample order.")] = 0,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -90,10 +85,7 @@ def evaluate(
     unseen_task: Annotated[
         Path | None, typer.Option("--unseen-task", help="Trace directory of a task that no predictor was trained on.")
     ] = None,
-    settings: Annotated[
-        list[str],
-        typer.Option("--set", help="Option of one predictor, e.g. awq_replica.activation_bits=8. Repeatable."),
-    ] = [],  # noqa: B006
+    settings: Annotated[list[str], settable("Option of one predictor, e.g. awq_replica.activation_bits=8.")] = [],
     profile: Annotated[
         Path | None,
         typer.Option(help="Machine costs from 'moetool profile', to print times as shares of a decode step."),

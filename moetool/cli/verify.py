@@ -14,7 +14,7 @@ def verify(
     model: Model,
     policy: Annotated[
         list[str], typer.Option(help="Cache policies to verify, or all (default: lru, foresight, hybrimoe).")
-    ] = [],  # noqa: B006
+    ] = [],
     prompts: Annotated[int, typer.Option(min=1, max=200, help="Number of embedded prompts.")] = 24,
     tokens: Annotated[int, typer.Option(min=1, max=256, help="Tokens to generate for each prompt.")] = 8,
     device: Device = None,

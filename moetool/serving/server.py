@@ -6,6 +6,7 @@ import ipaddress
 import socket
 import ssl
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -132,6 +133,9 @@ class HttpServer(uvicorn.Server):
         api_key: the key that clients have to send; None asks nobody.
         settings: (name, value, why) for `/stats`.
 
+    Attributes:
+        url: where clients on this machine reach it.
+
     Effects: raises this process's limit of open files where it is too low for `max_connections`.
     """
 
@@ -181,8 +185,10 @@ class HttpServer(uvicorn.Server):
         )
         self.frontend: Frontend = app.state.frontend
         self._sock = sock
-        self._url = url_of(sock, tls=tls is not None)
+        self.url = url_of(sock, tls=tls is not None)
         self._on_ready = on_ready
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self.serve_forever, name="endpoint", daemon=True)
         self._drain_timeout_s = options.drain_timeout_s
         self._num_interrupts = 0
         self._deadline: float | None = None
@@ -200,6 +206,20 @@ class HttpServer(uvicorn.Server):
             self._sock.close()
             self._log.close()
 
+    def start(self) -> None:
+        """Serve on a thread of its own."""
+        self._thread.start()
+
+    def serves(self, within_s: float) -> bool:
+        """Whether that thread answers requests, now or before so much time has passed."""
+        return self._ready.wait(within_s) and self._thread.is_alive()
+
+    def stop(self, within_s: float) -> bool:
+        """Interrupt that thread; whether it has ended before so much time has passed."""
+        self.interrupt()
+        self._thread.join(within_s)
+        return not self._thread.is_alive()
+
     def interrupt(self) -> None:
         """Handle a signal; from any thread."""
         self._num_interrupts += 1
@@ -213,7 +233,8 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._sock.listen(_BACKLOG)  # ACCEPTED_AT_ONCE has become that of the system too
-        self._on_ready(self._url)
+        self._on_ready(self.url)
+        self._ready.set()
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn's heartbeat, ten times a second."""

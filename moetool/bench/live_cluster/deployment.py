@@ -43,27 +43,19 @@ class Alone:
             self._engine = build_engine(checkpoint, options=options, policy="lru", device_memory_bytes=memory)
             undo.pop_all()
         self._engine.start()
-        self._url = ""
-        self._ready = threading.Event()
-        self._server = HttpServer(self._engine, sock, on_ready=self._on_ready, options=ServerOptions())
-        self._thread = threading.Thread(target=self._server.serve_forever, name="alone", daemon=True)
-        self._thread.start()
+        self._server = HttpServer(self._engine, sock)
+        self._server.start()
 
     def url(self) -> str:
         """Once it serves. Raises: MoetoolError if it does not."""
-        if not self._ready.wait(60.0):
+        if not self._server.serves(within_s=60.0):
             raise MoetoolError("a server by itself does not serve")
-        return self._url
+        return self._server.url
 
     def close(self) -> None:
         """End."""
-        self._server.interrupt()
-        self._thread.join(10.0)
+        self._server.stop(within_s=10.0)
         self._engine.close()
-
-    def _on_ready(self, url: str) -> None:
-        self._url = url
-        self._ready.set()
 
 
 class Stand:

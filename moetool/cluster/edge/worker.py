@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -134,7 +133,6 @@ class Worker:
             undo.callback(self._listener.close)
             self._engine.start()
             self._url = ""
-            self._ready = threading.Event()
             self._server = HttpServer(
                 _Timed(self._engine, self._meter),
                 users,
@@ -142,13 +140,12 @@ class Worker:
                 options=settings.limits,
                 api_key=settings.api_key,
             )
-            self._thread = threading.Thread(target=self._server.serve_forever, name="endpoint", daemon=True)
-            self._thread.start()
+            self._server.start()
             undo.pop_all()
 
     def info(self) -> WorkerInfo:
         """Once it serves. Raises: MoetoolError if it no longer can."""
-        if not self._ready.wait(_READY_S) or not self._thread.is_alive() or self._engine.state == "failed":
+        if not self._server.serves(_READY_S) or self._engine.state == "failed":
             raise MoetoolError(f"server {self._settings.server} does not serve (its engine: {self._engine.state})")
         return WorkerInfo(
             server=self._settings.server,
@@ -165,15 +162,14 @@ class Worker:
 
     def drain(self) -> None:
         """Take no more requests and finish those that run; experts are still computed for others."""
-        self._server.interrupt()
-        self._thread.join(self._settings.limits.drain_timeout_s + 10.0)
+        self._server.stop(within_s=self._settings.limits.drain_timeout_s + 10.0)
 
     def close(self) -> None:
         """End; requests that still run end with an error."""
         deadline = time.monotonic() + 10.0
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            self._server.interrupt()
-            self._thread.join(0.5)
+        ended = False
+        while not ended and time.monotonic() < deadline:
+            ended = self._server.stop(within_s=0.5)
         self._listener.close()
         self._engine.close()
 
@@ -183,7 +179,6 @@ class Worker:
             scheme, host, port = url.partition(":")[0], own_address(settings.toward), url.rpartition(":")[2]
             url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self._url = url
-        self._ready.set()
         _LOG.info(
             "server %d serves on %s with %d of %d experts",
             *(settings.server, url, len(self._runtime.held), self._runtime.spec.total_experts),
