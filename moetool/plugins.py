@@ -1,11 +1,21 @@
 """The folder is the registry.
 
 A policy, planner, predictor, file format or experiment of a paper is one module in its folder; the file's name is its
-name. Nothing is registered by hand. A dotted name (`my_lab.policy`) loads a stranger's module the same way.
+name. Nothing is registered by hand. Other people's modules are named `my_lab.policy`, or by file, `./policy.py`;
+`:NAME` behind it names a class other than `Policy`.
+
+Names on the command line are looked for in the working directory too. A name in a plan or a predictor's card is looked
+for on Python's path only, so that a downloaded directory runs no code of its own.
 """
 
+import contextlib
+import hashlib
 import importlib
+import importlib.util
 import pkgutil
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import ModuleType
 
 from moetool.errors import UsageError, unknown_name
@@ -24,7 +34,16 @@ _PARTS = {
     "predictor": ("Options", "Predictor"),
     "experiment": ("Options", "run"),
 }
-"""Required attributes of a module of each kind."""
+"""Required attributes of a module of each kind; the last is what `:NAME` replaces."""
+
+typed: set[str] = set()
+"""Plugins that the command line names."""
+
+
+def allow(words: Iterable[str]) -> None:
+    """Trust the plugins that these words of a command line name, alone, after `=` or in lists with commas."""
+    for word in words:
+        typed.update(part for piece in word.split(",") for part in (piece, piece.rpartition("=")[2]))
 
 
 def names(kind: str) -> list[str]:
@@ -44,7 +63,7 @@ def load(kind: str, name: str) -> ModuleType:
     Raises:
         UsageError: there is no such plugin; the nearest name is suggested.
     """
-    if "." in name:
+    if "." in name or "/" in name:
         return _imported(kind, name)
     if name.startswith("_") or name not in names(kind):
         raise unknown_name(kind, name, names(kind))
@@ -53,17 +72,64 @@ def load(kind: str, name: str) -> ModuleType:
 
 def _imported(kind: str, name: str) -> ModuleType:
     """A stranger's module. Raises: UsageError where it cannot be found or is of another kind."""
-    if not all(part.isidentifier() for part in name.split(".")):
-        raise UsageError(f"{kind} {name!r} is not a module name, expected one such as my_lab.{kind}")
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and name.startswith(error.name):
-            raise UsageError(
-                f"cannot import {kind} {name!r}: no module {error.name!r} on Python's path; run with PYTHONPATH=FOLDER"
-            ) from None
-        raise
+    source, _, attribute = name.partition(":")
+    file = Path(source) if source.endswith(".py") else None
+    parts = list(file.with_suffix("").parts) if file is not None else source.split(".")
+    if file is None and not all(part.isidentifier() for part in parts):
+        raise UsageError(f"{kind} {name!r} is not a module name or file, expected my_lab.{kind} or ./my_{kind}.py")
+    if name in typed:
+        with _path(Path.cwd(), *([file.parent] if file else [])):
+            module = _from_file(kind, file) if file is not None else _from_path(kind, source)
+    elif all(part.isidentifier() for part in parts):
+        module = _from_path(kind, ".".join(parts))
+    else:
+        raise UsageError(f"{kind} {name!r} is a file that the command line does not name; name it if you trust it")
+    if attribute:
+        if kind not in _PARTS or not hasattr(module, attribute):
+            raise UsageError(f"{source} has no {kind} {attribute}")
+        whole, module = module, ModuleType(module.__name__, module.__doc__)
+        vars(module).update({**vars(whole), _PARTS[kind][-1]: getattr(whole, attribute)})
     if missing := [part for part in _PARTS.get(kind, ()) if not hasattr(module, part)]:
         article = "an" if kind[0] in "aeiou" else "a"
         raise UsageError(f"{name} is not {article} {kind}: it has no {' and no '.join(missing)}")
     return module
+
+
+@contextlib.contextmanager
+def _path(*besides: Path) -> Iterator[None]:
+    """Look for modules in these directories too, after all others."""
+    before = list(sys.path)
+    sys.path += [str(directory.resolve()) for directory in besides]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _from_path(kind: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and name.startswith(error.name):
+            raise UsageError(
+                f"cannot import {kind} {name!r}: no module {error.name!r} on Python's path; "
+                "if you trust it, run with PYTHONPATH=DIRECTORY"
+            ) from None
+        raise
+
+
+def _from_file(kind: str, file: Path) -> ModuleType:
+    """The module of a file, executed once a process. Raises: UsageError: there is no such file."""
+    if not file.is_file():
+        raise UsageError(f"no {kind} at {file}")
+    name = f"_moetool_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

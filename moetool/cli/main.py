@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from moetool import __version__, garbage, logs, tables
+from moetool import __version__, garbage, logs, plugins, tables
 from moetool.cli import (
     advise,
     cache_plans,
@@ -174,6 +174,7 @@ def main() -> None:
         or, on a bug, with a traceback.
     """
     garbage.rarely()
+    plugins.allow(sys.argv[1:])
     try:
         interrupt.raises()
         _run()

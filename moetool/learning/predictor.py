@@ -345,7 +345,9 @@ def load_predictor(path: str | Path, options: Mapping[str, Mapping[str, Any]] | 
     try:
         predictor = made(card["options"])
     except UsageError as error:
-        raise MismatchError(f"{path} asks for what is not installed here ({error}); {again}") from None
+        raise MismatchError(
+            f"{path} needs a module that is not installed here ({error}); install it, or {again}"
+        ) from None
     if own := (options or {}).get(predictor.name):
         if not isinstance(own, Mapping):
             raise UsageError(

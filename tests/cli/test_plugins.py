@@ -1,0 +1,81 @@
+"""Policies, predictors and planners of the user's own, by module and by file."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from moetool import plugins
+from moetool.learning.predictor import load_predictor
+from tests.command_line import exit_code
+
+MINE = """
+from dataclasses import dataclass
+from moetool.caching import lru
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    pass
+
+class {name}(lru.Policy):
+    def __init__(self, spec, options, num_slots, predictor=None):
+        super().__init__(spec, lru.Options(), num_slots, predictor)
+"""
+PAIRS = """
+from predictors.popularity import Options, Predictor
+"""
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with `bench_lab.mine`, `named.py` and `bench_lab.pairs`."""
+    folder = tmp_path / "bench_lab"
+    folder.mkdir()
+    (folder / "mine.py").write_text(MINE.format(name="Policy"))
+    (folder / "pairs.py").write_text(PAIRS)
+    (tmp_path / "named.py").write_text("from bench_lab.mine import Options\n" + MINE.format(name="Mine"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["bench_lab.mine", "./bench_lab/mine.py", "./named.py:Mine"])
+def test_a_policy_of_the_working_directory(
+    name: str, lab: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, "replay", "--trace", trace, f"--policy=lru,{name}", "--budget", "25%") == 0
+    lru, mine = [line.split()[1:] for line in capsys.readouterr().out.splitlines() if "MB" in line and "%" not in line][
+        -2:
+    ]
+    assert lru == mine
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("./named.py:Yours", "./named.py has no policy Yours"),
+        ("./named.py", "./named.py is not a policy: it has no Policy"),
+        ("./none.py", "no policy at none.py"),
+        ("bench_lab.none", "no module 'bench_lab.none' on Python's path"),
+        ("./none.txt", "is not a module name or file"),
+    ],
+)
+def test_what_is_no_policy_is_refused(
+    name: str, said: str, lab: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, "replay", "--trace", trace, "--policy", name, "--budget", "25%") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_predictor_runs_no_file_that_the_command_line_does_not_name(
+    lab: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, "train", "./bench_lab/pairs.py", "--trace", trace, "--out", "pairs") == 0
+    load_predictor(Path("pairs"))
+    monkeypatch.setattr(plugins, "typed", set())
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ".", str(lab))])
+    for name in [name for name in sys.modules if name.startswith("bench_lab")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert exit_code(monkeypatch, "evaluate", "pairs", "--trace", trace) == 3
+    assert "no module 'bench_lab" in capsys.readouterr().err
+    monkeypatch.syspath_prepend(lab)
+    assert exit_code(monkeypatch, "evaluate", "pairs", "--trace", trace) == 0
