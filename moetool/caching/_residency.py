@@ -307,6 +307,22 @@ class Residency:
         if key in self.slot_of:
             self._give_up(key, ())
 
+    def change(self, policy: Policy, layer_slots: Sequence[int] = ()) -> None:
+        """Put another policy in charge between two forwards; residents stay, and counts go on.
+
+        It hears of a running request when that is forwarded again.
+        """
+        assert policy.num_slots == self.policy.num_slots and len(layer_slots) in (0, policy.spec.num_layers)
+        self.policy, self._layer_slots = policy, tuple(layer_slots)
+        self._requests.clear()
+        self._fates.clear()
+        self._pause = 0
+        self._resident_L = [{} for _ in layer_slots]
+        for key in self.residents:
+            if layer_slots:
+                self._resident_L[key // self._stride][key] = None
+            policy.admit(key, key in self._unused)
+
     def end_forward(self, info: ForwardInfo) -> None:
         """The forward is complete."""
         self.policy.end_forward(info)

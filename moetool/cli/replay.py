@@ -24,7 +24,11 @@ from moetool.errors import UsageError
 def replay(
     trace: TraceDir,
     policy: Annotated[
-        list[str], typer.Option(help="Cache policies, comma-separated or repeated; auto: all that can serve.")
+        list[str],
+        typer.Option(
+            help="Cache policies, comma-separated or repeated; auto: all that can serve; served: those of the server "
+            "whose log it is."
+        ),
     ],
     budget: Annotated[
         list[str], typer.Option(help="Expert memory: bytes, e.g. 64MB, or a share of all experts, e.g. 25%.")

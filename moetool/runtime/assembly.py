@@ -12,6 +12,7 @@ import torch
 
 from moetool import durable
 from moetool.cache_plan import CachePlan, PrefetchLimits
+from moetool.caching._changing import PolicyChanges, PolicyChoice
 from moetool.caching._devices import Learners, Pool, build_policies, open_pool, split_slots, without_pinned
 from moetool.caching._layer_slots import SHARES, equal_slots, scaled_down
 from moetool.caching._policy import MIN_SLOTS, build_policy, policy_class
@@ -29,9 +30,9 @@ from moetool.runtime.engine import Engine
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import ExpertStore, open_store
 from moetool.runtime.gate_log import ServeLog
-from moetool.runtime.live_oracle import LiveOracle, OraclePolicies
+from moetool.runtime.live_oracle import CANDIDATES, LiveOracle, OraclePolicies
 from moetool.runtime.own_caches import OwnCaches, open_batcher
-from moetool.runtime.policy_state import restore_state, save_state
+from moetool.runtime.policy_state import Learned, restore_state, save_state
 from moetool.runtime.warm_start import WarmStart
 from moetool.trace.rows import KEEP
 from moetool.trace.segments import SegmentLimits
@@ -87,6 +88,8 @@ class ServeOptions:
             time (`moetool cache`); not while a gate log is written, so that its replay begins as the server did.
         oracle_s: seconds from one comparison with LRU, the plan's policy and Belady on the server's own last events to
             the next, for `/stats` and the log (0: none).
+        change_policy: hand over to another policy that needs no predictor where these comparisons show one that loads
+            clearly fewer experts; on one device, without pinned experts.
         state: file that what the policy learns is kept in from one run to the next (empty: none).
         log_segment_s: seconds after which what `--log` records is closed into a segment, which others can read and a
             kill leaves.
@@ -109,6 +112,7 @@ class ServeOptions:
     prefetch: PrefetchLimits | None = None
     warm_start: bool = False
     oracle_s: float = 60.0
+    change_policy: bool = False
     state: str = ""
     log_segment_s: float = 10.0
 
@@ -194,7 +198,7 @@ def build_engine(
         shares = without_pinned(shares, pinned)
         policies = build_policies(name, loaded.spec, policy_options, shares, predictor=predicts)
         built = policies[0]
-        learned = built if len(policies) == 1 else Learners(policies)
+        learned: Learned = built if len(policies) == 1 else Learners(policies)
         state = Path(options.state) if options.state else None
         if state is not None:
             durable.require_writable(state)
@@ -216,6 +220,10 @@ def build_engine(
         _LOG.info("policy %s of %s: %s", name, checkpoint.name, facts)
         batcher = _batcher(loaded, options, resident=slots >= loaded.spec.total_experts)
         residency = open_pool(policies, pinned=pinned, limits=limits, layer_slots=layer_slots)
+        changes: PolicyChanges | None = None
+        plain = not pinned and predicts is None and kind.lossless and built.columns <= {"experts"}
+        if options.change_policy and isinstance(residency, Residency) and plain and not built.computes_on_host:
+            learned = changes = PolicyChanges(residency, name, policy_options)
         store = open_stores(loaded, residency, options.io_threads, options.host_memory_bytes or None)
         undo.callback(store.close)
         if isinstance(store, ExpertStore) and store.copies.staged and options.host_memory_bytes:
@@ -247,10 +255,20 @@ def build_engine(
             ),
             save=save,
         )
-        others = OraclePolicies(serving=name)
+        serving = PolicyChoice(name, options.pool).name
+        others = OraclePolicies(serving=serving, candidates=CANDIDATES if changes is not None else ())
         if plan is not None:
             others = replace(others, plan=plan.policy, plan_options=plan.options)
-        engine.compare_with(LiveOracle(loaded.spec, residency.num_slots, runtime.window, others, options.oracle_s))
+        oracle = LiveOracle(
+            loaded.spec,
+            residency.num_slots,
+            runtime.window,
+            others,
+            options.oracle_s,
+            on_choice=engine.change_policy,
+            learned=(lambda policy: {}) if changes is None else changes.learned,
+        )
+        engine.compare_with(oracle, changes)
         undo.pop_all()
     return engine
 

@@ -62,7 +62,8 @@ def choose(
         device_memory_bytes: bounds weights, KV cache and expert slots.
         process_memory_bytes: bounds the resident memory of this process, on a CPU; by default what the control groups
             and free memory allow.
-        policy: cache policy; `auto` is the best that needs no trained predictor, and starts warm unless set otherwise.
+        policy: cache policy; `auto` is the best that needs no trained predictor; unless set otherwise it starts warm,
+            and others may take over.
 
     Raises:
         UsageError: a value is none that the option takes.
@@ -103,6 +104,7 @@ def choose(
         why["host_memory_bytes"] = "every expert" if chosen["host_memory_bytes"] == everything else "free host memory"
     if policy == AUTO:
         chosen.setdefault("warm_start", True)
+        chosen.setdefault("change_policy", True)
         policy, why["policy"] = _policy(split.slots, model.num_experts)
         shared = chosen.get("devices", 1) > 1 or split.slots == model.num_experts
         if not shared and split.slots >= MIN_SLOTS * checkpoint.spec.num_layers:

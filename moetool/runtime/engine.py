@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from moetool.caching._changing import PolicyChanges, PolicyChoice
 from moetool.caching._residency import Counts
 from moetool.errors import MoetoolError
 from moetool.models.loading import LoadedModel
@@ -87,6 +88,9 @@ class Engine:
             self.residency.sink = log.on_step
             runtime.on_costs = log.on_costs
         self._oracle: LiveOracle | None = None
+        self._changes: PolicyChanges | None = None
+        self._coming: list[PolicyChoice] = []  # in charge from the next forward on
+        self._changed: list[dict[str, Any]] = []
         self._save = save
         self._saved = time.monotonic()
         self.batcher = batcher
@@ -108,9 +112,22 @@ class Engine:
         self._forward_began: float | None = None
         self._dense_bytes = sum(tensor.nbytes for tensor in loaded.model.parameters() if not tensor.is_meta)
 
-    def compare_with(self, oracle: LiveOracle) -> None:
-        """Have the policy compared with others while it serves; the oracle starts and closes with the engine."""
-        self._oracle = oracle
+    def change_policy(self, choice: PolicyChoice) -> bool:
+        """Put another policy in charge before the next forward, from any thread; answers whether it will be."""
+        with self._wake:
+            if self._changes is None or self.state != "ready":
+                return False
+            self._commands.append(lambda: self._coming.append(choice))
+            self._wake.notify()
+        return True
+
+    def compare_with(self, oracle: LiveOracle, changes: PolicyChanges | None = None) -> None:
+        """Have the policy compared with others while it serves; the oracle starts and closes with the engine.
+
+        Args:
+            changes: of the policy; without it the policy stays (`change_policy`).
+        """
+        self._oracle, self._changes = oracle, changes
 
     # -- from any thread ---------------------------------------------------------------------------------------
 
@@ -259,7 +276,8 @@ class Engine:
         """Hit rate by layer, bytes by tier and of an expert, stall, prefetch recall, and memory by what holds it.
 
         `prefetch_recall` is the share of experts that were needed and not kept that a prefetch had brought in time or
-        late. Rates are null before anything was needed. `oracle` compares the last forwards (`LiveOracle`).
+        late. Rates are null before anything was needed. `oracle` compares the last forwards (`LiveOracle`), and
+        `policy_changes` says which policy took over from which forward on.
         """
         counts, read = self.residency.counts, self.store.stats
         fetched = counts.prefetched + counts.missed + counts.hosted
@@ -268,6 +286,7 @@ class Engine:
             "hit_rate": _share(counts.kept + counts.prefetched, counts.needed),
             "hit_rate_by_layer": [_share(use - miss, use) for use, miss in zip(uses, misses, strict=True)],
             "oracle": None if self._oracle is None else self._oracle.latest,
+            "policy_changes": list(self._changed),
             "prefetch_recall": _share(counts.prefetched, fetched),
             "prefetches_wasted": counts.wasted,
             "bytes_by_tier": {"disk": read.bytes_read, "host": read.host_bytes},
@@ -386,10 +405,25 @@ class Engine:
         self._in_forward = tuple(dict.fromkeys(batch.info.request_T))
         if _LOG.isEnabledFor(logging.DEBUG):
             self._at_begin = (batch.info, self.residency.counts, self.store.stats.stall_seconds)
+        self._change_policy(batch.info.forward_id)
         if self._log is not None:
             self._log.begin_forward(batch)
         self._routes.begin_forward(batch)
         self.runtime.begin_forward(batch.info)
+
+    def _change_policy(self, forward: int) -> None:
+        """Carry out the changes that are to hold from this forward on."""
+        coming, self._coming = self._coming, []
+        for choice in coming:
+            assert self._changes is not None
+            try:
+                self._changes.change(choice)
+            except MoetoolError as error:
+                _LOG.warning("%s does not take over: %s", choice.name, error)
+                continue
+            self._changed.append({"forward": forward, "policy": choice.name})
+            if self._log is not None:
+                self._log.on_change(forward, choice)
 
     def _add(self, request: int, prompt: list[int], params: SamplingParams) -> None:
         if request in self._sinks:  # not cancelled before it began

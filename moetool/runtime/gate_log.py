@@ -23,6 +23,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from moetool import durable
+from moetool.caching._changing import PolicyChoice
 from moetool.caching._decision_digest import DecisionDigest
 from moetool.caching._residency import Step
 from moetool.errors import MoetoolError
@@ -73,6 +74,7 @@ class ServeLog:
         self._batch: Batch | None = None
         self._digest = DecisionDigest()
         self._costs: list[tuple[int, float, float]] = []
+        self._changes: list[tuple[int, str, str]] = []
         self._failed_forwards = 0
         self._reused_tokens = 0
         self._unseen: set[int] = set()  # requests that have had no forward
@@ -135,6 +137,10 @@ class ServeLog:
         """Measured costs are in force from a forward on (`Policy.take_costs`)."""
         self._costs.append((forward, load_s, host_s))
 
+    def on_change(self, forward: int, choice: PolicyChoice) -> None:
+        """Another policy is in charge from a forward on (`moetool.caching._changing`)."""
+        self._changes.append((forward, choice.policy, choice.pool))
+
     def end_forward(self, failed: bool) -> None:
         """Write the forward that has run; one that failed leaves no rows."""
         assert self._recorder is not None and self._writer is not None
@@ -183,6 +189,7 @@ class ServeLog:
             "failed_forwards": self._failed_forwards,
             "reused_tokens": self._reused_tokens,
             **({"costs": list(self._costs)} if self._costs else {}),
+            **({"changes": list(self._changes)} if self._changes else {}),
         }
 
 

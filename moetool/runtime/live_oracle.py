@@ -1,15 +1,22 @@
-"""What other policies would have hit on a server's own last events: whether its policy is worth it, while it runs."""
+"""What other policies would have hit on a server's own last events: whether its policy is worth it, while it runs.
+
+Where the server may change its policy, candidates are replayed too, and one that loads clearly less takes over.
+"""
 
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from moetool.caching._changing import PolicyChoice
 from moetool.caching._policy import build_policy, policy_class
 from moetool.caching._residency import Counts, Residency
-from moetool.errors import MoetoolError
+from moetool.errors import CapacityError, MoetoolError
 from moetool.runtime.event_window import EventWindow, WindowForward
 from moetool.types import ModelSpec
 
@@ -17,6 +24,23 @@ _LOG = logging.getLogger(__name__)
 _BOUND = "belady"
 _LEAST_FORWARDS = 8
 _YIELD_EVENTS = 32
+CANDIDATES = (
+    PolicyChoice("lru", "layer"),
+    PolicyChoice("lfu", "layer"),
+    PolicyChoice("foresight", "layer"),
+    PolicyChoice("lfru", "layer"),
+    PolicyChoice("lfu"),
+)
+"""Policies without a predictor that loaded the fewest experts on some trace of `moetool bench policies`."""
+_LEAST_COMPARED = 32
+"""Forwards in the second half of a window on which a change may rest."""
+_CLEARLY = 0.9
+"""Loads of a candidate by the server's own, at most, for a change: less than what a replay from an empty pool errs."""
+_TIMES = 2
+"""Comparisons in a row that a candidate has to win, each with half of what it compares new."""
+_TOGETHER_S = 1.0
+_ALONE_S = 2.0
+"""Processor seconds after which a comparison begins no further candidate, and after which it gives one up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +51,13 @@ class OraclePolicies:
         serving: the policy that serves.
         plan: the plan's, where another serves; empty without a plan.
         plan_options: of the plan's.
+        candidates: that may take over; none where the server keeps its policy.
     """
 
     serving: str
     plan: str = ""
     plan_options: Mapping[str, Any] = field(default_factory=dict)
+    candidates: Sequence[PolicyChoice] = ()
 
 
 class LiveOracle:
@@ -43,16 +69,33 @@ class LiveOracle:
 
     Args:
         every_s: seconds from one comparison to the next, while there are new forwards; 0 never compares.
+        on_choice: called, on the oracle's thread, with a candidate that has won; it answers whether that will be in
+            charge. From then on nothing changes before the window holds forwards of the new policy alone.
+        learned: what a policy had learned when it was last in charge, by its name.
 
-    Effects: `start` starts the thread, `close` ends it. A comparison takes about 0.1 s of a processor and yields to the
-        model's thread every few events.
+    Effects: `start` starts the thread, `close` ends it. A comparison takes about 0.1 s of a processor, with candidates
+        up to 3 s, and yields to the model's thread every few events.
     """
 
     def __init__(
-        self, spec: ModelSpec, num_slots: int, window: EventWindow, policies: OraclePolicies, every_s: float
+        self,
+        spec: ModelSpec,
+        num_slots: int,
+        window: EventWindow,
+        policies: OraclePolicies,
+        every_s: float,
+        *,
+        on_choice: Callable[[PolicyChoice], bool] = lambda choice: False,
+        learned: Callable[[str], Mapping[str, np.ndarray]] = lambda policy: {},
     ) -> None:
         self._spec, self._num_slots, self._window = spec, num_slots, window
         self._policies, self._every_s = policies, every_s
+        self._on_choice, self._learned = on_choice, learned
+        self._serving = policies.serving
+        self._turn = 0  # of the candidates
+        self._wins: Counter[PolicyChoice] = Counter()
+        self._counted: dict[PolicyChoice, int] = {}  # forwards that had passed when it last won
+        self._changed = 0  # forwards that had passed at the last change
         self._latest: dict[str, Any] | None = None
         self._seen = 0
         self._closed = threading.Event()
@@ -77,27 +120,78 @@ class LiveOracle:
 
     def compare(self) -> dict[str, Any] | None:
         """Replay the window now; None while it is too short."""
-        forwards = self._window.forwards()
+        forwards, passed = self._window.forwards(), self._window.passed
         if len(forwards) < _LEAST_FORWARDS:
             return None
         began = time.thread_time()
-        rest = forwards[len(forwards) // 2 :]
+        skipped = len(forwards) // 2
+        rest = forwards[skipped:]
         live = sum((forward.counts for forward in rest), Counts())
         names = {"lru": {}, **self._plan(), _BOUND: {}}
-        skipped = len(forwards) - len(rest)
-        found = {name: self._replay(name, options, forwards, skipped) for name, options in names.items()}
+        found = {name: _rates(self._replay(name, options, forwards, skipped)) for name, options in names.items()}
+        serving = {"policy": self._serving, **_rates(live)}
+        tried: dict[PolicyChoice, dict[str, float]] = {}
+        if self._policies.candidates and passed - len(forwards) >= self._changed:
+            tried = self._try(forwards, skipped, began)
+            self._consider(tried, serving["loads"], len(rest), passed)
         return {
             "forwards": len(rest),
             "events": sum(len(forward.events) for forward in rest),
-            "serving": {"policy": self._policies.serving, **_rates(live)},
-            **{name: _rates(counts) for name, counts in found.items()},
+            "serving": serving,
+            **found,
+            **({"candidates": {choice.name: rates for choice, rates in tried.items()}} if tried else {}),
             "processor_seconds": time.thread_time() - began,
         }
+
+    def _try(
+        self, forwards: Sequence[WindowForward], skipped: int, began: float
+    ) -> dict[PolicyChoice, dict[str, float]]:
+        """Replay candidates, from where the last comparison ended, as far as time goes; the first always."""
+        tried: dict[PolicyChoice, dict[str, float]] = {}
+        for _ in self._policies.candidates:
+            choice = self._policies.candidates[self._turn % len(self._policies.candidates)]
+            self._turn += 1
+            if choice.name == self._serving:
+                continue
+            try:
+                counts = self._replay_choice(choice, forwards, skipped)
+            except CapacityError:  # it needs more slots
+                continue
+            if counts is not None:
+                tried[choice] = _rates(counts)
+            if time.thread_time() - began > _TOGETHER_S:
+                break
+        return tried
+
+    def _consider(
+        self, tried: Mapping[PolicyChoice, Mapping[str, float]], loads: Any, compared: int, passed: int
+    ) -> None:
+        """Count who has won, and hand over to the best that has won often enough."""
+        if compared < _LEAST_COMPARED:
+            return
+        for choice, rates in tried.items():
+            if rates["loads"] > _CLEARLY * loads:
+                self._wins[choice] = 0
+            elif passed - self._counted.get(choice, passed - compared) >= compared // 2:
+                self._wins[choice] += 1
+                self._counted[choice] = passed
+        ready = [choice for choice in tried if self._wins[choice] >= _TIMES]
+        if not ready:
+            return
+        best = min(ready, key=lambda choice: tried[choice]["loads"])
+        if self._on_choice(best):
+            _LOG.info(
+                "%s takes over from %s: %.3f loads for each needed expert of the last %d forwards, not %.3f",
+                *(best.name, self._serving, tried[best]["loads"], compared, loads),
+            )
+            self._serving, self._changed = best.name, self._window.passed + 1  # a forward may be running
+            self._wins.clear()
+            self._counted.clear()
 
     def _plan(self) -> dict[str, Mapping[str, Any]]:
         """The plan's policy, if it is another one that needs no more than the experts of events."""
         name = self._policies.plan
-        if name in ("", "lru", self._policies.serving):
+        if name in ("", "lru", self._serving):
             return {}
         kind = policy_class(name)
         plain = kind.lossless and not kind.needs_predictor and not kind.needs_future and kind.needs <= {"experts"}
@@ -108,8 +202,24 @@ class LiveOracle:
         if name == _BOUND:
             key = self._spec.expert_key
             future = [[key(event.layer, e) for e in event.needed] for f in forwards for event in f.events]
-        residency = Residency(build_policy(name, self._spec, options, self._num_slots, future=future))
-        before = Counts()
+        policy = build_policy(name, self._spec, options, self._num_slots, future=future)
+        counts = self._run_window(Residency(policy), forwards, skipped)
+        assert counts is not None
+        return counts
+
+    def _replay_choice(self, choice: PolicyChoice, forwards: Sequence[WindowForward], skipped: int) -> Counts | None:
+        """None where it takes too long."""
+        policy = build_policy(choice.policy, self._spec, {}, self._num_slots)
+        if state := self._learned(choice.policy):
+            policy.restore({name: array.copy() for name, array in state.items()})
+        residency = Residency(policy, layer_slots=choice.layer_slots(self._spec, self._num_slots))
+        return self._run_window(residency, forwards, skipped, _ALONE_S)
+
+    def _run_window(
+        self, residency: Residency, forwards: Sequence[WindowForward], skipped: int, most_s: float = float("inf")
+    ) -> Counts | None:
+        began, before = time.thread_time(), Counts()
+        last_of = {request: number for number, forward in enumerate(forwards) for request in forward.info.request_T}
         for number, forward in enumerate(forwards):
             if number == skipped:
                 before = residency.counts
@@ -119,6 +229,11 @@ class LiveOracle:
                 if i % _YIELD_EVENTS == 0:
                     time.sleep(0)  # the model's thread goes first
             residency.end_forward(forward.info)
+            for request in dict.fromkeys(forward.info.request_T):
+                if last_of[request] == number:
+                    residency.end_request(request)
+            if time.thread_time() - began > most_s or self._closed.is_set():
+                return None if most_s < float("inf") else residency.counts - before
         return residency.counts - before
 
     def _run(self) -> None:
@@ -137,7 +252,8 @@ class LiveOracle:
 
 def spelled(compared: Mapping[str, Any]) -> str:
     """A comparison in a line: hits, and loads for each needed expert."""
-    rows = {row.get("policy", name): row for name, row in compared.items() if isinstance(row, dict)}
+    found = {**compared, **compared.get("candidates", {})}
+    rows = {row.get("policy", name): row for name, row in found.items() if isinstance(row, dict) and "loads" in row}
     return ", ".join(f"{name} {row['hit_rate']:.3f} ({row['loads']:.3f} loads)" for name, row in rows.items())
 
 

@@ -12,20 +12,24 @@ from typing import Any
 
 from moetool import validation as check
 from moetool.cache_plan import PrefetchLimits
+from moetool.caching._changing import PolicyChanges, PolicyChoice
 from moetool.caching._decision_digest import DecisionDigest
 from moetool.caching._devices import build_policies, open_pool, split_bytes, split_slots, without_pinned
-from moetool.caching._layer_slots import SHARES, equal_slots
+from moetool.caching._layer_slots import SHARES, equal_slots, scaled_down
 from moetool.caching._policy import Policy, SharedPredictor, policy_class, slots_within
-from moetool.caching._residency import Counts, Step, StepKind
+from moetool.caching._residency import Counts, Residency, Step, StepKind
+from moetool.config import parse
 from moetool.costing.costs import CostProfile
 from moetool.costing.pricing import Prices, TimelineOptions, with_host_costs
 from moetool.costing.timeline import MeteredPredictor, Timeline
 from moetool.costing.timing import Timing
-from moetool.errors import UsageError, unknown_name
+from moetool.errors import MismatchError, UsageError, unknown_name
 from moetool.models.families import require_substitutable
 from moetool.trace.reader import Trace
 from moetool.types import ForwardInfo, GateEvent, Phase
 
+SERVED = "served"
+"""In place of a policy: those that were in charge of the server whose log it is, each from its forward on."""
 POOLS = ("auto", "slots", "bytes", *SHARES)
 DEFAULT_MACHINE = TimelineOptions()
 
@@ -141,6 +145,7 @@ class ReplaySetup:
         profile: costs of the machine that the rows' `timing` is for; without one they have none.
         timeline: which of the profile's devices, data types and tiers.
         devices: that share the model (`moetool.caching._devices`), each with an equal part of the budget.
+        changes: forwards, and the policy with the form of its pool that is in charge from there.
     """
 
     predictor: Any = None
@@ -154,6 +159,7 @@ class ReplaySetup:
     profile: CostProfile | None = None
     timeline: TimelineOptions = DEFAULT_MACHINE
     devices: int = 1
+    changes: Sequence[tuple[int, PolicyChoice]] = ()
 
 
 AS_RECORDED = ReplaySetup()
@@ -169,6 +175,7 @@ def replay(
     once for all.
 
     Args:
+        policies: names, and `SERVED` for the log of a server.
         budgets: bytes for experts.
 
     Returns:
@@ -185,6 +192,11 @@ def replay(
         raise UsageError(
             f"a timeline has one device and {setup.devices} were asked for; leave out --profile, or the devices"
         )
+    if SERVED in policies:
+        name, as_served = _as_served(trace, setup)
+        rows = {SERVED: [replace(row, policy=SERVED) for row in replay(trace, [name], budgets, as_served)]}
+        rows |= {other: replay(trace, [other], budgets, setup) for other in policies if other != SERVED}
+        return [row for policy in policies for row in rows[policy]]
     source = _Source(trace, setup)
     runs = _prepare(source, policies, budgets, setup)
     forwards = decode_tokens = 0
@@ -285,6 +297,11 @@ class _Run:
         self._timeline = timeline
         self._live = [policy for policy in policies if policy.live_costs]
         self._costs = deque(costs)  # that a server measured, each in force from a forward on
+        self._changes = deque(setup.changes)
+        self._changing: PolicyChanges | None = None
+        if setup.changes:
+            assert isinstance(self._residency, Residency), "policies change on one device"
+            self._changing = PolicyChanges(self._residency, name, setup.options.get(name, {}))
         self._bytes = [0, 0]  # prefill, decode
         self._host_bytes = [0, 0]
         self._phase = Phase.DECODE
@@ -295,6 +312,9 @@ class _Run:
             _, load_s, host_s = self._costs.popleft()
             for policy in self._live:
                 policy.take_costs(load_s, host_s)
+        while self._changes and self._changes[0][0] <= info.forward_id:
+            assert self._changing is not None
+            self._changing.change(self._changes.popleft()[1])
         steps = self._weigh(self._residency.begin_forward(info))
         if self._timeline is not None:
             self._timeline.begin_forward(info, steps)
@@ -341,6 +361,40 @@ class _Run:
         return steps
 
 
+def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
+    """The policy that a server began with, and how it went on.
+
+    Raises:
+        UsageError: several devices are asked for.
+        MismatchError: the trace is no server's log, its server had several devices, or its manifest is damaged.
+    """
+    if setup.devices > 1:
+        raise UsageError(f"the server had one device; leave out devices={setup.devices} to replay it")
+    made = trace.manifest["provenance"]
+    name, options, prefetch = made.get("policy"), made.get("options"), made.get("prefetch")
+    if trace.manifest["composition"]["kind"] != "log" or not isinstance(name, str) or made.get("devices") != 1:
+        raise MismatchError(f"{trace.path} is not the log of a server with one device; name policies to replay instead")
+    slots, pinned, found = made.get("layer_slots"), made.get("pinned"), made.get("changes", [])
+    for key, value, kind in (("options", options, dict), ("prefetch", prefetch, dict), ("layer_slots", slots, list)):
+        check.require(isinstance(value, kind), f"manifest.provenance.{key}", value, kind.__name__)
+    check.require(isinstance(pinned, list), "manifest.provenance.pinned", pinned, "a list")
+    check.require(isinstance(found, list), "manifest.provenance.changes", found, "a list")
+    changes = []
+    for i, row in enumerate(found):
+        whole = isinstance(row, list) and len(row) == 3 and type(row[0]) is int and row[2] in ("one", *SHARES)
+        check.require(whole, f"manifest.provenance.changes.{i}", row, "a forward, a policy and the form of its pool")
+        changes.append((row[0], PolicyChoice(str(row[1]), row[2])))
+    return name, replace(
+        setup,
+        options={**setup.options, name: options},
+        pool="slots",
+        layer_slots=tuple(slots),
+        pinned=tuple(pinned),
+        limits=parse(PrefetchLimits, prefetch, "manifest.provenance.prefetch"),
+        changes=tuple(changes),
+    )
+
+
 def _measured_costs(trace: Trace) -> list[tuple[int, float, float]]:
     """What a server measured (`moetool.runtime.gate_log`): forwards, and seconds of a load and of the host from there.
 
@@ -364,7 +418,7 @@ def _measured_costs(trace: Trace) -> list[tuple[int, float, float]]:
 def _layer_slots(policy: Policy, setup: ReplaySetup) -> Sequence[int]:
     if setup.pool in SHARES:
         return equal_slots(policy.spec, policy.num_slots, SHARES[setup.pool])
-    return setup.layer_slots
+    return scaled_down(policy.spec, setup.layer_slots, policy.num_slots) if setup.layer_slots else ()
 
 
 def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], setup: ReplaySetup) -> list[_Run]:

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from moetool.caching._changing import PolicyChoice
 from moetool.caching._layer_slots import equal_slots
-from moetool.errors import MismatchError
+from moetool.errors import MismatchError, UsageError
 from moetool.learning.predictor import build
 from moetool.learning.tokens import Tokens
 from moetool.models.checkpoint import Checkpoint
 from moetool.request import SamplingParams
+from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
+from moetool.runtime.copies import stride_of
 from moetool.trace.reader import Trace
 from moetool.tuning.replay import ReplaySetup, replay
 from tests.engines import engine
@@ -145,3 +148,50 @@ def test_replay_decides_by_the_costs_that_the_server_measured(
     trace.manifest["provenance"]["costs"] = [[0, 1.0, "a"]]
     with pytest.raises(MismatchError, match=r"costs\.0: .*a forward and two times"):
         replay(trace, [policy], [60 * trace.spec.slot_bytes])
+
+
+def test_a_log_with_changes_of_policy_replays_as_it_was_served(reference: Path, tokenizer: Any, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    checkpoint = Checkpoint.open(reference)
+    options = ServeOptions(kv_tokens=512, pool="layer", change_policy=True, oracle_s=0.0, log_segment_s=60.0)
+    memory = sum(fixed_bytes(checkpoint, options)) + 64 * stride_of(checkpoint.spec.slot_bytes)
+    made = build_engine(checkpoint, options=options, policy="foresight", device_memory_bytes=memory, log=log)
+    made.state = "ready"
+    choices = [PolicyChoice("lru"), PolicyChoice("foresight"), PolicyChoice("lfu", "layer")]
+    answers: dict[int, list[int | None]] = {}
+    for i, prompt in enumerate(PROMPTS):
+        params = SamplingParams(max_tokens=6 + 4 * i, ignore_eos=True)
+        made.submit(tokenizer(prompt)["input_ids"], params, lambda o: answers.setdefault(o.request, []).append(o.token))
+        made.step()
+        made.step()
+        if i < len(choices):
+            assert made.change_policy(choices[i])
+    made.cancel(1)
+    while not made.idle:
+        made.step()
+    counts, stats = made.residency.counts, made.stats()
+    made.close()
+    assert [row["policy"] for row in stats["policy_changes"]] == ["lru", "foresight", "lfu by layer"]
+    trace = Trace(log)
+    budget = [64 * trace.spec.slot_bytes]
+    row, plain = replay(trace, ["served", "foresight"], budget)
+    assert row.policy == "served" and row.counts == counts
+    assert row.digest == trace.manifest["provenance"]["decisions"] != plain.digest
+    assert replay(trace, ["served"], [20 * trace.spec.slot_bytes])[0].counts.needed == counts.needed
+
+    same = ServeOptions(kv_tokens=512, oracle_s=0.0)
+    other = build_engine(checkpoint, options=same, policy="lru")
+    other.state = "ready"
+    assert not other.change_policy(PolicyChoice("lfu"))
+    again: list[int | None] = []
+    prompt = tokenizer(PROMPTS[4])["input_ids"]
+    other.submit(prompt, SamplingParams(max_tokens=22, ignore_eos=True), lambda o: again.append(o.token))
+    while not other.idle:
+        other.step()
+    other.close()
+    assert answers[4] == again
+    trace.manifest["provenance"]["changes"] = [[3, "lru"]]
+    with pytest.raises(MismatchError, match=r"changes\.0: .*a forward, a policy and the form of its pool"):
+        replay(trace, ["served"], budget)
+    with pytest.raises(UsageError, match="one device"):
+        replay(trace, ["served"], budget, ReplaySetup(devices=2))

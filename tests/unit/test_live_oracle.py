@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from moetool.caching._changing import PolicyChanges, PolicyChoice
 from moetool.caching._policy import build_policy
 from moetool.caching._residency import Counts, Residency
 from moetool.models.checkpoint import Checkpoint
@@ -16,7 +18,7 @@ from moetool.runtime.assembly import ServeOptions, build_engine
 from moetool.runtime.event_window import EventWindow
 from moetool.runtime.live_oracle import LiveOracle, OraclePolicies, spelled
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
-from tests.synthetic import make_spec, random_stream
+from tests.synthetic import make_forward, make_spec, random_stream
 
 SLOTS = 9
 
@@ -121,3 +123,69 @@ def test_a_servers_window_is_what_it_served(reference: Path) -> None:
     assert sum((forward.counts for forward in window), Counts()) == counts
     found = LiveOracle(engine.spec, engine.store.num_slots, engine.runtime.window, OraclePolicies(serving="lfu"), 0.0)
     assert (compared := found.compare()) is not None and compared["belady"]["loads"] <= compared["serving"]["loads"]
+
+
+def _cycle(spec: ModelSpec, num_forwards: int) -> list[tuple[ForwardInfo, list[GateEvent]]]:
+    """A stream that goes round more experts than the pool has slots, the same ones in each forward."""
+    return [
+        make_forward(spec, np.array([[[0, 1], [2, 3], [4, 5], [6, 7]]]), forward_id=number)
+        for number in range(num_forwards)
+    ]
+
+
+def test_a_policy_that_loads_clearly_less_twice_takes_over_and_no_sooner() -> None:
+    spec = make_spec(layers=4, experts=8, top_k=2)
+    window, chosen = EventWindow(most_events=400), list[PolicyChoice]()
+    residency = Residency(build_policy("lru", spec, {}, 6))  # of 8 that a forward needs: nothing is hit
+    changes = PolicyChanges(residency, "lru", {})
+
+    def on_choice(choice: PolicyChoice) -> bool:
+        chosen.append(choice)
+        changes.change(choice)
+        return True
+
+    candidates = (PolicyChoice("lru", "layer"), PolicyChoice("lfu", "layer"))
+    policies = OraclePolicies(serving="lru", candidates=candidates)
+    oracle = LiveOracle(spec, 6, window, policies, 0.0, on_choice=on_choice, learned=changes.learned)
+    stream = _cycle(spec, 500)
+    hits: list[float] = []
+    for number, (info, events) in enumerate(stream):
+        before = residency.counts
+        window.begin(before)
+        residency.begin_forward(info)
+        for event in events:
+            residency.event(event)
+            window.add(event)
+        residency.end_forward(info)
+        window.end(info, residency.counts)
+        hits.append((residency.counts - before).hit_rate)
+        if number in (40, 100, 105, 200, 480):
+            found = oracle.compare()
+            assert found is not None
+            if number in (40, 105):  # too few forwards, and few new ones
+                assert not chosen
+            if number == 100:
+                assert "lfu by layer 0." in spelled(found)
+                assert found["serving"]["hit_rate"] == 0 and found["candidates"]["lru by layer"]["hit_rate"] > 0.4
+    assert chosen == [PolicyChoice("lru", "layer")]
+    assert max(hits[:200]) == 0 and min(hits[210:]) > 0.4
+    assert found["serving"]["policy"] == "lru by layer" and "lru by layer" not in found["candidates"]
+
+
+def test_a_policy_that_comes_back_knows_what_it_had_learned() -> None:
+    spec = make_spec(layers=3, experts=8, top_k=2)
+    residency = Residency(build_policy("lfu", spec, {}, SLOTS))
+    changes = PolicyChanges(residency, "lfu", {})
+    for number, (info, events) in enumerate(
+        random_stream(spec, num_requests=1, prompt_tokens=4, new_tokens=30, seed=4)
+    ):
+        if number in (10, 20):
+            before = changes.state()
+            changes.change(PolicyChoice("foresight", "layer") if number == 10 else PolicyChoice("lfu"))
+            assert all(np.array_equal(array, changes.state()[name]) for name, array in before.items())
+            assert set(residency.slot_of) and residency.policy.num_slots == SLOTS
+        residency.begin_forward(info)
+        for event in events:
+            residency.event(event)
+        residency.end_forward(info)
+    assert changes.learned("foresight") and len(changes.state()["uses_N3"]) > len(changes.learned("lfu")["uses_N3"]) - 1

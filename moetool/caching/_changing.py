@@ -1,0 +1,83 @@
+"""Changes of a pool's cache policy between forwards: the same in `serve` and in the replay of its gate log."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moetool.caching._layer_slots import SHARES, equal_slots
+from moetool.caching._policy import Policy, build_policy
+from moetool.caching._residency import Residency
+from moetool.types import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChoice:
+    """A cache policy with its default options, and the form of its pool.
+
+    Attributes:
+        policy: its name.
+        pool: `one` for all layers, `layer` or `mixed` (`moetool.caching._layer_slots.SHARES`).
+    """
+
+    policy: str
+    pool: str = "one"
+
+    @property
+    def name(self) -> str:
+        """As tables show it."""
+        return self.policy + {"one": "", "layer": " by layer"}.get(self.pool, f", {self.pool}")
+
+    def layer_slots(self, spec: ModelSpec, num_slots: int) -> tuple[int, ...]:
+        """Slots that each layer is guaranteed. Raises: CapacityError: a layer would get none."""
+        return equal_slots(spec, num_slots, SHARES[self.pool]) if self.pool in SHARES else ()
+
+
+class PolicyChanges:
+    """Puts other policies in charge of a pool and keeps what each has learned.
+
+    It stands for the first policy where that is saved and restored, whichever is in charge.
+
+    Args:
+        first: name of the policy that is in charge.
+        options: of the first; others have their defaults.
+    """
+
+    def __init__(self, residency: Residency, first: str, options: Mapping[str, Any]) -> None:
+        self.spec = residency.policy.spec
+        self.current = first
+        self._first, self._options = first, dict(options)
+        self._residency = residency
+        self._states: dict[str, dict[str, np.ndarray]] = {}
+
+    def change(self, choice: PolicyChoice) -> None:
+        """Put a policy in charge, between two forwards. Raises: CapacityError: it needs more slots."""
+        made, layer_slots = self._build(choice)
+        self._states[self.current] = self._now()
+        self._residency.change(made, layer_slots)
+        self.current = choice.policy
+
+    def learned(self, policy: str) -> dict[str, np.ndarray]:
+        """What a policy had learned when it was last in charge; empty where it never was, or is."""
+        return self._states.get(policy, {})
+
+    def state(self) -> dict[str, np.ndarray]:
+        """As `Policy.state`, of the first."""
+        return self._now() if self.current == self._first else self._states[self._first]
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """As `Policy.restore`, before any change."""
+        self._residency.policy.restore(state)
+
+    def _now(self) -> dict[str, np.ndarray]:
+        """State of the policy in charge, which goes on learning."""
+        return {name: array.copy() for name, array in self._residency.policy.state().items()}
+
+    def _build(self, choice: PolicyChoice) -> tuple[Policy, tuple[int, ...]]:
+        num_slots = self._residency.policy.num_slots
+        options = self._options if choice.policy == self._first else {}
+        made = build_policy(choice.policy, self.spec, options, num_slots)
+        if state := self._now() if choice.policy == self.current else self._states.get(choice.policy):
+            made.restore(state)
+        return made, choice.layer_slots(self.spec, num_slots)
