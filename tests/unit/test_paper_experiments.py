@@ -4,12 +4,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import Claim, Sizes
-from moetool.bench.paper.experiments import activation_patterns, edge_servers, memory, offload_or_call, policies
+from moetool.bench.paper.experiments import (
+    activation_patterns,
+    edge_servers,
+    expert_parallel,
+    memory,
+    offload_or_call,
+    policies,
+    routing_drift,
+)
 from moetool.bench.paper.experiments import predictor_accuracy as predictors
 from moetool.bench.paper.found_figure import average, draw
 from moetool.bench.paper.verdict import CannotTestError, Check, Found
@@ -72,6 +82,35 @@ def test_predictors_learn_from_other_parts_and_every_request_of_a_part_is_measur
     learned, part = stage.trace(("arithmetic",), fold=(0, 2)), stage.trace(("arithmetic",), fold=1)
     measured = policies.measure(stage, part, policies.PolicyLine(policy="lru"), 0.5, 1, 1, learned=learned)
     assert len(measured.request_s) == 2
+
+
+def test_selection_that_changes_is_told_from_chance(tmp_path: Path, given: dict[str, Path]) -> None:
+    shares_BLE = np.array([[[0.5, 0.5, 0.0]], [[0.0, 0.5, 0.5]], [[0.0, 0.5, 0.5]]])
+    assert routing_drift.changed(shares_BLE) == 0.25  # a half of the calls, then none
+    found = routing_drift.run(_stage(tmp_path, given), routing_drift.Options(batch=2))
+    assert set(found.values) == {"batch to batch", "by chance"} and found.traces == 1
+    assert all(0 < value < 1 for values in found.values.values() for value in values)
+    assert [len(curve[0][0]) for curve in found.curves.values()] == [4, 4, 4]
+    with pytest.raises(CannotTestError, match="makes 1 batch"):
+        routing_drift.run(_stage(tmp_path, given), routing_drift.Options(batch=8))
+
+
+def test_moves_and_planning_cost_what_the_machine_says(tmp_path: Path, given: dict[str, Path]) -> None:
+    stage = Workbench(sizes=Sizes(seeds=1, requests=16), machine=LOADS_ALONE, work=tmp_path, given=given)
+    runs = {
+        "stop": expert_parallel.ModeRun(mode="director-proactive", migrate="stop"),
+        "free": expert_parallel.ModeRun(mode="director-proactive", migrate="free"),
+        "planned": expert_parallel.ModeRun(mode="director-proactive", migrate="free", planning="wait"),
+    }
+    common: dict[str, Any] = {"data": ("arithmetic",), "model": "deepseek-v2-lite", "gpus": (4,), "runs": runs}
+    found = expert_parallel.run(stage, expert_parallel.Options(**common, machine="h200-node", plan_s=(0.5, 1.0)))
+    (free,), (stop,), (planned,) = (found.values[f"{name}, 500 ms"] for name in ("free", "stop", "planned"))
+    assert free < stop < planned and planned > 0.5
+    assert found.values["planned, 1000 ms"][0] == pytest.approx(2 * planned, rel=0.05)
+    assert [x for x, _ in found.curves["planned"]] == [(500.0, 1000.0)]
+    assert "DeepSeek-V2-Lite on 8 x H200" in found.on
+    with pytest.raises(UsageError, match="links between them"):
+        expert_parallel.run(stage, expert_parallel.Options(**common, machine="rtx-3080"))
 
 
 def test_bytes_of_a_model_that_is_not_at_hand(tmp_path: Path) -> None:

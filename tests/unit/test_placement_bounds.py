@@ -9,7 +9,7 @@ from moetool.costing.costs import Curve
 from moetool.placement._latency import Latency, along, flows, hull, knots, unit_latency
 from moetool.placement._local_search import Layer
 from moetool.placement._planner import Problem, place
-from moetool.placement._relaxation import hottest
+from moetool.placement._relaxation import hottest, relax
 from moetool.placement._scoring import latency_bound, score, work_bound
 from tests.clusters import make_cluster, make_problem
 from tests.synthetic import make_spec
@@ -52,6 +52,16 @@ def test_a_curve_that_meets_zero_before_its_first_knot_is_not_over_estimated() -
     assert free.latency_bound == free.work_bound == pytest.approx(0)
     halves = knots(curve, 30.0, scale=2.0)  # two bytes a token
     assert {2.5, 5.0, 10.0} <= set(halves.tolist())
+
+
+def test_one_expert_on_two_gpus_refutes_the_printed_theorem() -> None:
+    """DIRECTOR's Theorem 2 has T(P) <= (1 + eps) of the printed optimum, which splits the one expert there is."""
+    problem = _problem([[4.0], [4.0]], 1, Curve(x=(0.0, 1.0), y=(0.0, 1.0)))
+    layer = Layer(tokens_GE=problem.demand.tokens_GLE[:, 0], room_G=np.array([1, 1]), latency=problem.latency)
+    best = min(layer.cost(np.array([gpu])) for gpu in (0, 1))
+    assert (work_bound(problem), best) == (pytest.approx(4.0), 8.0)  # Eq. 6's optimum, and that of placements
+    relaxed = relax(layer)
+    assert relaxed is not None and relaxed.bound == pytest.approx(8.0)  # with the hottest expert's time in it
 
 
 def test_placements_that_are_compared_have_one_bound() -> None:

@@ -1,14 +1,23 @@
 """Accuracy of predictors on held-out prompts."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from moetool.bench.paper.verdict import CannotTestError, Found
-from moetool.bench.paper.workbench import ALL, Workbench
+from moetool.bench.paper.workbench import ALL, MODEL, Workbench
 from moetool.evaluation.evaluate import Evaluation, evaluate
 from moetool.evaluation.tally import MatchScore
+from moetool.models.checkpoint import Checkpoint
+from moetool.prompts import gather
 from moetool.trace.reader import Trace
+
+_TIMED_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +47,8 @@ class Options:
         lines: by name.
         measure: `match`, the share of the k experts that are among the predicted k; `exact`, of all k; `one`, of one
             or more; `prompt`, the match of what is said of a prompt before it runs; `size`, bytes as a share of the
-            routed experts'.
+            routed experts'; `overhead`, seconds for a token of a prompt as a share of those of a new token under plain
+            transformers, both measured here on one core.
         distance: layers ahead.
         phase: `prefill`, `decode` or `all`.
     """
@@ -46,7 +56,7 @@ class Options:
     data: tuple[str, ...] = ALL
     apart: bool = False
     lines: Mapping[str, PredictorLine]
-    measure: Literal["match", "exact", "one", "prompt", "size"] = "match"
+    measure: Literal["match", "exact", "one", "prompt", "size", "overhead"] = "match"
     distance: int = 1
     phase: Literal["prefill", "decode", "all"] = "all"
 
@@ -57,6 +67,7 @@ _WHAT = {
     "one": "layers of a token of which one or more experts were predicted",
     "prompt": "experts of a layer that were predicted before the prompt ran",
     "size": "size of the predictor, of the routed experts'",
+    "overhead": "prediction of a token, of the time of generating one",
 }
 
 
@@ -72,7 +83,10 @@ def run(stage: Workbench, options: Options) -> Found:
             learned = stage.trace(data, fold=stage.others(seed)) if apart else trace
             traces[str(trace.path)] = trace
             found = _evaluated(stage, learned, trace, one, seed)
-            values.setdefault(name, []).append(_value(found, options))
+            if options.measure == "overhead":
+                values.setdefault(name, []).append(found.prompt_ms / found.prompt_tokens / _token_ms(stage))
+            else:
+                values.setdefault(name, []).append(_value(found, options))
     scored_on = "other parts than those learned from" if apart else "requests that were held out"
     return Found(
         values=values,
@@ -88,6 +102,28 @@ def _evaluated(stage: Workbench, learned: Trace, trace: Trace, line: PredictorLi
     """The evaluation of a trained predictor: of the same one the same object."""
     folder = stage.trained(line.predictor, learned, seed=seed, options=line.options, **line.fit)
     found: Evaluation = stage.once(f"evaluated {folder} {trace.path}", lambda: evaluate([folder], trace.path)[0])
+    return found
+
+
+def _token_ms(stage: Workbench) -> float:
+    """Median milliseconds of a new token of the embedded model under plain transformers, on one core."""
+
+    def measure() -> float:
+        checkpoint = Checkpoint.open(MODEL)
+        texts = [prompt.text for prompt in gather.load(["encyclopedia"])[: stage.sizes.texts]]
+        settings = {
+            "threads": 1,
+            "dtype": "float32",
+            "new_tokens": _TIMED_TOKENS,
+            "prompts": [checkpoint.tokenizer(text)["input_ids"] for text in texts],
+        }
+        command = [sys.executable, "-m", "moetool.bench.plain_generation", str(checkpoint.path), json.dumps(settings)]
+        made = subprocess.run(command, check=True, capture_output=True, text=True)
+        return 1e3 * float(np.median([seconds / _TIMED_TOKENS for _, seconds in json.loads(made.stdout)]))
+
+    if stage.given:
+        raise CannotTestError("a new token is timed on the model, and only traces of one were given")
+    found: float = stage.once("token_ms", measure)
     return found
 
 

@@ -1,0 +1,92 @@
+"""Change of the experts' selection frequency from batch to batch: DIRECTOR's Figure 2."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moetool.bench.paper.verdict import CannotTestError, Curve, Found
+from moetool.bench.paper.workbench import ALL, Workbench
+from moetool.placement._demand import count_experts
+from moetool.trace.reader import Trace
+from moetool.types import ModelSpec
+
+BATCHES, CHANCE = "batch to batch", "by chance"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of the experiment.
+
+    Attributes:
+        data: prompt sets that come mixed; given traces take their place.
+        batch: requests of a batch.
+        depth: of the layer that is drawn, as a share of the MoE layers.
+        shown: experts that are drawn, the most used ones.
+    """
+
+    data: tuple[str, ...] = ALL
+    batch: int = 6
+    depth: float = 0.75
+    shown: int = 3
+
+
+def run(stage: Workbench, options: Options) -> Found:
+    """Share of a layer's calls that go to other experts than in the batch before, mean over layers and batches.
+
+    It is half the sum of the differences of the experts' shares. By chance: the same tokens, dealt to batches of the
+    same sizes at random, so that what is left is the noise of finite batches. Another trace for each seed.
+
+    Source: DIRECTOR § III, Finding 1, whose figure shows one layer.
+    """
+    values: dict[str, list[float]] = {BATCHES: [], CHANCE: []}
+    curves: dict[str, list[Curve]] = {}
+    traces: dict[str, Trace] = {}
+    for seed in stage.seeds:
+        trace = stage.trace(options.data, fold=seed)
+        traces[str(trace.path)] = trace
+        batches = _batches(trace, options.batch)
+        rng = np.random.default_rng(seed)
+        mixed_TS = rng.permutation(np.concatenate(batches))
+        dealt = np.split(mixed_TS, np.cumsum([len(rows_TS) for rows_TS in batches])[:-1])
+        shares = _shares(trace.spec, batches)
+        values[BATCHES].append(changed(shares))
+        values[CHANCE].append(changed(_shares(trace.spec, dealt)))
+        if not curves:  # of one trace, since experts of another batch of prompts are others
+            shares_BE = shares[:, round(options.depth * (trace.spec.num_layers - 1))]
+            for expert in np.argsort(-shares_BE.mean(axis=0))[: options.shown].tolist():
+                x = tuple(float(batch + 1) for batch in range(len(batches)))
+                curves[f"expert {expert}"] = [(x, tuple((100 * shares_BE[:, expert]).tolist()))]
+    return Found(
+        values=values,
+        what="calls that go to other experts than in the batch before",
+        unit="%",
+        on=f"{stage.on(list(traces.values()))}; batches of {options.batch} requests",
+        curves=curves,
+        axes=("batch", "calls of the layer, %"),
+        traces=len(traces),
+    )
+
+
+def changed(shares_BLE: np.ndarray) -> float:
+    """Mean distance of consecutive batches: half the sum of the differences of their shares."""
+    return float(np.abs(np.diff(shares_BLE, axis=0)).sum(axis=2).mean() / 2)
+
+
+def _batches(trace: Trace, size: int) -> list[np.ndarray]:
+    """The routes [T, S] of batches of so many requests, in the order of the trace; the last ones may fill none."""
+    parts: dict[int, list[np.ndarray]] = {}
+    for rows in trace.batches():
+        for request in np.unique(rows.request_T).tolist():
+            parts.setdefault(request, []).append(rows.experts_TS[rows.request_T == request])
+    requests = [np.concatenate(each) for each in parts.values()]
+    made = [np.concatenate(requests[i : i + size]) for i in range(0, len(requests) - size + 1, size)]
+    if len(made) < 2:
+        raise CannotTestError(f"{trace.path} makes {len(made)} batch of {size} requests, expected two")
+    return made
+
+
+def _shares(spec: ModelSpec, batches: list[np.ndarray]) -> np.ndarray:
+    """Each expert's share [B, L, E] of its layer's calls."""
+    counts_BLE = np.stack([count_experts(spec, rows_TS) for rows_TS in batches]).astype(np.float64)
+    shares_BLE: np.ndarray = counts_BLE / counts_BLE.sum(axis=2, keepdims=True)
+    return shares_BLE
