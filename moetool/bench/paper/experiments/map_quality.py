@@ -35,14 +35,16 @@ class Options:
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Make a store of each capacity for each seed, which draws the requests that are held out.
+    """Make a store of each capacity for each seed, which has its own prompts and draws those that are held out.
 
     Source: FineMoE § 4.2.3, § 6.7, § 6.8 (`moetool.tuning.map_store.plan_maps`).
     """
-    trace = stage.trace(options.data)
+    traces: dict[str, Trace] = {}
     values: dict[str, list[float]] = {}
     curves: dict[str, list[Curve]] = {}
     for seed in stage.seeds:
+        trace = stage.trace(options.data, fold=seed)
+        traces[str(trace.path)] = trace
         for capacity in options.capacities:
             made = _report(stage, trace, capacity, seed)
             if options.measure == "bytes":
@@ -64,7 +66,8 @@ def run(stage: Workbench, options: Options) -> Found:
         what=_WHAT[options.measure],
         exact=options.measure == "bytes",
         unit=unit,
-        on=f"{stage.on([trace])}; maps of the training requests, iterations of held-out ones",
+        on=f"{stage.on(list(traces.values()))}; maps of the training requests, iterations of held-out ones",
+        traces=len(traces),
         curves=curves,
         axes=("similarity of the iterations, from", "hit rate, %"),
     )
