@@ -122,7 +122,8 @@ class SimulatedReplacement:
             self._began_s = at_s
             begin(at_s)
 
-        considered = self._consider(engine, begun, tokens)
+        first = self._began_s is None and self._options.planning == "beside"  # there was no round to plan beside
+        considered = None if first else self._consider(engine, begun, tokens)
         self._past_GLE[:] = 0.0
         if considered is None:
             start(engine.now_s)

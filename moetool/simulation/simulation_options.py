@@ -36,8 +36,9 @@ class SimulationOptions:
         copies: how they come from a GPU of the same server. `host`: at the rate from host memory, in no queue;
             `links`: over the link between GPUs, which tokens use too.
         planning: when it runs where requests come in rounds. `free`: it takes no time; `beside`: while the round before
-            is served, and the round waits for what is left; `wait`: the round waits for all of it. A mode that sees
-            only the past plans when a round ends and does not wait: its experts begin to move when the plan is made.
+            is served, and the round waits for what is left (the first keeps its placement); `wait`: the round waits for
+            all of it. A mode that sees only the past plans when a round ends and does not wait: its experts begin to
+            move when the plan is made.
         plan_s: seconds of one planning (0: as long as it takes here).
         predict_share: of a round's seconds, what prediction of the next one takes beside planning.
         piece_bytes: that an expert on the move puts into a link's queue at a time.

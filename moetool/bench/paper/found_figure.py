@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ _LEAST = 2.6  # inches of the height of a figure with curves
 _MARKED = 12  # points of a line, as many as are marked
 _FEW = 5  # bars, as many as would fill the least height: fewer are no thicker
 _FAR = 50  # times the least abscissa, from which an axis is logarithmic
+_TITLE = 150  # characters of a line
 _UNEVEN = 12  # times the least mean, from which bars would hide it: points on a logarithmic axis
 
 
@@ -40,7 +42,7 @@ def draw(path: Path, title: str, found: Found) -> None:
         if found.curves:
             _curves(panels[1], found)
         spread = f"; mean and 95 % interval of {runs} runs" if runs > 1 else ""
-        figure.suptitle(f"{title}: {found.on}{spread}", x=0.005, ha="left", fontsize=8)
+        figure.suptitle(fill(f"{title}: {found.on}{spread}", _TITLE), x=0.005, ha="left", fontsize=8)
 
     save(path, max(_LEAST if found.curves else 0.0, 1.1 + _BAR * rows), paint)
 
@@ -56,7 +58,11 @@ def _values(axes: "Axes", found: Found) -> None:
     errors = [scale * (half or 0.0) for half in halves]
     places = range(len(names))
     series = {name: STYLES[number % len(STYLES)][0] for number, name in enumerate(found.curves)}
-    colours = [series.get(name, STYLES[0][0]) for name in names]
+    # A sweep's values are named by their curve and the point: "director, 4 GPUs".
+    colours = [
+        next((colour for curve, colour in series.items() if f"{name}, ".startswith(f"{curve}, ")), STYLES[0][0])
+        for name in names
+    ]
     if min(values) > 0 and max(values) > _UNEVEN * min(values):
         # An interval that reaches below 0 ends at the axis.
         below = [min(error, 0.9 * value) for value, error in zip(values, errors, strict=True)]

@@ -24,7 +24,8 @@ class NamedMachine:
         memory_bytes, memory_bytes_s: of a GPU's memory: its size and bandwidth.
         half_flops: float16 operations a second of a GPU, without sparsity.
         host_bytes_s: from host memory, or a disk where the GPU shares that, to a GPU; one way.
-        gpu_link_bytes_s, node_link_bytes_s: between GPUs of a node and between nodes, one way; 0: there is none.
+        gpu_link_bytes_s: of a GPU's link to the others of its node, one way; 0: there is none.
+        node_link_bytes_s: of all links of a node to another together, one way; 0: there is none.
 
     Raises:
         UsageError: a figure that no machine has.
