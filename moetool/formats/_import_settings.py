@@ -1,11 +1,11 @@
 """Facts about a model from `--set`, which foreign files lack."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from moetool.errors import UsageError
-from moetool.formats._model_facts import MOST_EXPERTS, ModelFacts
+from moetool.formats._model_facts import MOST_EXPERTS, ModelFacts, SaidFacts
 from moetool.trace.expert_counts import MANIFEST, open_workload
 from moetool.types import ModelSpec
 
@@ -19,21 +19,14 @@ _MOST = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(SaidFacts):
     """The values by name.
 
     Attributes:
         model: `reference`, a folder of a model (its config.json is enough), or a folder of a trace of it. It has to
             agree with the files; then what they hold belongs to that model.
         task: what the files are about, if they don't tell or if they are all of one task.
-        name: of the model, for people.
-        num_hidden_layers: its layers with and without experts.
-        first_k_dense: how many layers without experts come first; all later ones have experts.
         moe_layers: the layers with experts, such as 1..26 or 1,3,5.
-        num_experts: of each of them.
-        top_k: experts that a token uses in each.
-        expert_bytes: of one expert, for everything about memory.
-        hidden_size: width of the residual stream.
         drop_tokens: leave out token ids: they spell what people wrote.
 
     Raises:
@@ -42,14 +35,7 @@ class Settings:
 
     model: str | None = None
     task: str | None = None
-    name: str | None = None
-    num_hidden_layers: int | None = None
-    first_k_dense: int | None = None
     moe_layers: str | int | None = None
-    num_experts: int | None = None
-    top_k: int | None = None
-    expert_bytes: int | None = None
-    hidden_size: int | None = None
     drop_tokens: bool = False
 
     def __post_init__(self) -> None:
@@ -69,16 +55,8 @@ class Settings:
         if self.model is not None:
             spec, num_hidden_layers = _model(self.model)
             return ModelFacts(spec=spec, num_hidden_layers=self.num_hidden_layers or num_hidden_layers)
-        return ModelFacts(
-            name=self.name,
-            num_hidden_layers=self.num_hidden_layers,
-            first_k_dense=self.first_k_dense,
-            moe_layers=None if self.moe_layers is None else _layers(str(self.moe_layers)),
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            expert_bytes=self.expert_bytes,
-            hidden_size=self.hidden_size,
-        )
+        layers = None if self.moe_layers is None else _layers(str(self.moe_layers))
+        return ModelFacts(moe_layers=layers, **{one.name: getattr(self, one.name) for one in fields(SaidFacts)})
 
 
 def _layers(text: str) -> tuple[int, ...]:

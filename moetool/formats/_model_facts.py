@@ -21,30 +21,39 @@ SAY_LAYERS = "--set model=PATH, first_k_dense=N or moe_layers=1..26"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """Facts about the model from the user, which the files lack.
+class SaidFacts:
+    """Facts about the model as a user says them.
 
     Attributes:
-        spec: of a model or a trace at hand; it has to agree with the files, and is taken as it is.
         name: of the model, for people.
         num_hidden_layers: its layers with and without experts.
         first_k_dense: how many layers without experts come first; all later ones have experts.
-        moe_layers: the layers with experts, where these are not simply the last ones.
         num_experts: of each MoE layer.
         top_k: experts that a token uses in each.
-        expert_bytes: of one expert.
+        expert_bytes: of one expert, for everything about memory.
         hidden_size: width of the residual stream.
     """
 
-    spec: ModelSpec | None = None
     name: str | None = None
     num_hidden_layers: int | None = None
     first_k_dense: int | None = None
-    moe_layers: tuple[int, ...] | None = None
     num_experts: int | None = None
     top_k: int | None = None
     expert_bytes: int | None = None
     hidden_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts(SaidFacts):
+    """Facts about the model from the user, which the files lack.
+
+    Attributes:
+        spec: of a model or a trace at hand; it has to agree with the files, and is taken as it is.
+        moe_layers: the layers with experts, where these are not simply the last ones.
+    """
+
+    spec: ModelSpec | None = None
+    moe_layers: tuple[int, ...] | None = None
 
     def layers_of(self, path: object, num_hidden_layers: int) -> tuple[int, ...]:
         """Those with experts, of a file that has a row for every layer; all of them unless it is said otherwise.

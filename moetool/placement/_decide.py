@@ -32,7 +32,6 @@ SEES: Mapping[str, str] = {
 }
 """DIRECTOR's modes (§ III, § VIII-B), and whose requests each places for while serving: nobody's, those that were
 served last, those that wait, or what is predicted of these. vanilla begins uniform, the others from the history."""
-WEIGHS = ("calls", "latency")
 _VALUE_BYTES = 2
 """Of a number of a hidden state on its way, where a remote call was not measured."""
 _SPARES = (0, 1)

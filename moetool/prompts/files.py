@@ -145,19 +145,23 @@ def plain(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
     Raises:
         MismatchError: it has no prompt, or one that is no text.
     """
-    if row.get("messages") is not None and row.get("prompt") is None:
-        return _chat(row, number, where)
-    if "prompt" not in row:
+    said: tuple[tuple[str, str], ...] = ()
+    text, answer = row.get("prompt"), _optional(row, "answer", where)
+    if row.get("messages") is not None and text is None:
+        said, last = _chat(row["messages"], where)
+        answer = answer or last
+        text = "\n\n".join(content for _, content in said)
+    elif "prompt" not in row:
         raise _refusal(where, f"has {', '.join(map(repr, row)) or 'no fields'} and no 'prompt'")
-    text = row["prompt"]
-    if not isinstance(text, str):
+    elif not isinstance(text, str):
         raise _refusal(where, f"has a prompt that is {'null' if text is None else type(text).__name__}")
-    if not text.strip():
+    elif not text.strip():
         raise _refusal(where, "has a blank prompt", "text")
     require_text(text, where)
     return PromptRow(
         text=text,
-        answer=_optional(row, "answer", where),
+        messages=said,
+        answer=answer,
         task=_optional(row, "task", where) or None,
         prompt_id=_optional(row, "id", where) or str(number),
         label=_optional(row, "label", where) or "",
@@ -165,9 +169,8 @@ def plain(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
     )
 
 
-def _chat(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
-    """A chat up to its last answer, which is the reference answer unless the row has one."""
-    messages = row["messages"]
+def _chat(messages: Any, where: str) -> tuple[tuple[tuple[str, str], ...], str | None]:
+    """A chat up to its last answer, and that: the reference answer, unless the row has one."""
     if isinstance(messages, str):  # a cell of CSV
         try:
             messages = json.loads(messages)
@@ -179,17 +182,7 @@ def _chat(row: Mapping[str, Any], number: int, where: str) -> PromptRow:
     answer = said.pop()[1] if said[-1][0] == "assistant" else None
     if not any(content.strip() for _, content in said):
         raise _refusal(where, "has messages without text before the answer", _CHAT)
-    text = "\n\n".join(content for _, content in said)
-    require_text(text, where)
-    return PromptRow(
-        text=text,
-        answer=_optional(row, "answer", where) or answer,
-        task=_optional(row, "task", where) or None,
-        prompt_id=_optional(row, "id", where) or str(number),
-        messages=tuple(said),
-        label=_optional(row, "label", where) or "",
-        pair=_optional(row, "pair", where) or "",
-    )
+    return tuple(said), answer
 
 
 def _message(message: Any, where: str) -> tuple[str, str]:

@@ -332,17 +332,8 @@ def _maybe(template: str | None, row: Mapping[str, Any], where: str) -> str | No
 def _of_file(file: Path) -> _Source:
     def read() -> Iterator[tuple[Prompt, str]]:
         for row in READERS[file.suffix.lower()](file):
-            prompt = Prompt(
-                dataset=file.stem,
-                task=row.task or file.stem,
-                prompt_id=row.prompt_id,
-                text=row.text,
-                messages=row.messages,
-                answer=row.answer,
-                label=row.label,
-                pair=row.pair,
-            )
-            yield prompt, row.text
+            found = {**row._asdict(), "task": row.task or file.stem}
+            yield Prompt(dataset=file.stem, **found), row.text
 
     return _Source(prompts=read(), origin={"source": file.stem}, name=str(file))
 

@@ -3,7 +3,7 @@
 import contextlib
 import http.client
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -57,17 +57,17 @@ class Conversation:
         if not self._by_prompt:
             said = [*self.messages, turn]
             try:
-                answer = yield from self._stream("/chat/completions", {"messages": said}, _of_chat)
+                answer = yield from self._stream("/chat/completions", {"messages": said})
             except ServerRefused as refused:
                 if self.messages or "chat template" not in str(refused):
                     raise
                 self._by_prompt = True
         if self._by_prompt:
             body = {"prompt": text, "max_tokens": self.settings.get("max_tokens", _MAX_TOKENS)}
-            answer = yield from self._stream("/completions", body, _of_completion)
+            answer = yield from self._stream("/completions", body)
         self.messages += [turn, {"role": "assistant", "content": answer}]
 
-    def _stream(self, path: str, body: dict[str, Any], text_of: Callable[[Any], str]) -> Generator[str, None, str]:
+    def _stream(self, path: str, body: dict[str, Any]) -> Generator[str, None, str]:
         """Ask, give the pieces of the answer, and return it whole."""
         options = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         with self._request("POST", path, {**options, **self.settings, **body}) as response:
@@ -83,7 +83,8 @@ class Conversation:
                     raise MoetoolError(f"the server ended the answer: {event['error'].get('message')}")
                 self.usage = event.get("usage") or self.usage
                 for choice in event["choices"]:
-                    if piece := text_of(choice):
+                    piece = choice["delta"].get("content") if "delta" in choice else choice.get("text")
+                    if piece:
                         answer += piece
                         yield piece
         raise MoetoolError("the server's answer ended in the middle")
@@ -138,11 +139,3 @@ def _reason(response: http.client.HTTPResponse) -> str:
     except (ValueError, KeyError, TypeError):
         text = text.strip().partition("\n")[0]
     return str(text)
-
-
-def _of_chat(choice: Any) -> str:
-    return choice["delta"].get("content") or ""
-
-
-def _of_completion(choice: Any) -> str:
-    return choice.get("text") or ""

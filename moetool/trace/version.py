@@ -3,8 +3,8 @@
 A version is `major.minor`. A manifest of before minor versions has the major number alone: it is minor version 0.
 
 - The minor version rises when something is added that an older trace can be given on reading: its manifest is brought
-  up step by step in memory, one function of `_STEPS` for each minor version; the files on disk stay as they are, and so
-  does the trace's sha256.
+  up in memory by what each minor version added (`_ADDED`); the files on disk stay as they are, and so does the trace's
+  sha256.
 - The major version rises when the rows themselves change their meaning or layout. Such a trace is not read.
 - A newer version than this program's, minor or major, is refused: what it added may matter.
 
@@ -19,7 +19,6 @@ A version is `major.minor`. A manifest of before minor versions has the major nu
 """
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ from moetool.errors import MismatchError
 
 MAJOR, MINOR = 1, 4
 SCHEMA_VERSION = f"{MAJOR}.{MINOR}"
+_ADDED: tuple[dict[str, Any], ...] = ({"ahead": 0}, {"resident": 0.0}, {"closed": True, "running": []}, {})
+"""What each minor version from 1 on added to the manifest, with the value that older traces have."""
 
 
 def upgrade(manifest: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -48,25 +49,6 @@ def upgrade(manifest: dict[str, Any], path: Path) -> dict[str, Any]:
         )
     if major < MAJOR:
         raise MismatchError(f"{says} {MAJOR}.0 or newer; capture again with this version of moetool")
-    for step in _STEPS[minor:]:
-        manifest = step(manifest)
+    for added in _ADDED[minor:]:
+        manifest = {**added, **manifest}
     return {**manifest, "schema_version": SCHEMA_VERSION}
-
-
-def _to_1_1(manifest: dict[str, Any]) -> dict[str, Any]:
-    return {"ahead": 0, **manifest}
-
-
-def _to_1_2(manifest: dict[str, Any]) -> dict[str, Any]:
-    return {"resident": 0.0, **manifest}
-
-
-def _to_1_3(manifest: dict[str, Any]) -> dict[str, Any]:
-    return {"closed": True, "running": [], **manifest}
-
-
-def _to_1_4(manifest: dict[str, Any]) -> dict[str, Any]:
-    return manifest
-
-
-_STEPS: tuple[Callable[[dict[str, Any]], dict[str, Any]], ...] = (_to_1_1, _to_1_2, _to_1_3, _to_1_4)
