@@ -21,10 +21,12 @@ _YARN = {
     **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32},
     **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 0.7, "mscale_all_dim": 0.7},
 }
+_SEEING = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("mixtral", {"intermediate_size": 16}),
     "qwen2moe": ("qwen2_moe", {"norm_topk_prob": False}),
     "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3vlmoe": ("qwen3_moe", {"norm_topk_prob": True, "rope_parameters": _SEEING}),
     "olmoe": ("olmoe", {"norm_topk_prob": False, "rms_norm_eps": 1e-5, "intermediate_size": 16}),
     "glm4moe": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "num_nextn_predict_layers": 0}),
     "deepseek2-softmax": ("deepseek_v2", {**_LATENT, "norm_topk_prob": False, "topk_method": "group_limited_greedy"}),
@@ -32,6 +34,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**_LATENT, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "rope_parameters": _YARN},
     ),
+    "deepseek2-lite": ("glm4_moe_lite", {**_LATENT, "routed_scaling_factor": 1.8}),
+    "hunyuan-moe": ("hunyuan_v1_moe", {"intermediate_size": 16}),
     "gpt-oss": ("gpt_oss", {"intermediate_size": 32}),
     "minimax-m2": ("minimax_m2", {"intermediate_size": 16, "rotary_dim": 4}),
     "lfm2moe": ("lfm2_moe", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
@@ -42,6 +46,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5-moe": ("ernie4_5_moe", {"moe_num_experts": 4}),
 }
 """By the name of the file: family, and its config besides the one that `tests.families` gives."""
+_CALLED = {"qwen3vlmoe": "Qwen3VLMoeForConditionalGeneration"}
+"""The class that converts a model, where it is only the text part of one."""
+_BY_LAYER = {"moe_intermediate_size": 16, "moe_topk": 2, "num_shared_expert": 1}
+"""Values of which HunYuan's published config has lists."""
 
 
 def build(name: str) -> Any:
@@ -76,7 +84,7 @@ def convert(llama_cpp: Path, name: str, to: Path) -> Path:
     model = build(name)
     folder = to / f"{name}-dense"
     model.save_pretrained(folder)
-    kind = get_model_class(model.config.architectures[0])
+    kind = get_model_class(_CALLED.get(name, model.config.architectures[0]))
 
     class Converted(kind):  # type: ignore[misc, valid-type]
         model_arch = kind.model_arch
@@ -89,6 +97,8 @@ def convert(llama_cpp: Path, name: str, to: Path) -> Path:
     file = to / f"{name}.gguf"
     with torch.inference_mode():
         hparams = ModelBase.load_hparams(folder, False)
+        if name == "hunyuan-moe":
+            hparams |= {key: [value] * 2 for key, value in _BY_LAYER.items()}
         Converted(folder, gguf.LlamaFileType.MOSTLY_F16, file, eager=True, hparams=hparams).write()
     return file
 

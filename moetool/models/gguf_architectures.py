@@ -37,6 +37,12 @@ _LATENT = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
 }
+_HUNYUAN = {
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+    "ffn_gate_inp": "mlp.gate.wg",
+    **{f"ffn_{x}_shexp": f"mlp.shared_mlp.{x}_proj" for x in ("gate", "up", "down")},
+}
 _LINEAR = {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
@@ -303,6 +309,14 @@ def _ernie(meta: Metadata) -> dict[str, Any]:
     }
 
 
+def _hunyuan(meta: Metadata) -> dict[str, Any]:
+    return {
+        "num_experts": meta("expert_count"),
+        "moe_topk": meta("expert_used_count"),
+        "intermediate_size": meta("expert_feed_forward_length"),  # of the shared expert too
+    }
+
+
 def _local(meta: Metadata) -> dict[str, Any]:
     return {
         "num_local_experts": meta("expert_count"),
@@ -352,6 +366,7 @@ _DEEPSEEK = functools.partial(
     joined=lambda meta: [("self_attn.kv_b_proj.weight", ("attn_k_b.weight", "attn_v_b.weight"), Latent())],
 )
 _LLAMA = functools.partial(Architecture, undo=_halves, gating=_SOFTMAX)
+_QWEN3 = Architecture(family="qwen3_moe", config=_qwen, gating=_SOFTMAX)
 ARCHITECTURES = {
     "deepseek2": _DEEPSEEK(family="deepseek_v3", gating=_SIGMOID),
     "dots1": Architecture(family="dots1", config=_routed, gating=_SIGMOID),
@@ -371,6 +386,7 @@ ARCHITECTURES = {
         names={"ffn_gate_inp": "block_sparse_moe.router"},
         experts="block_sparse_moe.experts",
     ),
+    "hunyuan-moe": Architecture(family="hunyuan_v1_moe", config=_hunyuan, names=_HUNYUAN, gating=_SOFTMAX),
     "lfm2moe": Architecture(
         family="lfm2_moe",
         config=_lfm2,
@@ -388,7 +404,7 @@ ARCHITECTURES = {
     "qwen35moe": Architecture(
         family="qwen3_5_moe_text", config=_linear, names={**_SHARED_EXPERT, **_LINEAR}, undo=_grouped
     ),
-    "qwen3moe": Architecture(family="qwen3_moe", config=_qwen, gating=_SOFTMAX),
+    "qwen3moe": _QWEN3,
     "qwen3next": Architecture(
         family="qwen3_next",
         config=_linear,
@@ -396,6 +412,7 @@ ARCHITECTURES = {
         undo=lambda meta: {**_norms(meta), "linear_attn.A_log": Logarithm()},
         joined=_qwen3_next,
     ),
+    "qwen3vlmoe": _QWEN3,  # the text part; on text alone its three positions are one
 }
 """Architectures by `general.architecture`."""
 _SCORED_BY_SOFTMAX = _DEEPSEEK(family="deepseek_v2", gating=_SOFTMAX)

@@ -136,6 +136,22 @@ def test_what_llama_cpp_converts_is_the_model_it_came_from(name: str) -> None:
     generated(dense, prompts(3)).require_same(served(path, "lru", prompts(3)))
 
 
+def test_on_text_qwen3_vl_is_the_family_that_serves_its_text_part() -> None:
+    from transformers import AutoConfig
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel
+
+    plain = gguf_oracle.build("qwen3vlmoe")
+    values = plain.config.to_dict()
+    values["rope_parameters"] |= {"mrope_interleaved": True}
+    del values["model_type"]
+    theirs = Qwen3VLMoeTextModel(AutoConfig.for_model("qwen3_vl_moe_text", **values)).eval()
+    theirs.load_state_dict(plain.model.state_dict())
+    tokens = torch.tensor([prompts(12)[-1] * 3])
+    with torch.inference_mode():
+        expected, found = (model(tokens, use_cache=False).last_hidden_state for model in (theirs, plain.model))
+    assert torch.equal(found, expected)
+
+
 def test_a_model_in_several_files(tmp_path: Path) -> None:
     """Served as the one file that they were cut from; a missing or foreign part is refused by name."""
     whole = GOLDEN / "qwen3moe.gguf"
