@@ -61,6 +61,7 @@ class Predictor(moetool.learning.predictor.Predictor):
     """
 
     learned = True
+    one_layer = True
     scores_are = "logits"
     popularity_LE: Tensor
     affinity_MEE: Tensor

@@ -45,6 +45,7 @@ class Predictor(moetool.learning.predictor.Predictor):
     """
 
     learned = True
+    one_layer = True
 
     def __init__(self, spec: ModelSpec, options: Options) -> None:
         super().__init__(spec, options)

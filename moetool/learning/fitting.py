@@ -28,6 +28,7 @@ from moetool.tables import shows_progress
 
 _LOG = logging.getLogger(__name__)
 _MAX_VALIDATION_PAIRS = 2048
+_SLOWER = 0.3  # of the learning rate, each time that the validation loss has not fallen for half of the patience
 
 
 def fit(
@@ -56,9 +57,10 @@ def fit(
         MoetoolError: a loss is not finite.
     """
     whole_requests = model.remembers and train.example_T is None
-    data = _Pairs(train, validation, options, seed, whole_requests=whole_requests)
-    total_steps = options.max_epochs * len(data.epoch)
-    best = BestEpoch()
+    data = _Pairs(train, validation, options, seed, whole_requests=whole_requests, every_layer=model.one_layer)
+    steps = len(data.epoch)
+    total_steps = options.max_epochs * steps
+    best = BestEpoch(options.patience)
     console = Console(stderr=True)
     with quiet(), Progress(console=console, disable=not shows_progress(), transient=True) as progress:
         bar = _Bar(progress, progress.add_task(f"fitting {model.name}", total=total_steps))
@@ -77,13 +79,15 @@ def fit(
         )
         with interruptible(), torch.random.fork_rng():
             torch.manual_seed(seed)
-            trainer.fit(_Fit(model, options.learning_rate, total_steps), datamodule=data)
+            trainer.fit(_Fit(model, options.learning_rate, steps, total_steps), datamodule=data)
     model.cpu().load_state_dict(best.state)
     return {
         "tokens": data.num_tokens,
+        "pairs": data.num_tokens * (train.num_layers - 1),
         "epochs": len(best.losses),
         "best_epoch": best.epoch + 1,
         "max_epochs": options.max_epochs,
+        "stopped_by": "validation" if len(best.losses) < options.max_epochs else "max_epochs",
         "batch_size": data.batch_size,
         "learning_rate": options.learning_rate,
         "patience": options.patience,
@@ -115,16 +119,31 @@ class _Batches(IterableDataset):
             yield self.tokens.take(token_N), layer_N
 
 
-def _token_batches(tokens: Tokens, index_N: Tensor, batch_size: int, generator: torch.Generator) -> _Batches:
-    """Passes over these tokens in whole batches, each in a new order, each token at a layer drawn anew."""
+def _token_batches(
+    tokens: Tokens, index_N: Tensor, batch_size: int, generator: torch.Generator, *, every_layer: bool
+) -> _Batches:
+    """Passes over these tokens in whole batches, in new orders.
+
+    Args:
+        every_layer: a pass goes over the tokens once a layer that can be predicted, each time at another layer of each
+            token; else once, each token at a layer drawn at random.
+    """
+    later = tokens.num_layers - 1
+    rounds = later if every_layer else 1
     length = len(index_N) // batch_size  # a last batch of one token would break batch norm
 
     def draw() -> Iterator[Pairs]:
-        token_N = index_N[torch.randperm(len(index_N), generator=generator)]
-        layer_N = torch.randint(1, tokens.num_layers, (len(index_N),), generator=generator)
-        yield from itertools.islice(zip(token_N.split(batch_size), layer_N.split(batch_size), strict=True), length)
+        order_N = torch.randperm(len(index_N), generator=generator)
+        layer_N = torch.empty_like(order_N)
+        layer_N[order_N] = torch.randint(1, tokens.num_layers, (len(index_N),), generator=generator)
+        for turn in range(rounds):
+            if turn:
+                order_N = torch.randperm(len(index_N), generator=generator)
+                layer_N = 1 + layer_N % later
+            pairs = zip(index_N[order_N].split(batch_size), layer_N[order_N].split(batch_size), strict=True)
+            yield from itertools.islice(pairs, length)
 
-    return _Batches(tokens, draw, length)
+    return _Batches(tokens, draw, rounds * length)
 
 
 def _request_batches(tokens: Tokens, index_N: Tensor, batch_size: int, generator: torch.Generator) -> _Batches:
@@ -147,7 +166,12 @@ def _request_batches(tokens: Tokens, index_N: Tensor, batch_size: int, generator
 
 
 class _Pairs(pl.LightningDataModule):
-    """Pairs of a token and the layer to predict for it: new ones in every epoch, the same for every validation."""
+    """Pairs of a token and the layer to predict for it: in a new order in every epoch, the same for every validation.
+
+    Args:
+        whole_requests: batches are of whole requests.
+        every_layer: of `_token_batches`.
+    """
 
     def __init__(
         self,
@@ -157,6 +181,7 @@ class _Pairs(pl.LightningDataModule):
         seed: int,
         *,
         whole_requests: bool,
+        every_layer: bool,
     ) -> None:
         super().__init__()
         max_tokens = options.max_tokens
@@ -170,7 +195,7 @@ class _Pairs(pl.LightningDataModule):
             every_N = torch.arange(len(validation))
             pairs = list(_request_batches(validation, every_N, options.batch_size, generator).draw())
         else:
-            self.epoch = _token_batches(train, index_N, self.batch_size, generator)
+            self.epoch = _token_batches(train, index_N, self.batch_size, generator, every_layer=every_layer)
             later = validation.num_layers - 1
             pair_N = torch.randperm(len(validation) * later, generator=generator)[:_MAX_VALIDATION_PAIRS]
             pairs = [(pair // later, 1 + pair % later) for pair in pair_N.split(options.batch_size)]
@@ -184,13 +209,18 @@ class _Pairs(pl.LightningDataModule):
 
 
 class _Fit(pl.LightningModule):
-    """Fits a predictor by its own loss: AdamW, one warm-up and one cosine decay over all epochs."""
+    """Fits a predictor by its own loss: AdamW, by `share_of_rate` and `slower`.
 
-    def __init__(self, predictor: Predictor, learning_rate: float, total_steps: int) -> None:
+    Attributes:
+        slower: a factor of the learning rate, lowered where the validation loss has stopped falling.
+    """
+
+    def __init__(self, predictor: Predictor, learning_rate: float, steps: int, total_steps: int) -> None:
         super().__init__()
         self.predictor = predictor
         self.learning_rate = learning_rate
-        self.total_steps = total_steps
+        self.steps, self.total_steps = steps, total_steps
+        self.slower = 1.0
 
     def training_step(self, batch: tuple[Tokens, Tensor], batch_idx: int) -> Tensor:
         loss = self.predictor.loss(*batch)
@@ -202,22 +232,34 @@ class _Fit(pl.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate, fused=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: one_cycle(step, self.total_steps))
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: self.slower * share_of_rate(step, self.steps, self.total_steps)
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def one_cycle(step: int, total_steps: int) -> float:
-    """Share of the full learning rate at a step: a fifth of the steps to warm up, then a cosine down to nothing."""
-    warm_up = max(1, total_steps // 5)
-    if step < warm_up:
-        return (step + 1) / warm_up
-    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, total_steps - warm_up)))
+def share_of_rate(step: int, steps: int, total_steps: int) -> float:
+    """Share of the full learning rate at a step: one epoch of `steps` to warm up, then all of it, then a cosine down.
+
+    The descent takes the last two thirds of a budget of up to 30 epochs, and the last 20 epochs of a larger one, where
+    the validation loss mostly ends the run before.
+    """
+    warm_up = max(1, min(steps, total_steps // 5))
+    descent = max(1, min(total_steps * 2 // 3, 20 * steps))
+    risen = min(1.0, (step + 1) / warm_up)
+    fallen = max(0, step - (total_steps - descent)) / descent
+    return risen * 0.5 * (1 + math.cos(math.pi * fallen))
 
 
 class BestEpoch(pl.Callback):
-    """Keeps the losses, and in memory the weights of the best epoch. Raises: MoetoolError: a loss is not finite."""
+    """Keeps the losses, and in memory the weights of the best epoch; halfway through its patience it slows the fit.
 
-    def __init__(self) -> None:
+    Raises:
+        MoetoolError: a loss is not finite.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self._half = max(1, patience // 2)
         self.losses: list[dict[str, float]] = []
         self.epoch = -1
         self.state: dict[str, Tensor] = {}
@@ -235,6 +277,8 @@ class BestEpoch(pl.Callback):
         if self.epoch < 0 or losses["validation_loss"] < self.losses[self.epoch]["validation_loss"]:
             self.epoch = len(self.losses) - 1
             self.state = {k: v.detach().clone() for k, v in pl_module.predictor.state_dict().items()}
+        elif (len(self.losses) - 1 - self.epoch) % self._half == 0:
+            pl_module.slower *= _SLOWER
 
 
 class _Bar(pl.Callback):

@@ -59,6 +59,8 @@ class Predictor(nn.Module):
             requests, unless `prepare` gave their tokens numbers, and it predicts by `observe` and `scores` only.
         incremental: whether it works out its answers as layers arrive, and is judged by `observe` and `scores`, since
             `layer_scores` would begin anew for each layer.
+        one_layer: whether `loss` is of the one layer drawn for each token, so that a pass shows every token at each of
+            its layers in turn. Others learn all layers of a token at once.
         made_of: `trace`, or `model`: then its module has a `make` that writes card and weights, and `open` reads them.
         predicts_prompts: whether `predict_prompt` predicts a request's experts from its prompt, before it runs.
         scores_are: `shares`, which say how the choices of a token divide among the experts, or `logits` of an expert
@@ -79,6 +81,7 @@ class Predictor(nn.Module):
     learned: ClassVar[bool] = False
     remembers: ClassVar[bool] = False
     incremental: ClassVar[bool] = False
+    one_layer: ClassVar[bool] = False
     made_of: ClassVar[str] = "trace"
     predicts_prompts: ClassVar[bool] = False
     scores_are: ClassVar[str] = "shares"
@@ -155,7 +158,7 @@ class Predictor(nn.Module):
 
         Args:
             tokens: a batch of N tokens with all layers.
-            layer_N: a layer 1..L-1 drawn for each token, int64, for those that predict one layer a token.
+            layer_N: a layer 1..L-1 for each token, int64, for those that learn one layer a token.
         """
         raise TypeError(f"{type(self).__module__} has nothing that is fitted by gradient descent")
 

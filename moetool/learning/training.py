@@ -27,6 +27,7 @@ from moetool.trace.same_prompts import prompt_digests
 
 _FEWEST = 3  # requests; fewer are split in time
 FIT = FitOptions()
+_STOPPED = {"validation": "validation stopped improving", "max_epochs": "the budget was spent"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,8 +231,9 @@ def _readme(card: Mapping[str, Any]) -> str:
     if card["in_time"]:
         requests = f"{len(card['requests']['train'])}, split in time: the last tokens are held out"
     fitted = (
-        f"Fitted on {fit['tokens']:,} tokens for {fit['epochs']} epochs; the best, epoch {fit['best_epoch']}, has a "
-        f"validation loss of {fit['validation_loss'][fit['best_epoch'] - 1]:.4f}.\n"
+        f"Fitted on {fit['tokens']:,} tokens for {fit['epochs']} epochs (passes over every layer of every token), "
+        f"until {_STOPPED[fit['stopped_by']]}; the best, epoch {fit['best_epoch']}, has a validation loss of "
+        f"{fit['validation_loss'][fit['best_epoch'] - 1]:.4f}.\n"
         if fit
         else "Counted; nothing was fitted.\n"
     )

@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python -m pytest tests/bench/test_predictors.py -m '' -s
 
-Each is trained by `moetool train` with the epochs that `EPOCHS` gives, and judged by `moetool evaluate` on requests
-that none has seen; those that a trace has not the columns for are named with the reason. Then the policies that take
-one replay with it. `MOETOOL_BENCH_WORK=DIR` keeps traces, predictors and pages in
-DIR and takes those that are there, so that a run that was stopped goes on.
+Each is trained by `moetool train` until the validation loss stops falling, or `BUDGET` is spent, and judged by
+`moetool evaluate` on requests that none has seen; those that a trace has not the columns for are named with the reason.
+Then the policies that take one replay with it. `MOETOOL_BENCH_WORK=DIR` keeps traces, predictors and pages in DIR and
+takes those that are there, so that a run that was stopped goes on. `MOETOOL_BENCH_SEEDS` and `MOETOOL_BENCH_BUDGET` set
+the seeds and the budget.
 """
 
 import copy
@@ -33,6 +34,7 @@ from moetool.learning.training import train
 from moetool.learning.unseen import unseen_by_all
 from moetool.prompts import gather as prompt_sets
 from moetool.report.predictor_page import write_page
+from moetool.simulation.simulation_results import interval
 from moetool.trace.reader import Trace
 from moetool.trace.rows import KEEP
 from moetool.tuning.profile import ProfileOptions, profile
@@ -45,9 +47,17 @@ QWEN = SHARED / "data" / "routes" / "bigmoeonedge" / "qwen3_30b_a3b.route.csv"
 PROMPTS, NEW_TOKENS, AHEAD = 12, 32, 6
 UNSEEN = "code"
 SCORED_EVERY = 4  # sequence of those that are scored: so many tokens take minutes
-EPOCHS = {"expert_mlp": 10, "cascade": 30, "single_transformer": 30, "lstm": 30}
-ROUTE_EPOCHS = {"expert_mlp": 8, "next_use": 10}
-OTHERS = 20
+BUDGET = int(
+    os.environ.get("MOETOOL_BENCH_BUDGET", "40")
+)  # passes over every layer of every token, for every predictor
+SEEDS = int(os.environ.get("MOETOOL_BENCH_SEEDS", "3"))
+SEEDED = ("affinity", "path_mlp", "promoe", "fused", "expert_mlp")
+SEED_PROMPTS = 6  # of each set: three times as many fits take as long as one of twice as many
+EQUAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "promoe, hidden 402": ("promoe", {"hidden": 402}),  # as many parameters as fused
+    "expert_mlp, hidden 640 to 64": ("expert_mlp", {"hidden": [640, 320, 160, 80, 64]}),  # as many as path_mlp
+}
+"""The published predictors that ours are nearest to, at their numbers of parameters."""
 ROUTE_OPTIONS: dict[str, dict[str, Any]] = {"expert_map": {"source": "topk", "prompts": "tokens"}}
 """The routes hold no scores over all experts; each of their tokens is one of a prompt, and makes a map."""
 
@@ -69,7 +79,6 @@ def _once(path: Path, make: Callable[[Path], object]) -> Path:
 def _trained(
     trace: Path,
     out: Path,
-    epochs: Mapping[str, int],
     options: Mapping[str, Any],
     names: Sequence[str] = (),
     **fit: Any,
@@ -82,9 +91,8 @@ def _trained(
             print(f"{name} is left out: it is made of the model itself, which is not here", flush=True)
             continue
         if not folder.exists():
-            most = epochs.get(name, OTHERS)
             try:
-                train(name, trace, folder, options=options.get(name), fit=FitOptions(max_epochs=most, **fit))
+                train(name, trace, folder, options=options.get(name), fit=FitOptions(max_epochs=BUDGET, **fit))
             except MismatchError as error:
                 print(f"{name} is left out: {str(error).split(';')[0].replace(f'{trace}', 'the trace')}", flush=True)
                 continue
@@ -102,17 +110,17 @@ def _judged(
     return {(row.predictor, row.unseen_task): row for row in rows}
 
 
-def embedded(here: Path, names: Sequence[str] = ()) -> tuple[Path, Path, list[Path]]:
+def embedded(here: Path, names: Sequence[str] = (), prompts: int = PROMPTS) -> tuple[Path, Path, list[Path]]:
     """A trace of six of the embedded prompt sets, one of the seventh, and (these) predictors made of the first."""
     options = CaptureOptions(max_new_tokens=NEW_TOKENS, batch_size=8, keep=KEEP, ahead=AHEAD, threads=1)
 
     def captured(*names: str) -> Callable[[Path], object]:
-        texts = list(prompt_sets.load(names, max_prompts=PROMPTS))
+        texts = list(prompt_sets.load(names, max_prompts=prompts))
         return lambda out: capture("reference", texts, out, options)
 
     trace = _once(here / "trace", captured(*(name for name in prompt_sets.names() if name != UNSEEN)))
     unseen = _once(here / "unseen", captured(UNSEEN))
-    predictors = _trained(trace, here / "predictors", EPOCHS, {}, names)
+    predictors = _trained(trace, here / "predictors", {}, names)
     return trace, unseen, predictors
 
 
@@ -131,6 +139,49 @@ def test_embedded_model(work: Path) -> None:
     for name in ("cascade", "single_transformer"):
         told = found[name, False].prompt_prediction
         assert told is not None and told.load_error < found["popularity", False].prompt_prediction.load_error  # type: ignore[union-attr]
+
+
+def _print_seeds(found: Mapping[str, Sequence[Evaluation]], others: Mapping[str, Sequence[Evaluation]]) -> None:
+    """Means over the seeds so far, on known tasks and on the unseen one."""
+
+    def shown(values: Sequence[float]) -> str:
+        mean, half = interval(values)
+        return f"{mean:.3f}" + (f" ± {half:.3f}" if half is not None else "")
+
+    print("| predictor | prompts | new tokens | code, prompts | code, new tokens | exact | parameters | epochs |")
+    for label, rows in found.items():
+        matches = [
+            shown([row.overall(phase)[1].match for row in part])
+            for part in (rows, others[label])
+            for phase in ("prefill", "decode")
+        ]
+        exact = shown([row.overall()[1].exact for row in rows])
+        epochs = ", ".join(str(row.epochs) for row in rows)
+        print(f"| {label} | {' | '.join(matches)} | {exact} | {rows[0].parameters:,} | {epochs} |", flush=True)
+
+
+def test_embedded_model_over_seeds(work: Path) -> None:
+    """The best published predictors and ours, on other splits, first weights and orders: mean and 95 % interval."""
+    here = work / "seeds"
+    trace, unseen, _ = embedded(here, ("popularity",), SEED_PROMPTS)
+    wanted: dict[str, tuple[str, dict[str, Any]]] = {**{name: (name, {}) for name in SEEDED}, **EQUAL}
+    found: dict[str, list[Evaluation]] = {}
+    others: dict[str, list[Evaluation]] = {}
+    for seed in range(SEEDS):
+        paths = {}
+        for label, (name, options) in wanted.items():
+            folder = here / f"seed-{seed}" / label.partition(",")[0] / ("equal" if label in EQUAL else "own")
+            if not folder.exists():
+                train(name, trace, folder, options=options, fit=FitOptions(max_epochs=BUDGET), seed=seed)
+            paths[label] = folder
+            print(f"{label}, seed {seed}: {load_predictor(folder).card['fit'].get('stopped_by')}", flush=True)
+        rows = {(row.path, row.unseen_task): row for row in evaluate(list(paths.values()), trace, unseen)}
+        for label, path in paths.items():
+            found.setdefault(label, []).append(rows[str(path), False])
+            others.setdefault(label, []).append(rows[str(path), True])
+        _print_seeds(found, others)
+    best = {label: sum(row.overall()[1].match for row in rows) / len(rows) for label, rows in found.items()}
+    assert best["affinity"] < min(best[name] for name in ("expert_mlp", "path_mlp", "promoe", "fused"))
 
 
 BUDGETS = (0.25, 0.5)
@@ -201,7 +252,7 @@ def test_deepseek_routes(work: Path) -> None:
             "deepseek-v2-lite", ProfileOptions(config_only=True, dtype="bfloat16", seconds=20, threads=1, scratch=here)
         ).save(out),
     )
-    predictors = _trained(learned, here / "predictors", ROUTE_EPOCHS, ROUTE_OPTIONS, held_out=0.05)
+    predictors = _trained(learned, here / "predictors", ROUTE_OPTIONS, held_out=0.05)
     title = "DeepSeek-V2-Lite; translation is the unseen task"
     found = _judged(title, here, predictors, scored, unseen, CostProfile.load(costs))
     for name, inside, outside in (("popularity", 0.19, 0.12), ("affinity", 0.57, 0.33)):
@@ -228,7 +279,7 @@ def test_qwen_conversation(work: Path) -> None:
     """One conversation, split in time."""
     here = work / "qwen"
     trace = _once(here / "trace", lambda out: import_trace([QWEN], "route_csv", out))
-    predictors = _trained(trace, here / "predictors", {}, ROUTE_OPTIONS)
+    predictors = _trained(trace, here / "predictors", ROUTE_OPTIONS)
     found = _judged("Qwen3-30B-A3B, one conversation split in time", here, predictors, trace, None, None)
     assert all(row.requests == "end" for row in found.values())
     assert Trace(trace).requests.num_rows == 1

@@ -199,7 +199,7 @@ def test_trained_saved_and_loaded(name: str, tmp_path: Path, capfd: pytest.Captu
     expected = torch.rand(3)
     torch.manual_seed(5)
     cards = [
-        train(name, trace, tmp_path / out, seed=seed, fit=FitOptions(max_epochs=2))
+        train(name, trace, tmp_path / out, seed=seed, fit=FitOptions(max_epochs=1))
         for out, seed in (("a", 0), ("b", 0), ("c", 1))
     ]
     assert torch.equal(torch.rand(3), expected)
@@ -217,7 +217,7 @@ def test_trained_saved_and_loaded(name: str, tmp_path: Path, capfd: pytest.Captu
     forwards = _forwards(first.spec, seed=3)
     assert all(map(np.array_equal, _answers(first, forwards), _answers(second, forwards)))
     (own, *_) = evaluate([tmp_path / "a"], trace)
-    assert (own.predictor, own.epochs) == (name, 2 if name in LEARNED else None)
+    assert (own.predictor, own.epochs) == (name, 1 if name in LEARNED else None)
     assert (own.prompt_prediction is not None) == CLASSES[name].predicts_prompts
 
 
@@ -376,3 +376,26 @@ def test_fitting_keeps_the_best_epoch_and_stops_early(name: str, tmp_path: Path)
     assert fit["tokens"] == 32
     assert fit["epochs"] == len(fit["validation_loss"]) < 60
     assert fit["best_epoch"] == 1 + int(np.argmin(fit["validation_loss"]))
+
+
+@learned
+def test_a_pass_shows_every_token_at_every_layer(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer a token learned: as many batches as layers to predict, and no pair twice. All at once: one batch."""
+    kind = plugins.load("predictor", name).Predictor
+    loss, shown = kind.loss, []
+
+    def noting(self: Predictor, tokens: Tokens, layer_N: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            shown.append((tokens, layer_N))
+        return loss(self, tokens, layer_N)
+
+    monkeypatch.setattr(kind, "loss", noting)
+    trace = write_trace(tmp_path / "trace", keep=KEEP)
+    fit = train(name, trace, tmp_path / "out", fit=FitOptions(max_epochs=1, batch_size=1024))["fit"]
+    later = Trace(trace).spec.num_layers - 1
+    assert fit["pairs"] == fit["tokens"] * later
+    assert fit["stopped_by"] == "max_epochs"
+    assert len(shown) == (later if kind.one_layer else 1)
+    if kind.one_layer:
+        layers = torch.cat([layer_N for _, layer_N in shown])
+        assert layers.bincount().tolist() == [0, *[fit["tokens"]] * later]

@@ -197,9 +197,12 @@ def test_tables_and_figures_by_name() -> None:
 
 
 def test_a_result_that_is_wrong_differs_and_a_trace_that_lacks_something_cannot_be_tested(tmp_path: Path) -> None:
-    trace = {"there": write_trace(tmp_path / "trace", make_spec(2), num_requests=8)}
+    trace = {
+        str(seed): write_trace(tmp_path / f"trace-{seed}", make_spec(2), num_requests=8, seed=seed) for seed in range(3)
+    }
     answers = {}
-    for text in (RECIPE, RECIPE.replace('"0% remote", "100% remote"', '"100% remote", "0% remote"')):
+    recipe = RECIPE.replace("seeds = 2", "seeds = 3")
+    for text in (recipe, recipe.replace('"0% remote", "100% remote"', '"100% remote", "0% remote"')):
         (tested,) = run_paper(parse_paper(text, "test"), tmp_path, given=trace)
         answers[tested.claim.check.order[0]] = tested.verdict.answer
     assert answers == {"0% remote": "agrees", "100% remote": "differs"}

@@ -18,6 +18,7 @@ from moetool.bench.paper.experiments import (
     memory,
     offload_or_call,
     policies,
+    predictor_cost,
     routing_drift,
 )
 from moetool.bench.paper.experiments import predictor_accuracy as predictors
@@ -55,6 +56,37 @@ def test_where_loading_is_all_that_costs_a_token_takes_its_loads(tmp_path: Path,
     assert found.values["what is needed of them"][0] < found.values["whole layers"][0]
     with pytest.raises(UsageError, match="did you mean 'load_s'"):
         policies.run(_stage(tmp_path, given), policies.Options(lines=lines, machine={"lod_s": 1.0}))
+
+
+def test_both_sides_of_a_token_and_lines_with_machines_of_their_own(tmp_path: Path, given: dict[str, Path]) -> None:
+    """Without a cache the link carries every expert of a token, and on a link half as fast for twice as long."""
+    lines = {
+        "fast": policies.PolicyLine(policy="on_demand"),
+        "slow": policies.PolicyLine(policy="on_demand", machine={"load_s": 2e-3}),
+    }
+    options = policies.Options(lines=lines, memory=(1.0,), measure="sides")
+    stage = _stage(tmp_path, given)
+    found = policies.run(stage, options)
+    assert {name: values[0] for name, values in found.values.items()} == pytest.approx(
+        {"fast, link": LAYERS * TOP_K, "fast, host": 0.0, "slow, link": 2 * LAYERS * TOP_K, "slow, host": 0.0}
+    )
+    drawn = replace(options, measure="tpot", along={"fast": 1, "slow": 2}, axis="seconds of a load")
+    found = policies.run(stage, drawn)
+    ((curve,),) = found.curves.values()
+    assert curve == ((1, 2), (pytest.approx(LAYERS * TOP_K), pytest.approx(2 * LAYERS * TOP_K)))
+    assert found.axes == ("seconds of a load", "time per output token, ms")
+    with pytest.raises(UsageError, match="did you mean 'slow'"):
+        policies.run(stage, replace(drawn, along={"slwo": 1}))
+
+
+def test_what_a_predictor_costs_at_a_shape(tmp_path: Path) -> None:
+    shape = memory.Shape(name="small", layers=3, experts=8, top_k=2, hidden=8, expert_bytes=1, dense_bytes=1)
+    stage = replace(_stage(tmp_path, {}), sizes=Sizes(rounds=2))
+    counted = predictor_cost.run(stage, predictor_cost.Options(predictor="affinity", model=shape, measure="bytes"))
+    assert counted.exact
+    assert counted.values == {"affinity": [pytest.approx(2 * 8 * 8 * 4 / 1e6, rel=0.5)]}  # two pairs of layers
+    timed = predictor_cost.run(stage, predictor_cost.Options(predictor="affinity", model=shape))
+    assert len(timed.values["affinity"]) == 2 and min(timed.values["affinity"]) > 0
 
 
 def test_predictors_learn_from_other_parts_and_every_request_of_a_part_is_measured(

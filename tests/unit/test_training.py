@@ -8,9 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from moetool import durable
 from moetool.errors import MismatchError, MoetoolError, UsageError
@@ -272,12 +274,27 @@ def test_a_killed_fit_leaves_the_old_predictor(tmp_path: Path, name: str) -> Non
 
 
 def test_the_learning_rate_rises_and_falls_whatever_the_number_of_steps() -> None:
-    from moetool.learning.fitting import one_cycle
+    from moetool.learning.fitting import share_of_rate
 
-    for total in range(1, 40):
-        rates = [one_cycle(step, total) for step in range(total)]
+    for epochs in range(1, 60):
+        rates = [share_of_rate(step, 7, 7 * epochs) for step in range(7 * epochs)]
         assert all(0 < rate <= 1 for rate in rates)
         assert max(rates) == 1
-        peak = rates.index(1)
+        peak, end = rates.index(1), len(rates) - rates[::-1].index(1)
         assert rates[:peak] == sorted(rates[:peak])
-        assert rates[peak:] == sorted(rates[peak:], reverse=True)
+        assert set(rates[peak:end]) == {1}
+        assert rates[end:] == sorted(rates[end:], reverse=True)
+        assert len(rates) - end >= 7 * min(20, epochs // 2) - 1  # a long descent, however large the budget
+
+
+def test_the_fit_slows_where_the_validation_loss_has_stopped_falling() -> None:
+    from moetool.learning.fitting import BestEpoch
+
+    best, module = BestEpoch(4), SimpleNamespace(predictor=torch.nn.Linear(1, 1), slower=1.0)
+    slowed = []
+    for loss in (3.0, 2.0, 2.5, 2.5, 1.0, 1.5, 1.5, 1.5, 1.5):
+        trainer = SimpleNamespace(callback_metrics={"loss": 1.0, "validation_loss": loss})
+        best.on_train_epoch_end(trainer, module)
+        slowed.append(round(module.slower, 3))
+    assert slowed == [1, 1, 1, 0.3, 0.3, 0.3, 0.09, 0.09, 0.027]
+    assert best.epoch == 4

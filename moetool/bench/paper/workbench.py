@@ -137,11 +137,15 @@ class Workbench:
             return self.trace(data, fold=seed), None
         return self.trace(data, fold=seed), self.trace(data, fold=self.others(seed))
 
-    def by_server(self, data: Sequence[str]) -> dict[str, Trace]:
-        """A trace for each of some servers: the given ones under their names, else one of each prompt set."""
+    def by_server(self, data: Sequence[str], fold: int = 0) -> dict[str, Trace]:
+        """A trace for each of some servers: the given ones under their names, else a part of each prompt set."""
         if self.given:
             return {name: self.once(f"given {name}", partial(Trace, path)) for name, path in self.given.items()}
-        return {name: self.trace((name,)) for name in data}
+        return {name: self.trace((name,), fold=fold) for name in data}
+
+    def parts(self, traces: Mapping[str, Trace]) -> int:
+        """Independent sets of traces among those of all seeds: given ones are one, however many seeds draw of them."""
+        return 1 if self.given else min(len(self.seeds), len(traces))
 
     def trained(
         self, name: str, trace: Trace, *, seed: int = 0, options: Mapping[str, Any] | None = None, **fit: Any

@@ -14,8 +14,6 @@ from moetool.trace.diff import divergence
 from moetool.trace.reader import Trace
 from moetool.types import ModelSpec
 
-_FOLDS = (0, 1, 2)  # of the prompts: all that the embedded sets have at the recipe's sizes
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -46,7 +44,7 @@ def run(stage: Workbench, options: Options) -> Found:
     if stage.given:
         traces = list(stage.by_server(options.data).values())
     else:
-        traces = [stage.trace((name,), fold=_FOLDS) for name in options.data]
+        traces = [stage.trace((name,), fold=tuple(stage.folds)) for name in options.data]
     names = options.data if not stage.given else tuple(stage.given)
     spec = traces[0].spec
     counts = [_counted(trace, len(stage.seeds)) for trace in traces]  # of each task [seeds, 2, L, E]
@@ -87,6 +85,7 @@ def run(stage: Workbench, options: Options) -> Found:
         else f"Gini coefficient of {names[0]}'s experts",
         unit="bits" if options.measure == "tasks" else "",
         on=stage.on(traces),
+        traces=len(stage.seeds),
         curves=curves,
         axes=axes,
     )

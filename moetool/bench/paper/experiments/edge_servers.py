@@ -13,6 +13,7 @@ from moetool.simulation.simulated_costs import AssumedCosts
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated
 from moetool.simulation.sweep import sweep as run_grid
+from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 
@@ -61,29 +62,33 @@ _UNITS = {"latency": "s", "local": "%", "phases": "%", "migrations": ""}
 
 
 def run(stage: Workbench, options: Options) -> Found:
-    """Simulate every mode at every point of the grid, over the seeds.
+    """Simulate every mode at every point of the grid; other parts of the prompts and other arrivals for each seed.
 
     Source: Prism § IV-A for the testbed, § IV-C for the simulator (`moetool.simulation.simulate.simulate`).
     """
-    traces = stage.by_server(tuple(options.servers))
-    cluster = edge_cluster(
-        next(iter(traces.values())).spec, list(traces), options.servers, options.memory, options.mbps
-    )
-    swept = {**options.sweep, "mode": options.modes, "seed": [str(seed) for seed in stage.seeds]}
     simulation = config.parse(SimulationOptions, options.simulation, "simulation")
-    make = partial(
-        run_grid,
-        traces,
-        cluster,
-        swept,
-        options.modes[0],
-        options.arrivals,
-        max(1, round(options.requests * stage.sizes.requests)),
-        simulation,
-        history=dict.fromkeys(traces, stage.trace(options.initial)) if options.initial else None,
-        costs=config.parse(AssumedCosts, options.costs, "costs"),
-    )
-    runs = stage.once(f"edge {replace(options, measure='latency')}", make)
+    costs = config.parse(AssumedCosts, options.costs, "costs")
+    runs: list[tuple[dict[str, str], Simulated]] = []
+    used: dict[str, Trace] = {}
+    for seed in stage.seeds:
+        traces = stage.by_server(tuple(options.servers), seed)
+        used |= {str(trace.path): trace for trace in traces.values()}
+        cluster = edge_cluster(
+            next(iter(traces.values())).spec, list(traces), options.servers, options.memory, options.mbps
+        )
+        make = partial(
+            run_grid,
+            traces,
+            cluster,
+            {**options.sweep, "mode": options.modes, "seed": [str(seed)]},
+            options.modes[0],
+            options.arrivals,
+            max(1, round(options.requests * stage.sizes.requests)),
+            simulation,
+            history=dict.fromkeys(traces, stage.trace(options.initial, fold=seed)) if options.initial else None,
+            costs=costs,
+        )
+        runs += stage.once(f"edge {replace(options, measure='latency')} {seed}", make)
     values: dict[str, list[float]] = {}
     curves: dict[str, list[Curve]] = {}
     for at, found in runs:
@@ -96,8 +101,8 @@ def run(stage: Workbench, options: Options) -> Found:
         if not options.sweep:
             curves.setdefault(name, []).append(over_time(found))
     asked = [found.seconds // simulation.replan_s if simulation.replan_s else 0.0 for _, found in runs]
-    on = f"{stage.on(list(traces.values()))}; Eq. 4 asked {min(asked):.0f} to {max(asked):.0f} times a run"
-    return simulated(options.measure, values, curves, on, len(cluster.servers))
+    on = f"{stage.on(list(used.values()))}; Eq. 4 asked {min(asked):.0f} to {max(asked):.0f} times a run"
+    return simulated(options.measure, values, curves, on, parts=stage.parts(used))
 
 
 def around(found: Simulated, tick_s: float) -> tuple[float, float]:
@@ -123,7 +128,8 @@ def simulated(
     values: Mapping[str, list[float]],
     curves: Mapping[str, list[Curve]],
     on: str,
-    num_servers: int,
+    *,
+    parts: int,
 ) -> Found:
     """Results of simulations of edge servers.
 
@@ -131,12 +137,14 @@ def simulated(
         values: by name, one for each seed: seconds, shares of 1, or numbers.
         curves: the same runs' share of calls at home over time (`over_time`).
         on: the traces that were simulated.
+        parts: how many independent sets of them.
     """
     return Found(
         values=values,
         what=_WHAT[measure],
         unit=_UNITS[measure],
-        on=f"{on}; {num_servers} servers, simulated at assumed costs",
+        on=f"{on}; simulated at assumed costs",
+        traces=parts,
         curves=curves,
         axes=("simulated seconds", "computed locally, %"),
     )

@@ -13,6 +13,7 @@ from moetool.simulation.simulate import read_world, simulate
 from moetool.simulation.simulated_costs import AssumedCosts
 from moetool.simulation.simulation_options import SimulationOptions
 from moetool.simulation.simulation_results import Simulated
+from moetool.trace.reader import Trace
 
 WAYS = ("with migration", "without")
 BEFORE, AFTER = "before the change", "after it"
@@ -52,20 +53,22 @@ def run(stage: Workbench, options: Options) -> Found:
     Source: Prism § IV-B, Figure 7: from 200 MultiData to 200 BIG-bench requests a server, from a placement that was
     made from other data.
     """
-    later = stage.by_server(tuple(options.servers))
-    names = list(later)
-    if stage.given:
-        first = {name: later[names[(place + 1) % len(names)]] for place, name in enumerate(names)}
-    else:
-        first = dict(zip(names, stage.by_server(options.before).values(), strict=True))
-    initial = dict.fromkeys(names, stage.trace(options.initial))
-    cluster = edge_cluster(later[names[0]].spec, names, options.servers, options.memory, options.mbps)
     base = config.parse(SimulationOptions, options.simulation, "simulation")
     costs = config.parse(AssumedCosts, options.costs, "costs")
     count = max(2, round(options.requests * stage.sizes.requests))
     values: dict[str, list[float]] = {}
     curves: dict[str, list[Curve]] = {way: [] for way in WAYS}
+    used: dict[str, Trace] = {}
     for seed in stage.seeds:
+        later = stage.by_server(tuple(options.servers), seed)
+        names = list(later)
+        if stage.given:
+            first = {name: later[names[(place + 1) % len(names)]] for place, name in enumerate(names)}
+        else:
+            first = dict(zip(names, stage.by_server(options.before, seed).values(), strict=True))
+        used |= {str(trace.path): trace for trace in (*first.values(), *later.values())}
+        initial = dict.fromkeys(names, stage.trace(options.initial, fold=seed))
+        cluster = edge_cluster(later[names[0]].spec, names, options.servers, options.memory, options.mbps)
         for way, replan_s in zip(WAYS, (options.replan_s, 0.0), strict=True):
             chosen = replace(base, seed=seed, replan_s=replan_s)
             world = replace(
@@ -82,9 +85,7 @@ def run(stage: Workbench, options: Options) -> Found:
                         values.setdefault(when, []).append(number)
             else:
                 values.setdefault(way, []).append(found.mean_s if options.measure == "latency" else found.local)
-    return simulated(
-        options.measure, values, curves, stage.on([*first.values(), *later.values()]), len(cluster.servers)
-    )
+    return simulated(options.measure, values, curves, stage.on(list(used.values())), parts=stage.parts(used))
 
 
 def _migrations(found: Simulated, change: int) -> tuple[float, float]:

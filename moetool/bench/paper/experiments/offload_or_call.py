@@ -59,11 +59,6 @@ def run(stage: Workbench, options: Options) -> Found:
     Raises:
         CannotTestError: a server's trace has no request after those that warm its pool.
     """
-    traces = stage.by_server(tuple(options.servers))
-    names = list(traces)
-    spec = traces[names[0]].spec
-    cluster = edge_cluster(spec, names, options.servers, options.memory, options.mbps)
-    budgets = [min(1.0, options.memory * len(server.gpus)) for server in cluster.servers]
     machine = stage.machine
     costs = AssumedCosts(
         dense_s=machine.dense_s,
@@ -72,15 +67,22 @@ def run(stage: Workbench, options: Options) -> Found:
         expert_token_s=machine.expert_token_s,
     )
     base = config.parse(SimulationOptions, options.simulation, "simulation")
-    seconds = [
-        _offloaded(stage, traces[name], options, share, base.split) for name, share in zip(names, budgets, strict=True)
-    ]
-    gap_s = float(np.mean([np.mean(each) for each in seconds])) / options.load
-    arrivals = f"poisson:{gap_s:.6f}s"
-    first = options.warm * len(names)
-    count = first + max(1, round(options.requests * stage.sizes.requests))
     values: dict[str, list[float]] = {ALONE: [], BALANCED: [], TOGETHER: []}
+    used: dict[str, Trace] = {}
+    gaps_s = []
     for seed in stage.seeds:
+        traces = stage.by_server(tuple(options.servers), seed)
+        used |= {str(trace.path): trace for trace in traces.values()}
+        names = list(traces)
+        cluster = edge_cluster(traces[names[0]].spec, names, options.servers, options.memory, options.mbps)
+        seconds = [
+            _offloaded(stage, traces[server.name], options, min(1.0, options.memory * len(server.gpus)), base.split)
+            for server in cluster.servers
+        ]
+        gaps_s.append(float(np.mean([np.mean(each) for each in seconds])) / options.load)
+        arrivals = f"poisson:{gaps_s[-1]:.6f}s"
+        first = options.warm * len(names)
+        count = first + max(1, round(options.requests * stage.sizes.requests))
         rng = np.random.default_rng(seed)
         coming = read_arrivals(arrivals, list(range(len(names))), count, rng)
         work = [(one.at_s, one.server, float(rng.choice(seconds[one.server]))) for one in coming]
@@ -94,8 +96,9 @@ def run(stage: Workbench, options: Options) -> Found:
         values=values,
         what="mean latency of a request",
         unit="s",
-        on=f"{stage.on(list(traces.values()))}; a request each {gap_s:.2g} s at each server, without the "
-        f"first {options.warm}; on the assumed machine",
+        traces=stage.parts(used),
+        on=f"{stage.on(list(used.values()))}; a request each {np.mean(gaps_s):.2g} s at each server, without the first "
+        f"{options.warm}; on the assumed machine",
     )
 
 

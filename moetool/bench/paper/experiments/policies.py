@@ -8,7 +8,7 @@ import numpy as np
 
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.named_machine import changed
-from moetool.bench.paper.verdict import CannotTestError, Curve, Found
+from moetool.bench.paper.verdict import CannotTestError, Curve, Found, require
 from moetool.bench.paper.workbench import ALL, Workbench, requests_of
 from moetool.caching._residency import Counts
 from moetool.trace.reader import Trace
@@ -24,6 +24,7 @@ class PolicyLine:
         predictor_options, fit: of that (`moetool.learning.training.train`).
         before: it serves the history before it is measured.
         synchronous: a layer's experts wait for all that was prefetched (`moetool.costing.pricing.TimelineOptions`).
+        machine: costs of this line alone, as of the experiment's.
     """
 
     policy: str
@@ -33,6 +34,7 @@ class PolicyLine:
     fit: Mapping[str, Any] = field(default_factory=dict)
     before: bool = False
     synchronous: bool = False
+    machine: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,10 @@ class Options:
         memory: for experts, as shares of all of them.
         batch: requests that are forwarded together.
         measure: `hits`, the share of the experts needed in decode that were resident; `ttft`, seconds of a prompt;
-            `tpot`, of a later token; `latency`, of a request; `speed`, its later tokens a second.
+            `tpot`, of a later token; `sides`, of a later token those that the link carries experts, and that the host
+            computes them; `latency`, of a request; `speed`, its later tokens a second.
+        along: numbers of lines by name, such as a distance, along which their values are drawn as a curve.
+        axis: what these are.
         new_tokens: of each request (0: as the sizes say).
         machine: costs that are unlike those of the recipe's machine, or another machine and model by name.
     """
@@ -57,16 +62,19 @@ class Options:
     lines: Mapping[str, PolicyLine]
     memory: tuple[float, ...] = (0.25,)
     batch: tuple[int, ...] = (1,)
-    measure: Literal["hits", "ttft", "tpot", "latency", "speed"] = "hits"
+    measure: Literal["hits", "ttft", "tpot", "sides", "latency", "speed"] = "hits"
+    along: Mapping[str, float] = field(default_factory=dict)
+    axis: str = ""
     new_tokens: int = 0
     machine: Mapping[str, Any] = field(default_factory=dict)
 
 
-UNITS = {"hits": "%", "ttft": "ms", "tpot": "ms", "latency": "s", "speed": "tokens/s"}
+UNITS = {"hits": "%", "ttft": "ms", "tpot": "ms", "sides": "ms", "latency": "s", "speed": "tokens/s"}
 _WHAT = {
     "hits": "experts needed in decode that were resident",
     "ttft": "time to first token",
     "tpot": "time per output token",
+    "sides": "busy with experts, per output token",
     "latency": "mean latency of a request",
     "speed": "decode speed",
 }
@@ -80,8 +88,8 @@ class PolicyMeasures:
         decode: counts of the forwards without prompt tokens.
         request_s: of each request, of its prompt and of its later tokens.
         request_tokens: of each request its later tokens.
-        decode_s, compute_s, forwards: of the forwards without prompt tokens their seconds, those of the device's
-            arithmetic, and how many they are.
+        decode_s, compute_s, link_s, host_s, forwards: of the forwards without prompt tokens their seconds, those of
+            the device's arithmetic, of the link's transfers and of the host's arithmetic, and how many they are.
     """
 
     decode: Counts
@@ -89,6 +97,8 @@ class PolicyMeasures:
     request_tokens: tuple[int, ...]
     decode_s: float
     compute_s: float
+    link_s: float
+    host_s: float
     forwards: int
 
     @property
@@ -119,23 +129,47 @@ def run(stage: Workbench, options: Options) -> Found:
                 learned = stage.trace(options.data, new_tokens=options.new_tokens, fold=stage.others(fold))
             for memory in options.memory:
                 for name, line in options.lines.items():
-                    measured = measure(stage, trace, line, memory, batch, fold, learned=learned, machine=machine)
+                    own = changed(machine, line.machine)
+                    measured = measure(stage, trace, line, memory, batch, fold, learned=learned, machine=own)
                     label = _label(name, memory, batch, options)
+                    if options.measure == "sides":
+                        for side, seconds in (("link", measured.link_s), ("host", measured.host_s)):
+                            values.setdefault(f"{label}, {side}", []).append(1e3 * seconds / measured.forwards)
+                        continue
                     values.setdefault(label, []).append(_value(measured, options.measure))
                     if options.measure in ("latency", "speed"):
                         each.setdefault(label, []).extend(_by_request(measured, options.measure))
     measured_on = "all" if apart else "30 % of the requests"
+    if options.along:
+        curves, axes = _along(values, options)
+    else:
+        curves = {label: [distribution(values)] for label, values in each.items()}
+        axes = (
+            "latency, s" if options.measure == "latency" else "decode speed, tokens/s",
+            f"requests that were {'as fast' if options.measure == 'latency' else 'no faster'}, %",
+        )
     return Found(
         values=values,
         what=_WHAT[options.measure],
         unit=UNITS[options.measure],
         on=f"{stage.on(list(traces.values()))}; replayed on the assumed machine, {measured_on} measured",
-        curves={label: [distribution(values)] for label, values in each.items()},
-        axes=(
-            "latency, s" if options.measure == "latency" else "decode speed, tokens/s",
-            f"requests that were {'as fast' if options.measure == 'latency' else 'no faster'}, %",
-        ),
+        curves=curves,
+        axes=axes,
     )
+
+
+def _along(values: Mapping[str, Sequence[float]], options: Options) -> tuple[dict[str, list[Curve]], tuple[str, str]]:
+    """One curve over the lines that have a number, a line of it for each seed.
+
+    Raises:
+        UsageError: one of them was not measured.
+    """
+    rows = [require(values, name) for name in options.along]
+    scale = 100 if options.measure == "hits" else 1
+    x = tuple(options.along.values())
+    lines = [(x, tuple(scale * value for value in each)) for each in zip(*rows, strict=True)]
+    what, unit = _WHAT[options.measure], UNITS[options.measure]
+    return {what: lines}, (options.axis, f"{what}, {unit}")
 
 
 def look_through(lines: Mapping[str, PolicyLine]) -> bool:
@@ -186,13 +220,18 @@ def measure(
     row = replayed(before | later)
     assert row.timing is not None, "replayed with a profile"
     decode, forwards = row.decode, row.timing.decode_forwards
-    decode_s, compute_s = row.timing.decode.seconds, row.timing.decode.compute_s
+    spent = row.timing.decode
+    decode_s, compute_s = spent.seconds, spent.compute_s
+    link_s, host_s = sum(spent.io_s.values()), spent.host_s
     if before:
         earlier = replayed(before)
         assert earlier.timing is not None, "replayed with a profile"
         decode, forwards = _less(decode, earlier.decode), forwards - earlier.timing.decode_forwards
-        decode_s -= earlier.timing.decode.seconds
-        compute_s -= earlier.timing.decode.compute_s
+        spent = earlier.timing.decode
+        decode_s -= spent.seconds
+        compute_s -= spent.compute_s
+        link_s -= sum(spent.io_s.values())
+        host_s -= spent.host_s
     if not forwards:
         raise CannotTestError(f"{trace.path} has no new tokens in the requests that are measured")
     tokens = {each["request"]: each["tokens"] - each["prompt_tokens"] for each in trace.requests.to_pylist()}
@@ -203,6 +242,8 @@ def measure(
         request_tokens=tuple(tokens[request] for request in measured),
         decode_s=decode_s,
         compute_s=compute_s,
+        link_s=link_s,
+        host_s=host_s,
         forwards=forwards,
     )
 
@@ -218,7 +259,12 @@ def _value(measured: PolicyMeasures, what: str) -> float:
     prompt_s, later_s = np.mean(measured.request_s, axis=0).tolist()
     each_s = measured.token_s
     return float(
-        {"ttft": 1e3 * prompt_s, "tpot": 1e3 * each_s, "latency": prompt_s + later_s, "speed": 1 / each_s}[what]
+        {
+            "ttft": 1e3 * prompt_s,
+            "tpot": 1e3 * each_s,
+            "latency": prompt_s + later_s,
+            "speed": 1 / each_s,
+        }[what]
     )
 
 

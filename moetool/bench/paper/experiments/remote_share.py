@@ -13,6 +13,7 @@ from moetool.placement._placement_plan import PlacementPlan, bare_plan
 from moetool.simulation.simulate import ModeInputs, read_world, simulate
 from moetool.simulation.simulated_costs import AssumedCosts
 from moetool.simulation.simulation_options import SimulationOptions
+from moetool.trace.reader import Trace
 from moetool.types import Cluster, Gpu, ModelSpec, Server
 
 
@@ -39,19 +40,22 @@ def run(stage: Workbench, options: Options) -> Found:
 
     Source: Prism, Figure 5, whose caption is all that the print says.
     """
-    trace = stage.trace(ALL)
-    gpu = Gpu(memory_bytes=trace.spec.total_experts * trace.spec.slot_bytes)
+    spec = stage.trace(ALL).spec
+    gpu = Gpu(memory_bytes=spec.total_experts * spec.slot_bytes)
     servers = tuple(Server(name=name, gpus=(gpu,)) for name in ("here", "there"))
     cluster = Cluster(servers=servers, link_bytes_s=options.mbps * 1e6 / 8, link_latency_s=0.0005)
     base = config.parse(SimulationOptions, options.simulation, "simulation")
     costs = config.parse(AssumedCosts, options.costs, "costs")
     values: dict[str, list[float]] = {}
     curves: list[Curve] = []
+    used: dict[str, Trace] = {}
     for seed in stage.seeds:
+        trace = stage.trace(ALL, fold=seed)
+        used[str(trace.path)] = trace
         chosen = replace(base, seed=seed)
         world = read_world({"here": trace}, cluster, chosen)
         for share in options.remote:
-            plan = _plan(trace.spec, cluster, share, seed)
+            plan = _plan(spec, cluster, share, seed)
             count = max(1, stage.sizes.requests // 4)
             found = simulate(
                 world, "uniform", options.arrivals, count, chosen, costs=costs, inputs=ModeInputs(plan=plan)
@@ -63,8 +67,9 @@ def run(stage: Workbench, options: Options) -> Found:
         values=values,
         what="mean latency of a request",
         unit="s",
-        on=f"{stage.on([trace])}; two servers, simulated at assumed costs, nobody waits",
+        on=f"{stage.on(list(used.values()))}; two servers, simulated at assumed costs, nobody waits",
         curves={"all requests": curves},
+        traces=len(used),
         axes=("experts on the other server, %", "mean latency, ms"),
     )
 
