@@ -148,7 +148,7 @@ def test_the_order_of_modes_in_director_figure_7(tmp_path: Path, lookahead: str)
     costs = AssumedCosts(dense_s=60e-6, dense_token_s=0.5e-6, expert_s=15e-6, expert_token_s=8e-6)
     quick = {"kicks": 0, "relaxation": 0, "c_max": 8, "replicas": False}
     runs = [("uniform", "free"), ("director-offline", "free")]
-    runs += [(f"director-{mode}", how) for how in ("free", "overlap") for mode in ("reactive", "proactive")]
+    runs += [(f"director-{mode}", how) for how in ("free", "pipelined") for mode in ("reactive", "proactive")]
     means: dict[tuple[str, str], list[float]] = {run: [] for run in runs}
     for seed in SEEDS:
         options = SimulationOptions(
@@ -168,7 +168,7 @@ def test_the_order_of_modes_in_director_figure_7(tmp_path: Path, lookahead: str)
             f"uniform"
         )
     uniform, offline = runs[:2]
-    for how in ("free", "overlap"):
+    for how in ("free", "pipelined"):
         order = [("director-proactive", how), offline, ("director-reactive", how), uniform]
         for better, worse in pairwise(order if lookahead == "true" else order[1:]):
             gain, half = _interval(np.subtract(means[worse], means[better]).tolist())

@@ -24,7 +24,7 @@ class Options:
         data: prompt sets that come mixed; the given trace takes their place.
         gpus: of one node.
         room: of all GPUs together, as a multiple of the experts; 1 leaves no room for copies.
-        planners: by name, each with its options.
+        planners: lines by name, each with the options of its planner: that of the line's name, or `planner`.
         experts: only so many of each layer, those of higher numbers counted as `expert % experts` (0: all), so that
             an exhaustive search ends.
         layers: of the MoE layers only these, by number (none: all).
@@ -57,7 +57,8 @@ def run(stage: Workbench, options: Options) -> Found:
         history, coming = _batches(trace, learned, options, seed)
         latency = unit_latency(coming[0][0].cluster)
         for name, given in options.planners.items():
-            for mode in modes(coming, history, name, given, latency, seed=seed):
+            own = {option: value for option, value in given.items() if option != "planner"}
+            for mode in modes(coming, history, given.get("planner", name), own, latency, seed=seed):
                 if mode.mode in options.reported:
                     label = mode.mode if len(options.planners) == 1 else f"{name}, {mode.mode}"
                     values.setdefault(label, []).append(mode.latency)
