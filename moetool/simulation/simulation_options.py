@@ -39,7 +39,7 @@ class SimulationOptions:
             is served, and the round waits for what is left (the first keeps its placement); `wait`: the round waits for
             all of it. A mode that sees only the past plans when a round ends and does not wait: its experts begin to
             move when the plan is made.
-        plan_s: seconds of one planning (0: as long as it takes here).
+        plan_s: seconds of one planning (0: as many of the processor as it takes here).
         predict_share: of a round's seconds, what prediction of the next one takes beside planning.
         piece_bytes: that an expert on the move puts into a link's queue at a time.
         lookahead: what a mode that sees the queue knows of it: `true` routing, of decoded tokens too, or `predicted`

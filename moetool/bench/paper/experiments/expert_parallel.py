@@ -57,7 +57,7 @@ class Options:
         runs: by name.
         ways: bytes a second of the ways by which experts come to a GPU of the same node, by name; 0: over the GPUs'
             links, which tokens use too.
-        plan_s: seconds that one planning takes, where a run charges it (0: as measured).
+        plan_s: seconds that one planning takes, where a run charges it (0: of the processor, as measured).
         arrivals: as of `moetool simulate`.
         measure: mean `latency`, `throughput` in tokens a second, `unevenness`, the standard deviation of the latency of
             rounds, or `planning`, measured seconds of one planning.

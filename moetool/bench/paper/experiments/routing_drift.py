@@ -62,7 +62,7 @@ def run(stage: Workbench, options: Options) -> Found:
         unit="%",
         on=f"{stage.on(list(traces.values()))}; batches of {options.batch} requests",
         curves=curves,
-        axes=("batch", "calls of the layer, %"),
+        axes=("batch", "% of the layer's calls"),
         traces=len(traces),
     )
 
