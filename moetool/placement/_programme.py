@@ -6,6 +6,9 @@ import highspy
 import numpy as np
 from scipy.sparse import csc_matrix
 
+STRATEGIES = (1, 4)
+"""Of HiGHS: dual simplex, then primal."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
@@ -27,10 +30,12 @@ def minimise(
     lower: np.ndarray,
     upper: np.ndarray,
 ) -> Solution | None:
-    """The optimum by the dual simplex, which ends in a vertex, or None if nothing is feasible.
+    """The optimum by the simplex, which ends in a vertex, or None if nothing is feasible.
+
+    Near the least budget that is feasible the dual simplex may give up; the primal one is asked next.
 
     Raises:
-        AssertionError: HiGHS ends with neither, which no programme of ours can bring about.
+        AssertionError: HiGHS ends with neither by any of `STRATEGIES`.
     """
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
@@ -46,8 +51,13 @@ def minimise(
     lp.a_matrix_.index_ = matrix.indices
     lp.a_matrix_.value_ = matrix.data
     highs.passModel(lp)
-    highs.run()
-    status = highs.getModelStatus()
+    for strategy in STRATEGIES:
+        highs.setOptionValue("simplex_strategy", strategy)
+        highs.clearSolver()
+        highs.run()
+        status = highs.getModelStatus()
+        if status != highspy.HighsModelStatus.kUnknown:
+            break
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return None
     assert status == highspy.HighsModelStatus.kOptimal, status

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from moetool.costing.costs import Curve
+from moetool.placement import _programme
 from moetool.placement._latency import Latency, along, flows, hull, knots, unit_latency
 from moetool.placement._local_search import Layer
 from moetool.placement._planner import Problem, place
@@ -62,6 +63,17 @@ def test_one_expert_on_two_gpus_refutes_the_printed_theorem() -> None:
     assert (work_bound(problem), best) == (pytest.approx(4.0), 8.0)  # Eq. 6's optimum, and that of placements
     relaxed = relax(layer)
     assert relaxed is not None and relaxed.bound == pytest.approx(8.0)  # with the hottest expert's time in it
+
+
+def test_the_primal_simplex_stands_in_for_the_dual_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    problem = _problem(rng.integers(0, 9, (4, 12)).astype(float).tolist(), 4, Curve(x=(0.0, 1.0), y=(0.0, 1.0)))
+    layer = Layer(tokens_GE=problem.demand.tokens_GLE[:, 0], room_G=np.full(4, 4), latency=problem.latency)
+    dual = relax(layer)
+    monkeypatch.setattr(_programme, "STRATEGIES", _programme.STRATEGIES[1:])
+    primal = relax(layer)
+    assert dual is not None and primal is not None and primal.bound == pytest.approx(dual.bound)
+    assert relax(layer, 0.9 * dual.bound) is None
 
 
 def test_placements_that_are_compared_have_one_bound() -> None:
