@@ -69,7 +69,7 @@ def require_absent(out: Path, overwrite: bool = False, marker: str | None = None
     if not out.exists():
         return
     if not overwrite:
-        raise UsageError(f"{out} exists already; choose another, or pass --overwrite where the command has it")
+        raise UsageError(f"{out} exists already; choose another or pass --overwrite")
     if marker is not None and not (out / marker).is_file():
         raise UsageError(
             f"{out} holds no {marker}, so moetool did not write it and will not replace it; choose another"
@@ -90,6 +90,17 @@ def require_writable(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.access(path.parent, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path.parent))
+
+
+def require_new_file(path: Path, overwrite: bool = False) -> None:
+    """Make sure that a file can be written and replaces none unasked.
+
+    Raises:
+        UsageError: it exists and `overwrite` is false.
+        UsageError, OSError: as `require_writable`.
+    """
+    require_writable(path)
+    require_absent(path, overwrite)
 
 
 @contextlib.contextmanager

@@ -46,8 +46,7 @@ def advise(
     from moetool.tuning.advice import advise as run
 
     if out is not None:
-        durable.require_writable(out)
-        durable.require_absent(out, overwrite)
+        durable.require_new_file(out, overwrite)
     names = tuple(listed(policy)) if policy else ()
     if names:
         require_policies([name for name in names if name != "auto"], {})

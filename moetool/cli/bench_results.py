@@ -45,6 +45,5 @@ def results_file(folder: Path | None, name: str, overwrite: bool) -> Path | None
     """Path of the results in a user's directory. Raises: UsageError before measuring if it cannot be written."""
     if folder is None:
         return None
-    durable.require_absent(folder / name, overwrite)
-    durable.require_writable(folder / name)
+    durable.require_new_file(folder / name, overwrite)
     return folder / name

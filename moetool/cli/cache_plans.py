@@ -68,6 +68,7 @@ def plan_cache(
     settings: Annotated[
         list[str], settable("Further setting, as for serve: kv_tokens, dtype, ..., and timeline.device, ...")
     ] = [],
+    overwrite: Overwrite = False,
     as_json: Json = False,
     recipe: Recipe = None,
 ) -> None:
@@ -85,10 +86,10 @@ def plan_cache(
     from moetool.tuning.cache_planning import NO_PREDICTOR, CacheSearch, DeviceBudget, PlanPredictor
     from moetool.tuning.cache_planning import plan_cache as run
 
-    durable.require_writable(out)
+    durable.require_new_file(out, overwrite)
     if draw is not None:
         require_drawable(draw)
-        durable.require_writable(draw)
+        durable.require_new_file(draw, overwrite)
         if draw.resolve() == out.resolve():
             raise UsageError(f"{draw} is the plan's own file; draw into another")
         if frontier < 1:
@@ -164,6 +165,7 @@ def plan_alpha(
     settings: Annotated[
         list[str], settable("Setting: alphas=[0,0.2,0.4], tokens=N, rounds=N, or of serve, e.g. serve.dtype=bfloat16.")
     ] = [],
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Choose SMoE's alpha, its allowed deviation from the router, by measured time and loss."""
@@ -172,7 +174,7 @@ def plan_alpha(
     from moetool.tuning.alpha import AlphaOptions, print_points
     from moetool.tuning.alpha import plan_alpha as run
 
-    durable.require_writable(out)
+    durable.require_new_file(out, overwrite)
     values = parse_settings(settings)
     serve_options = parse(ServeOptions, values.pop("serve", {}), "--set serve")
     options = parse(AlphaOptions, values, "--set")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moetool import durable, tables
-from moetool.cli.flags import Json, Revision
+from moetool.cli.flags import Json, Overwrite, Revision
 from moetool.errors import UsageError
 from moetool.models.hub import with_revision
 
@@ -47,6 +47,7 @@ def profile(
         ),
     ] = None,
     revision: Revision = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Measure a model's costs on this machine: experts, attention, disk loads, device link."""
@@ -63,7 +64,7 @@ def profile(
     from moetool.tuning.profile import profile as run
 
     if out is not None:
-        durable.require_writable(out)
+        durable.require_new_file(out, overwrite)
     with tables.progress(f"profiling {model}", 100) as on_progress:
         made = run(
             model,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetool import durable, tables
-from moetool.cli.flags import Json, open_predictor, settable
+from moetool.cli.flags import Json, Overwrite, open_predictor, settable
 from moetool.config import parse, parse_settings
 from moetool.errors import UsageError
 
@@ -44,13 +44,14 @@ def placement(
     split: Split = 1.0,
     c_max: CMax = None,
     settings: Settings = [],
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Place experts on the GPUs of a cluster, from traces of its servers."""
     from moetool.placement._cluster_file import load_cluster
     from moetool.placement._comparing import open_traces, plan_placement
 
-    durable.require_writable(out)
+    durable.require_new_file(out, overwrite)
     setting, options = _settings(settings)
     if c_max is not None:
         options["c_max"] = c_max
@@ -202,6 +203,7 @@ def migrate(
         float | None,
         typer.Option(help="Measured latency of a remote call, in milliseconds (default: from the cluster's links)."),
     ] = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Order the expert moves between two placements and estimate whether they pay."""
@@ -210,7 +212,7 @@ def migrate(
     from moetool.placement._demand import read_demand
     from moetool.placement._placement_plan import PlacementPlan
 
-    durable.require_writable(out)
+    durable.require_new_file(out, overwrite)
     for name, value in (("--horizon-tokens", horizon_tokens), ("--window-ms", window_ms), ("--call-ms", call_ms)):
         if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"{name} is {value}, expected a number above 0")
@@ -255,6 +257,7 @@ def export(
     num_hidden_layers: Annotated[
         int | None, typer.Option(help="Number of layers, dense and MoE (needed if the last layer is dense).")
     ] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Export a placement or cache plan to a production engine's format."""
     from moetool import plugins
@@ -263,7 +266,7 @@ def export(
     from moetool.formats._import import formats_with
     from moetool.placement._placement_plan import PlacementPlan
 
-    durable.require_writable(out)
+    durable.require_new_file(out, overwrite)
     writer = plugins.load("format", format)
     if hasattr(writer, "write_cache_plan"):
         lines = writer.write_cache_plan(CachePlan.load(plan), out)

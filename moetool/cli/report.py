@@ -48,8 +48,7 @@ def report(
     from moetool.report.trace_measures import POLICIES, measure
     from moetool.tuning.advice import advise
 
-    durable.require_writable(out)
-    durable.require_absent(out, overwrite)
+    durable.require_new_file(out, overwrite)
     if trace.is_file():
         if policy or budget or settings:
             raise UsageError(

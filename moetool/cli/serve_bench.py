@@ -8,7 +8,7 @@ import typer
 
 from moetool import durable, tables
 from moetool.cli.bench_results import command_line, hand_over
-from moetool.cli.flags import Json, PredictorDir, Recipe, listed, require_policies, settable
+from moetool.cli.flags import Json, Overwrite, PredictorDir, Recipe, listed, require_policies, settable
 from moetool.config import parse, parse_settings
 from moetool.errors import UsageError
 
@@ -41,13 +41,14 @@ def bench_serve(
         list[str],
         settable("Setting of the bench or option of a policy: bench.rounds, bench.requests, ..., POLICY.OPTION."),
     ] = [],
+    overwrite: Overwrite = False,
     as_json: Json = False,
     out: Annotated[Path | None, typer.Option("--out", help="JSON file for results and raw values.")] = None,
     recipe: Recipe = None,
 ) -> None:
     """Time cache policies and memory sizes in a live engine, with their bounds."""
     if out is not None:
-        durable.require_writable(out)
+        durable.require_new_file(out, overwrite)
     names, options = listed(policy), parse_settings(settings)
     values = options.pop("bench", {})
     require_policies(names, options)

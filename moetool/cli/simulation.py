@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetool import durable, tables
-from moetool.cli.flags import Json, open_predictor, settable
+from moetool.cli.flags import Json, Overwrite, open_predictor, settable
 from moetool.config import parse_settings
 from moetool.errors import UsageError
 
@@ -60,6 +60,7 @@ def simulate(
     settings: Annotated[
         list[str], settable("Setting or planner option: seed, seats, replan_s, ..., PLANNER.OPTION.")
     ] = [],
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Simulate a cluster event by event: latency, local compute share, utilization, traffic, migrations."""
@@ -73,9 +74,9 @@ def simulate(
     if figure is not None:
         from moetool.report.simulation_page import require_drawable
 
-        require_drawable(figure)
+        require_drawable(figure, overwrite)
     if report is not None:
-        durable.require_writable(report)
+        durable.require_new_file(report, overwrite)
     options, costs, planner_options = read_settings(parse_settings(settings))
     swept = parse_sweeps(sweep)
     modes = _modes(mode, planner_options)

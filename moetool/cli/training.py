@@ -91,13 +91,14 @@ def evaluate(
         typer.Option(help="Machine costs from 'moetool profile', to print times as shares of a decode step."),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="HTML file to write the tables to as well.")] = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Score predictors on held-out requests, with popularity and affinity as baselines."""
     from moetool.costing.costs import CostProfile
 
     if report is not None:
-        durable.require_writable(report)
+        durable.require_new_file(report, overwrite)
     costs = CostProfile.load(profile) if profile is not None else None
     from moetool.evaluation.evaluate import evaluate as run
     from moetool.evaluation.match_tables import print_evaluations

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from moetool import tables
-from moetool.cli.flags import Device, Json, Model, Revision, listed
+from moetool.cli.flags import Device, Json, Model, Overwrite, Revision, listed
 from moetool.config import parse_bytes
 
 
@@ -35,9 +35,10 @@ def verify(
         ),
     ] = False,
     revision: Revision = None,
-    out: Annotated[
-        Path, typer.Option("--out", help="Report file for a bug report, .md or .json; an existing file is overwritten.")
-    ] = Path("moetool-verify.md"),
+    out: Annotated[Path, typer.Option("--out", help="Report file for a bug report, .md or .json.")] = Path(
+        "moetool-verify.md"
+    ),
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Compare a model as served here with plain transformers: tokens, logits, experts chosen, weights.
@@ -50,7 +51,7 @@ def verify(
     from moetool.models.checkpoint import Checkpoint
     from moetool.models.hub import with_revision
 
-    require_report_file(out)
+    require_report_file(out, overwrite)
     options = VerifyOptions(
         policies=tuple(listed(policy)) if policy else (),
         prompts=prompts,

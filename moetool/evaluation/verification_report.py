@@ -146,11 +146,11 @@ class Report:
 COLUMNS = ["policy", "slots", "exact", "ties", "differ", "logits apart, max", "mean", "same bits"]
 
 
-def require_report_file(path: Path) -> None:
+def require_report_file(path: Path, overwrite: bool) -> None:
     """Raises: UsageError for a file that no report can be written to."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"--out {path} ends in {path.suffix!r}, expected {' or '.join(SUFFIXES)}")
-    durable.require_writable(path)
+    durable.require_new_file(path, overwrite)
 
 
 def report_on(checkpoint: Checkpoint, comparison: Comparison, device: str) -> Report:

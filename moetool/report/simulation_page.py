@@ -13,13 +13,13 @@ from moetool.tables import TextTable
 _EQ4 = "Eq. 4 of Prism: seconds of remote calls saved over the horizon, against those of the moves."
 
 
-def require_drawable(path: Path) -> None:
-    """Raises: UsageError unless `save` can write there: a picture's name, or a folder."""
+def require_drawable(path: Path, overwrite: bool) -> None:
+    """Raises: UsageError unless `save` can write there: a picture's name, or a folder, and none is replaced unasked."""
     if not path.suffix:
-        durable.require_writable(path / "by-mode.svg")
+        durable.require_new_file(path / "by-mode.svg", overwrite)
         return
     drawing.require_drawable(path)
-    durable.require_writable(path)
+    durable.require_new_file(path, overwrite)
 
 
 def save(path: Path, runs: Sequence[Run]) -> list[Path]:

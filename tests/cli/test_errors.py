@@ -188,6 +188,8 @@ def test_times_by_a_profile(run: Run, trace: Path, tmp_path: Path) -> None:
     assert json.loads(plan.read_text())["profile_sha256"]
     assert "the best policy by device memory" in printed
     planning = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--out", plan)
+    _one_line(run(*planning), 2, "exists already; choose another or pass --overwrite")
+    planning += ("--overwrite",)
     _one_line(run(*planning, "--target-tpot", "80ms"), 2, "give its costs with --profile")
     planning += ("--profile", profile, "--frontier", 0)
     _one_line(run(*planning, "--target-tpot", "fast"), 2, "'fast' is not a duration", "80ms")
@@ -260,6 +262,7 @@ def test_a_plan_by_the_config_alone(run: Run, trace: Path, reference: Path, tmp_
     assert run(*whole)[0] == 0
     one, other = (CachePlan.load(tmp_path / name) for name in ("plan.json", "whole.json"))
     assert (one.policy, one.slots, one.spec) == (other.policy, other.slots, other.spec)
+    planning += ("--overwrite",)
     _one_line(run(*planning, "--model", "deepseek-v2-lite", "--config-only"), 3, "has layer_ids_L", "give --model")
     _one_line(run(*planning, "--model", config, "--revision", "main"), 2, "is for a name on the hub")
 

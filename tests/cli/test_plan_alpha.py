@@ -34,7 +34,7 @@ def test_the_least_alpha_that_is_fast_enough_becomes_a_plan(
     # Substitution keeps what is resident in use, and says something else now and then.
     assert most["bytes_per_token"] < none["bytes_per_token"] and most["hit_rate"] > none["hit_rate"]
     assert most["same"] < 1.0 and most["nats"] != none["nats"] and some["nats"] != most["nats"]
-    assert _run(monkeypatch, out, "--json") == 0
+    assert _run(monkeypatch, out, "--json", "--overwrite") == 0
     again = json.loads(capsys.readouterr().out)
     assert [point["nats"] for point in again["evidence"]] == [point["nats"] for point in plan.evidence]
 

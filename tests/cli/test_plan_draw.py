@@ -37,6 +37,7 @@ def test_the_frontier_is_drawn(
     assert f"<td>{evidence['belady']['hit_rate_decode']:.3f}</td>" in text and plan.reason in text
     assert f"<td>{evidence['static_split']['host_bytes_per_decode_token'] / 1e6:,.3f}</td>" in text  # as in the reason
     capsys.readouterr()
+    planning = ("--overwrite", *planning)
     assert _run(monkeypatch, *planning, tmp_path / "frontier.gif") == 2
     assert "use .svg, .png, .pdf" in capsys.readouterr().err
     assert _run(monkeypatch, *planning, svg, "--frontier", 0) == 2

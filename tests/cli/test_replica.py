@@ -101,6 +101,7 @@ def test_train_capture_evaluate_bench(
     assert int4["line"]["hit_rate"] >= bf16["line"]["hit_rate"]
     assert made["judged_tokens"] > 0 and made["kl"] > 0 and 0.5 < made["match"] <= 1
     assert "KL divergence" in printed and "float32 left out with" in printed
+    args.append("--overwrite")
     assert _main("bench", "serve", replica, *args[:1], model, *args[2:]) == 3
     assert "expected packed and smaller ones after --beside" in capsys.readouterr().err
     for wrong, says in (
