@@ -14,6 +14,13 @@ def cache_folder() -> Path:
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "moetool"
 
 
+def recipe(name: Path) -> Path | None:
+    """The shipped recipe of a name such as `reference/capture`; None: there is none."""
+    folder = path("recipes")
+    found = (folder / name).with_suffix(".toml").resolve()
+    return found if found.is_file() and found.is_relative_to(folder.resolve()) else None
+
+
 def path(*parts: str) -> Path:
     """The path of an asset, such as `path("data", "reference-moe")`.
 

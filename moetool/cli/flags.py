@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moetool import durable, logs, tables
+from moetool import assets, durable, logs, tables
 from moetool.bounded_read import read_toml
 from moetool.config import parse
 from moetool.errors import UsageError, unknown_name
@@ -51,6 +51,8 @@ def _use_recipe(ctx: typer.Context, path: Path | None) -> Path | None:
     """Take the defaults of a command's flags from a TOML file; flags that are given win."""
     if path is None:
         return None
+    if not path.exists():
+        path = assets.recipe(path) or path
     try:
         values = read_toml(path)
     except (OSError, ValueError) as error:
@@ -109,7 +111,12 @@ HostMemory = Annotated[
 ]
 Recipe = Annotated[
     Path | None,
-    typer.Option("--recipe", help="TOML file with values for these options.", is_eager=True, callback=_use_recipe),
+    typer.Option(
+        "--recipe",
+        help="TOML file with values for these options, or a shipped one, e.g. reference/capture.",
+        is_eager=True,
+        callback=_use_recipe,
+    ),
 ]
 
 

@@ -466,3 +466,14 @@ def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "moetool: missing argument 'DIR' (see moetool trace split --help)\n"
+
+
+def test_a_shipped_recipe_is_named_from_any_directory(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # The recipe names data, without which capture would ask for them first.
+    _one_line(run("capture", "none", "--recipe", "reference/capture", "--out", "x"), 2, "none")
+    _one_line(
+        run("capture", "none", "--recipe", "../pyproject", "--out", "x"), 2, "cannot read the recipe ../pyproject"
+    )
