@@ -397,7 +397,7 @@ class _Vectors:
     def e2m1(self, words: Any) -> Any:
         """The numbers in the lowest four bits of int32 words, as float32."""
         builder, count = self.builder, words.type.count
-        if _has_avx512():  # which looks up by the lowest four bits
+        if has_avx512():  # which looks up by the lowest four bits
             table = self.ir.Constant(self.floats, [*_E2M1, *(-value for value in _E2M1)])
             look_up = self.function("llvm.x86.avx512.permvar.sf.512", self.floats, self.floats, self.of(self.int32))
             return builder.call(look_up, [table, words])
@@ -421,7 +421,8 @@ class _Vectors:
 
 
 @functools.cache
-def _has_avx512() -> bool:
+def has_avx512() -> bool:
+    """Whether this processor looks up numbers in vectors by vectors of places."""
     import llvmlite.binding
 
     return bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from moetool.models import row_kernels
 from moetool.models.fp8_block import Fp8BlockCodec
 from moetool.models.mxfp4 import Mxfp4Codec
 from moetool.models.row_kernels import FP8, INT8, MXFP4, RowKind, find_kernel
@@ -90,6 +91,19 @@ def test_a_row_has_the_same_bits_in_any_company(name: str) -> None:
     for weight, sources, targets in jobs:
         for source, target in zip(sources, targets, strict=True):
             assert torch.equal(products([x[source : source + 1]], [weight])[0][0], made[0][target])
+
+
+def test_processors_without_a_look_up_make_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = _made("mxfp4")[0]
+    x = torch.randn(3, weight.columns, generator=torch.Generator().manual_seed(2)).bfloat16()
+    made = products([x], [weight])[0], weight.to(torch.bfloat16)
+    monkeypatch.setattr(row_kernels, "has_avx512", lambda: False)
+    find_kernel.cache_clear()
+    try:
+        again = products([x], [weight])[0], weight.to(torch.bfloat16)
+    finally:
+        find_kernel.cache_clear()
+    assert all(map(torch.equal, made, again))
 
 
 @pytest.mark.parametrize("name", CASES)
