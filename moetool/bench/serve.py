@@ -19,6 +19,7 @@ from moetool.bench.offload import open_offloaded, refusal
 from moetool.bench.serving_results import OFFLOADED, PLAIN, RESIDENT, Replayed, ServeBench, ServingLine, summarize
 from moetool.bench.serving_runs import ServingRun, Workload, run_engine, run_plain
 from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_stage
+from moetool.caching._layer_slots import SHARES
 from moetool.caching._policy import Policy, build_policy, parse_options, policy_class, slots_within
 from moetool.config import parse_bytes
 from moetool.errors import CapacityError
@@ -118,7 +119,7 @@ def bench_serve(
         spec = stage.loaded.spec
         whole = spec.total_experts * _files(stage.loaded).slot_bytes
         sizes = sorted({parse_bytes(text, whole) for text in budgets})
-        futures, entries, notes = _entries(stage, kinds, sizes, values)
+        futures, entries, notes = _entries(stage, kinds, sizes, values, chosen.pool)
         if chosen.resident:
             build = _builder("lru", stage, {}, spec.total_experts)
             resident = LineToServe(stage.loaded, RESIDENT, whole, spec.total_experts, build, warm=True)
@@ -190,6 +191,7 @@ def _entries(
     kinds: Mapping[str, type[Policy]],
     sizes: Sequence[int],
     values: Mapping[str, Mapping[str, Any]],
+    pool: str,
 ) -> tuple[list[ReplayRow], list[LineToServe], list[str]]:
     """The rows of policies that are only replayed, the lines to serve, and what there is to say about them."""
     spec = stage.loaded.spec
@@ -205,7 +207,7 @@ def _entries(
         predictor = stage.predictor if kind.uses(stage.predictor) else None
         rows: dict[int, ReplayRow] = {}
         if stage.part is not None and fitting:
-            setup = ReplaySetup(predictor=predictor, options={name: given}, pool="slots")
+            setup = ReplaySetup(predictor=predictor, options={name: given}, pool=pool if pool in SHARES else "slots")
             made = replay(stage.part, [name], fitting, setup)
             rows = {row.budget_bytes: row for row in made}
         if kind.needs_future:
@@ -306,6 +308,7 @@ def measure_rounds(
         for place, one in enumerate((*lines, *others)):
             if isinstance(one, LineToServe):
                 how: dict[str, Any] = {"io_threads": options.io_threads, "forced": forced, "warm": one.warm}
+                how["layer_slots"] = options.layer_slots(one.loaded.spec, one.slots)
                 found.runs[place].append(run_engine(one.loaded, one.build(), workload, **how))
             elif one != OFFLOADED or found.refused is None:
                 try:

@@ -45,7 +45,7 @@ class ServingLine:
     Attributes:
         policy: its name, or what else ran: `RESIDENT`, `PLAIN`, `OFFLOADED`.
         budget_bytes, slots: of the pool; None without one.
-        ttft_s: seconds of a prompt's forward; the median over the requests.
+        ttft_s: seconds of a prompt's forwards; the median over the requests.
         tpot_p50_s, tpot_p95_s, tpot_mean_s: seconds of a later token's forward.
         hit_rate: share of the experts needed in decode that were resident.
         bytes_per_token: bytes read for a token in decode.

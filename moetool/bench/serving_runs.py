@@ -29,11 +29,13 @@ class Workload:
 
     Attributes:
         prompts: token ids.
-        new_tokens: tokens that each request generates; the first comes of the prompt's forward.
+        new_tokens: tokens that each request generates; the first comes of the prompt's last forward.
+        chunk_tokens: prompt tokens of one forward at most; None: every prompt is one forward.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     new_tokens: int
+    chunk_tokens: int | None = None
 
     @property
     def longest_prompt(self) -> int:
@@ -108,7 +110,7 @@ class ServingRun:
     """One line's run over the workload.
 
     Attributes:
-        prefill: a forward for each prompt.
+        prefill: each prompt, all of its forwards together.
         decode: a forward for each later token.
         prefill_counts, decode_counts: what the residency counted; None without one.
     """
@@ -137,6 +139,7 @@ def run_engine(
     forced: ForcedRoutes | None = None,
     warm: bool = False,
     host_memory_bytes: int | None = None,
+    layer_slots: Sequence[int] = (),
 ) -> ServingRun:
     """Serve the workload by an engine of its own, cold: pool empty, policy new.
 
@@ -144,6 +147,7 @@ def run_engine(
         forced: routes to follow; otherwise the routers choose.
         warm: run the workload once before, unmeasured.
         host_memory_bytes: for experts in host memory.
+        layer_slots: slots that each layer is guaranteed.
 
     Effects: allocates the pool, and frees it at the end.
 
@@ -154,9 +158,9 @@ def run_engine(
         loaded.model,
         max_requests=1,
         kv_tokens=workload.kv_tokens,
-        max_batch_tokens=max(512, workload.longest_prompt),  # a prompt is one forward
+        max_batch_tokens=workload.chunk_tokens or max(512, workload.longest_prompt),
     )
-    residency = _Booked(policy)
+    residency = _Booked(policy, layer_slots=layer_slots)
     store = open_stores(loaded, residency, io_threads, host_memory_bytes)
     fill_device(residency, store)
     for key, slot in residency.slot_of.items():
@@ -259,29 +263,38 @@ def _announce(batcher: Any, forced: ForcedRoutes | None) -> None:
 def _drive(
     server: Any, workload: Workload, forced: ForcedRoutes | None, residency: _Booked | None
 ) -> tuple[PhaseTimes, PhaseTimes]:
-    """One request after the other; the forwards of prompts, and those of later tokens."""
+    """One request after the other: the prompts, each with all of its forwards, and the forwards of later tokens."""
     params = SamplingParams(max_tokens=workload.new_tokens, ignore_eos=True)
     phases: tuple[list[list[float]], list[list[float]]] = ([], [])
 
+    told = 0  # tokens of the request
+
     def sink(output: Output) -> None:
+        nonlocal told
         if output.error is not None:
             raise MoetoolError(f"a forward failed: {output.error}")
+        told += 1
 
     before = _totals(server, residency)
     for number, prompt in enumerate(workload.prompts):
         request = server.submit(list(prompt), params, sink)
         if forced is not None:
             forced.follow(request, number)
-        forwards = 0
+        told, prompt_rows = 0, 0
         while not server.idle:
+            decodes = told > 0
             began = time.perf_counter()
             server.step()
             seconds = time.perf_counter() - began
             after = _totals(server, residency)
-            phases[min(forwards, 1)].append([seconds, *(b - a for a, b in zip(before, after, strict=True))])
+            row = [seconds, *(b - a for a, b in zip(before, after, strict=True))]
             before = after
-            forwards += 1
-        assert forwards == workload.new_tokens, "a prompt is one forward, each later token another"
+            if decodes or not prompt_rows:
+                phases[decodes].append(row)
+            else:
+                phases[0][-1] = [a + b for a, b in zip(phases[0][-1], row, strict=True)]
+            prompt_rows += not decodes
+        assert told == workload.new_tokens, "every forward after the prompt's is of one token"
     prefill, decode = map(_phase, phases)
     return prefill, decode
 

@@ -14,15 +14,18 @@ import torch
 from moetool.bench.forced_routes import CutPredictor, ForcedRoutes, bench_spec, choose, write_part
 from moetool.bench.random_checkpoint import random_checkpoint, remove_checkpoint
 from moetool.bench.serving_runs import Workload
+from moetool.caching._layer_slots import SHARES, equal_slots
 from moetool.caching._policy import Policy
 from moetool.config import Span, require_within
-from moetool.errors import UsageError
+from moetool.errors import UsageError, unknown_name
 from moetool.learning.predictor import load_predictor
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import LoadedModel, load_lazy, parse_device, parse_dtype, use_threads
 from moetool.prompts import gather as prompt_sets
+from moetool.runtime import automatic
 from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import digest_of_tokens
+from moetool.types import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +39,9 @@ class ServingBenchOptions:
         prompt_share: share of a traced request's tokens that make its prompt; by default as the trace says, and a
             third where it was imported from a file that does not say.
         task: of the traced requests; any by default.
-        dtype: of everything but the experts; bfloat16 for a shape, float32 for a checkpoint.
+        dtype: of everything but the experts; by default what `moetool serve` chooses.
+        prefill_chunk: prompt tokens of one forward at most; by default what `moetool serve` chooses.
+        pool: `one` for all layers, `layer` or `mixed`, as for `moetool serve`.
         device: where the model computes: `cpu` or `cuda`.
         threads, io_threads: of the arithmetic (0 chooses), of the reads.
         seed: of random weights and prompts.
@@ -53,6 +58,8 @@ class ServingBenchOptions:
     prompt_share: float | None = None
     task: str | None = None
     dtype: str | None = None
+    prefill_chunk: int | None = None
+    pool: str = "one"
     device: str = "cpu"
     threads: int = 0
     io_threads: int = 2
@@ -63,10 +70,18 @@ class ServingBenchOptions:
     products: bool = True
     keep: bool = True
 
+    def layer_slots(self, spec: ModelSpec, num_slots: int) -> tuple[int, ...]:
+        """Slots that each layer is guaranteed in a pool of so many. Raises: CapacityError: a layer would get none."""
+        if self.pool not in SHARES or num_slots == spec.total_experts:
+            return ()
+        return equal_slots(spec, num_slots, SHARES[self.pool])
+
     def __post_init__(self) -> None:
         one, part = Span(1), Span(0, 1, above=True, below=True)
         require_within(self, "bench.", rounds=one, requests=one, new_tokens=Span(2), threads=Span(0), io_threads=one)
-        require_within(self, "bench.", prompt_share=part)
+        require_within(self, "bench.", prompt_share=part, prefill_chunk=one)
+        if self.pool not in ("one", *SHARES):
+            raise unknown_name("bench.pool", self.pool, ("one", *SHARES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,16 +174,20 @@ def open_stage(
         name += f" ({path.name}, random weights)"
     else:
         checkpoint = Checkpoint.open(str(subject.model))
-    dtype = parse_dtype(options.dtype or ("bfloat16" if subject.shape else "float32"))
-    loaded = load_lazy(checkpoint, dtype, parse_device(options.device), products=options.products)
+    given = {"dtype": options.dtype, "prefill_chunk": options.prefill_chunk, "device": options.device}
+    served = automatic.choose(checkpoint, {name: value for name, value in given.items() if value is not None}).options
+    dtype, device = parse_dtype(served.dtype), parse_device(options.device)
+    loaded = load_lazy(checkpoint, dtype, device, products=options.products)
     stack.callback(loaded.close)
     use_threads(checkpoint.config, options.threads)
     if trace is not None:
-        return _following(trace, name, loaded, predictor, subject.work, options, stack)
+        made = _following(trace, name, loaded, predictor, subject.work, options, stack)
+        return replace(made, workload=replace(made.workload, chunk_tokens=served.prefill_chunk))
     if predictor is not None:
         loaded.spec.require_same(predictor.spec, "the model", "the predictor")
     seen = predictor.card["seen_prompts"] if predictor is not None else ()
     workload = prompts_of(checkpoint.tokenizer, subject.data, set(seen), options)
+    workload = replace(workload, chunk_tokens=served.prefill_chunk)
     return ServingSetup(name=name, loaded=loaded, workload=workload, predictor=predictor, part=None, forced=None)
 
 

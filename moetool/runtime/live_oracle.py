@@ -36,6 +36,8 @@ _LEAST_COMPARED = 32
 """Forwards in the second half of a window on which a change may rest."""
 _CLEARLY = 0.9
 """Loads of a candidate by the server's own, at most, for a change: less than what a replay from an empty pool errs."""
+_LEAST_GAIN = 0.01
+"""Loads for each needed expert that a change saves at least."""
 _TIMES = 2
 """Comparisons in a row that a candidate has to win, each with half of what it compares new."""
 _TOGETHER_S = 1.0
@@ -133,6 +135,8 @@ class LiveOracle:
         tried: dict[PolicyChoice, dict[str, float]] = {}
         if self._policies.candidates and passed - len(forwards) >= self._changed:
             tried = self._try(forwards, skipped, began)
+            if self._serving != "lru":
+                tried[PolicyChoice("lru")] = found["lru"]
             self._consider(tried, serving["loads"], len(rest), passed)
         return {
             "forwards": len(rest),
@@ -170,7 +174,7 @@ class LiveOracle:
         if compared < _LEAST_COMPARED:
             return
         for choice, rates in tried.items():
-            if rates["loads"] > _CLEARLY * loads:
+            if rates["loads"] > min(_CLEARLY * loads, loads - _LEAST_GAIN):
                 self._wins[choice] = 0
             elif passed - self._counted.get(choice, passed - compared) >= compared // 2:
                 self._wins[choice] += 1

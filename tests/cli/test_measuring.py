@@ -46,7 +46,9 @@ def test_doctor_prints_ten_lines_or_json(
 
 
 def test_a_peer_listens_on_this_machine_until_interrupted() -> None:
-    command = [sys.executable, "-m", "moetool.cli.main", "profile", "--listen", "0"]
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a background job ignores it
+    run = "import runpy; runpy.run_module('moetool.cli.main', run_name='__main__')"
+    command = [sys.executable, "-c", f"{heard}; {run}", "profile", "--listen", "0"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -310,3 +311,27 @@ def test_refusals(args: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys:
     assert _main(monkeypatch, "bench", "serve", *args.split()) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
+
+
+def test_prompts_in_chunks_are_timed_whole_and_read_more(subject: Subject) -> None:
+    made = {}
+    for chunk in (None, 4):
+        options = replace(OPTIONS, prefill_chunk=chunk, offload=False, resident=False)
+        (made[chunk],) = bench_serve(subject, policies=["lru"], budgets=["25%"], options=options).lines
+    whole, parts = made[None], made[4]
+    assert whole.as_replayed and not parts.as_replayed  # the trace has each prompt as one forward
+    for line in (whole, parts):
+        assert all(
+            len(run["prefill"]["seconds"]) == 3 and len(run["decode"]["seconds"]) == 3 * 5 for run in line.rounds
+        )
+    assert parts.prompt_bytes > whole.prompt_bytes
+
+
+def test_layers_with_slots_of_their_own_count_as_in_replay(subject: Subject) -> None:
+    options = replace(OPTIONS, pool="layer", offload=False, resident=False)
+    own = bench_serve(subject, policies=["lru", "lfu"], budgets=["50%"], options=options).lines
+    one = bench_serve(subject, policies=["lru", "lfu"], budgets=["50%"], options=replace(options, pool="one")).lines
+    assert all(line.as_replayed for line in (*own, *one))
+    assert [line.hit_rate for line in own] != [line.hit_rate for line in one]
+    with pytest.raises(UsageError, match="pool"):
+        ServingBenchOptions(pool="floor")
