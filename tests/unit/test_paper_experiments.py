@@ -52,6 +52,7 @@ def test_where_loading_is_all_that_costs_a_token_takes_its_loads(tmp_path: Path,
     options = policies.Options(lines=lines, memory=(1.0,), measure="tpot", machine={"load_s": 3e-3})
     found = policies.run(_stage(tmp_path, given), options)
     assert found.values["ACC"] == [pytest.approx(3 * LAYERS * TOP_K)]  # milliseconds
+    assert found.traces == 1  # one trace decides nothing
     assert found.values["whole layers"] == [pytest.approx(3 * LAYERS * EXPERTS)]
     assert found.values["what is needed of them"][0] < found.values["whole layers"][0]
     with pytest.raises(UsageError, match="did you mean 'load_s'"):

@@ -72,7 +72,7 @@ def run(stage: Workbench, options: Options) -> Found:
             for label, value in _values(stage, trace, line, options, counts, fold).items():
                 values.setdefault(f"{name}, {label}" if len(options.lines) > 1 else label, []).append(value)
     on = f"{stage.on(traces)}; decode, replayed, {100 * options.memory:g} % of the experts"
-    return Found(values=values, what=_WHAT[options.measure], unit="%", on=on)
+    return Found(values=values, what=_WHAT[options.measure], unit="%", on=on, traces=len(traces))
 
 
 def _count(stage: Workbench, trace: Trace, line: PolicyLine, options: Options, fold: int) -> _Count:

@@ -73,6 +73,7 @@ def run(stage: Workbench, options: Options) -> Found:
         values=values,
         what="mean time from arrival to the last token",
         unit="s",
+        traces=len(traces),
         on=f"{stage.on(traces)}; replayed on the assumed machine, one request at a time",
         curves={name: [distribution(each)] for name, each in ends.items()},
         axes=("time from arrival to the last token, s", "requests that took no longer, %"),

@@ -152,6 +152,7 @@ def run(stage: Workbench, options: Options) -> Found:
         values=values,
         what=_WHAT[options.measure],
         unit=UNITS[options.measure],
+        traces=len(stage.folds),
         on=f"{stage.on(list(traces.values()))}; replayed on the assumed machine, {measured_on} measured",
         curves=curves,
         axes=axes,

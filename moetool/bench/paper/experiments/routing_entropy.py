@@ -59,6 +59,7 @@ def run(stage: Workbench, options: Options) -> Found:
         values=values,
         what="entropy over the experts, mean over layers",
         unit="bits",
+        traces=len(traces),
         on=stage.on(traces),
         curves=curves,
         axes=("iterations, taken together", "entropy, bits"),
