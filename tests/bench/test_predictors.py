@@ -175,7 +175,8 @@ def test_embedded_model_over_seeds(work: Path) -> None:
                 train(name, trace, folder, options=options, fit=FitOptions(max_epochs=BUDGET), seed=seed)
             paths[label] = folder
             print(f"{label}, seed {seed}: {load_predictor(folder).card['fit'].get('stopped_by')}", flush=True)
-        rows = {(row.path, row.unseen_task): row for row in evaluate(list(paths.values()), trace, unseen)}
+        judged = evaluate(list(paths.values()), trace, unseen)
+        rows = {(row.path, row.unseen_task): row for row in judged if row.baseline is None}
         for label, path in paths.items():
             found.setdefault(label, []).append(rows[str(path), False])
             others.setdefault(label, []).append(rows[str(path), True])
