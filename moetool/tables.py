@@ -5,11 +5,15 @@ import json
 import shutil
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from moetool import logs
+
+LINE_S = 10.0
 
 
 def print_json(value: Any) -> None:
@@ -377,14 +381,46 @@ def steps(title: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextlib.contextmanager
-def progress(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """A progress bar with rate and time left, on stderr, if that is a terminal.
+def _lines(title: str = "") -> Iterator[Callable[[str, int, int | None], None]]:
+    """Progress without a terminal: a line on stderr every ten seconds.
+
+    Gives:
+        A function that is called with what is going on, how much is done, and of how much.
+    """
+    over, now = threading.Event(), time.monotonic
+    state: tuple[str, int, int | None, float] = title, 0, None, now()
+
+    def report(what: str, done: int, total: int | None) -> None:
+        nonlocal state
+        state = what, done, total, state[3] if what == state[0] else now()
+
+    def say() -> None:
+        while not over.wait(LINE_S):
+            what, done, total, began_s = state
+            passed_s = now() - began_s
+            amount = f"{count(done)}{f' of {count(total)}' if total else ''}, " if done else ""
+            left = f", {(total - done) * passed_s / done:,.0f} s left" if total and 0 < done <= total else ""
+            narrate(f"moetool: {what}: {amount}{passed_s:,.0f} s{left}")
+
+    teller = threading.Thread(target=say, daemon=True)
+    teller.start()
+    try:
+        yield report
+    finally:
+        over.set()
+        teller.join()
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """A progress bar with rate and time left on a terminal, else a line every ten seconds, on stderr.
 
     Gives:
         A function that is called with how much is done.
     """
     if not shows_progress():
-        yield lambda done: None
+        with _lines(title) as say:
+            yield lambda done: say(title, done, total)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -397,13 +433,14 @@ def progress(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """Progress of work in several stages, with rate and time left, on stderr, if that is a terminal.
+    """Progress of work in several stages, with rate and time left; see `progress`.
 
     Gives:
         A function that is called with what is going on ("training on tokens"), how much is done, and of how much.
     """
     if not shows_progress():
-        yield lambda what, done, total: None
+        with _lines("preparing") as say:
+            yield say
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn

@@ -111,14 +111,21 @@ def plan_cache(
     require = source.spec.require_alike if config_only else source.spec.require_same
     require(checkpoint.spec, "the trace", f"the model at {checkpoint.path}")
     dense, kv = fixed_bytes(checkpoint, options)
-    plan = run(
-        source,
-        DeviceBudget(
-            parse_bytes(device_memory), dense, kv, options.kv_tokens, options.dtype, slot_bytes(checkpoint, options)
-        ),
-        CacheSearch(profile=costs, timeline=timeline, target_tpot_s=target_s, frontier=frontier, pool=pool, tuned=tune),
-        NO_PREDICTOR if predictor is None else PlanPredictor.load(predictor, source),
+    memory = DeviceBudget(
+        parse_bytes(device_memory), dense, kv, options.kv_tokens, options.dtype, slot_bytes(checkpoint, options)
     )
+    predicts = NO_PREDICTOR if predictor is None else PlanPredictor.load(predictor, source)
+    with tables.stages() as on_progress:
+        search = CacheSearch(
+            profile=costs,
+            timeline=timeline,
+            target_tpot_s=target_s,
+            frontier=frontier,
+            pool=pool,
+            tuned=tune,
+            on_progress=on_progress,
+        )
+        plan = run(source, memory, search, predicts)
     plan.save(out)
     if draw is not None:
         draw_frontier(draw, plan)
@@ -149,7 +156,8 @@ def plan_maps(
     from moetool.tuning.map_store import plan_maps as run
 
     options = parse_settings(settings) | ({} if capacity is None else {"capacity": capacity})
-    made = run(trace, out, options=options, seed=seed, overwrite=overwrite)
+    with tables.progress("storing maps"):
+        made = run(trace, out, options=options, seed=seed, overwrite=overwrite)
     if as_json:
         tables.print_json(made.to_json())
     else:

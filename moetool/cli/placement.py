@@ -56,9 +56,10 @@ def placement(
     if c_max is not None:
         options["c_max"] = c_max
     setting = replace(setting, engine=engine)
-    plan, rows = plan_placement(
-        open_traces(trace), load_cluster(cluster), planner, options, profile=profile, split=split, setting=setting
-    )
+    with tables.progress("planning"):
+        plan, rows = plan_placement(
+            open_traces(trace), load_cluster(cluster), planner, options, profile=profile, split=split, setting=setting
+        )
     plan.save(out)
     if as_json:
         tables.print_json({"plan": str(out), "scores": [row.to_json() for row in rows]})
@@ -127,7 +128,7 @@ def compare(
         for name in names:
             if "c_max" in find(name).Options.__dataclass_fields__:
                 options.setdefault(name, {})["c_max"] = c_max
-    with tables.progress("planning", None):
+    with tables.progress("planning"):
         rows = run(
             open_traces(trace),
             machines,

@@ -72,11 +72,8 @@ def replay(
     require_policies(names, options)
     left_out = too_large([name for name in known if name not in asked], source.spec, min(budgets), options, devices)
     names = [name for name in names if name not in left_out]
-    rows = run(
-        source,
-        names,
-        budgets,
-        ReplaySetup(
+    with tables.stages() as on_progress:
+        setup = ReplaySetup(
             predictor=predicts,
             sequential=orders[order],
             options=options,
@@ -84,8 +81,9 @@ def replay(
             profile=costs,
             timeline=timeline,
             devices=devices,
-        ),
-    )
+            on_progress=on_progress,
+        )
+        rows = run(source, names, budgets, setup)
     chosen = [best([row for row in rows if row.policy in known and row.budget_bytes == b]) for b in budgets if known]
     for name, why in left_out.items():
         tables.narrate(f"moetool: auto leaves out {name}, {why}")

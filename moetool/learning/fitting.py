@@ -15,16 +15,14 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from rich.console import Console
-from rich.progress import Progress, TaskID
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from moetool import tables
 from moetool.errors import MoetoolError
 from moetool.learning.fit_options import FitOptions
 from moetool.learning.predictor import Predictor
 from moetool.learning.tokens import Tokens
-from moetool.tables import shows_progress
 
 _LOG = logging.getLogger(__name__)
 _MAX_VALIDATION_PAIRS = 2048
@@ -48,7 +46,7 @@ def fit(
         seed: of the order of the samples and of dropout.
         folder: where Lightning may write; nothing is expected there.
 
-    Effects: shows progress where stderr is a terminal.
+    Effects: shows progress on stderr.
 
     Returns:
         The facts of the fit for the card: tokens, epochs, the losses of each epoch.
@@ -61,9 +59,8 @@ def fit(
     steps = len(data.epoch)
     total_steps = options.max_epochs * steps
     best = BestEpoch(options.patience)
-    console = Console(stderr=True)
-    with quiet(), Progress(console=console, disable=not shows_progress(), transient=True) as progress:
-        bar = _Bar(progress, progress.add_task(f"fitting {model.name}", total=total_steps))
+    with quiet(), tables.progress(f"fitting {model.name}", total_steps) as on_progress:
+        bar = _Bar(on_progress)
         trainer = pl.Trainer(
             accelerator="cuda" if torch.cuda.is_available() else "cpu",
             devices=1,
@@ -282,13 +279,14 @@ class BestEpoch(pl.Callback):
 
 
 class _Bar(pl.Callback):
-    """Advances a progress bar by one step a batch."""
+    """Reports each batch as a step."""
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self.progress, self.task = progress, task
+    def __init__(self, on_progress: Callable[[int], None]) -> None:
+        self._on_progress, self._steps = on_progress, 0
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        self.progress.advance(self.task)
+        self._steps += 1
+        self._on_progress(self._steps)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """A checked cache plan from a trace and the memory of a machine, with its evidence and its bound."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -18,7 +18,7 @@ from moetool.trace.same_prompts import repeated
 from moetool.tuning.candidates import Candidates, touched_bytes, tpot_s
 from moetool.tuning.frontier import budgets_between, frontier, least_budget
 from moetool.tuning.policy_tuning import PolicySetup, as_it_comes, divide, tune
-from moetool.tuning.replay import DEFAULT_MACHINE, ReplayRow, ReplaySetup
+from moetool.tuning.replay import DEFAULT_MACHINE, ReplayRow, ReplaySetup, untold
 from moetool.types import ModelSpec
 
 _BOUND = "belady"
@@ -121,6 +121,7 @@ class CacheSearch:
         pool: its form (`moetool.tuning.policy_tuning.divide`); `auto`: the best.
         tuned: try prefetch distances, pinned experts and limits of prefetching (`moetool.tuning.policy_tuning`).
         seed: of the split of the requests.
+        on_progress: is called with what is going on, how much is done, and of how much.
     """
 
     policies: Sequence[str] | None = None
@@ -132,6 +133,7 @@ class CacheSearch:
     pool: str = "auto"
     tuned: bool = False
     seed: int = 0
+    on_progress: Callable[[str, int, int], None] = untold
 
 
 ALL_CANDIDATES = CacheSearch()
@@ -163,7 +165,11 @@ def plan_cache(
 
     used, held_out = _split(trace, frozenset(predictor.trained_on), search.seed)
     setup = ReplaySetup(
-        options=search.options, predictor=predictor.predictor, profile=profile, timeline=search.timeline
+        options=search.options,
+        predictor=predictor.predictor,
+        profile=profile,
+        timeline=search.timeline,
+        on_progress=search.on_progress,
     )
     candidates = Candidates(
         trace,

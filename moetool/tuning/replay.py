@@ -6,7 +6,7 @@ profile of a machine a timeline executes what they decide, and the rows say how 
 
 import copy
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from moetool.costing.timeline import MeteredPredictor, Timeline
 from moetool.costing.timing import Timing
 from moetool.errors import MismatchError, UsageError, unknown_name
 from moetool.models.families import require_substitutable
+from moetool.tables import numbered
 from moetool.trace.reader import Trace
 from moetool.types import ForwardInfo, GateEvent, Phase
 
@@ -32,6 +33,10 @@ SERVED = "served"
 """In place of a policy: those that were in charge of the server whose log it is, each from its forward on."""
 POOLS = ("auto", "slots", "bytes", *SHARES)
 DEFAULT_MACHINE = TimelineOptions()
+
+
+def untold(what: str, done: int, total: int) -> None:
+    """Progress that nobody asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +151,7 @@ class ReplaySetup:
         timeline: which of the profile's devices, data types and tiers.
         devices: that share the model (`moetool.caching._devices`), each with an equal part of the budget.
         changes: forwards, and the policy with the form of its pool that is in charge from there.
+        on_progress: is called with what is going on, the tokens replayed, and of how many.
     """
 
     predictor: Any = None
@@ -160,6 +166,7 @@ class ReplaySetup:
     timeline: TimelineOptions = DEFAULT_MACHINE
     devices: int = 1
     changes: Sequence[tuple[int, PolicyChoice]] = ()
+    on_progress: Callable[[str, int, int], None] = untold
 
 
 AS_RECORDED = ReplaySetup()
@@ -199,7 +206,8 @@ def replay(
         return [row for policy in policies for row in rows[policy]]
     source = _Source(trace, setup)
     runs = _prepare(source, policies, budgets, setup)
-    forwards = decode_tokens = 0
+    forwards = decode_tokens = tokens = 0
+    title, total = f"replaying {numbered(len(runs), 'pool')} (tokens)", source.num_tokens()
     for info, events, ended in source.forwards(_columns(runs)):
         for run in runs:
             run.begin(info)
@@ -209,6 +217,8 @@ def replay(
         for run in runs:
             run.end(info, ended)
         forwards += 1
+        tokens += len(info.request_T)
+        setup.on_progress(title, tokens, total)
         decode_tokens += 0 if info.prefill else len(info.request_T)
     if not forwards:
         raise UsageError(f"nothing to replay: {trace.path} has no forwards of the requests asked for")
@@ -255,6 +265,12 @@ class _Source:
         logged = trace.manifest["composition"]["kind"] == "log"
         self._sequential = not logged if setup.sequential is None else setup.sequential
         self._requests = setup.requests
+
+    def num_tokens(self) -> int:
+        """Tokens to replay."""
+        table = self.trace.requests
+        counts = zip(table["request"].to_pylist(), table["tokens"].to_pylist(), strict=True)
+        return sum(tokens for request, tokens in counts if self._requests is None or request in self._requests)
 
     def forwards(self, columns: Iterable[str]) -> Iterator[tuple[ForwardInfo, list[GateEvent], list[int]]]:
         """Each forward with its events and the requests that end with it, in the order of the forward."""

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,3 +133,24 @@ def test_a_line_stands_above_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> 
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()).replace("\r", "\n").splitlines()
     (line,) = [line for line in lines if "a line" in line]
     assert LINE.fullmatch(line.strip())
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "LINE_S", 0.01)
+    with tables.progress("reading", 2000) as on_progress:
+        on_progress(1000)
+        time.sleep(0.1)
+    with tables.stages() as on_stage:
+        on_stage("planning", 1, 1)
+        time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert (
+        "moetool: reading: 1,000 of 2,000, 0 s, 0 s left" in lines
+        and "moetool: planning: 1 of 1, 0 s, 0 s left" in lines
+    )
+    logs.set_verbosity(quiet=True)
+    with tables.progress("reading"):
+        time.sleep(0.05)
+    assert capsys.readouterr().err == ""
