@@ -115,7 +115,7 @@ class ExpertRuntime:
         if wanted and isinstance(residency, Residency) and isinstance(store, ExpertStore):
             self._pooled = PooledExperts(loaded, residency, store, self._host)
         policy = residency.policy
-        self._hears_later = self._needs <= {"topk"} and policy.lossless and not policy.computes_on_host
+        self._hears_later = self._needs <= {"experts"} and policy.lossless and not policy.computes_on_host
         self._unheard: list[tuple[MoeLayer, torch.Tensor]] = []
         self._max_rows = [self._layer_max_rows(layer) if self.from_pool else 0 for layer in loaded.layers]
         if "resident" in self._needs:

@@ -14,6 +14,8 @@ from moetool.validation import require, require_number
 _FOLDS = 4
 _TRACE = 1e-6
 _OLDER_MOVES = 0.8
+_MOST = 1e18
+"""Tokens, bytes or seconds that a state may hold: sums and products of them stay finite."""
 
 
 class Statistics:
@@ -190,19 +192,20 @@ class Statistics:
             )
         call = np.array(values["call"], float)
         control = np.array(values.get("control", (0.0, 0.0)), float)  # states of before it was counted have none
-        finite = control.shape == (2,) and bool(np.isfinite(control).all()) and control[1] >= 0
-        require(finite, "statistics.control", control, "seconds and copies")
+        plausible = control.shape == (2,) and bool((np.abs(control) <= _MOST).all()) and control[1] >= 0
+        require(plausible, "statistics.control", control, "seconds and copies")
         expert_s_N = np.array([np.nan if value is None else value for value in values["expert_s"]], float)
         require(call.shape == (2,), "statistics.call", call.shape, "seconds and pairs")
         require(expert_s_N.shape == (num_servers,), "statistics.expert_s", expert_s_N.shape, f"{num_servers} servers")
         for name, counts in {"tokens": tokens_FNLE, "moved": moved_NN, "call": call}.items():
-            require(bool((np.isfinite(counts) & (counts >= 0)).all()), f"statistics.{name}", counts, "amounts")
+            plausible = bool(((counts >= 0) & (counts <= _MOST)).all())  # NaN is neither
+            require(plausible, f"statistics.{name}", counts, "amounts")
         for name in ("since_s", "decayed_s", "call_s"):
             if values[name] is not None:
-                require_number(f"statistics.{name}", values[name])
-        require_number("statistics.seconds", values["seconds"])
+                require_number(f"statistics.{name}", values[name], most=_MOST)
+        require_number("statistics.seconds", values["seconds"], most=_MOST)
         for value in expert_s_N[~np.isnan(expert_s_N)]:
-            require_number("statistics.expert_s", float(value))
+            require_number("statistics.expert_s", float(value), most=_MOST)
         self._tokens_FNLE, self._moved_NN = tokens_FNLE, moved_NN
         self._call, self._expert_s_N, self._control = call, expert_s_N, control
         self._call_s = values["call_s"]
