@@ -11,15 +11,15 @@ from moetool.json_files import read_json
 from moetool.types import ModelSpec
 
 MAX_BYTES = 64 << 20
-"""Of a plan or profile: a placement on 64 GPUs takes 1 MB."""
+"""Maximum size of a plan or profile: a placement on 64 GPUs takes 1 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artefact:
-    """What was decided or measured for a model, and the file that it is kept in.
+    """A decision or measurement for a model, and its file.
 
     Attributes:
-        KIND: what such a file begins with, before its schema VERSION.
+        KIND: first field of such a file, before its schema VERSION.
         WHAT: it is called in messages.
         COMMAND: makes one.
         EXAMPLE: what else that may be given; without, its help is named.

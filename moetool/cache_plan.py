@@ -56,15 +56,15 @@ class CachePlan(Artefact):
         pinned: (layer, expert) of experts that never leave the device.
         prefetch_distance: how many layers ahead the policy prefetches (0: nothing).
         limits: of prefetching; None: none.
-        device_memory_bytes: what the whole model may use.
-        dense_bytes: what its weights outside the routed experts take of that.
-        kv_bytes: what is kept of it for keys and values.
+        device_memory_bytes: device memory for the whole model.
+        dense_bytes: the part for weights outside the routed experts.
+        kv_bytes: the part for keys and values.
         kv_tokens: the tokens that those are for (0: not said).
         dtype: data type of everything but the experts.
-        slot_bytes: what an expert takes in a slot (0: what it takes as stored).
-        predictor_bytes: what the predictor takes of it, where the policy has one.
-        budget_bytes: what is left for experts, as bytes of experts as stored.
-        predictor: what the policy predicts with, if it does.
+        slot_bytes: size of an expert in a slot (0: its stored size).
+        predictor_bytes: the part for the predictor, where the policy has one.
+        budget_bytes: the rest, for experts, in stored bytes.
+        predictor: the policy's predictor, if any.
         trace_sha256: the trace that the choice was made from.
         profile_sha256: the profile (`CostProfile.sha256`) that the choice was timed by, if it was.
         requests_used: the requests of it that the choice was made on.

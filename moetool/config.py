@@ -16,7 +16,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     """Make a dataclass from plain values, converting and checking each by its field's type.
 
     Args:
-        where: what the values belong to, for the message ("policy lru").
+        where: owner of the values, for the message ("policy lru").
 
     Raises:
         UsageError: an unknown field or a wrong value, named by its path.
@@ -67,7 +67,7 @@ def require_within(options: object, where: str = "", /, **spans: Span) -> None:
     """Check options by name; None passes, and a tuple is checked value by value.
 
     Args:
-        where: what the options belong to, before their names ("policy lru: ").
+        where: owner of the options, before their names ("policy lru: ").
 
     Raises:
         UsageError: the first that is not within its span.

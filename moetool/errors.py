@@ -15,7 +15,7 @@ class MoetoolError(Exception):
     """Something outside moetool is not as it has to be (exit code 1).
 
     Args:
-        message: what was found, expected and to do; put into one line, and where it is too long, cut in its middle.
+        message: value found, value expected, remedy; put into one line, cut in its middle where it is too long.
     """
 
     exit_code = 1

@@ -132,7 +132,7 @@ class EngineLike(Protocol):
         max_unbegun: so many requests it is handed before it has begun them; others wait outside, where users take
             turns. More where it makes something of knowing what comes.
         state: requests are taken only in `ready`.
-        problems: what is wrong, whether or not requests are taken; for everybody, so without paths.
+        problems: faults, whether or not requests are taken; public, so without paths.
     """
 
     @property

@@ -39,7 +39,7 @@ class TextTable:
     """A table, for the terminal and for pages alike.
 
     Attributes:
-        title: what it shows.
+        title: its heading.
         columns: headings.
         rows: cells, as many as headings.
         num_text, num_keys: as of `print_table`.

@@ -138,8 +138,8 @@ class ModelSpec:
         """Refuse two artefacts of different models.
 
         Args:
-            mine: what this spec belongs to, for the message ("the trace").
-            theirs: what `other` belongs to ("the predictor").
+            mine: owner of this spec, for the message ("the trace").
+            theirs: owner of `other` ("the predictor").
 
         Raises:
             MismatchError: the revisions differ.
@@ -233,7 +233,7 @@ class Gpu:
 
     Attributes:
         memory_bytes: all of its memory.
-        reserved_bytes: what of it is not for experts: the dense weights, keys and values, activations.
+        reserved_bytes: the part that experts may not use: the dense weights, keys and values, activations.
         host_to_device_bytes_s: rate at which experts reach it from host memory.
         speed: of its arithmetic, relative to the GPU that a cost profile was measured on.
     """

@@ -132,7 +132,7 @@ class Predictor(moetool.learning.predictor.Predictor):
 
     @torch.inference_mode()
     def predict_prompt(self, token_id_S: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Of new tokens the mean over the prompt.
+        """Scores of new tokens: the mean over the prompt.
 
         Raises:
             MismatchError: a token id is withheld.
@@ -176,7 +176,7 @@ class Predictor(moetool.learning.predictor.Predictor):
 
     @contextmanager
     def _recorded(self, scores_LTE: Tensor, where: Tensor) -> Iterator[None]:
-        """What the gates say while the replica runs goes into these tokens of the scores."""
+        """Write the replica's gate scores into these tokens of the scores."""
         from moetool.models.families import find
         from moetool.models.router_hooks import read_logits, watch
 

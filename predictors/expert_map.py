@@ -35,7 +35,7 @@ _ARRAYS = ("maps_LCE", "embedding_CD", "next_C")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the maps are made of, and how they are searched.
+    """Contents of the maps, and the search.
 
     Attributes:
         source: `logits`: whole distributions and embeddings; `topk`: the chosen experts' weights.

@@ -211,7 +211,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         )
 
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
-        """Of the networks over what they may learn from; plus of the fused logits over what was judged."""
+        """Loss of the networks over their training tokens, plus that of the fused logits over the judged tokens."""
         assert tokens.example_T is not None, "made by `prepare`"
         device, example_N = layer_N.device, tokens.example_T.cpu()
         for part in self.parts:

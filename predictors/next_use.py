@@ -66,7 +66,7 @@ class Predictor(moetool.learning.predictor.Predictor):
         self.net["use_A"].data.copy_(logit_A)
 
     def weights(self) -> dict[str, np.ndarray]:
-        """What `moetool.learning.next_use_network.NextUse` goes on from."""
+        """State that `moetool.learning.next_use_network.NextUse` starts from."""
         return {name: value.detach().numpy() for name, value in self.net.items()}
 
     def prepare(self, tokens: Tokens) -> Tokens:

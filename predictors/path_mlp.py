@@ -136,6 +136,6 @@ class Predictor(moetool.learning.predictor.Predictor):
         return last_TH @ self.net.out_LHE[layer] + self.net.bias_LE[layer]
 
     def loss(self, tokens: Tokens, layer_N: Tensor) -> Tensor:
-        """Of all layers of the tokens, whatever layers were drawn."""
+        """Loss over all layers of the tokens, whatever layers were drawn."""
         assert tokens.weights_TPK is not None
         return self.net.loss(tokens.experts_TPK, tokens.weights_TPK, None, self.options.forget)

@@ -18,7 +18,7 @@ from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """How drafts are made and what verifying them costs.
+    """Drafting, and the cost of verification.
 
     Attributes:
         policy: cache policy, with its defaults.
@@ -220,7 +220,7 @@ def _verified(
 
 
 def ngram(context: Sequence[int], length: int, matched: int) -> list[int]:
-    """What followed the last tokens of a context when they last occurred in it, the longest match first.
+    """Tokens that followed the last occurrence of a context's last tokens, the longest match first.
 
     Source: prompt lookup decoding (Saxena, 2023).
     """

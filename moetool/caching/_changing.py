@@ -59,7 +59,7 @@ class PolicyChanges:
         self.current = choice.policy
 
     def learned(self, policy: str) -> dict[str, np.ndarray]:
-        """What a policy had learned when it was last in charge; empty where it never was, or is."""
+        """State of a policy when it was last in charge; empty where it never was, or is now."""
         return self._states.get(policy, {})
 
     def state(self) -> dict[str, np.ndarray]:

@@ -61,8 +61,8 @@ def two_pointers(host_s: Sequence[float], load_s: float, *, finish: bool) -> int
     """Number of experts to load, from the first on; the host computes the others, last first.
 
     Args:
-        host_s: what each costs on the host, in the order in which loading them is worth most.
-        load_s: what loading one costs.
+        host_s: host seconds of each, in the order in which loading them is worth most.
+        load_s: seconds to load one.
         finish: give the next expert to the side that is done with it first, a tie to the link. That makes the longer
             side the shortest where all cost the host the same. Otherwise to the side that is free first.
 

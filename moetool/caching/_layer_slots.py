@@ -27,7 +27,7 @@ def by_value(spec: ModelSpec, num_slots: int, gain_LE: Sequence[np.ndarray]) -> 
     """Slots where they bring the most, one for each layer first.
 
     Args:
-        gain_LE: what the first, second, ... slot of each layer is worth. Where a later slot of a layer is worth more
+        gain_LE: value of the first, second, ... slot of each layer. Where a later slot of a layer is worth more
             than an earlier one, both count by their mean.
 
     Raises:

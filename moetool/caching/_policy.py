@@ -258,7 +258,7 @@ def build_policy(
         num_slots: how many slots fit; the policy may make use of fewer.
         predictor: a `moetool.learning.predictor.Predictor` of the same model, for policies that predict.
         future: the keys of every coming event, where they are known (in a replay).
-        own: what becomes of `Policy.own`, where the policy has one device of several.
+        own: value of `Policy.own`, where the policy has one device of several.
 
     Raises:
         UsageError: an unknown policy or option, no predictor where one is needed, a policy that routes where routers

@@ -24,7 +24,7 @@ class Options:
         hidden: width of the network's hidden layer; where a `next_use` predictor is given, its width counts.
         refresh: layers from one look at all experts to the next.
         prefetch: load experts of the next layer ahead, where that is worth it.
-        waste: what an unused prefetch costs, in loads that a used one takes off the critical path.
+        waste: cost of an unused prefetch, in loads that a used one takes off the critical path.
         learn_every: forwards from one step of learning to the next, and four times as many while what was fitted
             predicts better than what learns; 0 learns nothing.
         batch: samples of a step.

@@ -85,7 +85,7 @@ class CapturePlan:
         batches: the prompts that are forwarded together.
         too_long: prompts that are left out because they and their answers exceed the model's context.
         empty: prompts that are left out because they have no token.
-        facts: what the rows depend on; captures of equal facts give equal rows.
+        facts: the inputs that determine the rows; captures of equal facts give equal rows.
     """
 
     checkpoint: Checkpoint
@@ -97,7 +97,7 @@ class CapturePlan:
 
     @property
     def spec(self) -> ModelSpec:
-        """Of the model."""
+        """The model's spec."""
         return self.checkpoint.spec
 
     @property
@@ -127,7 +127,7 @@ class CapturePlan:
 
     @property
     def schema(self) -> pa.Schema:
-        """Of the rows of tokens."""
+        """Schema of the rows of tokens."""
         return token_schema(self.spec, token_columns(self.options.keep), self.ahead)
 
     def item(self, request: int) -> Item:

@@ -94,7 +94,7 @@ def capture_remote(
     Raises:
         MoetoolError: the server cannot be reached, or refuses.
         UsageError: it returns no routed experts, or `out` exists.
-        MismatchError: what it returns is not of this model.
+        MismatchError: its answer is not of this model.
     """
     engine = server.engine()
     name = "" if engine == "sglang" else _served(server)

@@ -177,7 +177,7 @@ class _Interrupts:
     def during(self, work: Callable[[], object], stop_at: int) -> bool:
         """Have something done on another thread; gives whether it was before so many interruptions.
 
-        Raises: what the work raised.
+        Raises: exceptions of the work.
         """
         done: Future[None] = Future()
 

@@ -129,7 +129,7 @@ class Workers:
         Raises:
             WorkerDied: before it answered.
             MoetoolError: no answer in time.
-            Exception: what the method raised, as it was raised there.
+            Exception: the method's own exception.
         """
         return self._answer(n, self._actor(n).call.remote(method, args, kwargs), method, timeout_s)
 

@@ -49,7 +49,7 @@ class JoinedMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadAnswer:
-    """What a head says.
+    """A head's answer.
 
     Attributes:
         asks_token: whether it lets nobody in without one.
@@ -67,8 +67,8 @@ class ClusterCheck(JsonRecord):
     """One line of `moetool doctor --cluster`.
 
     Attributes:
-        value: what was found.
-        meaning: what that means, or what to do.
+        value: the finding.
+        meaning: its meaning or the remedy.
         good: whether a cluster can be served; None: not known.
     """
 
@@ -148,7 +148,7 @@ def require_fitting(address: str, answer: HeadAnswer) -> None:
 
 
 def own_versions() -> dict[str, str]:
-    """Of Python and Ray on this machine. Raises: ImportError."""
+    """Versions of Python and Ray on this machine. Raises: ImportError."""
     import ray
 
     return {"Python": platform.python_version(), "Ray": ray.__version__}
@@ -166,7 +166,7 @@ def is_here(address: str) -> bool:
 
 
 def token_source(environment: Mapping[str, str]) -> str:
-    """Where Ray has this machine's token from; empty: there is none.
+    """Source of this machine's Ray token; empty: there is none.
 
     Source: Ray's order: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token.
     """

@@ -17,9 +17,9 @@ from pathlib import Path
 
 _PREFIX = "moetool-ray-"
 _MOST_CHARACTERS = 24
-"""Of the folder above: Ray puts sockets below, whose paths may have 107 bytes."""
+"""Maximum length of the path above: Ray puts sockets below it, whose paths may have 107 bytes."""
 _GRACE_S = 2.0
-"""In which Ray ends what it does by itself."""
+"""Time for Ray to stop its own processes."""
 _WITHIN_S = 10.0
 
 

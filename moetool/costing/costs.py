@@ -103,7 +103,7 @@ class ComputeCosts:
         device: `cpu` or `cuda`.
         dtype: data type of the activations and of all weights but the routed experts.
         threads: of the arithmetic, on the CPU.
-        slot_bytes: what an expert takes in a slot of the device; 0 where that was not asked.
+        slot_bytes: size of an expert in a slot of the device; 0: not asked.
         expert: one routed expert, from the checkpoint's data type, against its tokens.
         attention: everything of a decoder layer but its MLP or MoE block, for one new token, against the context.
         prompt_attention: the same for a whole prompt, against its tokens.

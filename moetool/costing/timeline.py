@@ -130,7 +130,7 @@ class Timeline:
     output token.
 
     Args:
-        prices: what things cost; runs that are driven side by side share it.
+        prices: costs; runs that are driven side by side share them.
         predictor: the policy's own, if it has one: each prediction takes the compute stream's time, at the point where
             the program is made.
         tier_of: the tier that an expert's key is loaded from; by default that of the prices' options.

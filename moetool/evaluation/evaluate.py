@@ -43,15 +43,15 @@ class Evaluation(JsonRecord):
         num_requests: requests scored.
         num_tokens: tokens scored.
         top_k: K of the model.
-        parameters: what gradient descent fitted.
+        parameters: number fitted by gradient descent.
         size_bytes: parameters and buffers in memory.
         expert_bytes_share: `size_bytes` as a share of the model's routed experts.
         step_ms: median time to observe and predict all layers of one token, on the CPU, in milliseconds.
         prompt_ms: the same for a pending request: to predict its prompt, or, of a predictor that does not, to follow
             it; a median over some prompts.
         prompt_tokens: of those prompts, the median.
-        decode_step_ms: what one token takes with every expert in memory, by the profile that was given.
-        training_s, training_tokens: what its training took, and the tokens that it had; None for a baseline.
+        decode_step_ms: time of one token with every expert in memory, by the given profile.
+        training_s, training_tokens: its training time and number of training tokens; None for a baseline.
         training_share: those tokens as a share of the trace that they are of.
         epochs: how often they were gone through; None where nothing is fitted.
         scores: the next layer, all layers and phases first, then by phase and layer; then the same for each farther

@@ -49,7 +49,7 @@ class PlainModel:
 
     Args:
         model: transformers' model; with `streams`, its decoder layers on the meta device.
-        origin: what loaded its weights, for reports.
+        origin: the library that loaded its weights, for reports.
         open_layer: brings the weights of a decoder layer into memory, of a model that does not hold all.
 
     Attributes:
@@ -86,7 +86,7 @@ class PlainModel:
             visit: as `Visit`.
             on_layer: called once for each decoder layer while its weights are in memory.
 
-        Raises: what a forward raises.
+        Raises: as a forward does.
         """
 
         def before(number: int, layer: int, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -110,7 +110,7 @@ class PlainModel:
         visit: Visit,
         on_layer: Callable[[int, nn.Module], None],
     ) -> list[torch.Tensor]:
-        """What `compute` makes of each number below `count`; all take equally many forwards.
+        """Results of `compute` for each number below `count`; all take equally many forwards.
 
         Args:
             visit: as `Visit`.

@@ -23,7 +23,7 @@ class PromptPrediction:
 
     Attributes:
         num_requests: pending requests.
-        prompt_tokens, new_tokens: what they are made of.
+        prompt_tokens, new_tokens: their numbers of tokens.
         scores: at distance 0: all layers and phases first, then by phase and layer.
         load_error: share of a prompt's workload that is predicted for other experts (0: none, 1: all),
             a mean over requests and layers.

@@ -20,7 +20,7 @@ class Exported:
 
     Attributes:
         out: the file, or the folder of files.
-        notes: what the format does not say, and what is in it that the trace does not know.
+        notes: facts that the format does not hold, and values in it that the trace does not have.
     """
 
     out: Path

@@ -37,9 +37,9 @@ class Imported:
         tasks: one a file, or those in the files.
         requests: of counts, the passes.
         bytes: size of the folder.
-        format: what they were read as.
+        format: the format that was read.
         guessed: why they were taken for that, where nobody said it.
-        notes: what the files lack, and what is not as in the files.
+        notes: missing data, and values that differ from the files.
     """
 
     out: Path
@@ -86,7 +86,7 @@ def import_trace(
             the files.
         tokens_as: of sequences whose prompt the file does not tell: `decode` (the first token is the prompt, each
             later one an iteration; the default) or `prefill` (all tokens are the prompt).
-        settings: what is said of the model, by the names of `Settings`.
+        settings: facts of the model, by the names of `Settings`.
         mapping: of formats with `TAKES_MAP`, the column of each field.
 
     Raises:
@@ -151,7 +151,7 @@ def _guess(files: Sequence[Path]) -> tuple[str, str]:
 
 
 def _sha256(path: Path) -> str | dict[str, str]:
-    """Of a file, or of each file in a folder."""
+    """Digest of a file, or of each file in a folder."""
     if path.is_file():
         return durable.sha256_file(path)
     return {file.name: durable.sha256_file(file) for file in sorted(path.iterdir()) if file.is_file()}

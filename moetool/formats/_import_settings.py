@@ -25,7 +25,7 @@ class Settings(SaidFacts):
     Attributes:
         model: `reference`, a folder of a model (its config.json is enough), or a folder of a trace of it. It has to
             agree with the files; then what they hold belongs to that model.
-        task: what the files are about, if they don't tell or if they are all of one task.
+        task: task of the files, if they do not name it or all have one.
         moe_layers: the layers with experts, such as 1..26 or 1,3,5.
         drop_tokens: leave out token ids: they spell what people wrote.
 

@@ -183,7 +183,7 @@ def without_dense(path: object, experts_THK: np.ndarray, layers: Sequence[int], 
     """experts_TS of the layers that have experts.
 
     Args:
-        empty: what an engine writes for the others.
+        empty: an engine's value for the others.
 
     Raises:
         MismatchError: one of the others has experts after all.

@@ -64,7 +64,7 @@ class Routes:
     Attributes:
         spec: the model, as far as the file or the user tells; without a model at hand `revision` is by
             `moetool.formats._model_facts.revision_of`.
-        task: what the sequences are about.
+        task: task of the sequences.
         notes: a sentence for each thing that the file lacks or that is not as in the file, for the provenance.
     """
 

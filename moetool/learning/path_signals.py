@@ -42,7 +42,7 @@ SIGNALS = (
     "ahead",
 )
 GIVEN = 3
-"""How many of the first signals do not come from tables and memories."""
+"""Number of leading signals that come from no table or memory."""
 CONTEXT = 3
 """G: how alike the best path is, the best of the request's own, and how many tokens the request had."""
 _DECAYS = (0.97, 0.8)
@@ -53,7 +53,7 @@ class Running:
     """The past of a running request.
 
     Attributes:
-        last_LK: what its last token used; None for its first forward.
+        last_LK: experts of its last token; None for its first forward.
         use_RLE: its decayed use of each expert, one for each rate.
         last_C, last_row: how alike each path was to that of its last token, and where the memory holds it.
         num_tokens: in the forwards before this one.

@@ -141,7 +141,7 @@ class Predictor(nn.Module):
         """Score the experts of MoE layer `layer`.
 
         Args:
-            tokens: what is known of each token in the MoE layers 0..P-1, with P <= layer.
+            tokens: routing of each token in the MoE layers 0..P-1, with P <= layer.
             layer: 1..L-1 with layer - P < lookahead.
 
         Returns:
@@ -280,7 +280,7 @@ def save(predictor: Predictor, folder: Path, facts: Mapping[str, Any]) -> dict[s
 
     Args:
         folder: an empty folder; a `durable.staged_directory`, so that a killed run leaves no predictor.
-        facts: what the card says besides the predictor itself: trace, requests, fit.
+        facts: the card's other entries: trace, requests, fit.
 
     Effects: the card is written last; without it `load_predictor` refuses the folder.
 

@@ -112,7 +112,7 @@ def build_within(build: Callable[[], T], elements: int) -> T:
 
     Args:
         build: makes it; called twice, once without memory.
-        elements: what the file holds.
+        elements: tensors of the file.
 
     Raises:
         MismatchError: its options ask for more.

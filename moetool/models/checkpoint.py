@@ -38,7 +38,7 @@ class Checkpoint:
     """Checkpoint whose parts are read and built once, at first use.
 
     Args:
-        name: what people call it; the path, if not said.
+        name: its name for people (default: the path).
         weights: whether its weight files are to be used; without them the config tells all there is.
         direct: read tensors with O_DIRECT where the file system allows.
 

@@ -47,7 +47,7 @@ class ExpertWeights:
 
     Args:
         weights: of the checkpoint, by name.
-        sources: what makes each parameter.
+        sources: the tensors of each parameter.
         name: of the checkpoint, for errors.
     """
 
@@ -165,7 +165,7 @@ class ExpertFiles:
             for slots that hold experts as stored.
 
     Attributes:
-        reads: what is read for each expert, by key.
+        reads: byte ranges of each expert, by key.
         stored_bytes: of memory for one expert as stored.
         slot_bytes: of a slot.
         shapes: of the parts of an expert.
@@ -254,7 +254,7 @@ class ExpertFiles:
         return self._layout_L[key // self.spec.num_experts] if self._num_layouts > 1 else 0
 
     def stored_layout(self, key: int) -> StoredLayout:
-        """How an expert lies in memory as stored."""
+        """Layout of an expert in memory as stored."""
         return self._layouts[self._layout_L[key // self.spec.num_experts]]
 
     def views(self, slot: torch.Tensor, layout: int = 0) -> tuple[Weight, ...]:
@@ -314,7 +314,7 @@ class ExpertFiles:
 def slot_form(
     layouts: Sequence[StoredLayout], shapes: tuple[tuple[int, ...], ...], fastest: torch.dtype | None
 ) -> DenseSlot | PackedSlot | ScaledSlot | None:
-    """How slots hold experts; None for as they are stored.
+    """Form of experts in slots; None: as stored.
 
     Args:
         shapes: of the parts of an expert.

@@ -66,7 +66,7 @@ class ExpertForm:
     Attributes:
         num_experts: experts that have weights.
         num_identity: further experts that return their input, numbered after the others.
-        parts: what a slot holds; without biases only up and down.
+        parts: tensors of a slot; without biases only up and down.
         up_transposed, down_transposed: whether the matrix is stored [in, out] instead of [out, in].
         gate: from the first product to the input of the second.
         finish: applied to the expert's output before its weight, or None.

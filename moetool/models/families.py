@@ -67,7 +67,7 @@ class Family:
         fixed: why experts cannot be substituted although the rule holds; empty where they can.
         own_cache: why transformers' paged cache cannot hold it, so that each request keeps its own; empty where it can.
         refused: why it can be neither captured nor served; empty where it can.
-        notes: what else a person has to know.
+        notes: further facts for people.
         probabilities: whether the router returns probabilities in place of logits.
         routers: router classes besides those that `_can_record_outputs` names.
         inferred: whether this was found out by trying its router (`moetool.models.family_inference`).

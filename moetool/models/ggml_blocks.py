@@ -49,7 +49,7 @@ class GgmlCodec:
 
     Attributes:
         kinds: role and ggml type of its tensors.
-        undo: what makes the weight of them; where there is none, they lie one under the other.
+        undo: the function that makes the weight of them; where there is none, they lie one under the other.
         transposed: as `moetool.models.weight_format.Codec` has it.
         interleaved: whether rows of one tensor alternate with those of the other.
     """

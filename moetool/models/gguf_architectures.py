@@ -115,7 +115,7 @@ class Architecture:
 
     Attributes:
         family: the `model_type` of transformers.
-        config: what the config says besides what all have.
+        config: further fields of the config.
         names: of modules within a layer, besides or instead of those that most have.
         experts: the module that holds the experts of a layer.
         undo: by the end of a parameter's name, what undoes llama.cpp's changes to it.

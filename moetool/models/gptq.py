@@ -38,7 +38,7 @@ class GptqCodec:
     Attributes:
         bits: of a value.
         group: inputs that share a scale, unless `g_idx` says which do.
-        offset: what is added to the stored zero points.
+        offset: added to the stored zero points.
     """
 
     bits: int
@@ -85,7 +85,7 @@ class Gptq:
         bits: of a value.
         group: inputs that share a scale; -1 for all of them.
         act_order: whether groups may be made of any inputs (`desc_act`).
-        offset: what is added to the stored zero points: 1, and 0 in files of the second version.
+        offset: added to the stored zero points: 1, and 0 in files of the second version.
     """
 
     bits: int

@@ -31,7 +31,7 @@ _TOKENIZER = (
 )
 _INDEX_BYTES = 64 << 20
 FIRST_BYTES = 4 << 20
-"""Of a GGUF file that are fetched for its header; four times as many where they do not do."""
+"""Bytes of a GGUF file that are fetched for its header; four times as many where they are too few."""
 _TRIES = 5  # requests in a row that bring nothing
 _KEPT_FREE = 64 << 20  # of the disk, for what else is written while a download runs
 
@@ -99,7 +99,7 @@ def download(name: HubName, *, weights: bool) -> Path:
         UsageError: there is no such model or revision, it may not be read, or there are no weights that moetool reads.
         CapacityError: the disk is too small.
         MoetoolError: the hub cannot be reached.
-        MismatchError: what came is not what the hub says that it has.
+        MismatchError: the downloaded bytes differ from the hub's digest.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import disable_progress_bars, logging
@@ -290,7 +290,7 @@ def _cached(name: HubName, weights: bool, why: str, kind: type[MoetoolError] = U
 
 
 def _header_folder(repository: str) -> Path:
-    """Where the headers of a repository's GGUF files are kept, by commit."""
+    """Cache directory of the headers of a repository's GGUF files, by commit."""
     return cache_folder() / "headers" / repository.replace("/", "--")
 
 

@@ -36,7 +36,7 @@ class _Stopped(Exception):
 def fetch_range(repository: str, commit: str, endpoint: str, file: Blob, first: int, end: int) -> bytes:
     """The bytes of a file from `first` to before `end`, or to its end; fewer where the connection breaks on the way.
 
-    Raises: what huggingface_hub and its HTTP client raise where the hub refuses, or does not answer.
+    Raises: errors of huggingface_hub and its HTTP client, where the hub refuses or does not answer.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status

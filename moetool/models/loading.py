@@ -205,7 +205,7 @@ _MISSING = ("missing_keys", "mismatched_keys", "error_msgs", "conversion_errors"
 
 
 _REFUSALS = (RuntimeError, ValueError, AssertionError, LookupError, TypeError, AttributeError)
-"""What transformers raises on files that it has not checked."""
+"""Exceptions of transformers on files that it has not checked."""
 
 _SHAPES = re.compile(
     r"^(\S.*?) +\| *MISMATCH .*ckpt: torch\.Size\((.+?)\) vs model: ?torch\.Size\((.+?)\)", re.MULTILINE

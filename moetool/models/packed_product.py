@@ -74,7 +74,7 @@ def restore(words: torch.Tensor, rows: int, tile: int) -> torch.Tensor:
 
 
 def pairs(scale_OG: torch.Tensor, zero_OG: torch.Tensor | None) -> torch.Tensor:
-    """What the kernel takes of each group, bfloat16 [G, O, 2]: its scale, and the weight that the value 8 makes.
+    """The kernel's numbers of each group, bfloat16 [G, O, 2]: its scale, and the weight of the value 8.
 
     Args:
         zero_OG: the values that make 0; None for 8.
@@ -94,7 +94,7 @@ def product(x: torch.Tensor, words: torch.Tensor, pairs_GO2: torch.Tensor) -> to
 
 
 class Grouping(NamedTuple):
-    """What a weight [O, I] of four bits has beside its values, which are 0 to 15.
+    """Scales and zero points of a four-bit weight [O, I], whose values are 0 to 15.
 
     Attributes:
         scale_OG: of each group of inputs.

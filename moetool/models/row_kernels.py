@@ -28,7 +28,7 @@ LANES = 16  # float32 in a vector of AVX-512; two of AVX2
 VECTOR_BYTES = 4 * LANES
 _RUN = 32  # numbers that are unpacked at a time
 _PREFETCH_BYTES = (0, 2048)
-"""How far ahead of itself a kernel may ask for a weight; on some processors that is faster, on others slower."""
+"""Prefetch distances of a kernel, in bytes; prefetching is faster on some processors and slower on others."""
 _TRIAL_BYTES = 2**26  # more than most caches hold
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -350,7 +350,7 @@ class _Vectors:
         return self.builder.mul(value, self.number(factor))
 
     def load(self, address: Any, kind: Any, align: int = 4) -> Any:
-        """What lies at an address."""
+        """The value at an address."""
         value = self.builder.load(self.builder.inttoptr(address, kind.as_pointer()))
         value.align = align
         return value

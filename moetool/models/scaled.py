@@ -53,7 +53,7 @@ class Scaled:
     """The format.
 
     Attributes:
-        strategy: what shares a scale: `tensor`, `channel`, `group` or `block`.
+        strategy: the unit that shares a scale: `tensor`, `channel`, `group` or `block`.
         block: rows and columns that share one, of groups and blocks.
         symmetric: whether there are no zero points.
     """

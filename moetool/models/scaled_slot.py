@@ -164,7 +164,7 @@ def stays_scaled(format: WeightFormat, form: ExpertForm, dtype: torch.dtype) -> 
 
 
 def _scaling_of(layout: StoredLayout, part: int) -> _Place | None:
-    """How the numbers of a part are scaled, where a kernel multiplies them; its blocks lie one under the other."""
+    """Scales of a part, for the kernel; its blocks lie one under the other."""
     codecs, shapes = layout.codecs[part], layout.shapes[part]
     values, scales = layout.of_part(part, "values"), layout.of_part(part, "scale")
     roles = {field.role for field in layout.fields if field.part == part}

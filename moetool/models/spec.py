@@ -23,7 +23,7 @@ class MoeLayer:
         logits_index: place of the logits in what the router returns.
         path: the experts' name in the model, such as `model.layers.0.mlp.experts`.
         top_k: experts that a token uses.
-        form: what one expert is made of.
+        form: matrices of one expert.
     """
 
     index: int

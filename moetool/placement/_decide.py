@@ -33,7 +33,7 @@ SEES: Mapping[str, str] = {
 """DIRECTOR's modes (§ III, § VIII-B), and whose requests each places for while serving: nobody's, those that were
 served last, those that wait, or what is predicted of these. vanilla begins uniform, the others from the history."""
 _VALUE_BYTES = 2
-"""Of a number of a hidden state on its way, where a remote call was not measured."""
+"""Bytes of one number of a hidden state in transit, where a remote call was not measured."""
 _SPARES = (0, 1)
 """Slots of each GPU that the planner leaves free: none, or one where experts else have no room on their way."""
 
@@ -144,7 +144,7 @@ class Decision:
 
     @property
     def bytes(self) -> int:
-        """Of them."""
+        """Bytes of the moves."""
         return self.migration.bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def decide(
 
     Raises:
         UsageError: nothing was observed, or an unknown planner or option.
-        MismatchError: what a remote call takes is neither measured nor to be had from the links.
+        MismatchError: the time of a remote call is neither measured nor known from the links.
         CapacityError: no placement fits, or none can be reached: neither a GPU nor a host has room on the way.
     """
     spec, cluster, old_GLE = in_force.spec, in_force.cluster, in_force.placed_GLE
@@ -298,7 +298,7 @@ def plan_migration(
     """Plan the way from one saved plan to another of the same model and cluster, and say whether it pays.
 
     Args:
-        demand: what the calls of both placements are counted on.
+        demand: the calls of both placements are counted on it.
         window_s: length of the compute phases that the moves are fitted into (DIRECTOR § V-B).
 
     Raises:

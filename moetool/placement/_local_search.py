@@ -147,7 +147,7 @@ class Descent:
         return np.concatenate(here), np.concatenate(there)
 
     def bounds(self, here: np.ndarray, there: np.ndarray) -> np.ndarray:
-        """What the score after each swap is at least: by the work of its two GPUs, and by the slowest senders."""
+        """A lower bound on the score after each swap: by the work of its two GPUs, and by the slowest senders."""
         if not self.linear:
             return np.zeros(len(here))
         g, h = self.gpu_X[here], self.gpu_X[there]

@@ -33,7 +33,7 @@ class PlacementModeScore(JsonRecord):
         mode: `vanilla` (uniform), `offline` (from other requests, once), `reactive` (from the last batch), `proactive`
             (from the coming batch as it will be), `predicted` (from the coming batch as it is predicted to be).
         latency: mean T_comp + T_comm of a layer, over the batches and layers.
-        share_of_truth: what the mode gains over vanilla, as a share of what `proactive` gains.
+        share_of_truth: the mode's gain over vanilla, as a share of that of `proactive`.
         moved: experts that a GPU gets anew between two batches, mean.
         batches: how many.
     """

@@ -43,7 +43,7 @@ class PlacementPlan(Artefact):
         seed: of its random choices.
         experts_LG: for each MoE layer and GPU the experts on it, ascending. An expert may be on several GPUs.
         starts: on which GPU of its server a request's tokens start.
-        costs: what T_comp and T_comm are counted in, and from which curves.
+        costs: units of T_comp and T_comm, and their curves.
         objective: name of what `value` and `lower_bound` are of.
         value: the objective on the requests that the plan was made from.
         lower_bound: of T_comp + T_comm: no placement has less, the work shared perfectly and nothing sent. Of remote
@@ -208,7 +208,7 @@ class MigrationPlan(Artefact):
         calls_before: remote expert calls over the horizon under the old placement.
         calls_after: under the new one.
         call_s: seconds of a remote call.
-        saved_s: what the new placement saves over the horizon, (calls_before - calls_after) * call_s.
+        saved_s: seconds saved over the horizon, (calls_before - calls_after) * call_s.
         horizon_tokens: how long the new placement is expected to last, in tokens of the cluster.
         worth_it: Eq. 4: whether saved_s is more than both eq3_s and `seconds`.
         windows: compute phases that the moves take when they run only in those (None: not asked for).

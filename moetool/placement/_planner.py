@@ -28,7 +28,7 @@ class Problem:
 
     Attributes:
         demand: whose tokens it is for.
-        latency: what computing and sending cost.
+        latency: costs of computing and sending.
         seed: of every random choice.
         start_GLE: the placement in force, from which a planner may go on; None: there is none.
         slots_G: experts that each GPU has room for, of the largest size that the model has.
@@ -89,8 +89,8 @@ def find(name: str, *, option: str = "planner", others: Iterable[str] = ()) -> M
     """The module of a planner.
 
     Args:
-        option: what the user named it with, for the message.
-        others: what that option takes besides planners.
+        option: the user's option, for the message.
+        others: further values of that option.
 
     Raises:
         UsageError: there is no such planner, or it is none; all that the option takes is listed.
@@ -143,7 +143,7 @@ def layer_slots(problem: Problem, c_max: int = 0, option: str = "c_max") -> np.n
 
     Args:
         c_max: no more than this many of a layer on a GPU (0: as memory allows).
-        option: what the planner calls it, for the message.
+        option: the planner's name for it, for the message.
 
     Raises:
         CapacityError: under `c_max`, or because every GPU can hold an expert only once, a layer is not covered.

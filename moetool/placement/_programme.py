@@ -7,7 +7,7 @@ import numpy as np
 from scipy.sparse import csc_matrix
 
 STRATEGIES = (1, 4)
-"""Of HiGHS: dual simplex, then primal."""
+"""Strategies of HiGHS in turn: dual simplex, then primal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

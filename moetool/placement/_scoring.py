@@ -35,7 +35,7 @@ class PlacementScore:
             (mean + 1e-5) / (max + 1e-5); `vllm`, the sum of means over the sum of maxima; `tensorrt_llm`, the mean
             over layers of (max - mean) / mean, where 0 is best.
         even_balancedness: `sglang`'s if copies shared their expert's tokens evenly, as EPLB assumes.
-        link_bytes: what each pair of servers sends, dispatch and combine together, as [from, to, bytes]; bytes are
+        link_bytes: bytes between each pair of servers, dispatch and combine together, as [from, to, bytes]; bytes are
             None where the model's hidden size is not known.
         copies: experts held, each GPU's counted, over the model's experts.
         unit: of comp, comm and their bound.

@@ -112,7 +112,7 @@ READERS: dict[str, Callable[[Path], Iterator[PromptRow]]] = {
     ".parquet": _read_parquet,
     ".txt": _read_text,
 }
-"""What reads a file, by its name's end. Every reader raises MismatchError, with the place, for what is not as it has to
+"""Readers of files, by suffix. Every reader raises MismatchError, with the place, for what is not as it has to
 be, and OSError as it comes."""
 
 

@@ -33,14 +33,14 @@ class Prompt:
 
     Attributes:
         dataset: the embedded set's name, or the file's without its suffix.
-        task: what kind of text it is; the data set's name where the source does not say.
+        task: kind of text; the data set's name where the source does not say.
         prompt_id: the source's own id, or the number of its line, row or document, counted from 1; of a public data
             set, behind its split and task, the row's id or a checksum of the text.
-        text: what the model reads; never blank. Of a chat, the contents of its messages.
+        text: the model's input; never blank. Of a chat, the contents of its messages.
         messages: (role, content) of a chat, which the model's chat template makes the tokens from.
         answer: the reference answer, where there is one.
         label: of its row, whatever that says of it; empty where the file has none.
-        pair: what it has in common with the prompts that it is to be compared with; empty where there are none.
+        pair: shared by the prompts that it is compared with; empty where there are none.
         output: how many tokens its data set wants decoded: `answer`, as many as the answer has, a number, or None.
         input_tokens: its data set wants it cut after so many tokens; None leaves it whole.
     """
@@ -192,7 +192,7 @@ def tokens_to_decode(prompt: Prompt, tokenizer: Any, limit: int | None) -> int:
 
     Args:
         tokenizer: counts the tokens of the reference answer, where the data set wants as many.
-        limit: what the caller allows; None allows what the data set says, and 32 where it says nothing.
+        limit: the caller's limit; None: the data set's, and 32 where it has none.
     """
     wanted = prompt.output
     if isinstance(wanted, str):
@@ -208,7 +208,7 @@ class _Source:
 
     Attributes:
         prompts: each with the text that it is compared by: all of it, or what a template was filled with.
-        origin: what it is, for the manifest; grows by counts as prompts are read.
+        origin: its description for the manifest; grows by counts as prompts are read.
         name: for messages.
     """
 

@@ -22,7 +22,7 @@ class Calibration:
     Attributes:
         ids_NS: sequences that scales are chosen on.
         judged_NS: sequences of other prompts.
-        seen_prompts: what the prompts in `ids_NS` are known by (`moetool.trace.same_prompts`).
+        seen_prompts: digests of the prompts in `ids_NS` (`moetool.trace.same_prompts`).
         datasets: names of the sources.
     """
 

@@ -49,7 +49,7 @@ def make_replica(
 
     Args:
         checkpoint: of the model.
-        facts: what else the card says.
+        facts: further entries of the card.
         on_progress: called with the steps that are done, and how many there are: two for each layer, and the reload.
 
     Effects: writes `out`, whole or not at all; keeps `out.resume` until then.

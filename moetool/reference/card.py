@@ -144,7 +144,7 @@ def readme(name: str, model: Any, facts: Mapping[str, Any]) -> str:
     """The card, in Markdown.
 
     Args:
-        facts: what training.json holds.
+        facts: contents of training.json.
     """
     config, fit, held_out, start = model.config, facts["recipe"]["fit"], facts["held_out"], facts["held_out_of_start"]
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6

@@ -33,7 +33,7 @@ class Progress:
     Attributes:
         step: steps that are done.
         losses: cross-entropy of each one's batch.
-        seconds: what they took, over all processes that shared the run.
+        seconds: their time, over all processes of the run.
         start: how the checkpoint that the run began from did on the held-out text; None without one.
     """
 
@@ -54,7 +54,7 @@ class State:
     """The state of one run, in a folder of its own.
 
     Attributes:
-        identity: what the run was given: its recipe and more; only one that was given the same goes on from it, or
+        identity: the run's inputs: its recipe and more; only one that was given the same goes on from it, or
             one that only goes on otherwise.
         moments: AdamW's, by kind and parameter, as they were read.
     """

@@ -130,7 +130,7 @@ def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs
 
     Args:
         rows: each with its name.
-        costs: what DIRECTOR's equations reckon with, in words.
+        costs: the costs in DIRECTOR's equations, in words.
     """
     scores = [((name, row.requests), row.score, row.planning_s) for name, row in rows]
     local = TextTable(

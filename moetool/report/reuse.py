@@ -90,7 +90,7 @@ def stack_distances(key_U: np.ndarray, start_V: np.ndarray | Sequence[int]) -> n
     Keys are used event by event; those of one event are distinct, used in their order, and don't count for each other.
 
     Args:
-        key_U: what is used, in order.
+        key_U: keys of the experts used, in order.
         start_V: the first use of each event.
 
     Returns:

@@ -45,7 +45,7 @@ def page(runs: Sequence[Run], facts: Sequence[tuple[str, str]], shape: str) -> s
     """All of it on a page.
 
     Args:
-        facts: what the runs have in common, as terms and texts.
+        facts: the runs' common settings, as terms and texts.
         shape: the model in words.
     """
     decided = [decision_table(found, ", ".join(at.values())) for at, found in runs if found.migrations]

@@ -154,7 +154,7 @@ def build_engine(
         device_memory_bytes: for dense weights, KV cache, predictor and expert slots together; without it (and
             without a plan, whose own it is otherwise) every expert gets a slot.
         log: where to write the server's own trace.
-        open_runtime: what computes the experts: on this machine, unless another is given.
+        open_runtime: opens the runtime that computes the experts (default: on this machine).
 
     Effects: allocates all of that. The engine is not started. It reads the checkpoint's files until it is closed.
         Where something fails, nothing stays open.

@@ -18,7 +18,7 @@ _STEP, _FIRST, _SECOND = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF
 
 
 class Draws(NamedTuple):
-    """What the rows of a batch are drawn by, each [B] on the device.
+    """Sampling parameters of the rows of a batch, each [B] on the device.
 
     Attributes:
         key: of the row's noise, int64.

@@ -49,7 +49,7 @@ class Copies(Protocol):
         """Order later computations of the calling thread after `mark`.
 
         Args:
-            tier: what is charged with the time that the device then waits: `disk` or `host`.
+            tier: tier charged with the device's waiting time: `disk` or `host`.
         """
 
     def passed(self, mark: Any) -> bool:

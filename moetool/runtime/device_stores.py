@@ -21,7 +21,7 @@ class Stores:
 
     Attributes:
         devices: where each store's slots are.
-        files: what all of them read.
+        files: the expert files that all stores read.
         copies: of the first device, where the model computes all but the others' experts.
 
     Effects: `close` closes them all.

@@ -48,7 +48,7 @@ class Engine:
         loaded: a model from `load_lazy`.
         runtime: computes the model's experts; its residency decides about the expert slots.
         batcher: forwards the same model's requests.
-        model_name: what clients call the model.
+        model_name: the model's name for clients.
         log: records the gate stream and the decisions.
         save: called when the engine closes, and every few minutes: keeps what the policy has learned.
         lent: whether somebody else closes the model, which may then serve further engines.

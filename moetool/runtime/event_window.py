@@ -18,7 +18,7 @@ class WindowForward:
 
     Attributes:
         events: of each layer, without the columns that some policies look at.
-        counts: what became of what it needed.
+        counts: hits, late hits and misses of the experts that it needed.
     """
 
     info: ForwardInfo
@@ -66,6 +66,6 @@ class EventWindow:
                 self._rows -= len(gone.events) * len(gone.info.request_T)
 
     def forwards(self) -> list[WindowForward]:
-        """What is kept, the oldest first."""
+        """The events in the window, oldest first."""
         with self._lock:
             return list(self._forwards)

@@ -334,7 +334,7 @@ class ExpertRuntime:
         """The output [T * K, D] of each token's experts, not yet weighted.
 
         Args:
-            gather: what the experts get, by expert and place in [T * K].
+            gather: rows of the experts' inputs, by expert and place in [T * K].
         """
         choices = by_expert(index_TK)
         x_of = choices.split(gather(choices.experts, choices.places))

@@ -18,7 +18,7 @@ from moetool.runtime.host_tier import Buffer, HostTier
 
 _LOG = logging.getLogger(__name__)
 _RING_BYTES = 2**30
-"""Of host memory that experts pass through on their way to a device, where nobody says how much it may have."""
+"""Bytes of host memory through which experts pass to a device, by default."""
 
 
 @dataclass(slots=True)

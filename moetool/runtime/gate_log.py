@@ -45,7 +45,7 @@ class ServeLog:
     Args:
         keep: columns besides the experts, as in `moetool capture --keep`.
         ahead: for how many layers the column `ahead` looks ahead, where it is kept.
-        facts: what else a replay has to be given to decide the same: policy, options, slots, devices, what was learned
+        facts: other inputs that a replay needs to decide the same: policy, options, slots, devices, what was learned
             before.
         limits: of a segment.
 

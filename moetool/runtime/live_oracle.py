@@ -1,4 +1,4 @@
-"""What other policies would have hit on a server's own last events: whether its policy is worth it, while it runs.
+"""Replays of a server's last events under other policies, while it runs: whether its own is worth it.
 
 Where the server may change its policy, candidates are replayed too, and one that loads clearly less takes over.
 """
@@ -47,7 +47,7 @@ _ALONE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class OraclePolicies:
-    """What a server's policy is compared with, besides LRU and Belady.
+    """Policies that a server's is compared with, besides LRU and Belady.
 
     Attributes:
         serving: the policy that serves.
@@ -73,7 +73,7 @@ class LiveOracle:
         every_s: seconds from one comparison to the next, while there are new forwards; 0 never compares.
         on_choice: called, on the oracle's thread, with a candidate that has won; it answers whether that will be in
             charge. From then on nothing changes before the window holds forwards of the new policy alone.
-        learned: what a policy had learned when it was last in charge, by its name.
+        learned: state of each policy when it was last in charge, by name.
 
     Effects: `start` starts the thread, `close` ends it. A comparison takes about 0.1 s of a processor, with candidates
         up to 3 s, and yields to the model's thread every few events.

@@ -209,7 +209,7 @@ def record(
     Args:
         model: a causal language model of transformers, of a family that moetool knows (`moetool models`).
         out: folder of the trace; it appears there whole at the end of the block, or not at all.
-        keep: what to record besides the experts and their weights: of `KEEP`.
+        keep: columns to record besides experts and weights, from `KEEP`.
         task: of the requests; `label` of what the block is given changes it.
         drop_tokens: leave out token ids: they spell what people wrote.
         tokenizer: of the model; needed to keep `text`.

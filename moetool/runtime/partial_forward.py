@@ -120,7 +120,7 @@ class PartialForward:
         Layer i's block runs again (`beside`), and who binds its experts sees to it that only some are computed.
 
         Args:
-            args, kwargs: what layer i + 1's attention gets in this forward, but for its hidden states.
+            args, kwargs: arguments of layer i + 1's attention in this forward, without its hidden states.
         """
         before, part = self._layers[i : i + 2]
         assert self._residual is not None

@@ -230,7 +230,7 @@ def _weighty(form: ExpertForm, rows: SlotRows) -> torch.Tensor:
 
 
 def _finished(form: ExpertForm, output: torch.Tensor, given: _Input) -> torch.Tensor:
-    """What the family makes of the outputs; experts without weights give their input back."""
+    """The outputs after the family's own steps; experts without weights return their input."""
     if form.finish is not None:
         output = form.finish(output)
     if form.num_identity:

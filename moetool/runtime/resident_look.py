@@ -33,7 +33,7 @@ class ResidentLook(PartialForward):
         store: where the experts are; None where they are not all in it.
 
     Attributes:
-        aside: what the experts answer while the partial forward runs, else None.
+        aside: outputs of the experts during the partial forward, else None.
 
     Effects: as `PartialForward`; allocates a stream on a GPU.
 

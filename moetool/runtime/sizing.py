@@ -28,7 +28,7 @@ class Footprint:
         min_slots: slots of the smallest pool that works.
         kv_token_bytes: KV cache of one token.
         token_bytes: activations of one token of a forward, at their peak.
-        context_bytes: what reading the KV cache takes for one token of context: one layer's keys and values, copied.
+        context_bytes: memory for reading the KV cache, for one token of context: one layer's keys and values, copied.
         max_context: tokens that the model was made for.
     """
 
@@ -50,7 +50,7 @@ class MemorySplit:
         slots: expert slots.
         kv_tokens: tokens of the KV cache, whole pages.
         chunk_tokens: prompt tokens of one forward at most.
-        unused_bytes: what is left over.
+        unused_bytes: the rest.
         why: for each of the three, in a few words.
     """
 

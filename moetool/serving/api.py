@@ -53,7 +53,7 @@ def create_app(
     """The server's application.
 
     Args:
-        api_key: what clients have to send, but for /health; None asks nobody.
+        api_key: key that clients must send, except for /health; None: none.
         report: takes the record of each request when it is over.
         connections: those that the server holds, for /stats.
         settings: (name, value, why) of what was set or chosen, for /stats.

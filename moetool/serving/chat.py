@@ -27,7 +27,7 @@ class Conversation:
         settings: further fields of the requests, such as `temperature`.
 
     Attributes:
-        messages: what was said so far.
+        messages: the conversation so far.
         usage: token counts of the last answer, where the server told them.
     """
 

@@ -59,9 +59,9 @@ class World:
     """The cluster and the requests that runs share.
 
     Attributes:
-        sources: what the requests of each server are drawn from, by its number.
-        history: what placements are made from.
-        later: what the second half of the requests is drawn from, where the data changes under way.
+        sources: requests to draw each server's from, by its number.
+        history: requests that placements are made from.
+        later: source of the second half of the requests, where the data changes under way.
     """
 
     spec: ModelSpec

@@ -42,7 +42,7 @@ class SimulationOptions:
         plan_s: seconds of one planning (0: as many of the processor as it takes here).
         predict_share: of a round's seconds, what prediction of the next one takes beside planning.
         piece_bytes: that an expert on the move puts into a link's queue at a time.
-        lookahead: what a mode that sees the queue knows of it: `true` routing, of decoded tokens too, or `predicted`
+        lookahead: knowledge of the queue in modes that see it: `true` routing, of decoded tokens too, or `predicted`
             from each prompt's tokens (cascade, replica) or, by other predictors, from what its first MoE layer chose;
             tokens to be decoded are then taken to be like the prompt's.
         links: `pair` or `server` (`moetool.simulation.simulated_costs.make_network`).

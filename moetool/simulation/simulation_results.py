@@ -73,7 +73,7 @@ class Simulated:
     """One run of the simulator.
 
     Attributes:
-        mode: who placed.
+        mode: of placement.
         costs: where seconds of computing are from.
         served: requests, in the order of arrival.
         local: share of the expert calls that a GPU of the request's own server computed.

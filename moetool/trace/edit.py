@@ -186,7 +186,7 @@ def copy_requests(
 
     Args:
         num_layers: of the first layers alone.
-        first_forward: what the trace's forwards are counted from.
+        first_forward: number of the trace's first forward.
     """
     for row in trace.requests.to_pylist():
         if row["request"] in places:

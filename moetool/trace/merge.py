@@ -93,7 +93,7 @@ def _prompts_again(traces: Sequence[Trace]) -> int:
 
 
 def _composition(traces: Sequence[Trace]) -> dict[str, Any]:
-    """That of all; forwards as they ran if one is a log; otherwise what they are."""
+    """The composition of all: that of a log if one is a log, else their own."""
     every: list[dict[str, Any]] = [trace.manifest["composition"] for trace in traces]
     if all(each == every[0] for each in every):
         return every[0]

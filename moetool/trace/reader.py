@@ -117,7 +117,7 @@ class Trace:
     Attributes:
         manifest: manifest.json, as this version writes it.
         spec: the model that was traced.
-        columns: what was recorded: `experts` and perhaps `weights`, `SIGNALS`, `embeddings`.
+        columns: the recorded columns: `experts` and perhaps `weights`, `SIGNALS`, `embeddings`.
         ahead: for how many layers the column `ahead` looks ahead; 0 without it.
         resident: share of a layer's experts that the column `resident` takes to be resident; 0 without it.
         num_tokens: rows of tokens/.

@@ -96,7 +96,7 @@ class SegmentWriter:
     Args:
         folder: an empty folder.
         keep, ahead: as for `moetool.trace.writer.TraceWriter`.
-        provenance: what never changes of it; `append` and `close` add to it.
+        provenance: its constant part; `append` and `close` add to it.
 
     Effects: writes the manifest of an empty trace; starts a thread, which `close` ends.
 
@@ -158,7 +158,7 @@ class SegmentWriter:
 
         Args:
             embeddings: of its requests: request_N, iteration_N and embedding_ND.
-            provenance: what is to be said of a trace that ends with this forward.
+            provenance: of a trace that ends with this forward.
         """
         columns = {name: getattr(rows, COLUMNS[name]) for name in self._tokens.schema.names}
         means: dict[str, np.ndarray] | None = None

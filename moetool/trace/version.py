@@ -27,7 +27,7 @@ from moetool.errors import MismatchError
 MAJOR, MINOR = 1, 4
 SCHEMA_VERSION = f"{MAJOR}.{MINOR}"
 _ADDED: tuple[dict[str, Any], ...] = ({"ahead": 0}, {"resident": 0.0}, {"closed": True, "running": []}, {})
-"""What each minor version from 1 on added to the manifest, with the value that older traces have."""
+"""Additions of each minor version from 1 on to the manifest, with the value of older traces."""
 
 
 def upgrade(manifest: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class PlacementGain:
 
     Attributes:
         planner, baseline: their names.
-        measure: what the two values are.
+        measure: name of the two values.
     """
 
     planner: str

@@ -93,7 +93,7 @@ def plan_alpha(
 
     Args:
         texts: that neither the model was trained on nor anything else was chosen by.
-        device_memory_bytes: what the whole model may use on the device.
+        device_memory_bytes: device memory for the whole model.
         target_tpot_s: R, the longest that a token may take.
         serve: the options that the plan will be served with: device, host memory, threads, and in `policy` smoe's own,
             of which alpha is chosen here.

@@ -30,9 +30,9 @@ class DeviceBudget:
     """The memory of a device, and what of it is not for experts.
 
     Attributes:
-        device_memory_bytes: what the whole model may use on the device.
-        dense_bytes: what its weights outside the routed experts take of that.
-        kv_bytes: what is kept of it for the keys and values of `kv_tokens`.
+        device_memory_bytes: device memory for the whole model.
+        dense_bytes: the part for weights outside the routed experts.
+        kv_bytes: the part for keys and values of `kv_tokens`.
         dtype: data type of everything but the experts.
         slot_bytes: bytes of an expert in a slot; 0 for those that it takes as stored.
     """
@@ -78,7 +78,7 @@ class PlanPredictor:
 
     Attributes:
         predictor: a `moetool.learning.predictor.Predictor`.
-        predictor_bytes: what it takes of the device memory; only policies that use it pay.
+        predictor_bytes: its device memory, charged to the policies that use it.
         reference: names it in the plan.
         trained_on: requests of the trace that it has seen.
     """
@@ -152,7 +152,7 @@ def plan_cache(
 
     Raises:
         MismatchError: the profile is of another model, or lacks what the timeline needs.
-        CapacityError: what is left for experts is below the smallest legal pool, or below what one of
+        CapacityError: the memory left for experts is below the smallest legal pool, or below what one of
             `search.policies` needs, or no pool that fits is fast enough.
         UsageError: too few requests to choose on some and show on others, no candidate, or a time to reach without a
             profile or without decoded tokens.

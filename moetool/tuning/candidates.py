@@ -94,7 +94,7 @@ class Candidates:
     Args:
         setup: predictor, options and machine that they are replayed with.
         names: the candidates; those of `servable` if not given.
-        predictor_bytes: what the predictor takes; only policies that use it pay.
+        predictor_bytes: size of the predictor, charged to the policies that use it.
     """
 
     def __init__(

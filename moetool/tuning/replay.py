@@ -44,7 +44,7 @@ class ReplayRow:
     """Results of one policy with one budget.
 
     Attributes:
-        budget_bytes: what it was given.
+        budget_bytes: its budget.
         slots: how many expert slots it made of that; of a pool in bytes, how many of the largest experts fit.
         prefill: counts over the forwards with prompt tokens.
         decode: counts over the forwards without.
@@ -54,7 +54,7 @@ class ReplayRow:
         decode_host_bytes: bytes of the experts that the host computed in the forwards without prompt tokens.
         digest: of all decisions, in order; equal digests mean equal decisions.
         devices: that share the budget and the model.
-        timing: what it took on the timeline, where there was a profile.
+        timing: times on the timeline, with a profile.
     """
 
     policy: str
@@ -412,7 +412,7 @@ def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
 
 
 def _measured_costs(trace: Trace) -> list[tuple[int, float, float]]:
-    """What a server measured (`moetool.runtime.gate_log`): forwards, and seconds of a load and of the host from there.
+    """A server's measurements (`moetool.runtime.gate_log`): forwards, and seconds of a load and of the host from there.
 
     Raises:
         MismatchError: the manifest holds something else.

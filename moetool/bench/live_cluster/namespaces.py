@@ -36,7 +36,7 @@ _FOLDERS = Path("/run")
 _CLONE_NEWNET = 0x40000000
 _START_S = 120.0
 _NAME = re.compile(r"moetool-(\d+)(?:-\w+)?")
-"""Of a namespace, and of the folder beside them."""
+"""Names of namespaces and of their directory."""
 
 
 def require_namespaces() -> None:
@@ -105,11 +105,11 @@ class Hosts:
         return f"{self.address(None)}:{_RAY_PORT}"
 
     def address(self, n: int | None) -> str:
-        """Of a host; None: of the head."""
+        """Address of a host; None: of the head."""
         return f"{_NET}.{_HEAD if n is None else n + 1}"
 
     def namespace(self, n: int | None) -> str:
-        """Of a host; None: of the head."""
+        """Address of a host; None: of the head."""
         return self.head if n is None else self.names[n]
 
     def shape(self, sender: int, receiver: int, bytes_s: float) -> None:

@@ -49,13 +49,13 @@ class Claim:
 
     Attributes:
         id: the table, figure or section that it is from.
-        says: what it says, in the paper's terms.
+        says: the claim in the paper's terms.
         printed: the numbers that the paper prints.
         setup: the name of one that several claims share; it says the experiment, and options that are not said here.
         experiment: a module of `moetool.bench.paper.experiments`.
         options: of that.
         derive: values that follow from measured ones (`moetool.bench.paper.verdict.derive`).
-        check: what has to hold for the claim to agree.
+        check: conditions for the claim to agree.
         size: the printed numbers by the names of values, shares and multiples as numbers.
         ceiling: the most that values can be on the assumed machine (`moetool.bench.paper.verdict.judge`).
         here: how the miniature is unlike the paper, where that may matter.
@@ -97,7 +97,7 @@ class Paper:
     Attributes:
         sizes, quick: how much is done, and how much of it for a quick look.
         machine: the machine and model whose costs replays are timed by.
-        setup: what claims share, by name.
+        setup: experiments that claims share, by name.
         claim: the claims, in the order of the paper.
     """
 

@@ -209,7 +209,7 @@ class Workbench:
         """Numbers that `make` measures, kept in `work`.
 
         Args:
-            made_of: what they follow from beside the code, as JSON.
+            made_of: their inputs beside the code, as JSON.
         """
 
         def write(out: Path) -> None:

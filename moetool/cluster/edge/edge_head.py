@@ -420,7 +420,7 @@ class EdgeHead:
 def _at_once(work: Callable[[int], T], count: int) -> list[T]:
     """Results of `work` for each number below `count`, each on a thread of its own that is not joined.
 
-    Raises: what the first of them raised.
+    Raises: the exception of the first of them.
     """
     results: list[Future[T]] = [Future() for _ in range(count)]
 

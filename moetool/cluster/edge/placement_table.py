@@ -66,7 +66,7 @@ class PlacementTable:
             return self._holders
 
     def change_since(self, base: int) -> HoldersChange:
-        """What `holders` says that it did not say in an earlier version."""
+        """Changes of `holders` since an earlier version."""
         with self._lock:
             now = self._holders
             servers = {at: now.servers_LE[at[0]][at[1]] for at, version in self._changed.items() if version > base}

@@ -92,7 +92,7 @@ class ArrivedExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldersChange:
-    """What of the expert placement has changed, for a server that has an earlier one.
+    """Changes of the expert placement, for a server that has an earlier one.
 
     Attributes:
         base: version that the server has.
@@ -109,7 +109,7 @@ class HoldersChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovedRound:
-    """What became of one round of a migration.
+    """Results of one round of a migration.
 
     Attributes:
         arrived: by (server, (layer, expert)).

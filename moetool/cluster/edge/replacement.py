@@ -48,7 +48,7 @@ def observe(
 
     Args:
         cluster: the plan's.
-        held: what each server that is there holds; together they hold every expert.
+        held: experts of each server that is there; together they hold every expert.
         slots: experts that it has room for.
     """
     servers = tuple(sorted(slots))

@@ -104,7 +104,7 @@ class Scheduler:
 
     Attributes:
         tick_s: how long to wait before the next `on_tick`.
-        in_force: what each server held when the state was kept, for a cluster that ended meanwhile; None: not known,
+        in_force: experts of each server when the state was saved, for a cluster that ended meanwhile; None: not known,
             or some expert was held by nobody.
 
     Raises:

@@ -24,8 +24,8 @@ class Kept:
 
     Attributes:
         decided_s: when it last thought about the placement, in seconds since 1970.
-        target: what each server holds when the migration that is under way has ended; None: none is.
-        held: what each server held; None: not known yet.
+        target: experts of each server after the running migration; None: none runs.
+        held: experts of each server; None: not known yet.
         statistics: of `moetool.cluster.edge.load_statistics.Statistics`.
         chronicle: of `moetool.cluster.edge.history.Chronicle`.
     """

@@ -19,7 +19,7 @@ class Endpoints:
     Attributes:
         host: the same for all.
         port: of the first server; the next has the next one. 0: any free ones.
-        api_key: what users have to send; None asks nobody.
+        api_key: key that users must send; None: none.
         toward: as for `WorkerSettings`.
     """
 

@@ -55,7 +55,7 @@ class WorkerSettings:
         distance: as for `Peers`.
         links: by server (bytes/s, seconds), where links are emulated.
         options, cluster, limits: of the engine, of pool and calls to others, and of the endpoint.
-        api_key: what users have to send; None asks nobody.
+        api_key: key that users must send; None: none.
     """
 
     server: int

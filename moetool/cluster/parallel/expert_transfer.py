@@ -63,7 +63,7 @@ class ExpertTransfer:
     Attributes:
         address: where others ask.
         arrived: version of the newest stage whose experts are all here.
-        moved: what has come so far.
+        moved: transfers so far.
 
     Effects: a thread that pulls, and one for each rank that asks; `close` ends them.
     """

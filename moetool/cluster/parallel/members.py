@@ -158,7 +158,7 @@ class Members:
         """Have all that are there form the next generation.
 
         Args:
-            order: what else they are told: the placement and its version.
+            order: further data for them: the placement and its version.
         """
         self.members, self.whole, self._deadline = self.there, False, None
         if not self.members:

@@ -31,7 +31,7 @@ class Group:
 
     Attributes:
         device: where tensors of `exchange` belong.
-        broken: what ended it, or None.
+        broken: the error that ended it, or None.
 
     Effects: waits until all ranks of the generation are there.
 

@@ -62,7 +62,7 @@ class RankHead:
         cluster: whose GPUs the ranks are, with all of their memory.
         placed_GLE: the placement to begin with, and of every generation in which all ranks are there.
         control: decides on others, by
-        costs: what things cost; measured only, if not given.
+        costs: costs (default: measured only).
         launcher: of the ranks.
         rank_options: of each rank.
         options: how the head gathers batches.

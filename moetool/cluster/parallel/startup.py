@@ -47,7 +47,7 @@ class ParallelOptions:
             others are given up (0: half of what the cluster has beyond one copy of each expert, at least 1).
         always: place anew whether that is expected to pay or not.
         starts: on which rank a request's tokens start (`Seating`); as the plan says, if not said.
-        cost_row_s, cost_link_bytes_s, cost_move_bytes_s: what decisions reckon with in place of what is measured
+        cost_row_s, cost_link_bytes_s, cost_move_bytes_s: costs for decisions instead of those measured
             (`moetool.cluster.parallel.rank_costs.GivenCosts`).
         gather_s: how long a batch that is not full waits for more requests.
         patience_s: how long a batch waits for a decision about it that is under way; one that comes later is dropped.

@@ -22,7 +22,7 @@ class Picture:
 
     Attributes:
         section: the heading that it stands under.
-        title: what it shows.
+        title: its heading.
         svg: itself.
         caption: how it is read.
     """
@@ -39,7 +39,7 @@ class Sketch:
 
     Attributes:
         key: its name, of small letters and hyphens.
-        title: what it shows.
+        title: its heading.
         caption: how it is read.
         alt: for those who don't see it.
         height: in inches.

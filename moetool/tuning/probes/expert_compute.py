@@ -31,7 +31,7 @@ def expert_curve(
     so that caches do not flatter.
 
     Args:
-        form: what an expert of the layer is made of and how it computes.
+        form: matrices and activation of the layer's experts.
         hidden: width of its input and output.
         weights_dtype: of the checkpoint; the products widen the weights to `dtype` where that is another.
         files: of packed experts, which are taken as they are and unpacked for each product.

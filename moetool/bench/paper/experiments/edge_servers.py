@@ -25,7 +25,7 @@ class Options:
         servers: prompt sets, one a server, and how many GPUs it has; traces that are given take their places.
         memory: of a GPU, as a share of all experts.
         mbps: megabits a second of a link.
-        modes: who places.
+        modes: of placement.
         sweep: of `gpus`, `bandwidth` and `gap`.
         arrivals: as of `moetool simulate`.
         measure: `latency` in seconds; `local`, the share of calls that are computed on the request's server; `phases`,

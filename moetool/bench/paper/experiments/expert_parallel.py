@@ -34,7 +34,7 @@ class ModeRun:
     """A line of the comparison.
 
     Attributes:
-        mode: who places.
+        mode: of placement.
         lookahead, migrate, planning: as of `moetool simulate`.
     """
 

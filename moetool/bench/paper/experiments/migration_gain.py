@@ -89,7 +89,7 @@ def run(stage: Workbench, options: Options) -> Found:
 
 
 def _migrations(found: Simulated, change: int) -> tuple[float, float]:
-    """How many migrations begin before the request of this number comes, and from then on."""
+    """Number of migrations that begin before the request of this number, and after it."""
     change_s = found.served[change].arrived_s
     begun = [record.at_s for record in found.migrations if record.made]
     before = sum(at_s < change_s for at_s in begun)

@@ -1,4 +1,4 @@
-"""What predicting costs at the shape of a model that is not at hand: DuoServe's § 6.4."""
+"""Cost of prediction at the shape of a model that is not available: DuoServe's § 6.4."""
 
 import statistics
 import time
