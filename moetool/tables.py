@@ -62,6 +62,8 @@ class TextTable:
     def print(self) -> None:
         """Print it on stdout."""
         print_table(self.title, self.columns, self.rows, self.num_text, self.num_keys)
+        for note in self.notes:
+            print_paragraph(note)
 
 
 def print_table(
@@ -153,6 +155,15 @@ def print_lines(rows: Sequence[tuple[str, str, str]]) -> None:
             print(f"{name:<{names}}  {value}")
             room = max(width, _NARROWEST)
             print(textwrap.fill(meaning, room, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False))
+
+
+def print_paragraph(text: str) -> None:
+    """A sentence with its indentation, wrapped on a terminal."""
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    indent = " " * (len(text) - len(text.lstrip()))
+    print(textwrap.fill(text, shutil.get_terminal_size().columns, subsequent_indent=indent, break_on_hyphens=False))
 
 
 _NARROWEST = 40

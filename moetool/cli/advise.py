@@ -40,7 +40,7 @@ def advise(
     as_json: Json = False,
 ) -> None:
     """Recommend cache, prefetch and placement settings from a trace, with held-out evidence."""
-    from moetool.report.advice_page import COLUMNS, answers, memory_rows, page
+    from moetool.report.advice_page import answers, memory_table, page, policy_table
     from moetool.trace.expert_counts import open_workload
     from moetool.tuning.advice import AdviceOptions
     from moetool.tuning.advice import advise as run
@@ -70,11 +70,14 @@ def advise(
     print(f"{path}: {advice.model}, {advice.shape}")
     replayed = f"; policies replayed on {advice.replayed_on} of these" if advice.replayed_on else ""
     print(f"chosen on {advice.chosen_on}; scored on {advice.scored_on}{replayed}")
-    tables.print_table("", list(COLUMNS), [list(row) for row in memory_rows(advice)])
+    memory_table(advice).print()
+    if (policies := policy_table(advice)) is not None:
+        policies.print()
     for one in answers(advice):
-        print(f"{one.question} {one.answer}\n  {one.evidence}")
+        tables.print_paragraph(f"{one.question} {one.answer}")
+        tables.print_paragraph(f"  {one.evidence}")
     for sentence in advice.unknown:
-        print(sentence)
+        tables.print_paragraph(sentence)
 
 
 def _share(text: str) -> float:

@@ -12,7 +12,13 @@ from moetool.tuning.advice_counts import HOT_SHARE
 _NEAR_POINTS = 0.10
 _PAYS = 1.05
 _STABLE = 0.05
-COLUMNS = ("memory", "slots", "pool", "best policy", "hit rate", "Belady", "pinned", "loads / token", "prefetching")
+_COLUMNS = ("memory", "slots", "pool", "best policy", "hit rate", "Belady", "pinned", "loads / token", "prefetching")
+_LEGEND = (
+    "hit rate: share of needed experts that were resident, from an empty pool; Belady: the bound",
+    "pinned: the most used experts stay resident; their first loads are not counted, so it may exceed Belady",
+    "loads / token: experts loaded on demand by the best policy (by Belady)",
+    "prefetching: time of a token without prefetching / with it, over that link",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +51,7 @@ def _cache(advice: Advice) -> Answer | None:
     if not known:
         return None
     parts = [f"{line.policy} at {_share(line)} ({_percent(line.hit_rate)} hits)" for line in known]
-    rows = "; ".join(
-        f"{_share(line)}: {', '.join(f'{name} {_percent(rate)}' for name, rate in line.rows.items())}" for line in known
-    )
-    return Answer(
-        question="Which cache policy?", answer=", ".join(parts), evidence=f"{rows}; {_where(advice, replayed=True)}"
-    )
+    return Answer(question="Which cache policy?", answer=", ".join(parts), evidence=_where(advice, replayed=True))
 
 
 def _distance(advice: Advice) -> Answer | None:
@@ -148,9 +149,9 @@ def _placements(advice: Advice) -> list[Answer]:
     ]
 
 
-def memory_rows(advice: Advice) -> list[tuple[str, ...]]:
-    """A row for each memory size, by `COLUMNS`."""
-    return [
+def memory_table(advice: Advice) -> TextTable:
+    """A row for each memory size."""
+    rows = [
         (
             f"{_share(line)} ({tables.count(line.budget_bytes, 'B')})",
             f"{line.slots:,}",
@@ -164,6 +165,17 @@ def memory_rows(advice: Advice) -> list[tuple[str, ...]]:
         )
         for line in advice.lines
     ]
+    return TextTable(title="By memory for experts", columns=_COLUMNS, rows=tuple(rows), notes=_LEGEND)
+
+
+def policy_table(advice: Advice) -> TextTable | None:
+    """Hit rates of all policies replayed, a row for each; None: none was."""
+    known = [line for line in advice.lines if line.rows]
+    if not known:
+        return None
+    names = list(dict.fromkeys(name for line in known for name in line.rows))
+    rows = tuple((name, *(_percent(line.rows.get(name)) for line in known)) for name in names)
+    return TextTable(title="Hit rate by memory for experts", columns=("policy", *map(_share, known)), rows=rows)
 
 
 def section(advice: Advice) -> Section:
@@ -186,11 +198,8 @@ def section(advice: Advice) -> Section:
                 columns=("question", "answer", "evidence"),
                 rows=tuple((one.question, one.answer, one.evidence) for one in asked),
             ),
-            TextTable(
-                title="By memory for experts; loads in brackets are Belady's",
-                columns=COLUMNS,
-                rows=tuple(memory_rows(advice)),
-            ),
+            memory_table(advice),
+            *([policies] if (policies := policy_table(advice)) else []),
         ],
     )
 

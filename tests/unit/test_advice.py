@@ -11,7 +11,7 @@ from moetool.caching._residency import StepKind
 from moetool.errors import UsageError
 from moetool.formats._export import export_trace
 from moetool.formats._import import import_trace
-from moetool.report.advice_page import answers, memory_rows, page
+from moetool.report.advice_page import answers, memory_table, page
 from moetool.trace.expert_counts import ExpertCounts, open_workload
 from moetool.trace.reader import Trace
 from moetool.tuning.advice import POOLS, AdviceOptions, advise, sample
@@ -113,7 +113,7 @@ def test_counts_alone_say_what_they_cannot(trace: Trace, tmp_path: Path) -> None
     assert any("which policy is best" in sentence for sentence in found.unknown)
     asked = [one.question for one in answers(found)]
     assert "Which cache policy?" not in asked and "Is pinning the most used experts enough?" in asked
-    assert [row[3] for row in memory_rows(found)] == ["-"] * len(found.lines)
+    assert [row[3] for row in memory_table(found).rows] == ["-"] * len(found.lines)
     # one pass: nothing can be held out
     export_trace(tmp_path / "c", "coli_usage", tmp_path / "u")
     import_trace([tmp_path / "u"], "coli_usage", tmp_path / "d", settings={"model": str(trace.path)})
