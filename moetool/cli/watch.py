@@ -47,8 +47,8 @@ class Watch:
         """Serve the page, also under these names, unless it is switched off. Raises: UsageError: the port is taken."""
         from moetool.cluster.edge.dashboard import Dashboard
 
-        if self._page_options.port >= 0:
-            host, port = self._page_options.host, self._page_options.port
+        host, port = self._page_options.host, self._page_options.port
+        if port is None or port >= 0:
             self._page = Dashboard(self.scheduler.snapshot, host, port, allowed_hosts=allowed_hosts)
             self._narrate(f"cluster page: {self._page.url}")
 

@@ -26,6 +26,8 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
+_PORT = 8090
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardOptions:
@@ -33,14 +35,14 @@ class DashboardOptions:
 
     Attributes:
         host: that the page is served on.
-        port: 0 takes any that is free; -1: no page.
+        port: 0: any free port; -1: no page (default: 8090, or any free port where that is taken).
     """
 
     host: str = "127.0.0.1"
-    port: int = 0
+    port: int | None = None
 
     def __post_init__(self) -> None:
-        if not -1 <= self.port < 2**16:
+        if self.port is not None and not -1 <= self.port < 2**16:
             raise UsageError(f"--set dashboard.port: found {self.port}, expected 0 to 65535, or -1 for no page")
 
 
@@ -51,7 +53,7 @@ class Dashboard:
 
     Args:
         snapshot: the state as a JSON object (`moetool.cluster.edge.scheduler.Scheduler.snapshot`).
-        port: 0 takes any that is free.
+        port: 0: any free port (default: 8090, or any free port where that is taken).
         allowed_hosts: further names that it is asked for by.
 
     Effects: a thread, until `close`.
@@ -64,14 +66,19 @@ class Dashboard:
         self,
         snapshot: Callable[[], dict[str, Any]],
         host: str = "127.0.0.1",
-        port: int = 0,
+        port: int | None = None,
         *,
         allowed_hosts: Iterable[str] = (),
     ) -> None:
         rules = OriginRules(hosts=frozenset(filter(None, map(host_name, (host, *allowed_hosts)))))
         handler = type("_Bound", (_Handler,), {"snapshot": staticmethod(snapshot), "rules": rules})
         try:
-            self._server = ThreadingHTTPServer((host, port), handler)
+            try:
+                self._server = ThreadingHTTPServer((host, _PORT if port is None else port), handler)
+            except OSError:
+                if port is not None:
+                    raise
+                self._server = ThreadingHTTPServer((host, 0), handler)
         except OSError as error:
             raise UsageError(
                 f"the dashboard cannot listen on {host}:{port} ({error.strerror}); choose another port"
