@@ -57,19 +57,21 @@ def staged_file(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
-def require_absent(out: Path, overwrite: bool = False, marker: str | None = None) -> None:
+def require_absent(out: Path, overwrite: bool | None = False, marker: str | None = None) -> None:
     """Refuse an output that is there already.
 
     Args:
+        overwrite: whether it may be replaced; None: there is no such option.
         marker: a file that an earlier result has; what lacks it is not ours to replace.
 
     Raises:
-        UsageError: `out` exists and `overwrite` is false, or it is something else than an earlier result.
+        UsageError: `out` exists and `overwrite` is not true, or it is something else than an earlier result.
     """
     if not out.exists():
         return
     if not overwrite:
-        raise UsageError(f"{out} exists already; choose another or pass --overwrite")
+        remedy = "choose another" if overwrite is None else "choose another or pass --overwrite"
+        raise UsageError(f"{out} exists already; {remedy}")
     if marker is not None and not (out / marker).is_file():
         raise UsageError(
             f"{out} holds no {marker}, so moetool did not write it and will not replace it; choose another"

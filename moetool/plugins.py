@@ -4,7 +4,7 @@ A policy, planner, predictor, file format or experiment of a paper is one module
 name. Nothing is registered by hand. Other people's modules are named `my_lab.policy`, or by file, `./policy.py`;
 `:NAME` behind it names a class other than `Policy`.
 
-Names on the command line are looked for in the working directory too. A name in a plan or a predictor's card is looked
+Options of the command line name modules of the working directory too. A name in a plan or a predictor's card is looked
 for on Python's path only, so that a downloaded directory runs no code of its own.
 """
 
@@ -12,9 +12,11 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import os
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -36,14 +38,24 @@ _PARTS = {
 }
 """Required attributes of a module of each kind; the last is what `:NAME` replaces."""
 
-typed: set[str] = set()
-"""Plugins that the command line names."""
+_FLAGS = {"--policy": "policy", "--planner": "planner", "--mode": "planner", "--format": "format"}
+"""Options whose values name plugins, alone or in lists with commas."""
+
+typed: set[tuple[str, str]] = set()
+"""Kind and name of each plugin that the command line names."""
 
 
-def allow(words: Iterable[str]) -> None:
-    """Trust the plugins that these words of a command line name, alone, after `=` or in lists with commas."""
-    for word in words:
-        typed.update(part for piece in word.split(",") for part in (piece, piece.rpartition("=")[2]))
+def allow(kind: str, names: str) -> None:
+    """Trust plugins that the user named, in a list with commas."""
+    typed.update((kind, name) for name in names.split(","))
+
+
+def allow_from(words: Sequence[str]) -> None:
+    """Trust the plugins that the options of a command line name."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        flag, given, value = word.partition("=")
+        if flag in _FLAGS:
+            allow(_FLAGS[flag], value if given else following)
 
 
 def names(kind: str) -> list[str]:
@@ -77,11 +89,15 @@ def _imported(kind: str, name: str) -> ModuleType:
     parts = list(file.with_suffix("").parts) if file is not None else source.split(".")
     if file is None and not all(part.isidentifier() for part in parts):
         raise UsageError(f"{kind} {name!r} is not a module name or file, expected my_lab.{kind} or ./my_{kind}.py")
-    if name in typed:
-        with _path(Path.cwd(), *([file.parent] if file else [])):
+    if (kind, name) in typed:
+        besides = [Path.cwd(), *([file.parent] if file else [])]
+        with _path([*sys.path, *(str(directory.resolve()) for directory in besides)]):
             module = _from_file(kind, file) if file is not None else _from_path(kind, source)
     elif all(part.isidentifier() for part in parts):
-        module = _from_path(kind, ".".join(parts))
+        with _path(_own_path()):
+            if PathFinder.find_spec(parts[0], sys.path) is None:  # whatever was imported from elsewhere before
+                raise _not_found(kind, ".".join(parts), parts[0])
+            module = _from_path(kind, ".".join(parts))
     else:
         raise UsageError(f"{kind} {name!r} is a file that the command line does not name; name it if you trust it")
     if attribute:
@@ -95,15 +111,29 @@ def _imported(kind: str, name: str) -> ModuleType:
     return module
 
 
+def _own_path() -> list[str]:
+    """Python's path without the working directory, which `python -m` puts there, unless PYTHONPATH names it."""
+    here = Path.cwd()
+    asked = [Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return [entry for entry in sys.path if entry and (Path(entry).resolve() != here or here in asked)]
+
+
 @contextlib.contextmanager
-def _path(*besides: Path) -> Iterator[None]:
-    """Look for modules in these directories too, after all others."""
+def _path(entries: list[str]) -> Iterator[None]:
+    """Look for modules in these directories."""
     before = list(sys.path)
-    sys.path += [str(directory.resolve()) for directory in besides]
+    sys.path[:] = entries
     try:
         yield
     finally:
         sys.path[:] = before
+
+
+def _not_found(kind: str, name: str, module: str) -> UsageError:
+    return UsageError(
+        f"cannot import {kind} {name!r}: no module {module!r} on Python's path; "
+        "if you trust it, run with PYTHONPATH=DIRECTORY"
+    )
 
 
 def _from_path(kind: str, name: str) -> ModuleType:
@@ -111,10 +141,7 @@ def _from_path(kind: str, name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and name.startswith(error.name):
-            raise UsageError(
-                f"cannot import {kind} {name!r}: no module {error.name!r} on Python's path; "
-                "if you trust it, run with PYTHONPATH=DIRECTORY"
-            ) from None
+            raise _not_found(kind, name, error.name) from None
         raise
 
 

@@ -411,7 +411,8 @@ def _lines(title: str = "") -> Iterator[Callable[[str, int, int | None], None]]:
             passed_s = now() - began_s
             amount = f"{count(done)}{f' of {count(total)}' if total else ''}, " if done else ""
             left = f", {(total - done) * passed_s / done:,.0f} s left" if total and 0 < done <= total else ""
-            narrate(f"moetool: {what}: {amount}{passed_s:,.0f} s{left}")
+            with contextlib.suppress(OSError, ValueError):  # stderr may be closed by now
+                narrate(f"moetool: {what}: {amount}{passed_s:,.0f} s{left}")
 
     teller = threading.Thread(target=say, daemon=True)
     teller.start()

@@ -174,7 +174,7 @@ def main() -> None:
         or, on a bug, with a traceback.
     """
     garbage.rarely()
-    plugins.allow(sys.argv[1:])
+    plugins.allow_from(sys.argv[1:])
     try:
         interrupt.raises()
         _run()

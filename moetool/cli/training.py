@@ -42,6 +42,7 @@ def train(
     from moetool import plugins
 
     options = parse_settings(settings)
+    plugins.allow("predictor", predictor)
     module = plugins.load("predictor", predictor)
     rounding = {"bits": bits, "group": group, "symmetric": symmetric}
     if module.Predictor.made_of == "model":

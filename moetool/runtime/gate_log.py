@@ -65,7 +65,7 @@ class ServeLog:
         limits: SegmentLimits | None = None,
     ) -> None:
         if not _left_open(out):
-            durable.require_absent(out)
+            durable.require_absent(out, None)
         self._out, self._keep, self._ahead, self._limits = out, keep, ahead, limits
         self._facts = dict(facts or {})
         self._stack = contextlib.ExitStack()
@@ -96,7 +96,7 @@ class ServeLog:
             if _left_open(self._out):
                 kept = durable.set_aside(self._out)
                 _LOG.warning("a server that was killed left the gate log %s; it is now %s", self._out, kept)
-            durable.require_absent(self._out)
+            durable.require_absent(self._out, None)
             try:
                 self._out.mkdir()
                 self._writer = SegmentWriter(

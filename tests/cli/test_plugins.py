@@ -1,11 +1,13 @@
 """Policies, predictors and planners of the user's own, by module and by file."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from moetool import plugins
+from moetool.errors import UsageError
 from moetool.learning.predictor import load_predictor
 from tests.command_line import exit_code
 
@@ -66,16 +68,49 @@ def test_what_is_no_policy_is_refused(
     assert said in capsys.readouterr().err
 
 
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes this process one that has named and imported no plugin, with the working directory on its path."""
+
+    def forget() -> None:
+        monkeypatch.setattr(plugins, "typed", set())
+        monkeypatch.setattr(sys, "path", ["", str(Path.cwd()), *sys.path])
+        for name in [name for name in sys.modules if name.startswith("bench_lab")]:
+            monkeypatch.delitem(sys.modules, name)
+
+    return forget
+
+
 def test_a_predictor_runs_no_file_that_the_command_line_does_not_name(
-    lab: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lab: Path,
+    trace: Path,
+    forgotten: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert exit_code(monkeypatch, "train", "./bench_lab/pairs.py", "--trace", trace, "--out", "pairs") == 0
     load_predictor(Path("pairs"))
-    monkeypatch.setattr(plugins, "typed", set())
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", ".", str(lab))])
-    for name in [name for name in sys.modules if name.startswith("bench_lab")]:
-        monkeypatch.delitem(sys.modules, name)
+    forgotten()
     assert exit_code(monkeypatch, "evaluate", "pairs", "--trace", trace) == 3
     assert "no module 'bench_lab" in capsys.readouterr().err
-    monkeypatch.syspath_prepend(lab)
+    monkeypatch.setenv("PYTHONPATH", ".")
     assert exit_code(monkeypatch, "evaluate", "pairs", "--trace", trace) == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--plan", "bench_lab.mine"], ["--planner", "bench_lab.mine"], ["--out=bench_lab.mine"], ["bench_lab.mine"]],
+)
+def test_only_options_that_name_policies_name_one(words: list[str], lab: Path, forgotten: Callable[[], None]) -> None:
+    forgotten()
+    plugins.allow_from(words)
+    with pytest.raises(UsageError, match="no module 'bench_lab'"):
+        plugins.load("policy", "bench_lab.mine")
+
+
+def test_a_module_that_is_named_vouches_for_no_other(lab: Path, forgotten: Callable[[], None]) -> None:
+    forgotten()
+    plugins.allow_from(["--policy=bench_lab.mine"])
+    plugins.load("policy", "bench_lab.mine")
+    with pytest.raises(UsageError, match="no module 'bench_lab'"):
+        plugins.load("predictor", "bench_lab.pairs")
