@@ -37,8 +37,8 @@ The glossary; one word a concept, in code, help, tables and guides:
     top-k         the experts that a token uses; routing: the top-k of many tokens
     event         the distinct experts that one forward needs at one layer; the unit of every cache decision
     forward       one pass of a batch through the model
-    phase         prefill (prompt tokens) or decode (one new token a request), by the request's state
-    iteration     the forwards of one request counted: 0 is its prompt
+    phase         prefill (prompt tokens) or decode (one new token per request), by the request's state
+    iteration     the number of a forward within its request: 0 is the prompt
     slot          device memory for one expert, physical
     pool          all slots of a device
     residency     which experts are in the pool
@@ -50,16 +50,16 @@ The glossary; one word a concept, in code, help, tables and guides:
     eviction      removing an expert from its slot to make room for another
     stall         seconds that the model waits for bytes
     tier          a level of storage: device, host or disk
-    predictor     a model of which experts will be used next; its distance is the number of layers ahead
+    predictor     a model that predicts the experts used next; its distance is the number of layers ahead
     match         share of the true top-k among the predicted top-k
     replica       a second copy: of an expert on another GPU, or of a model in fewer bits
     trace         a recorded routing, token by token; spec: a model's MoE shape, which every artefact carries
     replay        running policies over a trace without the model
-    held out      not used to train or plan what is being judged
-    profile       measured costs of a machine and a model; timeline: the clock that replay runs by them
+    held out      not used to train the predictor or make the plan that is scored
+    profile       measured costs of a machine and a model; timeline: the clock of a replay, driven by these costs
     plan          a decision in a file: cache plan, placement plan, migration plan
     placement     the assignment of experts to GPUs; demand: how often each expert is used, and where
-    migration     moving experts from one placement to another; re-placement: deciding to
+    migration     moving experts from one placement to another; re-placement: the decision to migrate
     server        one machine of an edge cluster; rank: one process of an expert-parallel group; head: their coordinator
     worker        a process that computes for a head
     load          tokens routed to an expert or a GPU; load balance: how even the loads are

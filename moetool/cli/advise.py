@@ -13,7 +13,9 @@ from moetool.errors import UsageError
 
 def advise(
     path: Annotated[Path, typer.Argument(metavar="DIR", help="Trace or counts directory.")],
-    out: Annotated[Path | None, typer.Option("--out", help="HTML file to write the advice to as well.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="HTML file for the advice, in addition to the output.")
+    ] = None,
     memory: Annotated[
         list[str],
         typer.Option(help="Expert memory to compare, as shares of all experts (default: 6.25%,12.5%,25%,50%,75%)."),
@@ -35,7 +37,7 @@ def advise(
         str | None,
         typer.Option(help="Compute time per token, e.g. 20ms (default: reading its experts at 1 TB/s)."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of each half of the trace to replay at most.")] = 400,
+    tokens: Annotated[int, typer.Option(help="Maximum tokens to replay from each half of the trace.")] = 400,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:

@@ -40,7 +40,7 @@ def plan_cache(
     model: Annotated[str | None, typer.Option(help="Model of the trace (default: the path in the trace).")] = None,
     revision: Revision = None,
     config_only: Annotated[
-        bool, typer.Option("--config-only", help="Read the model's config or GGUF header alone, not its weights.")
+        bool, typer.Option("--config-only", help="Read only the model's config or GGUF header, not its weights.")
     ] = False,
     target_tpot: Annotated[
         str | None,
@@ -48,12 +48,10 @@ def plan_cache(
     ] = None,
     frontier: Annotated[
         int,
-        typer.Option(
-            min=0, help="Number of memory sizes to show the best policy for, from the smallest pool to all experts."
-        ),
+        typer.Option(min=0, help="Number of memory sizes on the frontier, from the smallest pool to all experts."),
     ] = 3,
     draw: Annotated[
-        Path | None, typer.Option(help="Figure of that memory-latency frontier: an .svg, .png or .pdf file.")
+        Path | None, typer.Option(help="Figure of the memory-latency frontier: an .svg, .png or .pdf file.")
     ] = None,
     pool: Annotated[
         str,

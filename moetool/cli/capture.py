@@ -36,10 +36,10 @@ def capture(
         Path | None,
         typer.Option(help="Local copy of the public prompt sets (default: download from the Hugging Face hub)."),
     ] = None,
-    max_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts per source.")] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Prompts per source (default: all).")] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens to decode per prompt at most (default: the public set's number, else 32)."),
+        typer.Option(min=1, help="Maximum tokens to decode per prompt (default: the public set's number, else 32)."),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 1,
     keep: Annotated[
@@ -49,11 +49,11 @@ def capture(
             "logits32, norms, text (see 'moetool guide traces')."
         ),
     ] = "topk,logits",
-    ahead: Annotated[int, typer.Option(min=1, help="Layers that column 'ahead' predicts ahead.")] = 3,
+    ahead: Annotated[int, typer.Option(min=1, help="Distance of column 'ahead', in layers.")] = 3,
     resident: Annotated[
-        float, typer.Option(help="Share of a layer's experts assumed resident in column 'resident', up to 1.")
+        float, typer.Option(help="Share of a layer's experts assumed resident in column 'resident', 0 to 1.")
     ] = 0.5,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Compute dtype: float32, bfloat16 or float16.")] = "float32",
     threads: Annotated[int, typer.Option(min=0, help="Compute threads (0: automatic).")] = 0,
     device_memory: Annotated[
         str | None,

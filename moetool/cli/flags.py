@@ -127,10 +127,10 @@ Verbose = Annotated[
         "-v",
         count=True,
         show_default=False,
-        help="Log what happens (-vv: every forward too), as MOETOOL_LOG=info does.",
+        help="Log events, like MOETOOL_LOG=info (-vv: also every forward).",
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Errors only: no narration and no progress.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors: no messages, no progress.")]
 
 
 def listening(app: typer.Typer) -> None:

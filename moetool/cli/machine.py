@@ -42,9 +42,7 @@ def profile(
     ] = None,
     listen: Annotated[
         str | None,
-        typer.Option(
-            help="Listen as a peer on PORT or HOST:PORT. Has no authentication: use on trusted networks only."
-        ),
+        typer.Option(help="Listen as a peer on PORT or HOST:PORT. No authentication: use only on trusted networks."),
     ] = None,
     revision: Revision = None,
     overwrite: Overwrite = False,
@@ -96,7 +94,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check this machine: GPUs, memory, disk speed (of the working directory), libraries; or its path to a cluster."""
+    """Check this machine (GPUs, memory, disk speed of the working directory, libraries) or its path to a cluster."""
     if cluster is not None:
         _doctor_cluster(cluster, as_json)
         return

@@ -45,7 +45,7 @@ def paper(
         Path | None,
         typer.Option(help="Directory that keeps traces and predictors for later runs (default: temporary)."),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Papers of all that run at a time, a core each.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Papers to run in parallel with NAME all, one core each.")] = 1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing output directory.")] = False,
     as_json: Json = False,
 ) -> None:

@@ -23,7 +23,7 @@ Split = Annotated[float, typer.Option("--split", help="Share of the requests to 
 Settings = Annotated[list[str], settable("Option of the planner, or seed, starts, sides, routing, value_bytes.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan from 'moetool plan placement'.")]
 CMax = Annotated[
-    int | None, typer.Option("--c-max", help="Experts of a layer per GPU at most (default: as memory allows).")
+    int | None, typer.Option("--c-max", help="Maximum experts of a layer per GPU (default: as memory allows).")
 ]
 
 _SETTINGS = ("seed", "starts", "sides", "routing", "value_bytes")
@@ -149,9 +149,7 @@ def compare(
 
 
 def stream(
-    trace: Annotated[
-        list[Path], typer.Option(help="Trace directory; requests of all traces arrive mixed. Repeatable.")
-    ],
+    trace: Annotated[list[Path], typer.Option(help="Trace directory; requests of all traces are mixed. Repeatable.")],
     cluster: ClusterFile,
     planner: Annotated[str, typer.Option(help="Planner name.")] = "director",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens per request; each batch has one request per GPU.")] = 64,

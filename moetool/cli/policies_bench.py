@@ -21,7 +21,7 @@ def policies(
     out: Annotated[Path | None, typer.Option("--out", help="Output directory for policies.json.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing policies.json.")] = False,
 ) -> None:
-    """Replay all policies without training on traces, from an empty pool, with Belady's bound."""
+    """Replay every policy that needs no training from an empty pool, with Belady's bound."""
     from moetool.bench.policy_table import bench_policies, print_policies
 
     file = results_file(out, "policies.json", overwrite)

@@ -26,8 +26,8 @@ def replay(
     policy: Annotated[
         list[str],
         typer.Option(
-            help="Cache policies, comma-separated or repeated; auto: all that can serve; served: those of the server "
-            "whose log it is."
+            help="Cache policies, comma-separated or repeated; auto: all that can serve; served: those that "
+            "the server used, from its log."
         ),
     ],
     budget: Annotated[

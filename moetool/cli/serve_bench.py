@@ -22,7 +22,7 @@ def bench_serve(
         str | None, typer.Argument(metavar="MODEL", help="'reference', a Hugging Face directory or a hub name.")
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(help="Shape to make random weights of, in place of MODEL, e.g. deepseek-v2-lite.")
+        str | None, typer.Option(help="Shape of random weights to use instead of MODEL, e.g. deepseek-v2-lite.")
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="MoE layers of the shape (default: all).")] = None,
     routes: Annotated[Path | None, typer.Option(help="Trace directory whose routing the model follows.")] = None,

@@ -66,8 +66,8 @@ def _counts_info(found: dict[str, Any], as_json: bool) -> None:
 def head(
     path: Dir,
     out: Out,
-    layers: Annotated[int | None, typer.Option(help="MoE layers to keep, as of a model that ends there.")] = None,
-    requests: Annotated[int | None, typer.Option(help="Requests to keep.")] = None,
+    layers: Annotated[int | None, typer.Option(help="MoE layers to keep (default: all).")] = None,
+    requests: Annotated[int | None, typer.Option(help="Requests to keep (default: all).")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Keep the first layers or requests of a trace."""
@@ -95,7 +95,7 @@ def split(
     by: Annotated[str, typer.Option(help="Key to split by: task, label or request.")],
     share: Annotated[
         list[str] | None,
-        typer.Option(help="Shares of the requests, e.g. 0.8 or 0.6,0.2; the rest makes one more part."),
+        typer.Option(help="Shares of the requests, e.g. 0.8 or 0.6,0.2; the rest is one more part."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -180,7 +180,7 @@ def import_files(
         str | None,
         typer.Option(
             "--as",
-            help="Phase if the files lack it: prefill or decode, one forward per token (default: decode).",
+            help="Phase if the files have none: prefill, or decode with one forward per token (default: decode).",
         ),
     ] = None,
     settings: Annotated[

@@ -27,7 +27,7 @@ def train(
         bool | None,
         typer.Option(
             "--symmetric/--asymmetric",
-            help="For awq_replica: whether zero points are 0 (symmetric quantization).",
+            help="For awq_replica: symmetric or asymmetric quantization (default: symmetric).",
         ),
     ] = None,
     settings: Annotated[
@@ -91,7 +91,7 @@ def evaluate(
         Path | None,
         typer.Option(help="Machine costs from 'moetool profile', to print times as shares of a decode step."),
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="HTML file to write the tables to as well.")] = None,
+    report: Annotated[Path | None, typer.Option(help="HTML file for the tables, in addition to the output.")] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
