@@ -180,6 +180,7 @@ class ForwardInfo:
         embedding_TD: for each token the mean output of the embedding layer over its request's tokens of this forward
             (float32), or None where nobody asked for it.
         token_id_T: the tokens themselves, -1 where a trace withholds them, or None where nothing forwards tokens.
+        recorded_id: the number that the forward of its first token had when its trace was recorded, -1 outside a trace.
     """
 
     forward_id: int
@@ -188,6 +189,7 @@ class ForwardInfo:
     position_T: tuple[int, ...]
     embedding_TD: np.ndarray | None = None
     token_id_T: tuple[int, ...] | None = None
+    recorded_id: int = -1
 
     @property
     def prefill(self) -> bool:

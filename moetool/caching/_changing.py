@@ -40,23 +40,32 @@ class PolicyChanges:
     It stands for the first policy where that is saved and restored, whichever is in charge.
 
     Args:
-        first: name of the policy that is in charge.
+        first: the policy that is in charge.
         options: of the first; others have their defaults.
+
+    Attributes:
+        current: the policy in charge now.
     """
 
-    def __init__(self, residency: Residency, first: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, residency: Residency, first: PolicyChoice, options: Mapping[str, Any]) -> None:
         self.spec = residency.policy.spec
         self.current = first
-        self._first, self._options = first, dict(options)
+        self._first, self._options = first.policy, dict(options)
         self._residency = residency
         self._states: dict[str, dict[str, np.ndarray]] = {}
 
     def change(self, choice: PolicyChoice) -> None:
         """Put a policy in charge, between two forwards. Raises: CapacityError: it needs more slots."""
         made, layer_slots = self._build(choice)
-        self._states[self.current] = self._now()
+        learned = self._now()
         self._residency.change(made, layer_slots)
-        self.current = choice.policy
+        self._states[self.current.policy] = learned
+        self._states.pop(choice.policy, None)  # from here on the policy itself holds it
+        self.current = choice
+
+    def options_of(self, policy: str) -> Mapping[str, Any]:
+        """Options that a policy is built with, by name."""
+        return self._options if policy == self._first else {}
 
     def learned(self, policy: str) -> dict[str, np.ndarray]:
         """State of a policy when it was last in charge; empty where it never was, or is now."""
@@ -64,7 +73,7 @@ class PolicyChanges:
 
     def state(self) -> dict[str, np.ndarray]:
         """As `Policy.state`, of the first."""
-        return self._now() if self.current == self._first else self._states[self._first]
+        return self._now() if self.current.policy == self._first else self._states[self._first]
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
         """As `Policy.restore`, before any change."""
@@ -76,8 +85,7 @@ class PolicyChanges:
 
     def _build(self, choice: PolicyChoice) -> tuple[Policy, tuple[int, ...]]:
         num_slots = self._residency.policy.num_slots
-        options = self._options if choice.policy == self._first else {}
-        made = build_policy(choice.policy, self.spec, options, num_slots)
-        if state := self._now() if choice.policy == self.current else self._states.get(choice.policy):
+        made = build_policy(choice.policy, self.spec, self.options_of(choice.policy), num_slots)
+        if state := self._now() if choice.policy == self.current.policy else self._states.get(choice.policy):
             made.restore(state)
         return made, choice.layer_slots(self.spec, num_slots)

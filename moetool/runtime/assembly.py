@@ -223,7 +223,7 @@ def build_engine(
         changes: PolicyChanges | None = None
         plain = not pinned and predicts is None and kind.lossless and built.columns <= {"experts"}
         if options.change_policy and isinstance(residency, Residency) and plain and not built.computes_on_host:
-            learned = changes = PolicyChanges(residency, name, policy_options)
+            learned = changes = PolicyChanges(residency, PolicyChoice(name, options.pool), policy_options)
         store = open_stores(loaded, residency, options.io_threads, options.host_memory_bytes or None)
         undo.callback(store.close)
         if isinstance(store, ExpertStore) and store.copies.staged and options.host_memory_bytes:
@@ -266,7 +266,7 @@ def build_engine(
             others,
             options.oracle_s,
             on_choice=engine.change_policy,
-            learned=(lambda policy: {}) if changes is None else changes.learned,
+            changes=changes,
         )
         engine.compare_with(oracle, changes)
         undo.pop_all()

@@ -418,7 +418,7 @@ class Engine:
             assert self._changes is not None
             try:
                 self._changes.change(choice)
-            except MoetoolError as error:
+            except (MoetoolError, ValueError) as error:  # a state that does not fit the policy's options, say
                 _LOG.warning("%s does not take over: %s", choice.name, error)
                 continue
             self._changed.append({"forward": forward, "policy": choice.name})

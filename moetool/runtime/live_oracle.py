@@ -11,9 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from moetool.caching._changing import PolicyChoice
+from moetool.caching._changing import PolicyChanges, PolicyChoice
 from moetool.caching._policy import build_policy, policy_class
 from moetool.caching._residency import Counts, Residency
 from moetool.errors import CapacityError, MoetoolError
@@ -50,7 +48,7 @@ class OraclePolicies:
     """Policies that a server's is compared with, besides LRU and Belady.
 
     Attributes:
-        serving: the policy that serves.
+        serving: the policy that serves first.
         plan: the plan's, where another serves; empty without a plan.
         plan_options: of the plan's.
         candidates: that may take over; none where the server keeps its policy.
@@ -73,7 +71,7 @@ class LiveOracle:
         every_s: seconds from one comparison to the next, while there are new forwards; 0 never compares.
         on_choice: called, on the oracle's thread, with a candidate that has won; it answers whether that will be in
             charge. From then on nothing changes before the window holds forwards of the new policy alone.
-        learned: state of each policy when it was last in charge, by name.
+        changes: says which policy is in charge, and how candidates are built; None where the policy stays.
 
     Effects: `start` starts the thread, `close` ends it. A comparison takes about 0.1 s of a processor, with candidates
         up to 3 s, and yields to the model's thread every few events.
@@ -88,11 +86,11 @@ class LiveOracle:
         every_s: float,
         *,
         on_choice: Callable[[PolicyChoice], bool] = lambda choice: False,
-        learned: Callable[[str], Mapping[str, np.ndarray]] = lambda policy: {},
+        changes: PolicyChanges | None = None,
     ) -> None:
         self._spec, self._num_slots, self._window = spec, num_slots, window
         self._policies, self._every_s = policies, every_s
-        self._on_choice, self._learned = on_choice, learned
+        self._on_choice, self._changes = on_choice, changes
         self._serving = policies.serving
         self._turn = 0  # of the candidates
         self._wins: Counter[PolicyChoice] = Counter()
@@ -122,6 +120,8 @@ class LiveOracle:
 
     def compare(self) -> dict[str, Any] | None:
         """Replay the window now; None while it is too short."""
+        if self._changes is not None:
+            self._serving = self._changes.current.name
         forwards, passed = self._window.forwards(), self._window.passed
         if len(forwards) < _LEAST_FORWARDS:
             return None
@@ -188,7 +188,7 @@ class LiveOracle:
                 "%s takes over from %s: %.3f loads for each needed expert of the last %d forwards, not %.3f",
                 *(best.name, self._serving, tried[best]["loads"], compared, loads),
             )
-            self._serving, self._changed = best.name, self._window.passed + 1  # a forward may be running
+            self._changed = self._window.passed + 1  # a forward may be running
             self._wins.clear()
             self._counted.clear()
 
@@ -213,8 +213,10 @@ class LiveOracle:
 
     def _replay_choice(self, choice: PolicyChoice, forwards: Sequence[WindowForward], skipped: int) -> Counts | None:
         """None where it takes too long."""
-        policy = build_policy(choice.policy, self._spec, {}, self._num_slots)
-        if state := self._learned(choice.policy):
+        assert self._changes is not None, "candidates take over from a policy that may change"
+        options = self._changes.options_of(choice.policy)
+        policy = build_policy(choice.policy, self._spec, options, self._num_slots)
+        if state := self._changes.learned(choice.policy):
             policy.restore({name: array.copy() for name, array in state.items()})
         residency = Residency(policy, layer_slots=choice.layer_slots(self._spec, self._num_slots))
         return self._run_window(residency, forwards, skipped, _ALONE_S)
@@ -250,6 +252,9 @@ class LiveOracle:
             except MoetoolError as error:  # a plan whose policy this pool is too small for, say
                 _LOG.warning("the server's policy is not compared with others: %s", error)
                 return
+            except ValueError as error:  # of one candidate, say; the next time begins with another
+                _LOG.warning("the server's policy was not compared with others this time: %s", error)
+                continue
             if self._latest is not None:
                 _LOG.info("hits of the last %d forwards: %s", self._latest["forwards"], spelled(self._latest))
 

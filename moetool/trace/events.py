@@ -17,6 +17,7 @@ def to_events(
         position_T=tuple(rows.position_T.tolist()),
         embedding_TD=embedding_TD,
         token_id_T=tuple(rows.token_id_T.tolist()),
+        recorded_id=int(rows.forward_T[0]),
     )
     events = []
     top = np.concatenate([[0], np.cumsum(spec.top_k_L)])

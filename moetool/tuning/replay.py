@@ -27,7 +27,7 @@ from moetool.errors import MismatchError, UsageError, unknown_name
 from moetool.models.families import require_substitutable
 from moetool.tables import numbered
 from moetool.trace.reader import Trace
-from moetool.types import ForwardInfo, GateEvent, Phase
+from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 
 SERVED = "served"
 """In place of a policy: those that were in charge of the server whose log it is, each from its forward on."""
@@ -150,7 +150,7 @@ class ReplaySetup:
         profile: costs of the machine that the rows' `timing` is for; without one they have none.
         timeline: which of the profile's devices, data types and tiers.
         devices: that share the model (`moetool.caching._devices`), each with an equal part of the budget.
-        changes: forwards, and the policy with the form of its pool that is in charge from there.
+        changes: forwards as recorded, and the policy with the form of its pool that is in charge from there.
         on_progress: is called with what is going on, the tokens replayed, and of how many.
     """
 
@@ -317,18 +317,18 @@ class _Run:
         self._changing: PolicyChanges | None = None
         if setup.changes:
             assert isinstance(self._residency, Residency), "policies change on one device"
-            self._changing = PolicyChanges(self._residency, name, setup.options.get(name, {}))
+            self._changing = PolicyChanges(self._residency, PolicyChoice(name), setup.options.get(name, {}))
         self._bytes = [0, 0]  # prefill, decode
         self._host_bytes = [0, 0]
         self._phase = Phase.DECODE
 
     def begin(self, info: ForwardInfo) -> list[Step]:
         self._phase = Phase.PREFILL if info.prefill else Phase.DECODE
-        while self._live and self._costs and self._costs[0][0] <= info.forward_id:
+        while self._live and self._costs and self._costs[0][0] <= info.recorded_id:
             _, load_s, host_s = self._costs.popleft()
             for policy in self._live:
                 policy.take_costs(load_s, host_s)
-        while self._changes and self._changes[0][0] <= info.forward_id:
+        while self._changes and self._changes[0][0] <= info.recorded_id:
             assert self._changing is not None
             self._changing.change(self._changes.popleft()[1])
         steps = self._weigh(self._residency.begin_forward(info))
@@ -381,11 +381,16 @@ def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
     """The policy that a server began with, and how it went on.
 
     Raises:
-        UsageError: several devices are asked for.
+        UsageError: several devices are asked for, or one request after the other.
         MismatchError: the trace is no server's log, its server had several devices, or its manifest is damaged.
     """
     if setup.devices > 1:
         raise UsageError(f"the server had one device; leave out devices={setup.devices} to replay it")
+    if setup.sequential:
+        raise UsageError(
+            f"policy {SERVED} replays the forwards in the order in which the server ran them; "
+            "leave out --order sequential"
+        )
     made = trace.manifest["provenance"]
     name, options, prefetch = made.get("policy"), made.get("options"), made.get("prefetch")
     if trace.manifest["composition"]["kind"] != "log" or not isinstance(name, str) or made.get("devices") != 1:
@@ -394,12 +399,18 @@ def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
     for key, value, kind in (("options", options, dict), ("prefetch", prefetch, dict), ("layer_slots", slots, list)):
         check.require(isinstance(value, kind), f"manifest.provenance.{key}", value, kind.__name__)
     check.require(isinstance(pinned, list), "manifest.provenance.pinned", pinned, "a list")
+    _check_slots(trace.spec, slots, pinned)
     check.require(isinstance(found, list), "manifest.provenance.changes", found, "a list")
-    changes = []
+    changes: list[tuple[int, PolicyChoice]] = []
     for i, row in enumerate(found):
-        whole = isinstance(row, list) and len(row) == 3 and type(row[0]) is int and row[2] in ("one", *SHARES)
-        check.require(whole, f"manifest.provenance.changes.{i}", row, "a forward, a policy and the form of its pool")
-        changes.append((row[0], PolicyChoice(str(row[1]), row[2])))
+        at = f"manifest.provenance.changes.{i}"
+        whole = isinstance(row, list) and len(row) == 3 and type(row[0]) is int and isinstance(row[1], str)
+        whole = whole and row[2] in ("one", *SHARES)
+        check.require(whole, at, row, "a forward, a policy and the form of its pool")
+        check.require_whole(f"{at}.0", row[0], changes[-1][0] if changes else 0)
+        plain = policy_class(row[1]).needs <= {"experts"}
+        check.require(plain, f"{at}.1", row[1], "a policy that looks at experts alone")
+        changes.append((row[0], PolicyChoice(row[1], row[2])))
     return name, replace(
         setup,
         options={**setup.options, name: options},
@@ -409,6 +420,24 @@ def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
         limits=parse(PrefetchLimits, prefetch, "manifest.provenance.prefetch"),
         changes=tuple(changes),
     )
+
+
+def _check_slots(spec: ModelSpec, layer_slots: list[Any], pinned: list[Any]) -> None:
+    """Raises: MismatchError where a log's guaranteed slots or keys of pinned experts do not fit the model."""
+    for name, values in (("layer_slots", layer_slots), ("pinned", pinned)):
+        for i, value in enumerate(values):
+            check.require(type(value) is int, f"manifest.provenance.{name}.{i}", value, "a whole number")
+    if layer_slots:
+        found, expected = len(layer_slots), spec.num_layers
+        check.require_whole("manifest.provenance.layer_slots: layers", found, expected, expected)
+    for layer, own in enumerate(layer_slots):
+        check.require_whole(f"manifest.provenance.layer_slots.{layer}", own, 1, spec.num_experts_L[layer])
+    for i, key in enumerate(pinned):
+        layer, expert = spec.expert_of(key)
+        at = f"manifest.provenance.pinned.{i}"
+        check.require_whole(f"{at}: MoE layer", layer, 0, spec.num_layers - 1)
+        check.require_whole(f"{at}: expert of MoE layer {layer}", expert, 0, spec.num_experts_L[layer] - 1)
+    check.require_distinct("manifest.provenance.pinned", pinned)
 
 
 def _measured_costs(trace: Trace) -> list[tuple[int, float, float]]:

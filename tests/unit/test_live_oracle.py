@@ -25,8 +25,14 @@ SLOTS = 9
 
 def _served(spec: ModelSpec, policy: str, window: EventWindow) -> list[tuple[ForwardInfo, Sequence[GateEvent]]]:
     """Run a policy over random routes, as a server does."""
-    residency = Residency(build_policy(policy, spec, {}, SLOTS))
     stream = list(random_stream(spec, num_requests=3, prompt_tokens=4, new_tokens=30, seed=2))
+    _drive(Residency(build_policy(policy, spec, {}, SLOTS)), window, stream)
+    return stream
+
+
+def _drive(
+    residency: Residency, window: EventWindow, stream: Sequence[tuple[ForwardInfo, Sequence[GateEvent]]]
+) -> None:
     for info, events in stream:
         window.begin(residency.counts)
         residency.begin_forward(info)
@@ -35,7 +41,6 @@ def _served(spec: ModelSpec, policy: str, window: EventWindow) -> list[tuple[For
             window.add(event)
         residency.end_forward(info)
         window.end(info, residency.counts)
-    return stream
 
 
 def _oracle(spec: ModelSpec, window: EventWindow, serving: str, every_s: float = 0.0, **plan: Any) -> LiveOracle:
@@ -137,7 +142,7 @@ def test_a_policy_that_loads_clearly_less_twice_takes_over_and_no_sooner() -> No
     spec = make_spec(layers=4, experts=8, top_k=2)
     window, chosen = EventWindow(most_events=400), list[PolicyChoice]()
     residency = Residency(build_policy("lru", spec, {}, 6))  # of 8 that a forward needs: nothing is hit
-    changes = PolicyChanges(residency, "lru", {})
+    changes = PolicyChanges(residency, PolicyChoice("lru"), {})
 
     def on_choice(choice: PolicyChoice) -> bool:
         chosen.append(choice)
@@ -146,7 +151,7 @@ def test_a_policy_that_loads_clearly_less_twice_takes_over_and_no_sooner() -> No
 
     candidates = (PolicyChoice("lru", "layer"), PolicyChoice("lfu", "layer"))
     policies = OraclePolicies(serving="lru", candidates=candidates)
-    oracle = LiveOracle(spec, 6, window, policies, 0.0, on_choice=on_choice, learned=changes.learned)
+    oracle = LiveOracle(spec, 6, window, policies, 0.0, on_choice=on_choice, changes=changes)
     stream = _cycle(spec, 500)
     hits: list[float] = []
     for number, (info, events) in enumerate(stream):
@@ -175,7 +180,7 @@ def test_a_policy_that_loads_clearly_less_twice_takes_over_and_no_sooner() -> No
 def test_a_policy_that_comes_back_knows_what_it_had_learned() -> None:
     spec = make_spec(layers=3, experts=8, top_k=2)
     residency = Residency(build_policy("lfu", spec, {}, SLOTS))
-    changes = PolicyChanges(residency, "lfu", {})
+    changes = PolicyChanges(residency, PolicyChoice("lfu"), {})
     for number, (info, events) in enumerate(
         random_stream(spec, num_requests=1, prompt_tokens=4, new_tokens=30, seed=4)
     ):
@@ -184,8 +189,89 @@ def test_a_policy_that_comes_back_knows_what_it_had_learned() -> None:
             changes.change(PolicyChoice("foresight", "layer") if number == 10 else PolicyChoice("lfu"))
             assert all(np.array_equal(array, changes.state()[name]) for name, array in before.items())
             assert set(residency.slot_of) and residency.policy.num_slots == SLOTS
+            assert bool(changes.learned("lfu")) == (number == 10) and not changes.learned(changes.current.policy)
         residency.begin_forward(info)
         for event in events:
             residency.event(event)
         residency.end_forward(info)
-    assert changes.learned("foresight") and len(changes.state()["uses_N3"]) > len(changes.learned("lfu")["uses_N3"]) - 1
+    assert changes.learned("foresight") and len(changes.state()["uses_N3"])
+
+
+def test_a_candidate_is_built_with_the_options_that_it_would_serve_with() -> None:
+    spec = make_spec(layers=3, experts=8, top_k=2)
+    window, options = EventWindow(), {"hidden": 16, "learn_every": 1}
+    residency = Residency(build_policy("foresight", spec, options, SLOTS))
+    changes = PolicyChanges(residency, PolicyChoice("foresight"), options)
+    changes.change(PolicyChoice("lru"))
+    _served(spec, "lru", window)
+    policies = OraclePolicies(serving="foresight", candidates=[PolicyChoice("foresight", "layer")])
+    found = LiveOracle(spec, SLOTS, window, policies, 0.0, changes=changes).compare()
+    assert found is not None and found["serving"]["policy"] == "lru"
+    assert "foresight by layer" in found["candidates"]
+
+
+def test_a_candidate_that_did_not_take_over_is_not_said_to_serve_and_is_tried_again() -> None:
+    spec = make_spec(layers=4, experts=8, top_k=2)
+    window, chosen = EventWindow(most_events=400), list[PolicyChoice]()
+    residency = Residency(build_policy("lru", spec, {}, 6))
+    changes = PolicyChanges(residency, PolicyChoice("lru"), {})
+
+    def on_choice(choice: PolicyChoice) -> bool:
+        chosen.append(choice)
+        return True
+
+    policies = OraclePolicies(serving="lru", candidates=[PolicyChoice("lru", "layer")])
+    oracle = LiveOracle(spec, 6, window, policies, 0.0, on_choice=on_choice, changes=changes)
+    stream = _cycle(spec, 500)
+    for first in range(0, 500, 100):
+        _drive(residency, window, stream[first : first + 100])
+        found = oracle.compare()
+        assert found is not None and found["serving"]["policy"] == "lru"
+    assert len(chosen) == 2
+
+
+def test_the_thread_goes_on_after_an_error_that_nobody_expected(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = make_spec(layers=3, experts=8, top_k=2)
+    window, compared = EventWindow(), list[int]()
+    _served(spec, "lfu", window)
+    oracle = _oracle(spec, window, "lfu", every_s=0.01)
+    compare = oracle.compare
+
+    def fails_first() -> dict[str, Any] | None:
+        compared.append(window.passed)
+        if len(compared) == 1:
+            raise ValueError("a state of another shape")
+        return compare()
+
+    monkeypatch.setattr(oracle, "compare", fails_first)
+    oracle.start()
+    deadline = time.monotonic() + 20
+    while oracle.latest is None and time.monotonic() < deadline:
+        if len(compared) == 1:
+            _served(spec, "lfu", window)
+        time.sleep(0.01)
+    oracle.close()
+    assert oracle.latest is not None and "a state of another shape" in caplog.text
+
+
+def test_a_change_that_fails_leaves_the_server_and_its_policy(
+    reference: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ServeOptions(oracle_s=0.0, kv_tokens=512, change_policy=True)
+    engine = build_engine(Checkpoint.open(reference), options=options, policy="lfu", device_memory_bytes=33_000_000)
+    engine.state = "ready"
+
+    def fails(self: object, choice: PolicyChoice) -> None:
+        raise ValueError("a state of another shape")
+
+    monkeypatch.setattr(PolicyChanges, "change", fails)
+    assert engine.change_policy(PolicyChoice("lru"))
+    finished: list[str | None] = []
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    engine.submit(list(range(5, 25)), params, lambda output: finished.append(output.finish))
+    while not engine.idle:
+        engine.step()
+    engine.close()
+    assert finished[-1] == "length" and "lru does not take over: a state of another shape" in caplog.text

@@ -1,6 +1,8 @@
 """Replay: rows, orders of the forwards, digests and refusals."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,6 +117,49 @@ def test_what_cannot_be_replayed_is_refused(trace: Trace, monkeypatch: pytest.Mo
     monkeypatch.setattr("moetool.caching.lru.Policy.needs", frozenset({"experts", "logits"}))
     with pytest.raises(MismatchError, match="policy lru needs logits"):
         replay(trace, ["lru"], [6000])
+
+
+def _log(folder: Path, **about: Any) -> Trace:
+    """A server's log of 28 forwards, 7 of each request, with these facts in its manifest."""
+    spec = make_spec(layers=3, experts=8, top_k=2)
+    trace = write_trace(folder, spec, num_requests=4, new_tokens=6, composition="log")
+    facts = {"policy": "lru", "options": {}, "prefetch": {}, "devices": 1, "layer_slots": [], "pinned": []}
+    trace.manifest["provenance"].update({**facts, **about})
+    return trace
+
+
+def test_a_change_holds_from_the_forward_that_the_server_counted(tmp_path: Path) -> None:
+    trace = _log(tmp_path / "log", changes=[[14, "lfu", "layer"]])
+    late, early = (ReplaySetup(requests=frozenset(requests)) for requests in ((2, 3), (0, 1)))
+    assert replay(trace, ["served"], [9000], late)[0].digest == _digest(trace, "lfu", late, "layer")
+    assert replay(trace, ["served"], [9000], early)[0].digest == _digest(trace, "lru", early, "slots")
+
+
+def _digest(trace: Trace, policy: str, setup: ReplaySetup, pool: str) -> str:
+    return replay(trace, [policy], [9000], replace(setup, pool=pool))[0].digest
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("layer_slots", [1, 1], r"layer_slots: layers: found 2, expected 3"),
+        ("layer_slots", [1, 1, "a"], r"layer_slots\.2: found a, expected a whole number"),
+        ("layer_slots", [1, 1, 9], r"layer_slots\.2: found 9, expected at most 8"),
+        ("layer_slots", [1, 1, 0], r"layer_slots\.2: found 0"),
+        ("pinned", [1.5], r"pinned\.0: found 1\.5, expected a whole number"),
+        ("pinned", [-1], r"pinned\.0: MoE layer: found -1"),
+        ("pinned", [24], r"pinned\.0: MoE layer: found 3, expected at most 2"),
+        ("pinned", [3, 3], r"pinned: found 3 twice"),
+        ("changes", [[3, "lru"]], r"changes\.0: .*a forward, a policy and the form of its pool"),
+        ("changes", [[3, "lru", []]], r"changes\.0: .*a forward, a policy and the form of its pool"),
+        ("changes", [[-1, "lru", "one"]], r"changes\.0\.0: found -1"),
+        ("changes", [[4, "lru", "one"], [3, "lfu", "one"]], r"changes\.1\.0: found 3, expected 4 or more"),
+        ("changes", [[4, "hybrimoe", "one"]], r"changes\.0\.1: .*looks at experts alone"),
+    ],
+)
+def test_a_damaged_log_is_refused(tmp_path: Path, field: str, value: Any, said: str) -> None:
+    with pytest.raises(MismatchError, match=said):
+        replay(_log(tmp_path / "log", **{field: value}), ["served"], [9000])
 
 
 def test_a_profile_adds_times_and_changes_no_decision(trace: Trace) -> None:
