@@ -11,7 +11,8 @@ _QUANTIZED = {
     "mixtral": ("gptq", "awq"),
     "qwen3_moe": ("fp8_block", "fp8_scaled", "nvfp4", "gptq", "int4"),
 }
-_GGUF = {"deepseek_v2", *(architecture.family for architecture in ARCHITECTURES.values())}
+_GGUF = {"deepseek_v2", "glm4_moe_lite", *(architecture.family for architecture in ARCHITECTURES.values())}
+"""The first two are of the architecture `deepseek2` too."""
 INFERRED_AND_RUN = (
     *("aria_text", "granitemoe_swa", "hy_v4", "inkling_text", "kolibri1", "minimax_m3_vl_text", "qwen4_exp_text"),
 )

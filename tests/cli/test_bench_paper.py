@@ -35,7 +35,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_claim_of_each_paper(run: Run, captured: Path, tmp_path: Path, paper: str, only: str) -> None:
     given = (f"--trace={name}={captured}" for name in "abc")
     code, out, err = run(paper, "--quick", "--only", only, "--out", tmp_path / "out", *given)
-    assert (code, err) == (0, "")
+    assert code == 0, err
     assert "too small for meaningful verdicts" in out
     claim, *others = json.loads((tmp_path / "out" / "verdicts.json").read_text())["claims"]
     assert {claim["id"], *(other["id"] for other in others)} == {only}

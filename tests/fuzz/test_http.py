@@ -218,7 +218,15 @@ def test_bytes_on_a_socket(hasty: str, fuzz_seconds: float, fuzz_seed: int, capf
         seeded(seed)(send)()
         if time.monotonic() > deadline:
             break
-    assert post(hasty, "/v1/completions", ALIVE)[0] == 200
+    assert _lives(hasty)
     read = capfd.readouterr()
     print(f"{read.out}{sent} connections")
     assert "Traceback" not in read.err
+
+
+def _lives(url: str) -> bool:
+    """Whether a server answers; it hangs up on a client that a busy machine makes slow, which then asks again."""
+    for _ in range(5):
+        with contextlib.suppress(ConnectionError):
+            return post(url, "/v1/completions", ALIVE)[0] == 200
+    return False

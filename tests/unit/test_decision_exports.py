@@ -130,7 +130,16 @@ def test_override_tensor_moves_whole_layers(trace: Trace, tmp_path: Path) -> Non
         out = tmp_path / "ot"
         run = CliRunner().invoke(
             app,
-            ["plan", "export", str(tmp_path / "plan.json"), "--format", "llamacpp_override_tensor", "--out", str(out)],
+            [
+                "plan",
+                "export",
+                str(tmp_path / "plan.json"),
+                "--format",
+                "llamacpp_override_tensor",
+                "--overwrite",
+                "--out",
+                str(out),
+            ],
         )
         if run.exception is not None and not isinstance(run.exception, SystemExit):
             raise run.exception
