@@ -12,7 +12,7 @@ from moetool.bench.paper.claims import Sizes, choose, names, parse_paper, read_p
 from moetool.bench.paper.paper_run import run_paper
 from moetool.bench.paper.queueing import mean_by_server, serve_in_turn
 from moetool.bench.paper.verdict import Check, Found, Verdict, derive, interval, judge
-from moetool.bench.paper.workbench import Workbench, requests_of
+from moetool.bench.paper.workbench import Workbench, code_files, requests_of
 from moetool.costing.pricing import Prices
 from moetool.errors import UsageError
 from moetool.learning.predictor import build
@@ -253,3 +253,30 @@ def test_a_trace_of_the_embedded_model_is_captured_once(tmp_path: Path, monkeypa
     assert later.measured("answer", [2], lambda: {"is": 0.0}) == {"is": 0.0}
     with pytest.raises(AssertionError, match="made again"):
         Workbench(sizes=replace(sizes, new_tokens=3), machine=AssumedMachine(), work=tmp_path).trace(("arithmetic",))
+
+
+def test_code_that_makes_what_is_kept() -> None:
+    """Whole rooms, and what their modules and the predictors import besides."""
+    root = Path(__file__).parents[2]
+    files = {str(file.relative_to(root)) for file in code_files()}
+    assert {"moetool/types.py", "moetool/config.py", "moetool/evaluation/tally.py", "moetool/models/hub.py"} <= files
+    assert {f"predictors/{name}.py" for name in plugins.names("predictor")} <= files
+    assert not any(file.startswith(("moetool/bench/", "moetool/cli/", "tests/")) for file in files)
+
+
+def test_a_predictor_of_ones_own_is_trained_again_where_its_file_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "kept_lab" / "own.py"
+    file.parent.mkdir()
+    file.write_text("from predictors.popularity import Options, Predictor\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    trace = Trace(write_trace(tmp_path / "trace"))
+
+    def trained() -> Path:
+        return Workbench(sizes=Sizes(), machine=AssumedMachine(), work=tmp_path).trained("kept_lab.own", trace)
+
+    first = trained()
+    assert trained() == first
+    file.write_text(file.read_text() + "# another line\n")
+    assert trained() != first

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import moetool
+import predictors
 from moetool import durable, plugins
 from moetool.bench.paper.assumed_machine import AssumedMachine
 from moetool.bench.paper.claims import Sizes
@@ -35,7 +36,7 @@ ALL = tuple(gather.names())
 _AT_ONCE = 8  # prompts that are captured together, where it does not matter: it takes half the time
 HISTORY = 0.7
 """Share of the requests that come before those that are measured: FineMoE's 7:3."""
-_MADE_BY = ("capture", "learning", "models", "prompts", "quantize", "reference", "runtime", "trace")
+_MADE_BY = ("capture", "evaluation", "learning", "models", "prompts", "quantize", "reference", "runtime", "trace")
 """Rooms whose code makes traces, predictors and replicas: what other code made is made anew."""
 _WAIT_S = 0.2
 
@@ -163,6 +164,7 @@ class Workbench:
             train(name, trace.path, out, options=options, fit=FitOptions(**fit), seed=seed)
 
         def make() -> Path:
+            # a predictor of one's own (my_lab.predictor in a recipe) is not among `code_files`
             source = Path(plugins.load("predictor", name).__file__ or "").read_text(encoding="utf-8")
             made_of = [trace.sha256, seed, dict(options or {}), fit, source]
             return self._kept(name, made_of, "card.json", train_into)
@@ -280,12 +282,19 @@ class Workbench:
         return self._made[key]
 
 
+def code_files() -> list[Path]:
+    """Files of the code that makes what is kept: some rooms, the modules that all rooms share, and all predictors.
+
+    All, because predictors import each other.
+    """
+    root = Path(moetool.__file__).parent
+    rooms = [file for room in _MADE_BY for file in (root / room).rglob("*.py")]
+    return sorted([*rooms, *root.glob("*.py"), *Path(predictors.__file__).parent.glob("*.py")])
+
+
 @cache
 def _code() -> str:
-    """A hash of the code that makes what is kept."""
-    root = Path(moetool.__file__).parent
-    files = sorted(file for room in _MADE_BY for file in (root / room).rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in code_files())).hexdigest()
 
 
 def _identified(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
