@@ -30,7 +30,7 @@ class ReplacementRecord(JsonRecord):
         copies: experts that a GPU gets anew.
         bytes: that move.
         plan_s: that planning took, where it is charged, and
-        waited_s: the part of it and of prediction that serving did not hide.
+        waited_s: that a round of requests waited for the plan and, where it waits for them, for the moves.
         done_s: when the last move was done.
         skipped: moves that failed or had become needless or harmful.
         outcome: for people.

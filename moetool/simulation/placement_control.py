@@ -75,7 +75,7 @@ class SimulatedReplacement:
             tokens still to be decoded.
 
     Attributes:
-        records: of every decision.
+        records: of every decision that proposed moves or that a round waited for.
 
     Planning takes the simulated time that `SimulationOptions.planning` says, before rounds; at ticks it takes none.
     """
@@ -129,13 +129,21 @@ class SimulatedReplacement:
             start(engine.now_s)
             return
         decision, record = considered
-        record.waited_s = late_s = self._late_s(record.plan_s, before_s)
-        ready_s = engine.now_s + late_s
+        asked_s, late_s = engine.now_s, self._late_s(record.plan_s, before_s)
+        ready_s = asked_s + late_s
+
+        def start_after_moves(at_s: float) -> None:
+            record.waited_s = at_s - asked_s
+            start(at_s)
+
         waits = decision.made and self._options.migrate == "stop"
         if not waits:
-            start(ready_s if self._sees == "queue" else engine.now_s)
+            record.waited_s = late_s if self._sees == "queue" else 0.0
+            start(asked_s + record.waited_s)
         if decision.made:
-            self._carry_out(engine, decision, record, ready_s, start if waits else lambda at_s: None)
+            self._carry_out(engine, decision, record, ready_s, start_after_moves if waits else lambda at_s: None)
+        elif record.waited_s and not decision.moves:  # it is not among the records yet
+            self.records.append(record)
 
     def _late_s(self, plan_s: float, before_s: float) -> float:
         """Seconds from now until a plan is there; of the queue's requests it was begun with the round before."""

@@ -80,7 +80,7 @@ class Simulated:
         windows: the same over time.
         utilisation_G: share of the time until the last request was through that each GPU computed.
         links: of each link that carried anything its name, its bytes, and the share of the time that it was busy.
-        migrations: every decision.
+        migrations: every decision that proposed moves or that a round waited for.
         seconds: until the last request was through.
     """
 

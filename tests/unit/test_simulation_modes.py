@@ -161,9 +161,32 @@ def test_planning_takes_time_where_it_is_charged(world: World) -> None:
     assert runs["wait"].mean_wait_s >= 3.0
     reactive = simulate(world, "director-reactive", "every:50s", 6, replace(options, planning="wait"))
     assert reactive.mean_wait_s == 0 and reactive.migrations
-    assert all(one.done_s == one.at_s + 3.0 for one in reactive.migrations)
+    assert all((one.done_s, one.waited_s) == (one.at_s + 3.0, 0) for one in reactive.migrations)
     measured = simulate(world, "director-proactive", "every:50s", 2, replace(options, planning="wait", plan_s=0.0))
     assert all(0 < one.plan_s <= one.waited_s for one in measured.migrations)
+
+
+@pytest.mark.parametrize("mode", ["director-proactive", "director-reactive"])
+def test_a_round_that_waits_for_its_experts_waited_until_they_moved(world: World, mode: str) -> None:
+    options = replace(OPTIONS, migrate="stop", decide="always", planning="wait", plan_s=3.0)
+    found = simulate(world, mode, "every:50s", 6, options)
+    moved = [one for one in found.migrations if one.made]
+    assert moved and all(one.done_s == pytest.approx(one.at_s + one.waited_s) and one.waited_s > 3.0 for one in moved)
+    waited = {one.at_s: one.waited_s for one in found.migrations}
+    for one in found.served:
+        assert one.started_s - one.arrived_s == pytest.approx(waited.get(one.arrived_s, 0.0))
+
+
+@pytest.mark.parametrize(("mode", "waited"), [("uniform-proactive", [3.0] * 3), ("uniform-reactive", [])])
+def test_a_plan_without_moves_is_on_record_where_a_round_waited_for_it(
+    world: World, mode: str, waited: list[float]
+) -> None:
+    """The planner proposes the same placement whatever the requests of the three rounds."""
+    options = replace(OPTIONS, decide="always", planning="wait", plan_s=3.0)
+    found = simulate(world, mode, "every:50s", 6, options)
+    assert [one.waited_s for one in found.migrations] == waited
+    assert not any(one.made or one.copies for one in found.migrations)
+    assert found.mean_wait_s == pytest.approx(np.mean(waited or [0.0]))
 
 
 def test_lengths_come_from_the_file_of_arrivals(world: World, tmp_path: Path) -> None:
