@@ -59,13 +59,14 @@ def fit(
     steps = len(data.epoch)
     total_steps = options.max_epochs * steps
     best = BestEpoch(options.patience)
+    stopping = EarlyStopping("validation_loss", patience=options.patience, check_finite=False)
     with quiet(), tables.progress(f"fitting {model.name}", total_steps) as on_progress:
         bar = _Bar(on_progress)
         trainer = pl.Trainer(
             accelerator="cuda" if torch.cuda.is_available() else "cpu",
             devices=1,
             max_epochs=options.max_epochs,
-            callbacks=[best, bar, EarlyStopping("validation_loss", patience=options.patience, check_finite=False)],
+            callbacks=[best, bar, stopping],
             plugins=[LightningEnvironment()],  # whatever cluster this runs on, it is one process
             num_sanity_val_steps=0,
             logger=False,
@@ -84,7 +85,7 @@ def fit(
         "epochs": len(best.losses),
         "best_epoch": best.epoch + 1,
         "max_epochs": options.max_epochs,
-        "stopped_by": "validation" if len(best.losses) < options.max_epochs else "max_epochs",
+        "stopped_by": "validation" if stopping.stopped_epoch else "max_epochs",  # 0: never; it cannot stop at the first
         "batch_size": data.batch_size,
         "learning_rate": options.learning_rate,
         "patience": options.patience,

@@ -298,3 +298,16 @@ def test_the_fit_slows_where_the_validation_loss_has_stopped_falling() -> None:
         slowed.append(round(module.slower, 3))
     assert slowed == [1, 1, 1, 0.3, 0.3, 0.3, 0.09, 0.09, 0.027]
     assert best.epoch == 4
+
+
+@pytest.mark.parametrize(("patience", "stopped_by"), [(1, "validation"), (2, "max_epochs")])
+def test_the_card_says_what_ended_a_fit_of_two_epochs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: int, stopped_by: str
+) -> None:
+    """The loss never falls, so that a patience of one epoch runs out at the last one."""
+    from predictors.expert_mlp import Predictor
+
+    monkeypatch.setattr(Predictor, "loss", lambda self, *_: 1.0 + 0.0 * sum(p.sum() for p in self.parameters()))
+    trace = write_trace(tmp_path / "trace", keep=KEEP)
+    fit = train("expert_mlp", trace, tmp_path / "out", fit=FitOptions(max_epochs=2, patience=patience))["fit"]
+    assert (fit["epochs"], fit["stopped_by"]) == (2, stopped_by)
