@@ -211,7 +211,8 @@ class Checkpoint:
         if not self.weights and self._gguf is None:
             formats = self.quantization.formats if self.quantization is not None else ()
             packed = fastest is None or all(
-                stays_packed(format, form, fastest) or stays_scaled(format, form, fastest) for format in formats
+                stays_packed(format, form, fastest) or stays_scaled(format, form, fastest, self.declared_dtype)
+                for format in formats
             )
             return self.spec.slot_bytes if packed or fastest is None else form.num_elements * fastest.itemsize
         layouts = list(dict.fromkeys(map(self.expert_weights.layout, self.layers)))

@@ -105,12 +105,13 @@ class ScaledSlot:
             fields = layout.of_part(part, "values")
             first, num_bytes = fields[0], sum(field.num_bytes for field in fields)
             view.values.flatten().copy_(stored[first.offset : first.offset + num_bytes])
-            scales = torch.cat([block["scale"].flatten() for block in blocks])
             if place.kind is MXFP4:
-                view.scale[: len(scales)] = scales.view(torch.uint8)
-                view.scale[len(scales) :] = 0
+                exponents = torch.cat([block["scale"].flatten().view(torch.uint8) for block in blocks])
+                view.scale[: len(exponents)] = exponents
+                view.scale[len(exponents) :] = 0
                 continue
-            view.scale.flatten().copy_(scale_values(scales) * view.kind.factor)
+            scales = torch.cat([scale_values(block["scale"]).flatten() for block in blocks])
+            view.scale.flatten().copy_(scales * view.kind.factor)
             if place.kind is FP8 and _has_nan(view.values):
                 view.scale.fill_(torch.nan)  # the kernel reads what is no number as one
 
@@ -140,20 +141,27 @@ def scaled_slot(
     return ScaledSlot(layout, shapes, dtype)
 
 
-def stays_scaled(format: WeightFormat, form: ExpertForm, dtype: torch.dtype) -> bool:
-    """Whether slots hold experts of a format as stored, as far as the config says, where they compute in `dtype`."""
+def stays_scaled(format: WeightFormat, form: ExpertForm, dtype: torch.dtype, declared: torch.dtype) -> bool:
+    """Whether slots hold experts of a format as stored, as far as the config says, where they compute in `dtype`.
+
+    Args:
+        declared: the model's own data type, which scales have where the format fixes none.
+    """
     matrices = [part.shape for part in form.parts if len(part.shape) == 2]
     if dtype != torch.bfloat16 or any(math.prod(shape) < MIN_ELEMENTS for shape in matrices):
         return False
-    columns = [shape[0] if form.up_transposed else shape[1] for shape in matrices]
-    rows = [shape[1] if form.up_transposed else shape[0] for shape in matrices]
+    rows, columns = ([shape[axis] for shape in matrices] for axis in (0, 1))
     if format.name == "mxfp4":
         kind, groups, shared = MXFP4, [GROUP] * 2, 1
+        if form.up_transposed:
+            rows, columns = columns, rows
     elif isinstance(format, Fp8Block | Scaled):
         block = format.block
         kind, groups, shared = FP8, [block[1]] * 2 if block else columns, block[0] if block else 1
-        if isinstance(format, Scaled) and not format.symmetric:
-            return False
+        if isinstance(format, Scaled):
+            by_column = format.strategy == "channel" and form.up_transposed  # an output is a column there
+            if by_column or not format.symmetric or declared == torch.float16:
+                return False
     else:
         return False
     blocks = (2 if rows[0] == 2 * columns[1] else 1, 1)  # gate and up are matrices of their own
@@ -181,21 +189,21 @@ def _scaling_of(layout: StoredLayout, part: int) -> _Place | None:
     if isinstance(codec, Mxfp4Codec):
         place = _Place(MXFP4, (rows, columns), 0, 0, GROUP, 1, rows * columns // GROUP + 4, transposed)
     elif isinstance(codec, Fp8BlockCodec | ScaledCodec):
-        kind = _KINDS.get(values[0].dtype)
+        kind = _KINDS.get(values[0].dtype) if len({field.dtype for field in values}) == 1 else None
+        if kind is None or (isinstance(codec, Fp8BlockCodec) and kind is INT8):
+            return None
+        if isinstance(codec, ScaledCodec) and any(field.dtype == torch.float16 for field in scales):
+            return None  # its library rounds such weights to float16 first, and the kernels do not
+        shared_by = {
+            codec.block or _shared_by(field.shape, size[0], columns) for field, size in zip(scales, sizes, strict=True)
+        }
+        if len(shared_by) != 1 or (block := shared_by.pop()) is None:
+            return None
+        shared, group = block
+        if columns % group or any(size[0] % shared for size in sizes):
+            return None
         numbers = [math.prod(field.shape) for field in scales]
-        if kind is None or scales[0].dtype == torch.float16 or (isinstance(codec, Fp8BlockCodec) and kind is INT8):
-            return None
-        if codec.block is not None:
-            shared, group = codec.block
-        else:
-            shared, group = (
-                (1, _group_of(columns, numbers[0], sizes[0][0])) if numbers[0] > 1 else (sizes[0][0], columns)
-            )
-        if not group or columns % group or any(size[0] % shared for size in sizes):
-            return None
         if any(number != size[0] // shared * (columns // group) for number, size in zip(numbers, sizes, strict=True)):
-            return None
-        if len({size[0] for size in sizes}) > 1 and shared == sizes[0][0] > 1 and codec.block is None:
             return None
         place = _Place(kind, (rows, columns), 0, 0, group, shared, sum(numbers), transposed)
     else:
@@ -204,10 +212,18 @@ def _scaling_of(layout: StoredLayout, part: int) -> _Place | None:
     return place if scaled_weight.multiplies(place.kind, columns, place.group) else None
 
 
-def _group_of(columns: int, numbers: int, rows: int) -> int:
-    """Columns that share a scale where a weight of so many rows has so many scales; 0 where they come out uneven."""
-    per_row, rest = divmod(numbers, rows)
-    return columns // per_row if per_row and not rest else 0
+def _shared_by(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, int] | None:
+    """Rows and columns that share a scale where scales of this shape are broadcast over a weight [rows, columns].
+
+    None for shapes of which the kernels take none, such as [1, columns]: a scale for each column.
+    """
+    if shape in ((), (1,), (1, 1)):
+        return rows, columns
+    if shape == (rows,):
+        return 1, columns
+    if len(shape) == 2 and shape[0] == rows and shape[1] and columns % shape[1] == 0:
+        return 1, columns // shape[1]
+    return None
 
 
 def _has_nan(values: torch.Tensor) -> bool:

@@ -139,12 +139,15 @@ class ExpertRuntime:
             self._pooled.begin_forward()
 
     def end_forward(self) -> None:
-        """The forward is over, complete or not."""
-        if self._info is not None:
+        """The forward is over, complete or not, and for the residency also where it could not hear of all events."""
+        if (info := self._info) is None:
+            return
+        try:
             self._hear()
-            self.residency.end_forward(self._info)
-            self.window.end(self._info, self.residency.counts)
+        finally:
             self._info = None
+            self.residency.end_forward(info)
+            self.window.end(info, self.residency.counts)
 
     def watch_products(self, layer: MoeLayer, on_products: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """Call `on_products` with the outputs [T, K, D] of a layer's chosen experts, before their weights."""

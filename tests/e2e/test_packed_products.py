@@ -1,5 +1,6 @@
 """Experts served as they are packed: the same bits under every budget and policy, and the model's own."""
 
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -207,6 +208,28 @@ def test_scaled_numbers_stay_as_they_are_stored(scaled: tuple[Path, Path]) -> No
             expected = unpacked.stacked(layer, torch.float32)
             for name, found in packed.stacked(layer, torch.float32).items():
                 assert torch.equal(found, expected[name].bfloat16().float())
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel"])
+def test_with_scales_of_float16_the_config_alone_says_what_slots_take(name: str, tmp_path: Path) -> None:
+    chosen = SCALED[name]
+    assert chosen is not None
+    config, writer = chosen
+
+    def halved(weight_name: str, weight: torch.Tensor) -> Any:
+        tensors, meant = writer(weight_name, weight)
+        return {key: made.half() if "scale" in key else made for key, made in tensors.items()}, meant
+
+    size = {"hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 1}
+    families.save("qwen3_moe", tmp_path / "dense", **size)
+    quantize(tmp_path / "dense", tmp_path / "m", config, lambda weight: halved if ".experts." in weight else None)
+    raw = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps(raw | {"dtype": "float16"}))
+    with Checkpoint.open(tmp_path / "m") as checkpoint:
+        files = checkpoint.expert_files(fastest=torch.bfloat16)
+        alone = Checkpoint.open(tmp_path / "m", weights=False).slot_bytes(torch.bfloat16)
+        assert files.slot_bytes == pytest.approx(alone, rel=0.02)
+        assert (files.slot_bytes < 1.1 * files.stored_bytes) == (name == "fp8_block")
 
 
 def test_what_is_no_number_is_not_read_as_one(tmp_path: Path) -> None:

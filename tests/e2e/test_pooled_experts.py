@@ -10,7 +10,7 @@ from moetool.caching._policy import build_policy
 from moetool.caching._residency import Residency
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import load_full, load_lazy
-from moetool.runtime.device_stores import fill_device
+from moetool.runtime.device_stores import begin_with, fill_device
 from moetool.runtime.expert_forward import ExpertRuntime
 from moetool.runtime.expert_store import open_store
 from moetool.types import ForwardInfo, Phase
@@ -112,6 +112,43 @@ def test_with_every_expert_in_its_slot_the_residency_hears_of_events_after_the_f
         events.append(steps)
     assert counts[0] == counts[1]
     assert events[0] == events[1]
+
+
+def test_a_residency_that_could_not_hear_of_events_hears_of_the_end_of_their_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families.save("qwen3_moe", tmp_path)
+    loaded = load_lazy(Checkpoint.open(tmp_path), torch.float32)
+    residency = Residency(build_policy("lru", loaded.spec, {}, loaded.spec.total_experts))
+    store = open_store(loaded, residency)
+    begin_with(range(loaded.spec.total_experts), residency, store)
+    eventually(lambda: all(store.holds(key, slot) for key, slot in residency.slot_of.items()))
+    runtime = ExpertRuntime(loaded, residency, store, pooled=True)
+    ended: list[int] = []
+    monkeypatch.setattr(residency.policy, "end_forward", lambda info: ended.append(info.forward_id))
+
+    def forward(number: int) -> torch.Tensor:
+        phases = (Phase.PREFILL,) * 4
+        info = ForwardInfo(forward_id=number, request_T=(0,) * 4, phase_T=phases, position_T=tuple(range(4)))
+        runtime.begin_forward(info)
+        with torch.inference_mode():
+            logits: torch.Tensor = loaded.model(torch.tensor([[3, 4, 5, 6]]), use_cache=False).logits
+        return logits
+
+    def broken(slots: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    before = forward(0)
+    with monkeypatch.context() as failing:
+        failing.setattr(store, "computed_together", broken)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            runtime.end_forward()
+    assert ended == [0]
+    assert torch.equal(forward(1), before)
+    runtime.end_forward()
+    assert ended == [0, 1]
+    assert [forward.info.forward_id for forward in runtime.window.forwards()] == [0, 1]
+    runtime.close()
 
 
 def test_a_device_with_room_for_all_is_filled_before_anything_is_asked_for(
