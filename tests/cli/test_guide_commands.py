@@ -13,7 +13,7 @@ from tests.command_line import exit_code
 from tests.documents import INSTEAD, blocks, cluster_of, commands
 from tests.servers import serving
 
-SHORT = {'"Qwen/Qwen3-30B-A3B"': "reference", "fit.max_epochs=2": "fit.max_epochs=1", **INSTEAD}
+SHORT = {'"Qwen/Qwen3-30B-A3B"': "reference", **INSTEAD}
 SERVERS = ("clinic", "court", "lab")
 
 
