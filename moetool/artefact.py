@@ -20,11 +20,11 @@ class Artefact:
 
     Attributes:
         KIND: first field of such a file, before its schema VERSION.
-        WHAT: it is called in messages.
-        COMMAND: makes one.
-        EXAMPLE: what else that may be given; without, its help is named.
+        WHAT: its name in messages.
+        COMMAND: the command that makes one.
+        EXAMPLE: arguments of that command, for messages (default: its --help is named).
         INDENT: of its JSON; None: one line.
-        spec: the model.
+        spec: shape of the model that it is for.
     """
 
     KIND: ClassVar[str]

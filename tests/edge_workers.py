@@ -110,12 +110,9 @@ class DrawnWorker:
 
     def change_holders(self, change: HoldersChange) -> bool:
         self._live()
-        if self.holders is None or self.holders.version != change.base:
+        if self.holders is None or (changed := change.applied_to(self.holders)) is None:
             return False
-        servers_LE = [list(servers_E) for servers_E in self.holders.servers_LE]
-        for (layer, expert), servers in change.servers.items():
-            servers_LE[layer][expert] = servers
-        self.holders = Holders(version=change.version, servers_LE=tuple(map(tuple, servers_LE)), peers=change.peers)
+        self.holders = changed
         return True
 
     def adopt_all(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert | str]:

@@ -253,7 +253,7 @@ def test_what_is_no_number_is_not_read_as_one(tmp_path: Path) -> None:
 
 
 def test_groups_of_different_sizes_are_unpacked(tmp_path: Path) -> None:
-    """What a `g_idx` may say, though no writer does."""
+    """A valid `g_idx` that no known writer makes."""
     config, writer = FORMATS["gptq_act_order"]
 
     def uneven(name: str, weight: torch.Tensor) -> Any:

@@ -63,14 +63,14 @@ def _listened(model: Path, slots: int, alpha: float) -> list[GateEvent]:
 
 
 def _told(events: list[GateEvent]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The scores [T, E] that were foretold of each layer but the first, and its own."""
+    """Predicted and true scores [T, E] of each layer but the first."""
     pairs = [(one, other) for one, other in pairwise(events) if other.layer == one.layer + 1]
     assert len(pairs) >= 8
     return [(one.resident_TE, other.scores_TE) for one, other in pairs]  # type: ignore[misc]
 
 
 def _right(events: list[GateEvent]) -> float:
-    """Share of the next layer's highest scores that were foretold, over prompts and new tokens."""
+    """Share of the next layer's highest scores that were predicted, over prompts and new tokens."""
     best = [[np.argsort(-scores_TE, axis=1)[:, :2] for scores_TE in pair] for pair in _told(events)]
     return float(np.mean([(said[:, :, None] == true[:, None]).any(2).mean() for said, true in best]))
 

@@ -54,15 +54,10 @@ class _Worker:
         self.holders.append(holders)
 
     def change_holders(self, change: HoldersChange) -> bool:
-        if not self.holders or self.holders[-1].version != change.base:
+        if not self.holders or (changed := change.applied_to(self.holders[-1])) is None:
             return False
-        servers_LE = [list(servers_E) for servers_E in self.holders[-1].servers_LE]
-        for (layer, expert), servers in change.servers.items():
-            servers_LE[layer][expert] = servers
         self.changes.append(change)
-        self.holders.append(
-            Holders(version=change.version, servers_LE=tuple(map(tuple, servers_LE)), peers=change.peers)
-        )
+        self.holders.append(changed)
         return True
 
     def adopt_all(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert | str]:

@@ -1,4 +1,4 @@
-"""What a server says of other policies on its own last events."""
+"""Replays of a server's last events under other policies."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""What a Ray head, or nobody, answers to this machine."""
+"""Checks of a Ray head from this machine, answered and unanswered."""
 
 import socket
 from collections.abc import Iterator

@@ -129,15 +129,10 @@ class PlacedRuntime(ExpertRuntime):
     def change_holders(self, change: HoldersChange) -> bool:
         """As `set_holders`; False, and nothing has changed, where this table is not the change's base."""
         with self._changing:
-            if self._holders.version != change.base:
+            if (changed := change.applied_to(self._holders)) is None:
                 return False
-            servers_LE = [list(servers_E) for servers_E in self._holders.servers_LE]
-            for (layer, expert), servers in change.servers.items():
-                servers_LE[layer][expert] = servers
             self._peers.update(change.peers)
-            self._holders = Holders(
-                version=change.version, servers_LE=tuple(map(tuple, servers_LE)), peers=change.peers
-            )
+            self._holders = changed
         return True
 
     def adopt_all(self, moves: Sequence[tuple[int, int, int]]) -> list[ArrivedExpert | str]:

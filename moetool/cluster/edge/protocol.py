@@ -106,6 +106,15 @@ class HoldersChange:
     servers: Mapping[tuple[int, int], tuple[int, ...]]
     peers: tuple[tuple[str, int] | None, ...]
 
+    def applied_to(self, holders: Holders) -> Holders | None:
+        """The placement after these changes; None where `holders` is not their base."""
+        if holders.version != self.base:
+            return None
+        servers_LE = [list(servers_E) for servers_E in holders.servers_LE]
+        for (layer, expert), servers in self.servers.items():
+            servers_LE[layer][expert] = servers
+        return Holders(version=self.version, servers_LE=tuple(map(tuple, servers_LE)), peers=self.peers)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovedRound:
