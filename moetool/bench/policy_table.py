@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moetool import tables
+from moetool.caching._changing import PolicyChoice
 from moetool.caching._policy import slots_within
 from moetool.errors import UsageError
 from moetool.json_files import JsonRecord
@@ -110,7 +111,7 @@ def _spelled(cell: PolicyCell | None) -> str:
 def _cells(trace: Trace, shares: Sequence[float], tokens: int) -> list[PolicyCell]:
     spec = trace.spec
     budgets = [max(2, round(share * spec.total_experts)) * spec.slot_bytes for share in shares]
-    setup = ReplaySetup(requests=_first(trace, tokens), pool="slots")
+    setup = ReplaySetup(requests=_first(trace, tokens), pool_unit="slots")
     names = servable(trace, None)
     found: list[PolicyCell] = []
     for share, budget in zip(shares, budgets, strict=True):
@@ -120,7 +121,7 @@ def _cells(trace: Trace, shares: Sequence[float], tokens: int) -> list[PolicyCel
         found += [_cell(trace, share, row.policy, row) for row in rows]
         if slots_within(spec, budget) >= spec.num_layers:
             rows = replay(trace, BY_LAYER, [budget], replace(setup, pool="layer"))
-            found += [_cell(trace, share, f"{row.policy} by layer", row) for row in rows]
+            found += [_cell(trace, share, PolicyChoice(row.policy, "layer").name, row) for row in rows]
     return found
 
 

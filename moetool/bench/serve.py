@@ -19,7 +19,6 @@ from moetool.bench.offload import open_offloaded, refusal
 from moetool.bench.serving_results import OFFLOADED, PLAIN, RESIDENT, Replayed, ServeBench, ServingLine, summarize
 from moetool.bench.serving_runs import ServingRun, Workload, run_engine, run_plain
 from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_stage
-from moetool.caching._layer_slots import SHARES
 from moetool.caching._policy import Policy, build_policy, parse_options, policy_class, slots_within
 from moetool.config import parse_bytes
 from moetool.errors import CapacityError
@@ -207,7 +206,7 @@ def _entries(
         predictor = stage.predictor if kind.uses(stage.predictor) else None
         rows: dict[int, ReplayRow] = {}
         if stage.part is not None and fitting:
-            setup = ReplaySetup(predictor=predictor, options={name: given}, pool=pool if pool in SHARES else "slots")
+            setup = ReplaySetup(predictor=predictor, options={name: given}, pool=pool, pool_unit="slots")
             made = replay(stage.part, [name], fitting, setup)
             rows = {row.budget_bytes: row for row in made}
         if kind.needs_future:

@@ -14,10 +14,10 @@ import torch
 from moetool.bench.forced_routes import CutPredictor, ForcedRoutes, bench_spec, choose, write_part
 from moetool.bench.random_checkpoint import random_checkpoint, remove_checkpoint
 from moetool.bench.serving_runs import Workload
-from moetool.caching._layer_slots import SHARES, equal_slots
+from moetool.caching._layer_slots import SHARES, equal_slots, require_pool_form
 from moetool.caching._policy import Policy
 from moetool.config import Span, require_within
-from moetool.errors import UsageError, unknown_name
+from moetool.errors import UsageError
 from moetool.learning.predictor import load_predictor
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.loading import LoadedModel, load_lazy, parse_device, parse_dtype, use_threads
@@ -80,8 +80,7 @@ class ServingBenchOptions:
         one, part = Span(1), Span(0, 1, above=True, below=True)
         require_within(self, "bench.", rounds=one, requests=one, new_tokens=Span(2), threads=Span(0), io_threads=one)
         require_within(self, "bench.", prompt_share=part, prefill_chunk=one)
-        if self.pool not in ("one", *SHARES):
-            raise unknown_name("bench.pool", self.pool, ("one", *SHARES))
+        require_pool_form("bench.pool", self.pool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

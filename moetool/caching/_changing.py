@@ -18,7 +18,7 @@ class PolicyChoice:
 
     Attributes:
         policy: its name.
-        pool: `one` for all layers, `layer` or `mixed` (`moetool.caching._layer_slots.SHARES`).
+        pool: `one` for all layers, `layer` or `mixed` (`moetool.caching._layer_slots.POOL_FORMS`).
     """
 
     policy: str

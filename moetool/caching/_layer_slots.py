@@ -1,14 +1,22 @@
 """Slots guaranteed to each layer: equal, half of that, or by the hits they gain."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from moetool.errors import CapacityError
+from moetool.errors import CapacityError, unknown_name
 from moetool.types import ModelSpec
 
 SHARES = {"layer": 1.0, "mixed": 0.5}
 """Forms of a pool in which layers have slots of their own, and the share of the slots that is guaranteed."""
+POOL_FORMS = {"one": "one pool", "layer": "equal slots per layer", "mixed": "half of the slots per layer"}
+"""Every form of a pool that serves, as options name it, in words for tables."""
+
+
+def require_pool_form(name: str, form: str, known: Collection[str] = tuple(POOL_FORMS)) -> None:
+    """Raises: UsageError where the option of this name has an unknown form of a pool."""
+    if form not in known:
+        raise unknown_name(name, form, known)
 
 
 def equal_slots(spec: ModelSpec, num_slots: int, share: float = 1.0) -> tuple[int, ...]:

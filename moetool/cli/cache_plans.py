@@ -57,7 +57,7 @@ def plan_cache(
         str,
         typer.Option(
             help="Form of the expert pool: one (shared by all layers), layer (equal slots per layer), mixed (half "
-            "of the slots per layer), reuse (slots per layer by hits gained), auto (the best)."
+            "of the slots per layer, the rest shared), reuse (slots per layer by hits gained), auto (the best)."
         ),
     ] = "auto",
     tune: Annotated[

@@ -41,8 +41,15 @@ def replay(
     pool: Annotated[
         str,
         typer.Option(
-            help="Form of the expert pool: slots or bytes (shared by all layers), layer (equal slots per layer), "
-            "mixed (half of the slots per layer), auto (bytes for imported traces, else slots)."
+            help="Form of the expert pool: one (shared by all layers), layer (equal slots per layer), mixed (half of "
+            "the slots per layer, the rest shared)."
+        ),
+    ] = "one",
+    pool_unit: Annotated[
+        str,
+        typer.Option(
+            help="Unit of the capacity of one pool: slots (as large as the largest expert), bytes (each expert takes "
+            "its own size), auto (bytes for imported traces, else slots)."
         ),
     ] = "auto",
     settings: Annotated[
@@ -60,7 +67,7 @@ def replay(
     if order not in orders:
         raise UsageError(f"unknown --order {order!r}: known are {', '.join(orders)}")
     source = open_trace(trace)
-    budgets = [parse_bytes(text, whole_bytes(source, pool)) for text in listed(budget)]
+    budgets = [parse_bytes(text, whole_bytes(source, pool, pool_unit)) for text in listed(budget)]
     asked, options = listed(policy), parse_settings(settings)
     devices = options.pop("devices", 1)
     if type(devices) is not int or devices < 1:
@@ -78,6 +85,7 @@ def replay(
             sequential=orders[order],
             options=options,
             pool=pool,
+            pool_unit=pool_unit,
             profile=costs,
             timeline=timeline,
             devices=devices,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from moetool import tables
+from moetool.caching._changing import PolicyChoice
 from moetool.json_files import JsonRecord
 from moetool.report.sheet import Section, render_sheet
 from moetool.tables import TextTable
@@ -14,6 +15,7 @@ _PAYS = 1.05
 _STABLE = 0.05
 _COLUMNS = ("memory", "slots", "pool", "best policy", "hit rate", "Belady", "pinned", "loads / token", "prefetching")
 _LEGEND = (
+    "pool: one for all layers, or layer: equal slots per layer",
     "hit rate: share of needed experts that were resident, from an empty pool; Belady: the bound",
     "pinned: the most used experts stay resident; their first loads are not counted, so it may exceed Belady",
     "loads / token: experts loaded on demand by the best policy (by Belady)",
@@ -50,7 +52,10 @@ def _cache(advice: Advice) -> Answer | None:
     known = [line for line in advice.lines if line.hit_rate is not None]
     if not known:
         return None
-    parts = [f"{line.policy} at {_share(line)} ({_percent(line.hit_rate)} hits)" for line in known]
+    parts = [
+        f"{PolicyChoice(line.policy or '', line.pool).name} at {_share(line)} ({_percent(line.hit_rate)} hits)"
+        for line in known
+    ]
     return Answer(question="Which cache policy?", answer=", ".join(parts), evidence=_where(advice, replayed=True))
 
 

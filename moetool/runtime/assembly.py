@@ -14,11 +14,11 @@ from moetool import durable
 from moetool.cache_plan import CachePlan, PrefetchLimits
 from moetool.caching._changing import PolicyChanges, PolicyChoice
 from moetool.caching._devices import Learners, Pool, build_policies, open_pool, split_slots, without_pinned
-from moetool.caching._layer_slots import SHARES, equal_slots, scaled_down
+from moetool.caching._layer_slots import SHARES, equal_slots, require_pool_form, scaled_down
 from moetool.caching._policy import MIN_SLOTS, build_policy, policy_class
 from moetool.caching._residency import Residency
 from moetool.config import POSITIVE, Span, require_within
-from moetool.errors import CapacityError, MismatchError, UsageError, unknown_name
+from moetool.errors import CapacityError, MismatchError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.models.families import require_substitutable
 from moetool.models.loading import CPU, LoadedModel, load_lazy, parse_devices, parse_dtype, use_threads
@@ -117,8 +117,7 @@ class ServeOptions:
     log_segment_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.pool not in ("one", *SHARES):
-            raise unknown_name("pool", self.pool, ("one", *SHARES))
+        require_pool_form("pool", self.pool)
         require_within(self, **{name: Span(least) for name, least in _LEAST.items()})
         require_within(self, max_prompt_wait=Span(0, below=True), oracle_s=Span(0, below=True), log_segment_s=POSITIVE)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from moetool.caching._layer_slots import POOL_FORMS
 from moetool.caching._policy import MIN_SLOTS
 from moetool.config import parse
 from moetool.errors import CapacityError, UsageError
@@ -119,8 +120,9 @@ def choose(
         ("KV cache", f"{split.kv_tokens:,} tokens", split.why["kv_tokens"]),
         ("prefill chunk", f"{split.chunk_tokens:,} tokens", split.why["chunk_tokens"]),
     ]
-    shape = {"layer": ", equal slots per layer", "mixed": ", half of the slots per layer"}
-    choices.append(("policy", policy + shape.get(chosen.get("pool", ""), ""), why.get("policy", "as set")))
+    form = chosen.get("pool", "one")
+    shape = "" if form == "one" else f", {POOL_FORMS.get(form, form)}"
+    choices.append(("policy", policy + shape, why.get("policy", "as set")))
     if chosen.get("host_memory_bytes"):
         choices.append(("host memory", count(chosen["host_memory_bytes"], "B"), why["host_memory_bytes"]))
     return ServeSetup(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from moetool.caching._changing import PolicyChoice
 from moetool.caching._policy import MIN_SLOTS
 from moetool.config import SHARE, Span, require_within
 from moetool.errors import UsageError
@@ -37,8 +38,8 @@ BANDWIDTHS: dict[str, float] = {
     "sata": 0.5e9,
 }
 DEVICE_MEMORY_BYTES_S = 1e12
-POOLS = {"auto": "one for all layers", "layer": "slots for each layer"}
-"""Forms of the pool that are compared, by their names in a replay."""
+POOLS = ("one", "layer")
+"""Forms of the pool that are compared."""
 BOUND = "belady"
 
 
@@ -96,7 +97,7 @@ class MemoryLine:
     Attributes:
         share: memory as a share of all experts; `budget_bytes` and `slots` the same in bytes and whole experts.
         pinned: hit rate of pinning the most used experts, by counts.
-        pool: form of the pool.
+        pool: form of the pool (`POOLS`).
         policy: the best policy on the requests of the choice; None for counts.
         hit_rate_chosen, hit_rate, bound: of that policy on those requests and on held-out ones, and Belady's on these.
         loads, bound_loads: experts loaded per decoded token, by that policy and by Belady; None without decoded tokens.
@@ -109,7 +110,7 @@ class MemoryLine:
     budget_bytes: int
     slots: int
     pinned: float
-    pool: str = POOLS["auto"]
+    pool: str = POOLS[0]
     policy: str | None = None
     hit_rate_chosen: float | None = None
     hit_rate: float | None = None
@@ -296,8 +297,8 @@ def _replayed(
             for pool in POOLS:
                 on_progress("replaying", len(rows) + len(shown), 4 * len(lines) * len(names) + len(lines))
                 setup = ReplaySetup(requests=requests, sequential=sequential, pool=pool)
-                asked = [name for name in policies if pool == "auto" or name != BOUND]
-                held = [budget for budget in budgets if pool == "auto" or budget >= layered]
+                asked = [name for name in policies if pool == "one" or name != BOUND]
+                held = [budget for budget in budgets if pool == "one" or budget >= layered]
                 for row in replay(trace, asked, held, setup) if held else ():
                     found[row.budget_bytes, row.policy, pool] = row
     affinity = AffinityCounts(trace, used)
@@ -327,7 +328,7 @@ def _line(
     ahead: Lookahead | None,
     options: AdviceOptions,
 ) -> MemoryLine:
-    spec, shown, bound = trace.spec, found[choice.policy, pool], found[BOUND, "auto"]
+    spec, shown, bound = trace.spec, found[choice.policy, pool], found[BOUND, "one"]
     active = sum(k * size for k, size in zip(spec.top_k_L, spec.expert_bytes_L, strict=True))
     compute_s = options.compute_s or active / DEVICE_MEMORY_BYTES_S
     links = []
@@ -341,17 +342,14 @@ def _line(
         budget_bytes=line.budget_bytes,
         slots=shown.slots,
         pinned=line.pinned,
-        pool=POOLS[pool],
+        pool=pool,
         policy=choice.policy,
         hit_rate_chosen=choice.counts.hit_rate,
         hit_rate=shown.counts.hit_rate,
         bound=bound.counts.hit_rate,
         loads=shown.loads_per_decode_token if decodes else None,
         bound_loads=bound.loads_per_decode_token if decodes else None,
-        rows={
-            name if form == "auto" else f"{name}, {POOLS[form]}": row.counts.hit_rate
-            for (name, form), row in found.items()
-        },
+        rows={PolicyChoice(name, form).name: row.counts.hit_rate for (name, form), row in found.items()},
         lookahead=ahead,
         prefetch=tuple(links),
     )

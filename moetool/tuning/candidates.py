@@ -115,7 +115,7 @@ class Candidates:
         self._names = list(names) if names else servable(trace, setup.predictor)
         if profile is not None:
             self.options = with_host_costs(self._names, self.options, Prices(profile, trace.spec, timeline))
-        self._setup = replace(setup, options=self.options, pool="slots")
+        self._setup = replace(setup, options=self.options, pool_unit="slots")
         self._predictor_bytes = predictor_bytes
         self._rows: dict[int, list[ReplayRow]] = {}
         self._mispriced: dict[str, str] = {}

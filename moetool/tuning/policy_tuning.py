@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moetool.cache_plan import PrefetchLimits
-from moetool.caching._layer_slots import SHARES, by_value, equal_slots
+from moetool.caching._layer_slots import POOL_FORMS, SHARES, by_value, equal_slots, require_pool_form
 from moetool.caching._policy import MIN_SLOTS, parse_options, policy_class, slots_within
-from moetool.errors import unknown_name
 from moetool.tuning.candidates import Candidates, best, sees_far_enough
 from moetool.tuning.replay import ReplayRow
 
-FORMS = ("auto", "one", *SHARES, "reuse")
+FORMS = ("auto", *POOL_FORMS, "reuse")
 _FARTHEST = 4
 _PINNED_SHARES = (8, 4, 2)  # one n-th of the slots
 _LEAST_RECALL = 0.5
@@ -74,8 +73,7 @@ def divide(candidates: Candidates, budget_bytes: int, base: PolicySetup, pool: s
     Raises:
         UsageError: an unknown form.
     """
-    if pool not in FORMS:
-        raise unknown_name("pool", pool, FORMS)
+    require_pool_form("pool", pool, FORMS)
     names = [
         name for name in candidates.fitting(budget_bytes) if name == base.row.policy or not candidates.predicts(name)
     ]

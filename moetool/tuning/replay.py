@@ -15,7 +15,7 @@ from moetool.cache_plan import PrefetchLimits
 from moetool.caching._changing import PolicyChanges, PolicyChoice
 from moetool.caching._decision_digest import DecisionDigest
 from moetool.caching._devices import build_policies, open_pool, split_bytes, split_slots, without_pinned
-from moetool.caching._layer_slots import SHARES, equal_slots, scaled_down
+from moetool.caching._layer_slots import POOL_FORMS, SHARES, equal_slots, require_pool_form, scaled_down
 from moetool.caching._policy import Policy, SharedPredictor, policy_class, slots_within
 from moetool.caching._residency import Counts, Residency, Step, StepKind
 from moetool.config import parse
@@ -31,7 +31,7 @@ from moetool.types import ForwardInfo, GateEvent, ModelSpec, Phase
 
 SERVED = "served"
 """In place of a policy: those that were in charge of the server whose log it is, each from its forward on."""
-POOLS = ("auto", "slots", "bytes", *SHARES)
+POOL_UNITS = ("auto", "slots", "bytes")
 DEFAULT_MACHINE = TimelineOptions()
 
 
@@ -140,9 +140,9 @@ class ReplaySetup:
         requests: only these requests; all by default.
         options: values for the `Options` of policies, by the policy's name. A profile gives the costs of host and
             link to policies that weigh them.
-        pool: `slots` that each hold any expert, as in our server; `bytes`, where each expert takes its own size;
-            `auto`: bytes where the trace was imported; `layer` and `mixed`: slots, of which each layer is guaranteed
-            the same number, with all or half of the slots. A policy that knows the future has one pool always.
+        pool: its form (`moetool.caching._layer_slots.POOL_FORMS`). A policy that knows the future has one pool always.
+        pool_unit: of the capacity of one pool for all layers: `slots` that each hold any expert, as in our server;
+            `bytes`, where each expert takes its own size; `auto`: bytes where the trace was imported, else slots.
         layer_slots: guaranteed to each layer instead (`moetool.caching._residency.Residency`).
         limits: of prefetching, for every policy.
         pinned: keys of experts that take a slot each of every budget and keep it; a policy gets the slots that are
@@ -158,7 +158,8 @@ class ReplaySetup:
     sequential: bool | None = None
     requests: frozenset[int] | None = None
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    pool: str = "auto"
+    pool: str = "one"
+    pool_unit: str = "auto"
     layer_slots: Sequence[int] = ()
     limits: PrefetchLimits | None = None
     pinned: Collection[int] = ()
@@ -243,18 +244,26 @@ def decisions(
         run.end(info, ended)
 
 
-def pools_bytes(trace: Trace, pool: str) -> bool:
-    """Whether `pool` (see `ReplaySetup`) means bytes for this trace. Raises: UsageError for an unknown kind of pool."""
-    if pool not in POOLS:
-        raise unknown_name("pool", pool, POOLS)
-    wanted = pool == "bytes" or (pool == "auto" and "imported" in trace.manifest["provenance"])
-    return wanted and len(set(trace.spec.expert_bytes_L)) > 1  # of one size, both come to the same
+def pools_bytes(trace: Trace, pool: str = "one", pool_unit: str = "auto") -> bool:
+    """Whether the capacity of such a pool (see `ReplaySetup`) is in bytes.
+
+    Raises:
+        UsageError: an unknown form or unit, or bytes for a pool with slots per layer.
+    """
+    require_pool_form("pool", pool)
+    if pool_unit not in POOL_UNITS:
+        raise unknown_name("pool unit", pool_unit, POOL_UNITS)
+    if pool != "one" and pool_unit == "bytes":
+        raise UsageError(f"pool {pool} counts slots and pool unit is bytes; use pool one or pool unit slots")
+    wanted = pool_unit == "bytes" or (pool_unit == "auto" and "imported" in trace.manifest["provenance"])
+    return pool == "one" and wanted and len(set(trace.spec.expert_bytes_L)) > 1  # of one size, both come to the same
 
 
-def whole_bytes(trace: Trace, pool: str = "auto") -> int:
-    """The budget that holds every expert of the model."""
+def whole_bytes(trace: Trace, pool: str = "one", pool_unit: str = "auto") -> int:
+    """The budget that holds every expert of the model. Raises: UsageError as for `pools_bytes`."""
     spec = trace.spec
-    return spec.all_experts_bytes if pools_bytes(trace, pool) else spec.total_experts * spec.slot_bytes
+    in_bytes = pools_bytes(trace, pool, pool_unit)
+    return spec.all_experts_bytes if in_bytes else spec.total_experts * spec.slot_bytes
 
 
 class _Source:
@@ -405,7 +414,7 @@ def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
     for i, row in enumerate(found):
         at = f"manifest.provenance.changes.{i}"
         whole = isinstance(row, list) and len(row) == 3 and type(row[0]) is int and isinstance(row[1], str)
-        whole = whole and row[2] in ("one", *SHARES)
+        whole = whole and row[2] in tuple(POOL_FORMS)  # the value may be unhashable
         check.require(whole, at, row, "a forward, a policy and the form of its pool")
         check.require_whole(f"{at}.0", row[0], changes[-1][0] if changes else 0)
         plain = policy_class(row[1]).needs <= {"experts"}
@@ -414,7 +423,8 @@ def _as_served(trace: Trace, setup: ReplaySetup) -> tuple[str, ReplaySetup]:
     return name, replace(
         setup,
         options={**setup.options, name: options},
-        pool="slots",
+        pool="one",
+        pool_unit="slots",
         layer_slots=tuple(slots),
         pinned=tuple(pinned),
         limits=parse(PrefetchLimits, prefetch, "manifest.provenance.prefetch"),
@@ -469,7 +479,7 @@ def _layer_slots(policy: Policy, setup: ReplaySetup) -> Sequence[int]:
 def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], setup: ReplaySetup) -> list[_Run]:
     """Make a run of each policy and budget; refuses what cannot be replayed before any forward is read."""
     spec, predictor, devices = source.trace.spec, setup.predictor, setup.devices
-    in_bytes = pools_bytes(source.trace, setup.pool)
+    in_bytes = pools_bytes(source.trace, setup.pool, setup.pool_unit)
     prices = None if setup.profile is None else Prices(setup.profile, spec, setup.timeline)
     kinds = {name: policy_class(name) for name in policies}
     options = with_host_costs(policies, setup.options, prices)
@@ -482,7 +492,7 @@ def _prepare(source: _Source, policies: Sequence[str], budgets: Sequence[int], s
     if predictor is not None:
         source.trace.require(predictor.needs, "the predictor")
     if setup.pinned and in_bytes:
-        raise UsageError("a pool in bytes has no slots to pin experts to; replay it with --pool slots")
+        raise UsageError("a pool in bytes has no slots to pin experts to; replay it with pool unit slots")
     slots = [slots_within(spec, budget) for budget in budgets]
     shared = _shared(predictor, policies)
     future = None

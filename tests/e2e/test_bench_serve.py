@@ -135,8 +135,8 @@ def test_counts_are_those_of_replay_for_every_policy(folder: Path, subject: Subj
     budgets = [made.experts_bytes // 4, made.experts_bytes * 3 // 4]
     options = {"lfu": {"forget": True}}
     fitting = [name for name in POLICIES if name != "moesys"]
-    rows = replay(part, fitting, budgets, ReplaySetup(predictor=predictor, options=options, pool="slots"))
-    rows += replay(part, ["moesys"], budgets[1:], ReplaySetup(pool="slots"))
+    rows = replay(part, fitting, budgets, ReplaySetup(predictor=predictor, options=options, pool_unit="slots"))
+    rows += replay(part, ["moesys"], budgets[1:], ReplaySetup(pool_unit="slots"))
     by_name = {(row.policy, row.budget_bytes): row for row in rows}
     for line in served:
         row = by_name[line.policy, line.budget_bytes or 0]

@@ -223,12 +223,12 @@ def test_what_devices_learn_is_kept_for_as_many(name: str, tmp_path: Path) -> No
                 restore_state(file, name, others[0] if number == 1 else Learners(others))
 
 
-@pytest.mark.parametrize("pool", ["slots", "bytes"])
+@pytest.mark.parametrize("unit", ["slots", "bytes"])
 @pytest.mark.parametrize("name", ["lru", "belady", "duoserve", "layerwise"])
-def test_replay_shares_the_budget_out(name: str, pool: str, tmp_path: Path) -> None:
+def test_replay_shares_the_budget_out(name: str, unit: str, tmp_path: Path) -> None:
     spec = make_spec(layers=3, experts=8, top_k=2, expert_bytes=(1000, 800, 600))
     trace = write_trace(tmp_path / "t", spec, num_requests=4, new_tokens=6)
-    alone = ReplaySetup(predictor=MadeUpPredictor(spec), pool=pool)
+    alone = ReplaySetup(predictor=MadeUpPredictor(spec), pool_unit=unit)
     shared = replace(alone, devices=2)
     (one,) = replay(trace, [name], [17_000], alone)
     (same,) = replay(trace, [name], [17_000], replace(alone, devices=1))
@@ -245,7 +245,7 @@ def test_replay_shares_the_budget_out(name: str, pool: str, tmp_path: Path) -> N
             for device in range(2):
                 most[device] = max(most[device], sum(key % 2 == device for key in held.values()))
     assert digest.hexdigest() == two.digest
-    if pool == "slots":
+    if unit == "slots":
         assert max(most) <= 9 and two.slots == {"duoserve": 4}.get(name, 17)
     else:
         assert split_bytes(spec, 17_000, 2) == [8, 8]

@@ -143,7 +143,7 @@ def test_pinned_experts_are_hits_from_the_first_event_on(trace: Trace) -> None:
 def test_pinning_in_a_pool_in_bytes_is_refused(tmp_path: Path) -> None:
     made = write_trace(tmp_path / "t", make_spec(expert_bytes=[1_000, 500, 500]))
     with pytest.raises(UsageError, match="a pool in bytes has no slots to pin"):
-        replay(made, ["lru"], [10_000], ReplaySetup(pool="bytes", pinned=[0]))
+        replay(made, ["lru"], [10_000], ReplaySetup(pool_unit="bytes", pinned=[0]))
 
 
 def test_tuning_pins_what_helps_and_shows_it_on_other_requests(trace: Trace) -> None:

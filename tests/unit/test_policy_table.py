@@ -25,8 +25,8 @@ def test_cells_are_what_a_replay_gives(folders: list[Path]) -> None:
     assert len(cells) == len(made.cells)
     assert {trace for trace, _, _ in cells} == {"a", "b"}
     trace = Trace(folders[1])
-    for pool, name in (("slots", "lru"), ("layer", "lru by layer")):
-        (row,) = replay(trace, ["lru"], [16 * trace.spec.slot_bytes], ReplaySetup(pool=pool))
+    for pool, name in (("one", "lru"), ("layer", "lru by layer")):
+        (row,) = replay(trace, ["lru"], [16 * trace.spec.slot_bytes], ReplaySetup(pool=pool, pool_unit="slots"))
         cell = cells["b", name, 0.5]
         assert (cell.slots, cell.needed, cell.hit_rate) == (16, row.counts.needed, row.counts.hit_rate)
         assert cell.loaded == row.counts.loads / row.counts.needed

@@ -132,7 +132,7 @@ def test_a_change_holds_from_the_forward_that_the_server_counted(tmp_path: Path)
     trace = _log(tmp_path / "log", changes=[[14, "lfu", "layer"]])
     late, early = (ReplaySetup(requests=frozenset(requests)) for requests in ((2, 3), (0, 1)))
     assert replay(trace, ["served"], [9000], late)[0].digest == _digest(trace, "lfu", late, "layer")
-    assert replay(trace, ["served"], [9000], early)[0].digest == _digest(trace, "lru", early, "slots")
+    assert replay(trace, ["served"], [9000], early)[0].digest == _digest(trace, "lru", early, "one")
 
 
 def _digest(trace: Trace, policy: str, setup: ReplaySetup, pool: str) -> str:
@@ -200,19 +200,23 @@ def test_a_profile_that_does_not_say_what_the_policy_costs_is_refused(trace: Tra
 
 
 def test_a_pool_in_bytes_is_never_larger_than_its_budget_and_holds_more(trace: Trace) -> None:
-    (slots,), (in_bytes,) = (replay(trace, ["lru"], [9000], ReplaySetup(pool=pool)) for pool in ("slots", "bytes"))
+    (slots,), (in_bytes,) = (replay(trace, ["lru"], [9000], ReplaySetup(pool_unit=unit)) for unit in ("slots", "bytes"))
     assert replay(trace, ["lru"], [9000]) == [slots]  # a trace of our own
     assert in_bytes.counts.hit_rate > slots.counts.hit_rate
-    everything = whole_bytes(trace, "bytes")
+    everything = whole_bytes(trace, pool_unit="bytes")
     assert (everything, whole_bytes(trace)) == (8 * 2400, 24 * 1000)
-    whole, less = replay(trace, ["lru"], [everything, everything - 1], ReplaySetup(pool="bytes"))
+    whole, less = replay(trace, ["lru"], [everything, everything - 1], ReplaySetup(pool_unit="bytes"))
     assert whole.counts.missed <= 24 < less.counts.missed
     with pytest.raises(UsageError, match="did you mean 'bytes'"):
-        replay(trace, ["lru"], [9000], ReplaySetup(pool="byte"))
+        replay(trace, ["lru"], [9000], ReplaySetup(pool_unit="byte"))
+    with pytest.raises(UsageError, match=r"unknown pool 'slots': .*known: layer, mixed, one"):
+        replay(trace, ["lru"], [9000], ReplaySetup(pool="slots"))
+    with pytest.raises(UsageError, match="pool layer counts slots"):
+        replay(trace, ["lru"], [9000], ReplaySetup(pool="layer", pool_unit="bytes"))
 
 
 def test_a_policy_that_takes_few_slots_gets_few_bytes(trace: Trace) -> None:
     predictor = MadeUpPredictor(trace.spec)
-    few, many = replay(trace, ["duoserve"], [2000, 9000], ReplaySetup(predictor=predictor, pool="bytes"))
+    few, many = replay(trace, ["duoserve"], [2000, 9000], ReplaySetup(predictor=predictor, pool_unit="bytes"))
     assert few.slots == many.slots == 2
     assert few.digest == many.digest
