@@ -23,7 +23,7 @@ class Acceptor:
         serve: is given each connection; it ends when this returns or raises `LinkError`.
         limit_bytes: of a message.
         most: connections at a time; others are closed at once.
-        rest_s: that `close` waits for calls under way.
+        rest_s: that `close` waits for calls under way, all together.
 
     Effects: owns the socket; starts a thread. `close` ends all of them.
     """
@@ -59,8 +59,9 @@ class Acceptor:
             left = dict(self._open)
         for connection in left:
             connection.close()
+        by = time.monotonic() + self._rest_s
         for thread in left.values():
-            thread.join(self._rest_s)
+            thread.join(max(0.0, by - time.monotonic()))
 
     def _accept(self) -> None:
         while not self._closed:

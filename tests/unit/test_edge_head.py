@@ -96,6 +96,7 @@ class _Processes:
         self.may_start.set()
         self.killed: list[int] = []
         self.fails_to_start = Counter[int]()
+        self.loses_answers_to = ""
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -112,7 +113,10 @@ class _Processes:
         if worker.hangs:
             time.sleep(timeout_s)
             raise MoetoolError(f"server {n} did not answer")
-        return getattr(worker, method)(*args)
+        answer = getattr(worker, method)(*args)
+        if method == self.loses_answers_to:
+            raise MoetoolError(f"server {n} did not answer {method}")
+        return answer
 
     def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None:
         self.may_start.wait(20)
@@ -231,6 +235,25 @@ def test_a_round_of_moves_is_told_twice_and_by_what_has_changed(start: Callable[
     assert "s0 is the only one" in str(made.failed[0][2]) and str(made.failed[1][2]) == "full"
     assert cluster.agree() and cluster.processes[0].held == {(1, 0), (1, 1)}
     assert len(worker.holders) == heard + 2  # before the drops; nothing has arrived
+
+
+@pytest.mark.parametrize("method", ["adopt_all", "adopt"])
+def test_an_expert_that_arrived_though_nobody_heard_of_it_is_known(start: Callable[..., _Cluster], method: str) -> None:
+    cluster = start(HALVES, 6)
+    cluster.processes.loses_answers_to = method
+    if method == "adopt_all":
+        assert [at for _, at, _ in cluster.head.move([], [(1, (0, 0), 0)]).failed] == [(0, 0)]
+    else:
+        with pytest.raises(MoetoolError, match="did not answer adopt"):
+            cluster.head.adopt(1, 0, 0, 0)
+    assert (0, 0) in cluster.processes[1].held
+    eventually(lambda: (0, 0) in cluster.head.held()[1] and cluster.agree())
+
+
+def test_an_expert_that_a_server_no_longer_holds_is_read_again(start: Callable[..., _Cluster]) -> None:
+    cluster = start(HALVES, 6)
+    cluster.processes[1].held.discard((0, 2))  # and nobody else has it
+    eventually(lambda: cluster.covered() == ALL and cluster.agree())
 
 
 @pytest.mark.parametrize("hangs", [False, True])

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -311,6 +312,17 @@ def test_a_scheduler_that_is_started_again_goes_on_where_it_was(tmp_path: Path) 
     world.start()
     world.step()
     assert len(world.scheduler.chronicle.decisions) == decided  # the interval goes on, too
+
+
+def test_an_error_that_stays_is_met_once_in_a_report() -> None:
+    class Broken:
+        def stats(self) -> Any:
+            raise RuntimeError("a bug")
+
+    scheduler = Scheduler(SPEC, CLUSTER, SchedulerOptions(poll_s=5.0))
+    with pytest.raises(RuntimeError):
+        scheduler.on_tick(Broken())  # type: ignore[arg-type]
+    assert scheduler.tick_s == 5.0
 
 
 def test_state_of_something_else_is_refused(tmp_path: Path) -> None:

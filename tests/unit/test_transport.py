@@ -229,6 +229,26 @@ def test_a_listener_is_closed_while_calls_wait() -> None:
         idle.close()
 
 
+def test_calls_that_do_not_end_keep_a_listener_from_closing_only_once() -> None:
+    over = threading.Event()
+
+    def wait(message: Frame) -> Frame:
+        over.wait(20)
+        return message
+
+    listener = Listener(listen("127.0.0.1"), TOKEN, wait, rest_s=0.3)
+    channels = [Channel(1, listener.address, TOKEN, caller=0) for _ in range(5)]
+    for channel in channels:
+        channel.call({}, timeout_s=5)
+    time.sleep(0.2)
+    began = time.monotonic()
+    listener.close()
+    assert time.monotonic() - began < 1.0  # and not a wait for each
+    over.set()
+    for channel in channels:
+        channel.close()
+
+
 def test_a_port_in_use_is_said() -> None:
     with _listener() as listener, pytest.raises(MoetoolError, match=r"cannot listen for peers on 127.0.0.1 port \d+"):
         sock = listen("127.0.0.1", listener.address[1])

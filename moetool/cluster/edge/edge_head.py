@@ -8,7 +8,7 @@ the plan.
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -97,6 +97,8 @@ class EdgeHead:
         self._ports = [own.port for own in settings]
         self._was_there = [False] * len(settings)
         self._mending = threading.Lock()
+        self._counting = threading.Lock()
+        self._moves_begun = self._moves_under_way = 0
         self._telling = [threading.Lock() for _ in settings]
         self._told = [-1] * len(settings)  # version of the table that each has heard
         self._died = [threading.Event() for _ in settings]
@@ -163,12 +165,14 @@ class EdgeHead:
 
         Raises: as `PlacedRuntime.adopt` of the server, and MoetoolError where the server is not there.
         """
-        moved: ArrivedExpert = self._ask(server, "adopt", layer, expert, source)
-        _LOG.info(
-            "server %s adopted expert %d of MoE layer %d in %.3g s", self.names[server], expert, layer, moved.seconds
-        )
-        self._table.moved_in(server, (layer, expert))
-        self.publish()
+        with self._moving():
+            moved: ArrivedExpert = self._ask(server, "adopt", layer, expert, source)
+            _LOG.info(
+                "server %s adopted expert %d of MoE layer %d in %.3g s",
+                *(self.names[server], expert, layer, moved.seconds),
+            )
+            self._table.moved_in(server, (layer, expert))
+            self.publish()
         return moved
 
     def drop(self, server: int, layer: int, expert: int) -> None:
@@ -177,9 +181,10 @@ class EdgeHead:
         Raises:
             MoetoolError: nobody else holds it now, or the server is not there.
         """
-        self._table.move_out(server, (layer, expert))
-        self.publish()
-        self._ask(server, "drop", layer, expert)
+        with self._moving():
+            self._table.move_out(server, (layer, expert))
+            self.publish()
+            self._ask(server, "drop", layer, expert)
         _LOG.info("server %s dropped expert %d of MoE layer %d", self.names[server], expert, layer)
 
     def move(self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MovedRound:
@@ -189,6 +194,17 @@ class EdgeHead:
             drops: (server, place); one is refused where nobody else has the expert.
             copies: (server, place, source); -1: the server's own disk.
         """
+        with self._moving():
+            return self._move(drops, copies)
+
+    def publish(self) -> None:
+        """Tell all servers who holds what; returns when those that are there have heard it."""
+        self._table.holders(newer=True)
+        _at_once(self._tell, len(self.names))
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _move(self, drops: Sequence[tuple[int, Place]], copies: Sequence[tuple[int, Place, int]]) -> MovedRound:
         failed: list[tuple[int, Place, Exception]] = []
         dropped: dict[int, list[Place]] = {}
         for server, at in drops:
@@ -219,12 +235,29 @@ class EdgeHead:
         _LOG.info("a round of moves: %d dropped, %d arrived, %d failed", len(drops), len(arrived), len(failed))
         return MovedRound(arrived=arrived, failed=failed)
 
-    def publish(self) -> None:
-        """Tell all servers who holds what; returns when those that are there have heard it."""
-        self._table.holders(newer=True)
-        _at_once(self._tell, len(self.names))
+    @contextlib.contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Experts are on the move: what servers hold and what the table says may differ."""
+        with self._counting:
+            self._moves_begun += 1
+            self._moves_under_way += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._moves_under_way -= 1
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    def _check(self, n: int) -> None:
+        """Ask a server whether it is well, and correct the table if an answer about a move was lost before."""
+        begun = self._moves_begun
+        info = self._call(n, "info", timeout_s=self._options.hang_s)
+        with self._counting:
+            is_settled = not self._moves_under_way and self._moves_begun == begun
+            corrected = is_settled and self._table.corrected(n, info.held)
+        if corrected:
+            _LOG.info("server %s holds %d experts, not those of the table", self.names[n], len(info.held))
+            self.publish()
+            self._cover()
 
     def _tell(self, n: int) -> None:
         """Tell one server who holds what, if it is there and has not heard it."""
@@ -298,7 +331,7 @@ class EdgeHead:
         while not self._closing.is_set():
             if not self._died[n].wait(self._options.ping_s):
                 try:
-                    self._call(n, "info", timeout_s=self._options.hang_s)
+                    self._check(n)
                     self._tell(n)
                     continue
                 except Exception as error:
@@ -321,7 +354,7 @@ class EdgeHead:
 
     def _cover(self) -> None:
         """Have experts that nobody holds adopted, from disk, by servers with room, or that give up a replica for it."""
-        with self._mending:
+        with self._mending, self._moving():
             missing = self._table.uncovered()
             count = sum(self._adopt_somewhere(at) for at in missing)
             if count:
@@ -394,7 +427,7 @@ class EdgeHead:
 
     def _restore(self) -> None:
         """After a server is back: drop experts adopted for it, and bring back those given up for them."""
-        with self._mending:
+        with self._mending, self._moving():
             if back := self._table.take_back():
                 self.publish()
             for server, at in back:

@@ -83,6 +83,15 @@ class PlacementTable:
             self._infos[info.server] = info
             self._held[info.server] = set(info.held)
 
+    def corrected(self, server: int, held: Collection[Place]) -> bool:
+        """A live server holds exactly these experts; gives whether the table said something else."""
+        with self._lock:
+            if self._infos[server] is None or self._held[server] == set(held):
+                return False
+            self._held[server] = set(held)
+            self._lent = {(n, at) for n, at in self._lent if n != server or at in self._held[n]}
+            return True
+
     def lost(self, server: int) -> None:
         """Remove a server and its experts."""
         with self._lock:

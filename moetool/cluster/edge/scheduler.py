@@ -18,7 +18,7 @@ from moetool.cluster.edge.replacement import by_server, next_round, observe, pla
 from moetool.cluster.edge.scheduler_state import Kept, reading
 from moetool.cluster.launch import WorkerDied
 from moetool.config import POSITIVE, SHARE, Span, require_within
-from moetool.errors import CapacityError, MoetoolError, first_line, unknown_name
+from moetool.errors import CapacityError, first_line, unknown_name
 from moetool.placement import _planner as planner
 from moetool.placement._decide import Decision, Replanner, decide
 from moetool.placement._placement_plan import Move, Place
@@ -158,8 +158,8 @@ class Scheduler:
         """`tick`, now."""
         try:
             self.tick_s = max(_BREATH_S, self.tick(head, time.time()))
-        except MoetoolError:
-            self.tick_s = self.options.poll_s
+        except Exception:
+            self.tick_s = self.options.poll_s  # an error that stays is not narrated without a pause
             raise
 
     def tick(self, servers: Servers, now_s: float) -> float:

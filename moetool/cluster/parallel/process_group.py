@@ -96,8 +96,8 @@ class Group:
     def abort(self) -> None:
         """End it, from any thread: a collective that is under way fails here, and soon at every other rank."""
         with self._lock:
+            self.broken = self.broken or GroupBroken("the group was aborted")  # before a collective finds no group
             groups, self._control, self._data = {self._control, self._data} - {None}, None, None
-            self.broken = self.broken or GroupBroken("the group was aborted")
         for group in groups:
             try:
                 group.abort()
