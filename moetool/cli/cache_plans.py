@@ -56,8 +56,8 @@ def plan_cache(
     pool: Annotated[
         str,
         typer.Option(
-            help="Form of the expert pool: one (shared by all layers), layer (equal slots per layer), mixed (half "
-            "of the slots per layer, the rest shared), reuse (slots per layer by hits gained), auto (the best)."
+            help="Form of the expert pool: one (for all layers), layer (equal slots per layer), mixed, reuse or auto "
+            "(the best); see 'moetool guide policies'."
         ),
     ] = "auto",
     tune: Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moetool import tables
-from moetool.cli.flags import Device, HostMemory, Json, Model, Out, Overwrite, Recipe, Revision, listed, settable
+from moetool.cli.flags import Device, Json, Model, Out, Overwrite, Recipe, Revision, listed, settable
 from moetool.config import parse, parse_bytes, parse_settings
 from moetool.errors import UsageError
 from moetool.models.hub import with_revision
@@ -63,7 +63,12 @@ def capture(
         ),
     ] = None,
     device: Device = None,
-    host_memory: HostMemory = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Host memory that caches experts between disk and --device-memory, e.g. 32GB (default: none)."
+        ),
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes that share the batches, one thread each.")] = 1,
     settings: Annotated[
         list[str], settable("Further setting: data.task, data.split, data.seed, data.duplicates=keep, ...")

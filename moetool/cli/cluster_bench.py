@@ -21,8 +21,8 @@ def cluster(
     line: Annotated[
         list[str],
         typer.Option(
-            help="System to compare: alone, redirected, or a planner (default: all of Prism's); with --mode ep "
-            "vanilla, offline, reactive, ... Repeatable."
+            help="Systems to compare, comma-separated: alone, redirected or planners; with --mode ep vanilla, "
+            "offline, reactive, ... (default: all of the mode's paper). Repeatable."
         ),
     ] = [],
     mode: Annotated[str, typer.Option(help="Cluster mode: edge, or ep for expert parallelism.")] = "edge",

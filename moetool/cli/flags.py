@@ -99,15 +99,11 @@ ProfileFile = Annotated[Path | None, typer.Option("--profile", help="Machine cos
 Settings = Annotated[list[str], settable("An option by name, as in --set width=64.")]
 Device = Annotated[
     str | None,
-    typer.Option(help="Compute device: cpu or cuda (default: cpu; for serve, cuda if present)."),
+    typer.Option(help="Compute device: cpu or cuda (default: cpu)."),
 ]
 ApiKey = Annotated[
     str | None,
     typer.Option(envvar="MOETOOL_API_KEY", show_default=False, help="API key that clients must send."),
-]
-HostMemory = Annotated[
-    str | None,
-    typer.Option(help="Host memory that caches experts between disk and device, e.g. 32GB; pinned beside a GPU."),
 ]
 Recipe = Annotated[
     Path | None,

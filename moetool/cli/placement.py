@@ -21,7 +21,7 @@ ClusterFile = Annotated[Path, typer.Option("--cluster", help="TOML file with ser
 Profile = Annotated[Path | None, typer.Option("--profile", help="Cost profile (default: unit costs).")]
 Split = Annotated[float, typer.Option("--split", help="Share of the requests to plan on; the rest is held out.")]
 Settings = Annotated[list[str], settable("Option of the planner, or seed, starts, sides, routing, value_bytes.")]
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan from 'moetool plan placement'.")]
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="Placement plan (JSON).")]
 CMax = Annotated[
     int | None, typer.Option("--c-max", help="Maximum experts of a layer per GPU (default: as memory allows).")
 ]
@@ -196,7 +196,10 @@ def migrate(
     horizon_tokens: Annotated[float, typer.Option(help="Tokens to serve until the next migration.")],
     out: Annotated[Path, typer.Option("--out", help="Migration plan to write (JSON).")],
     window_ms: Annotated[
-        float | None, typer.Option(help="Length of a compute phase that moves may overlap with, in milliseconds.")
+        float | None,
+        typer.Option(
+            help="Length of a compute phase that moves may overlap with, in milliseconds (default: not used)."
+        ),
     ] = None,
     call_ms: Annotated[
         float | None,
@@ -244,12 +247,12 @@ def migrate(
 
 
 def export(
-    plan: PlanFile,
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Placement or cache plan (JSON).")],
     format: Annotated[
         str,
         typer.Option(
-            help="Format: sglang, tensorrt_llm, vllm_ascend or ktransformers; for a cache plan "
-            "llamacpp_override_tensor."
+            help="Format of a placement (sglang, tensorrt_llm, vllm_ascend, ktransformers) or of a cache plan "
+            "(llamacpp_override_tensor)."
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="Output file.")],

@@ -16,7 +16,9 @@ def policies(
     budget: Annotated[
         list[str], typer.Option(help="Expert memory as shares of all experts, comma-separated or repeated.")
     ] = ["12.5%,25%,50%"],
-    tokens: Annotated[int, typer.Option(min=1, help="Approximate tokens of each trace, in whole requests.")] = 2000,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens to replay from each trace, rounded to whole requests.")
+    ] = 2000,
     as_json: Json = False,
     out: Annotated[Path | None, typer.Option("--out", help="Output directory for policies.json.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing policies.json.")] = False,
@@ -41,7 +43,7 @@ def drafts(
     out: Annotated[Path | None, typer.Option("--out", help="Output directory for drafts.json.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing drafts.json.")] = False,
 ) -> None:
-    """Price speculative decoding by replay: one load serves every token of a verified draft."""
+    """Estimate by replay the expert loads that speculative decoding saves."""
     from moetool.bench.draft_pricing import DraftOptions, price_drafts, print_drafts
 
     file = results_file(out, "drafts.json", overwrite)

@@ -20,7 +20,8 @@ def reference_train(
         typer.Option(help="TOML recipe: seed, data, model, fit, sources (default: the embedded model's)."),
     ] = None,
     start: Annotated[
-        str | None, typer.Option("--from", help="Model to continue from; 'reference': the embedded model.")
+        str | None,
+        typer.Option("--from", help="Model to continue from: a directory, or 'reference' (default: random weights)."),
     ] = None,
     settings: Annotated[list[str], settable("Recipe value, e.g. fit.max_steps=500.")] = [],
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")] = False,

@@ -41,15 +41,15 @@ def replay(
     pool: Annotated[
         str,
         typer.Option(
-            help="Form of the expert pool: one (shared by all layers), layer (equal slots per layer), mixed (half of "
-            "the slots per layer, the rest shared)."
+            help="Form of the expert pool: one (for all layers), layer (equal slots per layer) or mixed (half of the "
+            "slots per layer)."
         ),
     ] = "one",
     pool_unit: Annotated[
         str,
         typer.Option(
-            help="Unit of the capacity of one pool: slots (as large as the largest expert), bytes (each expert takes "
-            "its own size), auto (bytes for imported traces, else slots)."
+            help="Capacity of the pool 'one' in slots (of the largest expert) or bytes (of each expert's own size); "
+            "auto: bytes for imported traces, else slots."
         ),
     ] = "auto",
     settings: Annotated[

@@ -11,7 +11,7 @@ import typer
 from moetool import garbage, tables
 from moetool.cli import cluster as cli_cluster
 from moetool.cli.cluster_command import ClusterCommand
-from moetool.cli.flags import ApiKey, Device, HostMemory, Model, Recipe, Revision, settable
+from moetool.cli.flags import ApiKey, Model, Recipe, Revision, settable
 from moetool.config import parse, parse_bytes, parse_settings
 from moetool.errors import UsageError
 from moetool.models.hub import with_revision
@@ -42,8 +42,16 @@ def serve(
         str | None,
         typer.Option(help="Limit of the process's resident memory on a CPU, e.g. 12GB (default: free memory)."),
     ] = None,
-    device: Device = None,
-    host_memory: HostMemory = None,
+    device: Annotated[
+        str | None, typer.Option(help="Compute device: cpu or cuda (default: cuda if present, else cpu).")
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Host memory that caches experts between disk and device, e.g. 32GB (default: 80 % of the free "
+            "RAM beside a GPU, else none)."
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on (0: any free one).")] = 8000,
     api_key: ApiKey = None,
@@ -207,7 +215,9 @@ def chat(
     url: Annotated[
         str, typer.Argument(metavar="URL", help="Server URL, e.g. http://127.0.0.1:8000.")
     ] = "http://127.0.0.1:8000",
-    api_key: ApiKey = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="MOETOOL_API_KEY", show_default=False, help="API key of the server.")
+    ] = None,
     settings: Annotated[list[str], settable("Field of every request, e.g. temperature=0.")] = [],
 ) -> None:
     """Chat with a server in the terminal. Ctrl-C stops an answer; Ctrl-D or an empty line quits."""

@@ -24,8 +24,8 @@ def simulate(
     mode: Annotated[
         list[str],
         typer.Option(
-            help="uniform, redundant, smartmoe, eplb, prism, prism_exact, director-offline, director-reactive, "
-            "director-proactive, PLANNER-offline, -reactive, -proactive, or a planner. Repeatable."
+            help="Placement modes, comma-separated: a planner (uniform, redundant, smartmoe, eplb, prism, prism_exact, "
+            "...), or one with -offline, -reactive or -proactive, e.g. director-proactive. Repeatable."
         ),
     ],
     arrivals: Annotated[

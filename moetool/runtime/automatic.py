@@ -168,7 +168,7 @@ def _policy(slots: int, num_experts: int) -> tuple[str, str]:
     """
     if slots == num_experts:
         return "lru", "every expert has a slot"
-    return "foresight", "fewest loads of the policies that need no training"
+    return "foresight", "learns while it serves"
 
 
 def _dtype(checkpoint: Checkpoint, device: torch.device) -> tuple[str, str]:
