@@ -465,7 +465,14 @@ class Engine:
 
     def _after_forward(self, failed: bool, ended: set[int]) -> None:
         """Close the books on the forward that has run, or has failed."""
-        self.runtime.end_forward()
+        try:
+            self.runtime.end_forward()
+        except BaseException:  # no token of it is delivered
+            self._close_books(True, ended)
+            raise
+        self._close_books(failed, ended)
+
+    def _close_books(self, failed: bool, ended: set[int]) -> None:
         if self._at_begin is not None:
             self._log_forward(*self._at_begin, failed)
             self._at_begin = None

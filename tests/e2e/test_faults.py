@@ -21,6 +21,7 @@ from moetool.request import Output, SamplingParams
 from moetool.runtime import engine as engine_module
 from moetool.runtime.assembly import ServeOptions, build_engine
 from moetool.serving.server_options import ServerOptions
+from moetool.trace.reader import Trace
 from tests.servers import connect, eventually, get, post, serving
 
 ASK: dict[str, Any] = {"model": "m", "prompt": "The king said", "max_tokens": 8, "temperature": 0}
@@ -169,6 +170,34 @@ def test_a_full_disk_ends_the_access_log_and_not_the_server(capfd: pytest.Captur
         for _ in range(3):
             assert post(url, "/v1/completions", {**ASK, "model": "reference"})[0] == 200
         assert capfd.readouterr().err == "moetool: access log stopped: No space left on device\n"
+
+
+def test_a_policy_that_fails_after_a_forward_leaves_no_row_of_it_in_the_gate_log(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build_engine(
+        Checkpoint.open("reference"),
+        options=ServeOptions(kv_tokens=512),
+        policy="lru",
+        device_memory_bytes=10_000_000,
+        log=tmp_path / "log",
+    )
+    engine.state = "ready"
+    prompt = tokenizer(ASK["prompt"])["input_ids"]
+    engine.submit(prompt, SamplingParams(max_tokens=8), lambda output: None)
+    for _ in range(3):
+        engine.step()
+
+    def fails(info: Any) -> None:
+        raise ValueError("a bug in the policy")
+
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="a bug in the policy"):
+        patch.setattr(engine.residency.policy, "end_forward", fails)
+        engine.step()
+    assert engine.metrics()["forwards"] == 4
+    engine.close()
+    trace = Trace(tmp_path / "log")
+    assert trace.num_tokens == len(prompt) + 2 and trace.manifest["provenance"]["failed_forwards"] == 1
 
 
 # -- what is learned --------------------------------------------------------------------------------------------
