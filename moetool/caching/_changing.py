@@ -1,6 +1,7 @@
 """Changes of a pool's cache policy between forwards: the same in `serve` and in the replay of its gate log."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,28 @@ class PolicyChanges:
         """As `Policy.restore`, before any change."""
         self._residency.policy.restore(state)
 
+    def states(self) -> dict[str, dict[str, np.ndarray]]:
+        """State of every policy that has been in charge, by name."""
+        return {**self._states, self.current.policy: self._now()}
+
+    def restore_states(self, states: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """Give each policy its state of `states`, before any change.
+
+        Raises: ValueError, KeyError: a state is not one of that policy with its options here; nothing is restored.
+        """
+        made = {
+            name: build_policy(name, self.spec, self.options_of(name), self._residency.policy.num_slots)
+            for name, state in states.items()
+            if state
+        }
+        for name, policy in made.items():
+            policy.restore(states[name])
+        for name in made:
+            if name == self.current.policy:
+                self._residency.policy.restore(states[name])
+            else:
+                self._states[name] = {array_name: array.copy() for array_name, array in states[name].items()}
+
     def _now(self) -> dict[str, np.ndarray]:
         """State of the policy in charge, which goes on learning."""
         return {name: array.copy() for name, array in self._residency.policy.state().items()}
@@ -89,3 +112,33 @@ class PolicyChanges:
         if state := self._now() if choice.policy == self.current.policy else self._states.get(choice.policy):
             made.restore(state)
         return made, choice.layer_slots(self.spec, num_slots)
+
+
+class LearnedByAll:
+    """States of all policies that may take over a pool, as one.
+
+    Args:
+        known: names of policies; the state of any other is passed over.
+    """
+
+    def __init__(self, changes: PolicyChanges, known: Collection[str]) -> None:
+        self.spec = changes.spec
+        self._changes, self._known = changes, frozenset(known)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """As `Policy.state`; names of arrays begin with the policy's and a slash."""
+        return {
+            f"{policy}/{name}": array
+            for policy, state in self._changes.states().items()
+            if policy in self._known
+            for name, array in state.items()
+        }
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """As `Policy.restore`."""
+        states: defaultdict[str, dict[str, np.ndarray]] = defaultdict(dict)
+        for name, array in state.items():
+            policy, _, array_name = name.rpartition("/")
+            if policy in self._known:
+                states[policy][array_name] = array
+        self._changes.restore_states(states)

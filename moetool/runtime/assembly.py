@@ -90,6 +90,8 @@ class ServeOptions:
             the next, for `/stats` and the log (0: none).
         change_policy: hand over to another policy that needs no predictor where these comparisons show one that loads
             clearly fewer experts; on one device, without pinned experts.
+        remember_policy: with `warm_start` and `change_policy`: keep which policy is in force, and what each has
+            learned; `moetool.runtime.automatic.choose` begins with it next time.
         state: file that what the policy learns is kept in from one run to the next (empty: none).
         log_segment_s: seconds after which what `--log` records is closed into a segment, which others can read and a
             kill leaves.
@@ -113,6 +115,7 @@ class ServeOptions:
     warm_start: bool = False
     oracle_s: float = 60.0
     change_policy: bool = False
+    remember_policy: bool = False
     state: str = ""
     log_segment_s: float = 10.0
 
@@ -229,7 +232,10 @@ def build_engine(
             store.read_ahead(range(loaded.spec.total_experts))
         save: Callable[[], None] | None = None if state is None else partial(save_state, state, name, learned)
         if options.warm_start and log is None and state is None and isinstance(residency, Residency):
-            warm = WarmStart(loaded.spec, name, learned, lambda: residency.residents)
+            if options.remember_policy and changes is not None:
+                warm = WarmStart.of_all(changes, lambda: residency.residents, residency.num_slots)
+            else:
+                warm = WarmStart(loaded.spec, name, learned, lambda: residency.residents)
             assert isinstance(store, ExpertStore)
             begin_with(warm.restore(), residency, store)
             save = warm.save

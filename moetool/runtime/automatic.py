@@ -17,6 +17,7 @@ from moetool.runtime.assembly import ServeOptions
 from moetool.runtime.copies import stride_of
 from moetool.runtime.decoding import PAGE_TOKENS, kv_cache_bytes, kv_shape
 from moetool.runtime.sizing import GOOD_CONTEXT, MOST_CHUNK, Footprint, divide
+from moetool.runtime.warm_start import policy_in_force
 from moetool.tables import count
 
 AUTO = "auto"
@@ -63,8 +64,8 @@ def choose(
         device_memory_bytes: bounds weights, KV cache and expert slots.
         process_memory_bytes: bounds the resident memory of this process, on a CPU; by default what the control groups
             and free memory allow.
-        policy: cache policy; `auto` is the best that needs no trained predictor; unless set otherwise it starts warm,
-            and others may take over.
+        policy: cache policy; `auto` is the one that the last run ended with, else the best that needs no trained
+            predictor; unless set otherwise it starts warm, and others may take over.
 
     Raises:
         UsageError: a value is none that the option takes.
@@ -104,11 +105,17 @@ def choose(
         chosen["host_memory_bytes"] = min(everything, room) if split.slots < model.num_experts else 0
         why["host_memory_bytes"] = "every expert" if chosen["host_memory_bytes"] == everything else "free host memory"
     if policy == AUTO:
-        chosen.setdefault("warm_start", True)
-        chosen.setdefault("change_policy", True)
+        for name in ("warm_start", "change_policy", "remember_policy"):
+            chosen.setdefault(name, True)
         policy, why["policy"] = _policy(split.slots, model.num_experts)
         shared = chosen.get("devices", 1) > 1 or split.slots == model.num_experts
         if not shared and split.slots >= MIN_SLOTS * checkpoint.spec.num_layers:
+            begins = chosen["warm_start"] and chosen["change_policy"] and chosen["remember_policy"]
+            if begins and values.keys().isdisjoint(("policy", "pool", "state")):
+                kept = policy_in_force(checkpoint.spec, split.slots)
+                if kept is not None:
+                    policy, chosen["pool"] = kept.policy, kept.pool
+                    why["policy"] = "policy that was in force at the end of the last run"
             chosen.setdefault("pool", "layer")
     memory = model.dense_bytes + split.kv_tokens * model.kv_token_bytes + split.slots * model.slot_bytes
     choices = [

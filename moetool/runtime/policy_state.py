@@ -28,11 +28,18 @@ class Learned(Protocol):
     def restore(self, state: Mapping[str, np.ndarray]) -> None: ...
 
 
-def save_state(path: Path, name: str, policy: Learned, residents: Sequence[int] | None = None) -> None:
+def save_state(
+    path: Path,
+    name: str,
+    policy: Learned,
+    residents: Sequence[int] | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> None:
     """Write what the policy `name` has learned, as a whole or not at all; nothing where there is nothing.
 
     Args:
         residents: keys of experts, to be kept beside it.
+        facts: kept beside it too, for `read_facts`.
 
     Raises:
         MoetoolError: the disk failed. The former file is still there.
@@ -42,7 +49,7 @@ def save_state(path: Path, name: str, policy: Learned, residents: Sequence[int] 
         arrays = {**arrays, _RESIDENTS: np.asarray(residents, np.int64)}
     if not arrays:
         return
-    metadata = {"kind": _KIND, "policy": name, "revision": policy.spec.revision}
+    metadata = {**(facts or {}), "kind": _KIND, "policy": name, "revision": policy.spec.revision}
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         safetensors.numpy.save_file(arrays, partial, metadata)
@@ -61,6 +68,18 @@ def _remove_left(path: Path) -> None:
         owner = partial.name.removeprefix(path.name).removesuffix(".partial").removeprefix(".")
         if not owner or (owner.isdigit() and not psutil.pid_exists(int(owner))):
             partial.unlink(missing_ok=True)
+
+
+def read_facts(path: Path, name: str, revision: str) -> dict[str, str]:
+    """Facts that `save_state` kept for the policy `name`; none where there is no such file, or a damaged one."""
+    try:
+        require_regular(path)
+        with safetensors.safe_open(path, framework="numpy") as file:
+            facts: dict[str, str] = file.metadata() or {}
+    except (OSError, ValueError, safetensors.SafetensorError, MoetoolError):
+        return {}
+    expected = {"kind": _KIND, "policy": name, "revision": revision}
+    return facts if expected.items() <= facts.items() else {}
 
 
 def restore_state(path: Path, name: str, policy: Learned) -> list[int] | None:

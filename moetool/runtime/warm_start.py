@@ -1,20 +1,27 @@
-"""Residents and statistics of the cache policy, kept in the user's cache folder from one server to the next."""
+"""Residents, statistics and the choice of the cache policy, in the user's cache folder from one server to the next."""
 
 import logging
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from moetool.assets import cache_folder
+from moetool.caching._changing import LearnedByAll, PolicyChanges, PolicyChoice
 from moetool.errors import MoetoolError
-from moetool.runtime.policy_state import Learned, restore_state, save_state
+from moetool.runtime.live_oracle import CANDIDATES
+from moetool.runtime.policy_state import Learned, read_facts, restore_state, save_state
 from moetool.types import ModelSpec
 
 _LOG = logging.getLogger(__name__)
 MOST_BYTES = 1 << 30
 """All files together; beyond it the oldest go."""
 _SUFFIX = ".warm.safetensors"
+_ALL = "auto"
+"""In place of a policy's name: what all policies that took turns have learned, and which was in force at the end."""
+_REMEMBERED = (*CANDIDATES, PolicyChoice("lru"))
+_ALIKE = 0.8
+"""Slots of the smaller of two pools by those of the larger, at least, for both to be served best by one policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,23 +52,57 @@ def kept_models() -> list[KeptModel]:
     return sorted(found, key=lambda kept: -kept.changed)
 
 
+def policy_in_force(spec: ModelSpec, num_slots: int) -> PolicyChoice | None:
+    """The policy that the last server of a model ended with, of those that may take over.
+
+    None where none is kept, its file is damaged, or its pool was of another size.
+    """
+    facts = read_facts(_file(spec, _ALL), _ALL, spec.revision)
+    slots = int(text) if (text := facts.get("slots", "")).isdecimal() else 0
+    if not _ALIKE <= num_slots / max(slots, 1) <= 1 / _ALIKE:
+        return None
+    kept = (facts.get("in_force"), facts.get("pool"))
+    return next((choice for choice in _REMEMBERED if (choice.policy, choice.pool) == kept), None)
+
+
+def _file(spec: ModelSpec, policy: str) -> Path:
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(spec.name).name).strip("-.") or "model"
+    return cache_folder() / f"{name}-{spec.revision[-12:]}-{policy}{_SUFFIX}"
+
+
 class WarmStart:
-    """The file of one checkpoint, by its name and revision, and one policy.
+    """The file of one checkpoint, by its name and revision, and one policy, or all that take turns.
 
     Two servers of one model each replace the whole file; the later one counts.
 
     Args:
         learned: the policy, or those of several devices.
         residents: gives the keys that have a slot, the longest resident first.
+        facts: gives what is kept beside it.
     """
 
     def __init__(
-        self, spec: ModelSpec, policy: str, learned: Learned, residents: Callable[[], Collection[int]]
+        self,
+        spec: ModelSpec,
+        policy: str,
+        learned: Learned,
+        residents: Callable[[], Collection[int]],
+        facts: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(spec.name).name).strip("-.") or "model"
-        self.path = cache_folder() / f"{name}-{spec.revision[-12:]}-{policy}{_SUFFIX}"
-        self._spec, self._policy, self._learned, self._residents = spec, policy, learned, residents
+        self.path = _file(spec, policy)
+        self._policy, self._learned, self._residents, self._facts = policy, learned, residents, facts
         self._warned = False
+
+    @classmethod
+    def of_all(cls, changes: PolicyChanges, residents: Callable[[], Collection[int]], num_slots: int) -> "WarmStart":
+        """The file of all policies that may take over, and of the one in force (`policy_in_force`)."""
+        known = {changes.current.policy, *(choice.policy for choice in _REMEMBERED)}
+
+        def facts() -> dict[str, str]:
+            now = changes.current
+            return {"in_force": now.policy, "pool": now.pool, "slots": str(num_slots)}
+
+        return cls(changes.spec, _ALL, LearnedByAll(changes, known), residents, facts)
 
     def restore(self) -> Sequence[int]:
         """Give the policy what earlier runs learned.
@@ -81,7 +122,7 @@ class WarmStart:
         """Replace the file, and keep the folder within its bound. A disk that fails costs a warning and no more."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            save_state(self.path, self._policy, self._learned, list(self._residents()))
+            save_state(self.path, self._policy, self._learned, list(self._residents()), self._facts())
             total = 0
             for kept in kept_models():
                 total += kept.num_bytes

@@ -5,14 +5,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from moetool.caching._changing import PolicyChoice
 from moetool.cli.main import app
 from moetool.models.checkpoint import Checkpoint
 from moetool.request import SamplingParams
 from moetool.runtime import warm_start
 from moetool.runtime.assembly import ServeOptions, build_engine, fixed_bytes
-from moetool.runtime.automatic import choose
+from moetool.runtime.automatic import ServeSetup, choose
 from moetool.runtime.copies import stride_of
 from moetool.runtime.engine import Engine
 from moetool.runtime.warm_start import kept_models
@@ -26,13 +28,23 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "moetool"
 
 
-def _open(**settings: Any) -> Engine:
+def _setup(num_slots: int = 64, **settings: Any) -> ServeSetup:
     checkpoint = Checkpoint.open("reference")
     values = {"kv_tokens": 256, "prefill_chunk": 128, "dtype": "float32", "device": "cpu", **settings}
-    memory = sum(fixed_bytes(checkpoint, ServeOptions(kv_tokens=256))) + 64 * stride_of(checkpoint.spec.slot_bytes)
-    setup = choose(checkpoint, values, device_memory_bytes=memory)
-    policy = ("policy", "foresight, equal slots per layer")
-    assert setup.policy == "foresight" and any(row[:2] == policy for row in setup.choices)
+    fixed = sum(fixed_bytes(checkpoint, ServeOptions(kv_tokens=256)))
+    return choose(checkpoint, values, device_memory_bytes=fixed + num_slots * stride_of(checkpoint.spec.slot_bytes))
+
+
+def _policy(setup: ServeSetup) -> tuple[str, str]:
+    """Its row of the table of chosen settings."""
+    ((value, why),) = [row[1:] for row in setup.choices if row[0] == "policy"]
+    return value, why
+
+
+def _open(policy: str = "foresight, equal slots per layer", **settings: Any) -> Engine:
+    checkpoint, setup = Checkpoint.open("reference"), _setup(**settings)
+    memory = setup.device_memory_bytes
+    assert _policy(setup)[0] == policy
     made = build_engine(checkpoint, options=setup.options, policy=setup.policy, device_memory_bytes=memory)
     made.state = "ready"
     return made
@@ -83,6 +95,59 @@ def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(cache: Path, caplo
         assert not engine.residency.slot_of
         engine.close()
         assert path.read_bytes() != bad  # a whole file again
+
+
+IN_FORCE = ("lfu, equal slots per layer", "policy that was in force at the end of the last run")
+AS_BEFORE = ("foresight, equal slots per layer", "learns while it serves")
+
+
+def _end_under_lfu() -> dict[str, Any]:
+    """A server whose policy is taken over; gives what its last policy has learned."""
+    first = _open()
+    _hit_rate(first, 8)
+    assert first.change_policy(PolicyChoice("lfu", "layer"))
+    _hit_rate(first, 8)
+    first.close()
+    return first.residency.policy.state()
+
+
+def test_a_policy_that_took_over_is_in_force_at_the_next_start() -> None:
+    learned = _end_under_lfu()
+    second = _open(IN_FORCE[0])
+    assert _policy(_setup()) == IN_FORCE
+    kind, state = type(second.residency.policy).__module__, second.residency.policy.state()
+    assert kind.endswith(".lfu") and learned and all(np.array_equal(learned[name], state[name]) for name in learned)
+    assert len(second.residency.slot_of) == 64
+    assert second.change_policy(PolicyChoice("foresight", "layer"))
+    _hit_rate(second, 2)
+    second.close()
+    third = _open()  # foresight is in force again and knows what it learned in the first run
+    assert third.residency.policy.state()["past_age_A"].any() and len(kept_models()) == 1
+    third.close()
+
+
+def test_no_policy_is_in_force_without_its_file_or_where_the_user_says_otherwise() -> None:
+    _end_under_lfu()
+    for settings in (
+        {"remember_policy": False},
+        {"change_policy": False},
+        {"warm_start": False},
+        {"pool": "layer"},
+        {"policy": {"learn_every": 2}},
+        {"num_slots": 96},
+    ):
+        assert _policy(_setup(**settings)) == AS_BEFORE, settings
+    assert _policy(_setup(num_slots=72)) == IN_FORCE
+    path = kept_models()[0].path
+    good = path.read_bytes()
+    for bad in (b"", b"rubbish" * 100, good[: len(good) // 2], good.replace(b'"in_force":"lfu"', b'"in_force":"./l"')):
+        assert bad != good
+        path.write_bytes(bad)
+        assert _policy(_setup()) == AS_BEFORE
+    path.write_bytes(good)
+    assert _policy(_setup()) == IN_FORCE
+    path.unlink()
+    assert _policy(_setup()) == AS_BEFORE
 
 
 def test_two_servers_of_one_model_leave_one_whole_file(cache: Path) -> None:
