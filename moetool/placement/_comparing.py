@@ -158,7 +158,7 @@ def plan_placement(
         seed=setting.seed,
         experts_LG=experts_of(placed_GLE),
         starts=setting.starts,
-        costs=f"{latency.name}; in {latency.unit}; {setting.sides} of Eq. 4",
+        costs=f"{latency.name}; in {latency.unit}" + ("" if setting.sides == "both" else f"; sides={setting.sides}"),
         objective="remote calls (Prism, Eq. 2)" if remote else "T_comp + T_comm (DIRECTOR, Eq. 5)",
         value=first.remote_calls if remote else first.latency,
         lower_bound=first.remote_bound if remote else first.work_bound,
@@ -296,7 +296,7 @@ def verdict(rows: Sequence[PlannerRow]) -> list[str]:
             more = mine[1].score.latency / best.score.latency - 1
             line += f" ({mine[1].planner} {more:.1%} more)"
         if best.score.latency_gap is not None:
-            line += f", at most {best.score.latency_gap:.1%} above the least possible"
+            line += f", at most {best.score.latency_gap:.1%} above the bound"
         lines.append(f"{line}; {local.planner} computes the most calls locally ({local.score.local:.1%})")
     return lines
 

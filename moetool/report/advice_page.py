@@ -13,13 +13,13 @@ from moetool.tuning.advice_counts import HOT_SHARE
 _NEAR_POINTS = 0.10
 _PAYS = 1.05
 _STABLE = 0.05
-_COLUMNS = ("memory", "slots", "pool", "best policy", "hit rate", "Belady", "pinned", "loads / token", "prefetching")
+_COLUMNS = ("memory", "best policy", "pool", "slots", "hit rate", "Belady", "pinned", "loads / token", "prefetching")
 _LEGEND = (
     "pool: one for all layers, or layer: equal slots per layer",
     "hit rate: share of needed experts that were resident, from an empty pool; Belady: the bound",
-    "pinned: the most used experts stay resident; their first loads are not counted, so it may exceed Belady",
+    "pinned: the most used experts stay resident; first loads are not counted, so it may exceed Belady",
     "loads / token: experts loaded on demand by the best policy (by Belady)",
-    "prefetching: time of a token without prefetching / with it, over that link",
+    "prefetching: speed-up of a token by prefetching over that link (below 1: slower)",
 )
 
 
@@ -72,7 +72,7 @@ def _distance(advice: Advice) -> Answer | None:
     return Answer(
         question="How far from the best possible?",
         answer=f"at most {100 * most:.1f} points of hit rate below Belady, at {_share(line)}: {verdict}",
-        evidence=f"worth it from {100 * _NEAR_POINTS:.0f} points; {_where(advice, replayed=True)}",
+        evidence=f"threshold: {100 * _NEAR_POINTS:.0f} points; {_where(advice, replayed=True)}",
     )
 
 
@@ -91,9 +91,9 @@ def _prefetch(advice: Advice) -> list[Answer]:
                 answer=(f"yes at {', '.join(map(_share, paying))}" if paying else "no") + f": {gains}",
                 evidence=(
                     f"pays from {_PAYS:.2f}x; affinity predicts {_percent(min(recalls))} to {_percent(max(recalls))} "
-                    f"of the misses of an LRU pool, on {tokens:,} tokens not used for counting it"
+                    f"of the misses of an LRU pool, on {tokens:,} held-out tokens"
                     if advice.replay_held_out
-                    else f"pays from {_PAYS:.2f}x; on the tokens that affinity was counted on"
+                    else f"pays from {_PAYS:.2f}x; on the tokens of the affinity counts"
                 ),
             )
         )
@@ -135,9 +135,9 @@ def _stability(advice: Advice) -> list[Answer]:
         same = found.own - found.other <= _STABLE
         made.append(
             Answer(
-                question="And in another task?",
+                question="Do hot experts stay hot in another task?",
                 answer=f"{'yes' if same else 'no'}: {share} of a task take {_percent(found.other)} of another's",
-                evidence=f"{_percent(found.own)} of other requests of their task; {_percent(HOT_SHARE)} if even",
+                evidence=f"{_percent(found.own)} of other requests of their task; {_percent(HOT_SHARE)} with even use",
             )
         )
     return made
@@ -159,9 +159,9 @@ def memory_table(advice: Advice) -> TextTable:
     rows = [
         (
             f"{_share(line)} ({tables.count(line.budget_bytes, 'B')})",
-            f"{line.slots:,}",
-            line.pool if line.policy else "-",
             line.policy or "-",
+            line.pool if line.policy else "-",
+            f"{line.slots:,}",
             _percent(line.hit_rate),
             _percent(line.bound),
             _percent(line.pinned),
@@ -170,7 +170,7 @@ def memory_table(advice: Advice) -> TextTable:
         )
         for line in advice.lines
     ]
-    return TextTable(title="By memory for experts", columns=_COLUMNS, rows=tuple(rows), notes=_LEGEND)
+    return TextTable(title="By memory for experts", columns=_COLUMNS, rows=tuple(rows), num_text=3, notes=_LEGEND)
 
 
 def policy_table(advice: Advice) -> TextTable | None:
@@ -200,6 +200,7 @@ def section(advice: Advice) -> Section:
         tables=[
             TextTable(
                 title="What pays",
+                num_text=3,
                 columns=("question", "answer", "evidence"),
                 rows=tuple((one.question, one.answer, one.evidence) for one in asked),
             ),

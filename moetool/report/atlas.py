@@ -177,21 +177,21 @@ def atlas_section(atlas: Atlas) -> Section:
         + ".",
     ]
     rows = tuple(
-        (f"{one.layer} / {one.expert}", f"{one.uses:,}", _listed(one.tasks), _listed(one.tokens, "␣") or "withheld")
+        (f"{one.layer} / {one.expert}", _listed(one.tasks), _listed(one.tokens, "␣") or "withheld", f"{one.uses:,}")
         for one in shown
     )
-    columns = ("layer / expert", "tokens", "tasks (times the average)", "tokens (times the average)")
-    tables = [TextTable(title="Most specialised experts", columns=columns, rows=rows)] if rows else []
+    columns = ("layer / expert", "tasks (times the average)", "tokens (times the average)", "uses")
+    tables = [TextTable(title="Most specialised experts", columns=columns, rows=rows, num_text=3)] if rows else []
     scored = _by_saliency(atlas)
     if scored:
         notes.append(
-            "Saliency is the mean over an expert's tokens of its weight times the norm of its output (REAP): experts "
-            "with little of it, against the mean of their layer, change its output least when they are pruned."
+            "Saliency is the mean over an expert's tokens of its weight times the norm of its output (REAP): "
+            "pruning experts of low saliency changes the layer's output least."
         )
         tables.append(
             TextTable(
                 title="Least salient experts",
-                columns=("layer / expert", "tokens", "saliency", "of its layer's mean"),
+                columns=("layer / expert", "tokens", "saliency", "/ layer mean"),
                 rows=tuple(
                     (f"{one.layer} / {one.expert}", f"{one.uses:,}", f"{one.saliency:.4g}", f"{share:.2f}")
                     for share, one in scored[:_SHOWN]

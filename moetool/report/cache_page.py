@@ -26,7 +26,7 @@ def page(plan: CachePlan, facts: Sequence[tuple[str, str]]) -> str:
         shape=shape_of(plan.spec),
         facts=facts,
         sections=[
-            Section(name="The choice", notes=[plan.reason], tables=[_memory_table(plan)]),
+            Section(name="Plan", notes=[plan.reason], tables=[_memory_table(plan)]),
             latency,
             Section(name="Candidates", tables=[_evidence_table(plan)]),
         ],
@@ -37,14 +37,14 @@ def _memory_table(plan: CachePlan) -> TextTable:
     """Device memory by use."""
     slots_bytes = plan.slots * plan.spec.slot_bytes
     parts = [
-        ("weights outside the experts", plan.dense_bytes),
-        (f"keys and values ({plan.kv_tokens:,} tokens)", plan.kv_bytes),
+        ("dense weights", plan.dense_bytes),
+        (f"KV cache ({plan.kv_tokens:,} tokens)", plan.kv_bytes),
         ("predictor", plan.predictor_bytes),
         (f"experts: {plan.slots:,} slots of {plan.spec.total_experts:,}", slots_bytes),
     ]
     rows = [(name, tables.count(size, "B"), f"{size / plan.device_memory_bytes:.1%}") for name, size in parts if size]
-    whole = ("device memory", tables.count(plan.device_memory_bytes, "B"), "100.0%")
-    return TextTable(title="Device memory", columns=("for", "bytes", "share"), rows=(*rows, whole))
+    whole = ("total", tables.count(plan.device_memory_bytes, "B"), "100.0%")
+    return TextTable(title="Device memory", columns=("use", "bytes", "share"), rows=(*rows, whole))
 
 
 def frontier_table(plan: CachePlan) -> TextTable:
@@ -63,9 +63,9 @@ def frontier_table(plan: CachePlan) -> TextTable:
             cells += ["-" if value is None else tables.milliseconds(value) for value in seconds]
         rows.append(cells)
     columns = ["device memory", "policy", "slots", "MB / decode token", "held out"]
-    title = f"the best policy by device memory, chosen on {tables.numbered(len(plan.requests_used), 'request')}"
+    title = f"Best policy by device memory, chosen on {tables.numbered(len(plan.requests_used), 'request')}"
     return TextTable(
-        title=f"{title}, and on {len(plan.requests_held_out)} held out",
+        title=f"{title}, tested on {len(plan.requests_held_out)} held out",
         columns=[*columns, *(("TPOT ms", "held out") if timed else ())],
         rows=rows,
         num_text=2,
@@ -88,7 +88,7 @@ def _evidence_table(plan: CachePlan) -> TextTable:
             )
         )
     return TextTable(
-        title=f"On {len(plan.requests_held_out):,} held-out requests; belady, which knows the future, is a bound",
+        title=f"Candidates on {len(plan.requests_held_out):,} held-out requests; belady is the bound",
         columns=("policy", "slots", "hit rate in decode", "MB / decode token", "ms a token"),
         rows=tuple(rows),
     )

@@ -30,6 +30,8 @@ STYLES: tuple[tuple[str, Any, str], ...] = (
 )
 """Colour, line and marker of each series: Okabe and Ito's colours, darkened to read on white."""
 GREY = "#666666"
+_THEMED = {colour: f"c{i}" for i, (colour, _, _) in enumerate(STYLES)}
+_THEMED |= {"#000000": "ink", "#dddddd": "rule", GREY: "muted"}
 _NUMBERS = {
     "font.size": 9,
     "axes.titlesize": 9.5,
@@ -114,6 +116,9 @@ def _inline(key: str, svg: str, alt: str) -> str:
     body = body.replace("xlink:href=", "href=")
     body = re.sub(r"font-family: [^;\"]*;? ?", "", body)
     body = re.sub(r"\n\s*", " ", body)
+    for colour, name in _THEMED.items():  # the page gives these names a value in light and in dark
+        body = body.replace(f": {colour}", f": var(--{name})")
+    body = re.sub(r"(<path [^>]*)fill: #ffffff", r"\1fill: var(--paper)", body)
     return f'<svg viewBox="{view[1]}" role="img" aria-label="{html.escape(alt)}" xmlns="http://www.w3.org/2000/svg">{body}</svg>'
 
 

@@ -63,14 +63,14 @@ def _distances(made: TraceMeasures) -> Finding | None:
     if half is None or most is None:
         return None
     text = (
-        f"Half of the reuses come back within {half:,} distinct experts and 90 % within {most:,}, which is "
+        f"Half of the reuses are within {half:,} distinct experts and 90 % within {most:,}, which is "
         f"{percent(most / total)} of the model's {total:,}. "
     )
     if most > total / 2:
         text += "Reuse distances are long: an LRU pool needs most of the model to serve well."
     else:
         text += "Reuse distances are short: an LRU pool of less than half of the experts serves well."
-    return Finding(topic="caching", text=text, rule="far: 90 % of the reuses need more than half of all experts")
+    return Finding(topic="caching", text=text, rule="long: 90 % of the reuses need more than half of all experts")
 
 
 def _prompts(made: TraceMeasures) -> Finding | None:
@@ -79,9 +79,9 @@ def _prompts(made: TraceMeasures) -> Finding | None:
         return None
     text = f"A forward with prompt tokens (median {tokens:,}) needs {percent(share)} of each layer's experts. "
     if share > 0.5:
-        text += "Prompts load most of the model: read whole layers ahead, as moesys does, and judge caches by decoding."
+        text += "Prompts load most of the model: prefetch whole layers, as moesys does, and compare caches in decode."
     else:
-        text += "Prompts need a part of each layer: loading on demand, and a cache, pay there too."
+        text += "Prompts need a part of each layer: a cache pays there too."
     return Finding(topic="caching", text=text, rule="most: more than half of the experts")
 
 
@@ -93,7 +93,7 @@ def _repeats(made: TraceMeasures) -> Finding | None:
     chance = float(np.mean([k / e for k, e in zip(spec.top_k_L, spec.num_experts_L, strict=True)]))
     mean = float(np.nanmean(repeat))
     text = (
-        f"A token uses {percent(mean)} of the experts that the token before it used in the same layer, against "
+        f"A token shares {percent(mean)} of its experts with the previous token in the same layer, against "
         f"{percent(chance)} by chance. "
     )
     text += (
@@ -111,8 +111,8 @@ def _levels(made: TraceMeasures) -> Finding | None:
     bits, even = float(np.nanmean(found.request_QL)), float(np.mean(np.log2(spec.num_experts_L)))
     lengths = np.array([len(made.routes.steps(request)) for request in range(len(made.routes.requests))])
     text = (
-        f"A request (median {int(np.median(lengths)):,} tokens counted) spreads over as many experts of a layer as "
-        f"{2**bits:.0f} of {2**even:.0f} used alike ({bits:.1f} bits); one token uses {2 ** found.token_L.mean():.0f}. "
+        f"A request (median {int(np.median(lengths)):,} tokens) effectively uses {2**bits:.0f} of the {2**even:.0f} "
+        f"experts of a layer (entropy {bits:.1f} bits); one token uses {2 ** found.token_L.mean():.0f}. "
     )
     if bits > 0.9 * even:
         text += "Summed over a request, expert use is nearly uniform: predict from iterations, not from requests."
@@ -125,11 +125,13 @@ def _router(made: TraceMeasures) -> Finding | None:
     if made.router is None or np.isnan(made.router.token_QL).all():
         return None
     fine, coarse = float(np.nanmean(made.router.token_QL)), float(np.nanmean(made.router.request_QL))
-    text = f"The routers' probabilities have {fine:.1f} bits for a token and {coarse:.1f} for the mean over a request. "
+    text = (
+        f"Router probabilities have an entropy of {fine:.1f} bits for a token, {coarse:.1f} for the mean of a request. "
+    )
     if coarse - fine >= 0.5:
-        text += "Iterations are sharper than requests, as FineMoE finds: maps of iterations hold what requests blur."
+        text += "Iterations are sharper than requests, as FineMoE finds: predict from maps of iterations (finemoe)."
     else:
-        text += "Iterations are hardly sharper than requests: maps of iterations (finemoe) hold little more."
+        text += "Iterations are hardly sharper than requests: maps of iterations (finemoe) add little."
     return Finding(topic="prediction", text=text, rule="sharper from half a bit")
 
 
@@ -137,15 +139,15 @@ def _hottest(made: TraceMeasures) -> Finding:
     found, spec = made.popularity, made.routes.spec
     median, layer = float(np.median(found.uneven_L)), int(found.uneven_L.argmax())
     text = (
-        f"The most used expert has {median:.1f} times the mean of its layer in the median layer, and "
-        f"{found.uneven_L[layer]:.1f} times in layer {spec.layer_ids_L[layer]}; the median Gini coefficient is "
+        f"In the median layer the most used expert has {median:.1f} times the mean load, in layer "
+        f"{spec.layer_ids_L[layer]} {found.uneven_L[layer]:.1f} times. The median Gini coefficient is "
         f"{np.median(found.gini_L):.2f}. "
     )
     if median >= 2:
-        text += "With one expert per GPU it would be the bottleneck: replicate it (redundant, eplb)."
+        text += "It is the bottleneck of expert parallelism: replicate it (redundant, eplb)."
     else:
         text += "Load is nearly balanced: replicas gain little."
-    return Finding(topic="placement", text=text, rule="copies from twice the mean")
+    return Finding(topic="placement", text=text, rule="replicas from twice the mean")
 
 
 def _layers(made: TraceMeasures) -> Finding | None:
@@ -156,14 +158,14 @@ def _layers(made: TraceMeasures) -> Finding | None:
     low, high = int(effective_L.argmin()), int(effective_L.argmax())
     ratio = effective_L[high] / effective_L[low]
     text = (
-        f"Layer {spec.layer_ids_L[low]} uses as many experts as {effective_L[low]:.0f} used alike, layer "
+        f"Layer {spec.layer_ids_L[low]} effectively uses {effective_L[low]:.0f} experts, layer "
         f"{spec.layer_ids_L[high]} {effective_L[high]:.0f}. "
     )
     if ratio >= 1.25:
         text += "A placement should give layers different shares of memory (prism does)."
     else:
         text += "A placement may give every layer the same memory."
-    return Finding(topic="placement", text=text, rule="by layers from a ratio of 1.25")
+    return Finding(topic="placement", text=text, rule="different from a ratio of 1.25")
 
 
 def percent(share: float) -> str:

@@ -1,4 +1,4 @@
-"""A placement as a page: who holds what, and with traces the work and the traffic, beside another placement's."""
+"""A placement as a page: experts of each GPU, and with traces load and traffic, beside another placement's."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from moetool.types import Cluster
 def measure(
     plan: PlacementPlan, traces: Mapping[str, Workload], before: PlacementPlan | None = None
 ) -> tuple[list[Placed], np.ndarray | None]:
-    """Score a plan, and the one before it, on traces; with how often each expert is wanted [L, E], if there are any.
+    """Score a plan, and the one before it, on traces; with the uses of each expert [L, E], if there are any.
 
     Tokens start as the plan was made for, on both.
 
@@ -65,11 +65,11 @@ def page(plans: Sequence[Placed], tokens_LE: np.ndarray | None, facts: Sequence[
     scored = [(name, one.row) for name, one in zip(names, plans, strict=True) if one.row is not None]
     costs = f"in {scored[0][1].score.unit}" if scored else ""
     made = {
-        "Who holds what": [_held_table(plans), *([_changes_table(plans)] if len(plans) > 1 else [])],
-        "Work": score_tables(scored, plan.cluster, costs) if scored else [],
+        "Placement": [_held_table(plans), *([_changes_table(plans)] if len(plans) > 1 else [])],
+        "Load": score_tables(scored, plan.cluster, costs) if scored else [],
         "Traffic between servers": _link_tables(plans),
     }
-    notes = {"Work": [] if tokens_LE is not None else ["Give --trace SERVER=DIR for work and traffic."]}
+    notes = {"Load": [] if tokens_LE is not None else ["Give --trace SERVER=DIR for load and traffic."]}
     return render_sheet(
         title=f"Placement of {plan.spec.name}",
         heading=f"Expert placement of {plan.spec.name}",
@@ -91,8 +91,8 @@ def _held_table(plans: Sequence[Placed]) -> TextTable:
     slots_G = cluster.slots_G(spec.slot_bytes)
     held = [placed.plan.placed_GLE.sum(axis=(1, 2)).tolist() for placed in plans]
     return TextTable(
-        title="Experts held in all layers",
-        columns=("GPU", *(placed.name for placed in plans), "room for"),
+        title="Experts held, sum over layers",
+        columns=("GPU", *(placed.name for placed in plans), "capacity"),
         rows=tuple(
             (
                 f"{cluster.servers[n].name}, GPU {g}",
@@ -105,14 +105,14 @@ def _held_table(plans: Sequence[Placed]) -> TextTable:
 
 
 def _changes_table(plans: Sequence[Placed]) -> TextTable:
-    """Experts that each GPU gets and gives up; `moetool plan migrate` orders the moves."""
+    """Experts that each GPU receives and drops; `moetool plan migrate` orders the moves."""
     before_GLE, after_GLE = plans[0].plan.placed_GLE, plans[-1].plan.placed_GLE
     cluster, spec = plans[-1].plan.cluster, plans[-1].plan.spec
     size_L = np.array(spec.expert_bytes_L)
     gets_GL, gives_GL = (after_GLE & ~before_GLE).sum(axis=2), (before_GLE & ~after_GLE).sum(axis=2)
     return TextTable(
-        title="From before to after",
-        columns=("GPU", "gets", "gives up", "bytes that come"),
+        title="Changes from before to after",
+        columns=("GPU", "received", "dropped", "bytes received"),
         rows=tuple(
             (
                 f"{cluster.servers[n].name}, GPU {g}",
@@ -134,10 +134,10 @@ def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs
     """
     scores = [((name, row.requests), row.score, row.planning_s) for name, row in rows]
     local = TextTable(
-        title="local compute share; remote calls by Prism's Eq. 2, and their lower bound in these slots",
+        title="Local compute share by server, and remote expert calls",
         columns=(
             *("planner", "requests", *(server.name for server in cluster.servers)),
-            *("mean", "in all", "remote", "least", "copies", "sent", "s to plan"),
+            *("mean", "total", "remote calls", "bound", "copies", "sent", "planning s"),
         ),
         rows=[
             [
@@ -151,13 +151,16 @@ def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs
             for of, found, planning_s in scores
         ],
         num_text=2,
+        notes=(
+            "mean: over servers; total: of all calls; remote calls: Prism's Eq. 2; bound: the least in the same slots",
+            "copies: mean number of GPUs that hold an expert; sent: bytes between servers",
+        ),
     )
     latency = TextTable(
-        title=f"DIRECTOR's Eqs. 2 and 4 ({costs}); the gap to one bound of all: with one copy each in these slots a "
-        f"layer or, where a plan has copies, of the work alone; balance as three engines define it",
+        title=f"Latency by DIRECTOR's Eqs. 2 and 4, and load balance ({costs})",
         columns=(
             *("planner", "requests", "T_comp", "T_comm", "sum", "bound", "gap"),
-            *("SGLang", "vLLM", "TensorRT-LLM (0 is best)"),
+            *("SGLang", "vLLM", "TensorRT-LLM"),
         ),
         rows=[
             [
@@ -170,6 +173,10 @@ def score_tables(rows: Sequence[tuple[str, PlannerRow]], cluster: Cluster, costs
             for of, found, _ in scores
         ],
         num_text=2,
+        notes=(
+            "bound: of the sum, with one copy per expert; if a plan has replicas, of compute alone; gap: sum above it",
+            "SGLang, vLLM, TensorRT-LLM: balance as that engine defines it; 1 is best, for TensorRT-LLM 0",
+        ),
     )
     return [local, latency]
 

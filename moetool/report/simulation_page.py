@@ -10,7 +10,7 @@ from moetool.report.sheet import Section, render_sheet
 from moetool.simulation.simulation_results import Simulated, interval, percentile
 from moetool.tables import TextTable
 
-_EQ4 = "Eq. 4 of Prism: seconds of remote calls saved over the horizon, against those of the moves."
+_EQ4 = "Prism's Eq. 4: seconds that fewer remote calls save over the horizon, against seconds of the moves."
 
 
 def require_drawable(path: Path, overwrite: bool) -> None:
@@ -95,7 +95,7 @@ def _runs_table(runs: Sequence[Run]) -> TextTable:
             )
         )
     return TextTable(
-        title="Seconds from arrival",
+        title="Latency in seconds from arrival",
         columns=(
             *("mode", *names, "seeds", "requests", "mean", "p50", "p90", "p99", "first token", "local", "tokens/s"),
             *("busiest GPU", "sent", "migrations"),

@@ -121,7 +121,7 @@ def _task_table(made: TraceMeasures) -> TextTable:
         )
     return TextTable(
         title="Tasks, means over the layers",
-        columns=("task", "requests", "tokens", "max / mean", "Gini", "bits of the task", "bits of a request"),
+        columns=("task", "requests", "tokens", "max / mean", "Gini", "entropy of the task, bits", "of a request"),
         rows=tuple(rows),
     )
 

@@ -166,7 +166,7 @@ def balance_gain(counts: HalvedCounts, num_gpus: int = NUM_GPUS) -> PlacementGai
     return PlacementGain(
         planner="eplb",
         baseline="uniform",
-        measure=f"mean load over the load of the busiest of {num_gpus} GPUs",
+        measure=f"mean load / load of the busiest of {num_gpus} GPUs",
         planned=planned.balancedness["sglang"],
         even=even.balancedness["sglang"],
     )
@@ -186,7 +186,7 @@ def locality_gain(counts: HalvedCounts) -> PlacementGain | None:
     return PlacementGain(
         planner="prism",
         baseline="uniform",
-        measure=f"calls on the own one of {num} servers, a task each",
+        measure=f"local compute share of {num} servers with one task each",
         planned=planned.local,
         even=even.local,
     )

@@ -1,4 +1,4 @@
-"""Figures of what one layer says of the next."""
+"""Figures of how one layer predicts the next."""
 
 from typing import TYPE_CHECKING
 
@@ -38,10 +38,9 @@ def affinity_maps(made: TraceMeasures) -> Picture | None:
         section="Affinity",
         title=f"Expert affinity, as lift over popularity: layers {', '.join(names)}",
         svg=draw("affinity-maps", 3.0 * -(-len(layers) // per_row), f"Heat maps of {', '.join(names)}.", paint),
-        caption="Of a token that used the expert on the left, how many times likelier each expert of the next layer is "
-        "than in general. 1 everywhere: the next layer does not depend on this one. Grey: an expert of fewer than 20 "
-        "tokens, or one that none chose. Unless asked for otherwise, the pairs with the strongest, the median "
-        "and the weakest held-out match.",
+        caption="For tokens that used the expert on the left: how many times likelier each expert of the next layer is "
+        "than over all tokens. 1 everywhere: the next layer does not depend on this one. Grey: experts with fewer than "
+        "20 tokens. By default the pairs with the strongest, median and weakest held-out match.",
     )
 
 
@@ -53,10 +52,10 @@ def affinity(made: TraceMeasures) -> Picture:
     def paint(figure: "Figure") -> None:
         axes = figure.add_subplot()
         if len(found.match_M):
-            line(axes, places[1:], found.match_M, 0, "by affinity to the layer before")
+            line(axes, places[1:], found.match_M, 0, "by affinity to the previous layer")
             line(axes, places[1:], found.popular_M, 2, "by popularity")
             axes.plot(places[1:], found.chance_M, color=GREY, linestyle=":", label="by chance, k / E")
-        line(axes, places, found.repeat_L, 1, "used by the token before as well")
+        line(axes, places, found.repeat_L, 1, "used by the previous token too")
         axes.set(ylabel="share of the k experts", ylim=(0, 1))
         layer_axis(axes, made)
         axes.legend(loc="upper center", ncols=4)
@@ -67,6 +66,6 @@ def affinity(made: TraceMeasures) -> Picture:
         title="Share of a layer's k experts predicted by the previous layer, and by the previous token",
         svg=draw("affinity", 2.8, f"Lines by layer: affinity finds {mean} of the experts on average.", paint),
         caption="Counted on one half of the requests and scored on the other (DuoServe-MoE § 4.1, Eqs. 2 and 3). The "
-        "distance between the upper line and popularity is what prefetching can gain from the path; the token before "
-        "is what a cache gains from the recent past.",
+        "gap between affinity and popularity is what prefetching can gain; the previous token shows what a cache of "
+        "recent experts gains.",
     )

@@ -47,8 +47,8 @@ def levels(made: TraceMeasures) -> Picture:
             f"Two heat maps: {bits[0]:.1f} bits for one, {bits[1]:.1f} bits for all.",
             paint,
         ),
-        caption="Each map from 0 (dark) to its own most used experts (light). What a single iteration shows sharply is "
-        "blurred once a request's iterations are added up, and with it the predictable part.",
+        caption="Each map from 0 (dark) to its most used experts (light). One iteration uses few experts. Their sum "
+        "over a request is blurred and says less about the next iteration.",
     )
 
 
@@ -74,7 +74,7 @@ def spread(made: TraceMeasures) -> Picture:
         ticks = [step for i, step in enumerate(found.steps) if i % 2 == 0]
         right.set_xticks(ticks, [str(tick) for tick in ticks])
         right.minorticks_off()
-        right.set(title="(c) of so many together, mean over layers", ylim=(0, None))
+        right.set(title="(c) several together, mean over layers", ylim=(0, None))
         right.set_xlabel("iterations of one token" if routes.stepwise else "tokens of the prompt")
         figure.legend(handles, labels, loc="outside lower center", ncols=4)
 
@@ -88,9 +88,9 @@ def spread(made: TraceMeasures) -> Picture:
             f"{np.nanmean(found.request_QL):.1f} bits on average.",
             paint,
         ),
-        caption="Bits of the distribution of choices over a layer's experts; n bits are as many as 2 to the n experts "
-        "used alike. One token's k experts have log2 k bits by definition. Higher is harder to predict. (c) is drawn "
-        f"as far as half of a task's requests go, over those requests.{some_tasks(made)}",
+        caption="Entropy of the choices over a layer's experts: n bits mean that effectively 2^n experts are used. One "
+        "token's k experts have log2 k bits. Higher is harder to predict. (c) ends where fewer than half of a task's "
+        f"requests are that long.{some_tasks(made)}",
     )
 
 
@@ -127,6 +127,6 @@ def router(made: TraceMeasures) -> Picture | None:
             f"{np.nanmean(found.request_QL):.1f} bits.",
             paint,
         ),
-        caption=f"From the logits of {found.num_requests} requests. This is what expert maps hold (FineMoE § 4.1): it "
-        "tells a router that is sure from one that is not, which the chosen experts alone don't show.",
+        caption=f"From the logits of {found.num_requests} requests. Expert maps hold them (FineMoE § 4.1). "
+        "They show how sure the router is; the chosen experts alone do not.",
     )

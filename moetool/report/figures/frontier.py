@@ -21,12 +21,12 @@ def frontier_sketch(plan: CachePlan) -> Sketch:
     timed = all(point["tpot_used_s"] is not None for point in points)
     chosen_by, held_out = ("tpot_used_s", "tpot_held_out_s") if timed else ("bytes_used", "bytes_held_out")
     scale = 1e3 if timed else 1e-6
-    unit = "ms a token" if timed else "MB moved a decoded token"
+    unit = "ms / decode token" if timed else "MB / decode token"
     memory_mb = [point["device_memory_bytes"] / 1e6 for point in points]
 
     def paint(figure: "Figure") -> None:
         axes = figure.add_subplot()
-        for series, (name, label) in enumerate(((chosen_by, "requests it was chosen on"), (held_out, "held out"))):
+        for series, (name, label) in enumerate(((chosen_by, "requests of the choice"), (held_out, "held out"))):
             values = [float("nan") if point[name] is None else scale * point[name] for point in points]
             line(axes, memory_mb, values, series, label)
         for point, x in zip(points, memory_mb, strict=True):
@@ -36,7 +36,7 @@ def frontier_sketch(plan: CachePlan) -> Sketch:
                 point["policy"], (x, scale * point[chosen_by]), xytext=(3, 5), textcoords="offset points", fontsize=8
             )
         if plan.target_tpot_s is not None and timed:
-            axes.axhline(scale * plan.target_tpot_s, color=GREY, linestyle="--", label="time to reach")
+            axes.axhline(scale * plan.target_tpot_s, color=GREY, linestyle="--", label="target")
         axes.set(
             title=f"{plan.spec.name}: the best policy by memory",
             xlabel="device memory, MB",
@@ -48,8 +48,8 @@ def frontier_sketch(plan: CachePlan) -> Sketch:
 
     return Sketch(
         key="frontier",
-        title=f"Time per token by device memory, {unit}",
-        caption="The best policy for each memory, chosen on one half of the requests and shown on the other too.",
+        title=f"{'Time per token' if timed else 'Bytes loaded'} by device memory, {unit}",
+        caption="The best policy for each memory size, chosen on one half of the requests and tested on the other.",
         alt="; ".join(f"{x:,.0f} MB: {point['policy']}" for point, x in zip(points, memory_mb, strict=True)),
         height=4.0,
         paint=paint,

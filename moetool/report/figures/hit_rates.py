@@ -30,7 +30,7 @@ def distances(made: TraceMeasures) -> Picture:
             "share of reuses within this distance",
             **AT_ONCE,
         )
-        axes.axhline(100 * len(reuse.distances) / reuse.uses, color=GREY, linestyle=":", label="all but first uses")
+        axes.axhline(100 * len(reuse.distances) / reuse.uses, color=GREY, linestyle=":", label="all uses but the first")
         cliff = (made.routes.spec.num_layers - 1) * max(made.routes.spec.top_k_L)
         if cliff < total:
             axes.axvline(cliff, color=GREY, linestyle="--", linewidth=1.0, label=f"(L-1) k = {cliff}")
@@ -43,9 +43,8 @@ def distances(made: TraceMeasures) -> Picture:
         section="Reuse",
         title="Reuse distance: distinct experts used before an expert is used again",
         svg=draw("distances", 2.8, f"Curve: half of the reuses within {half} experts, 90 % within {most}.", paint),
-        caption="The LRU stack distance, in one pool for all layers: also the hit rate of LRU in so many slots. "
-        "At batch 1 and with at most (L-1) k slots LRU hits nothing, since each token passes through all other layers "
-        "before it comes back.",
+        caption="LRU stack distance over all layers: also the hit rate of LRU with that many slots in one pool. At "
+        "batch 1, LRU hits nothing with (L-1) k slots or fewer: a token passes all other layers before it returns.",
     )
 
 
@@ -63,7 +62,7 @@ def layer_distances(made: TraceMeasures) -> Picture:
         axes.plot(places, spec.num_experts_L, color=GREY, linestyle=":", label="experts of the layer")
         axes.set(ylabel="distinct experts of the layer", ylim=(0, None))
         layer_axis(axes, made)
-        axes.legend(loc="best", ncols=3)
+        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3)
 
     return Picture(
         section="Reuse",
@@ -74,7 +73,7 @@ def layer_distances(made: TraceMeasures) -> Picture:
             f"Lines by layer. In the median layer half of the reuses are within {typical} experts of it.",
             paint,
         ),
-        caption="Slots that a pool per layer would need. Layers with low values need few slots.",
+        caption="Slots that each layer needs for these hit rates, with slots per layer.",
     )
 
 
@@ -121,8 +120,8 @@ def budgets(made: TraceMeasures) -> Picture:
             f"{_share(made, best.budget_bytes):.0f} % of the experts. The table below has the numbers.",
             paint,
         ),
-        caption="The numbers of moetool replay. Belady gives up what is needed again last and makes the fewest loads "
-        "that any policy can make that loads on demand; a policy that prefetches may hit more, at the price of loads.",
+        caption="As by moetool replay. Belady evicts the expert that is needed again last: the fewest loads of all "
+        "policies that load on demand. A policy that prefetches may have more hits, but not fewer loads.",
     )
 
 

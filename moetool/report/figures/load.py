@@ -35,9 +35,8 @@ def popularity(made: TraceMeasures) -> Picture:
         section="Popularity",
         title="Expert popularity, relative to the mean of its layer",
         svg=draw("popularity", map_height(spec.num_layers), alt, paint),
-        caption="All tasks together. 1 is an even share; the scale ends where 99.5 % of the experts lie below. "
-        "A layer of one colour is used evenly; light spots are experts that a cache should keep and a cluster should "
-        "copy or spread.",
+        caption="All tasks. 1 is an even share; the scale ends at the 99.5th percentile. A layer of one colour is used "
+        "evenly. Light spots are experts that a cache should keep and a cluster should replicate.",
     )
 
 
@@ -65,7 +64,7 @@ def by_task(made: TraceMeasures) -> Picture | None:
         title=f"Which experts each task uses in layer {spec.layer_ids_L[layer]} (as Prism's Figure 2)",
         svg=draw("by-task", 0.5 + 0.95 * len(tasks), f"Bars. Most used, {'; '.join(tops)}.", paint),
         caption="Share of the task's choices that each expert takes, in the layer where tasks differ most; the dashed "
-        f"line is an even share. A server that has one task has this load.{some_tasks(made)}",
+        f"line is an even share. A server with this task alone has this load.{some_tasks(made)}",
     )
 
 
@@ -106,8 +105,8 @@ def by_layer(made: TraceMeasures) -> Picture | None:
             f"{uneven_L[layers[1]]:.2f}.",
             paint,
         ),
-        caption="Share of the task's choices. A skewed layer is served well by few experts, an even one needs most of "
-        "them: memory is better shared out by layers than given to each alike.",
+        caption="Share of the task's choices. A skewed layer needs few experts in memory, an even one most of them. "
+        "So layers should get different shares of memory.",
     )
 
 
@@ -170,8 +169,8 @@ def tasks_apart(made: TraceMeasures) -> Picture | None:
             f"{found.halves_apart_L.mean():.3f}.",
             paint,
         ),
-        caption="Jensen-Shannon divergence of the shares of a layer's experts: 0 for the same, 1 for no expert in "
-        "common. The lower line is what chance alone makes of two halves of one task's requests.",
+        caption="Jensen-Shannon divergence of the shares of a layer's experts: 0 if equal, 1 if no expert is "
+        "shared. The lower line compares two halves of one task's requests: differences by chance.",
     )
 
 
@@ -207,8 +206,8 @@ def skew(made: TraceMeasures) -> Picture:
             f"{found.gini_L.min():.2f} to {found.gini_L.max():.2f}.",
             paint,
         ),
-        caption="Left: with one expert a GPU, how many times the mean work the busiest has. Right: 0 is even, towards "
-        f"1 few experts have all. A task alone is usually more skewed than all together.{some_tasks(made)}",
+        caption="Left: load of the busiest GPU relative to the mean, with one expert per GPU. Right: 0 is even; near 1 "
+        f"few experts take all. One task is usually more skewed than all together.{some_tasks(made)}",
     )
 
 
@@ -226,7 +225,7 @@ def coverage(made: TraceMeasures) -> Picture:
         if found.other:
             line(axes, x, 100 * np.array(found.mixed), 2, "chosen by other requests of all tasks")
             line(axes, x, 100 * np.array(found.other), 1, "chosen by another task")
-        axes.plot(x, x, color=GREY, linestyle=":", label="any experts, or even use")
+        axes.plot(x, x, color=GREY, linestyle=":", label="random experts")
         axes.set(xlabel="experts kept of each layer, %", ylabel="choices covered, %", xlim=(0, 100), ylim=(0, 100))
         axes.legend(loc="lower right")
 
@@ -240,7 +239,7 @@ def coverage(made: TraceMeasures) -> Picture:
             f"Lines. A quarter of the experts covers {100 * found.own[quarter]:.0f} % of a task.",
             paint,
         ),
-        caption="The share of choices that a cache of fixed experts hits, or that a server holding them computes "
-        "itself. Experts are chosen on one half of each task's requests and counted on the other (of a "
-        f"lone request, on its later half); mean over layers{tasks}.",
+        caption="Hit rate of a cache with pinned experts, or the local share of a server that holds them. Experts are "
+        "chosen on one half of each task's requests and counted on the other (a single request: on its later half). "
+        f"Mean over layers{tasks}.",
     )

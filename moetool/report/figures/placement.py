@@ -1,4 +1,4 @@
-"""Figures of placements: who holds what, how evenly the work falls, what servers send each other."""
+"""Figures of placements: experts of each GPU, load balance, traffic between servers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,13 +39,13 @@ def sketches(plans: Sequence[Placed], tokens_LE: np.ndarray | None) -> dict[str,
     """The figures of each section.
 
     Args:
-        tokens_LE: how often each expert is wanted, if traces are known.
+        tokens_LE: uses of each expert, if traces are known.
     """
     held = [sketch for placed in plans for sketch in (holders(placed, tokens_LE), copies(placed)) if sketch is not None]
     worked = [sketch for sketch in (balance(plans), local(plans), traffic(plans)) if sketch is not None]
     return {
-        "Who holds what": held,
-        "Work": [sketch for sketch in worked if sketch.key == "balance"],
+        "Placement": held,
+        "Load": [sketch for sketch in worked if sketch.key == "balance"],
         "Traffic between servers": [sketch for sketch in worked if sketch.key != "balance"],
     }
 
@@ -72,7 +72,7 @@ def holders(placed: Placed, tokens_LE: np.ndarray | None) -> Sketch | None:
                 axes.set_axis_off()
                 continue
             last = i % columns == columns - 1 or i == len(names) - 1
-            heat(axes, maps[i], low=0.0, high=high, label="wanted" if last and tokens_LE is not None else "")
+            heat(axes, maps[i], low=0.0, high=high, label="uses / mean" if last and tokens_LE is not None else "")
             axes.set_title(f"{names[i]}: {int(placed_GLE[i].sum()):,}")
             axes.set_yticks(*layer_ticks(spec.layer_ids_L, 8))
         grid[-1, 0].set(xlabel="expert", ylabel="MoE layer")
@@ -99,7 +99,9 @@ def copies(placed: Placed) -> Sketch | None:
 
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
-        heat(axes, count_LE, low=1.0, high=float(np.nanmax(count_LE)), label="GPUs that hold it")
+        most = int(np.nanmax(count_LE))
+        heat(axes, count_LE, low=1.0, high=float(most), label="GPUs that hold it")
+        figure.axes[-1].set_yticks(range(1, most + 1, max(1, most // 8)))
         axes.set_yticks(*layer_ticks(plan.spec.layer_ids_L))
         axes.set(xlabel="expert", ylabel="MoE layer")
 
@@ -163,7 +165,7 @@ def local(plans: Sequence[Placed]) -> Sketch | None:
         if len(names) <= 24:
             axes.set_xticks(range(len(names) + 1), [*names, "all"], rotation=0 if len(names) <= 6 else 40)
         else:
-            axes.set_xlabel("server, and all of them at the right")
+            axes.set_xlabel("server; all servers at the right")
         axes.set_ylabel("computed locally, %")
         axes.grid(visible=False, axis="x")
         figure.legend(loc="outside right upper")
@@ -191,7 +193,7 @@ def traffic(plans: Sequence[Placed]) -> Sketch | None:
         panels: Any = figure.subplots(1, len(known), sharey=True, squeeze=False)[0]
         for axes, (placed, sent_NN) in zip(panels, known, strict=True):
             heat(axes, sent_NN, low=0.0, high=high, label=unit if axes is panels[-1] else "")
-            axes.set_title(f"{placed.name}: {np.nansum(sent_NN):,.1f} {unit} in all")
+            axes.set_title(f"{placed.name}: {np.nansum(sent_NN):,.1f} {unit} in total")
             axes.set_xlabel("to")
             if len(names) > 12:
                 continue
@@ -199,7 +201,7 @@ def traffic(plans: Sequence[Placed]) -> Sketch | None:
             axes.set_yticks(range(len(names)), names)
             for i, j in np.argwhere(np.isfinite(sent_NN)).tolist():
                 dark = sent_NN[i, j] < 0.55 * high
-                axes.text(j, i, f"{sent_NN[i, j]:,.1f}", ha="center", va="center", color="white" if dark else "black")
+                axes.text(j, i, f"{sent_NN[i, j]:,.1f}", ha="center", va="center", color="white" if dark else "#111111")
         panels[0].set_ylabel("from")
 
     return Sketch(

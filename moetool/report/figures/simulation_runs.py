@@ -62,7 +62,7 @@ def swept(runs: Sequence[Run], along: str) -> Sketch:
 
     return Sketch(
         key="swept",
-        title=f"Latency and local computing by {_AXES[along]} (as Prism's Figure 8)",
+        title=f"Latency and local compute share by {_AXES[along]} (as Prism's Figure 8)",
         caption="Mean latency of a request, and the share of expert calls that the request's own server computes."
         + _bands_of(runs),
         alt=f"Lines over {', '.join(values)} for {', '.join(series)}.",
@@ -107,7 +107,7 @@ def over_time(runs: Sequence[Run]) -> Sketch:
 
     return Sketch(
         key="over-time",
-        title="Local computing over time, and latencies (as Prism's Figures 6 and 7)",
+        title="Local compute share over time, and latencies (as Prism's Figures 6 and 7)",
         caption="Left: the share of expert calls that the request's own server computes, window by window. Right: the "
         f"share of requests that take no longer.{_which_seed(runs)}",
         alt="; ".join(f"{_series(at, 'seed')}: mean latency {found.mean_s:.3g} s" for at, found in drawn),
@@ -180,8 +180,8 @@ def by_mode(runs: Sequence[Run]) -> Sketch | None:
 
     return Sketch(
         key="by-mode",
-        title=f"Latency over that of {names[0]} (as DIRECTOR's Figures 7, 10 and 11)",
-        caption="Mean latency of a request over that of the first mode, on the same requests." + _bands_of(runs),
+        title=f"Latency relative to {names[0]} (as DIRECTOR's Figures 7, 10 and 11)",
+        caption="Mean latency of a request relative to the first mode, on the same requests." + _bands_of(runs),
         alt="; ".join(
             f"{group + ': ' if group else ''}"
             + ", ".join(f"{name} {interval(row)[0]:.3f}" for name, row in made.items())
@@ -216,8 +216,8 @@ def relative_along(runs: Sequence[Run], along: str | None) -> Sketch | None:
 
     return Sketch(
         key="relative",
-        title=f"Latency over that of {first}, by {_AXES[along]} (as DIRECTOR's Figure 9)",
-        caption="Mean latency of a request over that of the first mode, on the same requests." + _bands_of(runs),
+        title=f"Latency relative to {first}, by {_AXES[along]} (as DIRECTOR's Figure 9)",
+        caption="Mean latency of a request relative to the first mode, on the same requests." + _bands_of(runs),
         alt="; ".join(
             f"{name}: {', '.join(f'{interval(row)[0]:.3f}' for row in rows)}" for name, rows in series.items()
         ),
