@@ -77,7 +77,7 @@ def plan_cache(
     """
     from moetool.models.checkpoint import Checkpoint
     from moetool.models.hub import with_revision
-    from moetool.report.cache_page import frontier_table
+    from moetool.report.cache_page import candidates_table, frontier_table
     from moetool.report.drawing import require_drawable
     from moetool.report.figures.frontier import draw_frontier
     from moetool.runtime.assembly import ServeOptions, fixed_bytes, slot_bytes
@@ -133,7 +133,8 @@ def plan_cache(
     each = plan.slot_bytes or plan.spec.slot_bytes
     stored = "" if each == plan.spec.slot_bytes else f", of experts of {tables.count(plan.spec.slot_bytes, 'B')} stored"
     print(f"{out}: {plan.policy} with {plan.slots} expert slots ({tables.count(plan.slots * each, 'B')}{stored})")
-    print(plan.reason)
+    tables.print_paragraph(plan.reason)
+    candidates_table(plan).print()
     if plan.frontier:
         frontier_table(plan).print()
 

@@ -28,7 +28,7 @@ def page(plan: CachePlan, facts: Sequence[tuple[str, str]]) -> str:
         sections=[
             Section(name="Plan", notes=[plan.reason], tables=[_memory_table(plan)]),
             latency,
-            Section(name="Candidates", tables=[_evidence_table(plan)]),
+            Section(name="Candidates", tables=[candidates_table(plan)]),
         ],
     )
 
@@ -53,7 +53,7 @@ def frontier_table(plan: CachePlan) -> TextTable:
     rows = []
     for point in plan.frontier:
         cells = [
-            tables.count(point["device_memory_bytes"], "B") + (" (the plan, untuned)" if point["chosen"] else ""),
+            tables.count(point["device_memory_bytes"], "B") + (" (the plan's)" if point["chosen"] else ""),
             point["policy"],
             f"{point['slots']:,} of {plan.spec.total_experts:,}",
             *(f"{point[name] / 1e6:,.3f}" for name in ("bytes_used", "bytes_held_out")),
@@ -72,7 +72,7 @@ def frontier_table(plan: CachePlan) -> TextTable:
     )
 
 
-def _evidence_table(plan: CachePlan) -> TextTable:
+def candidates_table(plan: CachePlan) -> TextTable:
     """Every candidate in the plan's budget, on the held-out requests."""
     rows = []
     for row in plan.evidence:

@@ -12,7 +12,7 @@ from moetool.caching._policy import MIN_SLOTS
 from moetool.costing.costs import CostProfile
 from moetool.costing.pricing import TimelineOptions
 from moetool.errors import CapacityError, UsageError
-from moetool.tables import numbered
+from moetool.tables import count, numbered
 from moetool.trace.reader import Trace
 from moetool.trace.same_prompts import repeated
 from moetool.tuning.candidates import Candidates, touched_bytes, tpot_s
@@ -230,9 +230,9 @@ def plan_cache(
         frontier=tuple(point.to_json() for point in points),
         target_tpot_s=target_tpot_s,
         reason=_reason(choice.policy, evidence, len(used), len(held_out), left_out)
-        + (f"; {_form(chosen.layer_slots, choice.slots)}" if chosen.layer_slots else "")
-        + (f"; {_tuning(chosen, untuned)}" if chosen is not divided else "")
-        + (f"; {_target(target_tpot_s, choice, evidence)}" if target_tpot_s is not None else ""),
+        + (f" {_form(chosen.layer_slots, choice.slots)}." if chosen.layer_slots else "")
+        + (f" {_tuning(chosen, untuned)}." if chosen is not divided else "")
+        + (f" {_target(target_tpot_s, choice, evidence)}." if target_tpot_s is not None else ""),
     )
 
 
@@ -261,30 +261,29 @@ def _split(trace: Trace, trained_on: frozenset[int], seed: int) -> tuple[frozens
 def _reason(
     chosen: str, evidence: Sequence[ReplayRow], num_used: int, num_held_out: int, left_out: Mapping[str, str]
 ) -> str:
-    """One sentence with the numbers of the held-out requests."""
+    """The choice in words, with the numbers of the held-out requests."""
     timed = all(row.timing is not None and row.timing.tpot_mean_s is not None for row in evidence)
     show = _milliseconds if timed else _moved
     values = {row.policy: show(row) for row in evidence}
     hits = {row.policy: f"{100 * row.decode.hit_rate:.1f} %" for row in evidence}
-    others = ", ".join(f"{name} {values[name]}" for name in values if name not in (chosen, _BOUND))
     absent = "; ".join(f"{name}, {why}" for name, why in left_out.items())
     if timed:
         won, does = "had the shortest time per output token", "takes"
     else:
         won, does = "moved the fewest bytes per decode token", "moves"
     return (
-        f"{chosen} {won} on {num_used} requests; on {num_held_out} others, held out, it {does} {values[chosen]} at a "
-        f"decode hit rate of {hits[chosen]}{f' (the other candidates: {others})' if others else ''}, and {_BOUND}, "
-        f"which knows the future and makes the fewest loads in all, {values[_BOUND]}"
-        f"{f' (left out: {absent})' if absent else ''}"
+        f"{chosen} {won} on {numbered(num_used, 'request')}. On {num_held_out} held out it {does} {values[chosen]} at "
+        f"a decode hit rate of {hits[chosen]}; {_BOUND}, the bound, {does} {values[_BOUND]}"
+        f"{f' (left out: {absent})' if absent else ''}."
     )
 
 
 def _form(layer_slots: Sequence[int], slots: int) -> str:
     """The division of the pool, in words."""
     shared = slots - sum(layer_slots)
-    rest = f" and all share {shared}" if shared else ""
-    return f"each layer has {min(layer_slots)} to {max(layer_slots)} slots of its own{rest}"
+    least, most = min(layer_slots), max(layer_slots)
+    own = f"{least}" if least == most else f"{least} to {most}"
+    return f"Each layer has {own} slots of its own" + (f"; all layers share {shared}" if shared else "")
 
 
 def _tuning(setup: PolicySetup, untuned: ReplayRow) -> str:
@@ -299,7 +298,7 @@ def _tuning(setup: PolicySetup, untuned: ReplayRow) -> str:
     elif setup.limits is not None:
         parts.append(f"prefetching stopped below a recall of {setup.limits.min_recall}")
     show = _moved if tpot_s(untuned) is None else _milliseconds
-    return f"tuned: {', '.join(parts)}; untuned, {untuned.policy} was the best, which takes {show(untuned)} there"
+    return f"Tuned: {', '.join(parts)}; untuned, {untuned.policy} was the best ({show(untuned)} held out)"
 
 
 def _target(target_s: float, choice: ReplayRow, evidence: Sequence[ReplayRow]) -> str:
@@ -307,13 +306,13 @@ def _target(target_s: float, choice: ReplayRow, evidence: Sequence[ReplayRow]) -
     shown = next(tpot_s(row) for row in evidence if row.policy == choice.policy)
     there = "they have no decoded tokens" if shown is None else "met" if shown <= target_s else "missed"
     return (
-        f"{choice.slots} slots are what was found to bring a token to {target_s * 1e3:,.4g} ms where it was chosen "
-        f"({_milliseconds(choice)}); on the held-out requests: {there}"
+        f"{choice.slots} slots are the fewest found that reach {target_s * 1e3:,.4g} ms per token on the first "
+        f"requests ({_milliseconds(choice)}); on the held-out requests: {there}"
     )
 
 
 def _moved(row: ReplayRow) -> str:
-    return f"{touched_bytes(row):,.0f}"
+    return count(touched_bytes(row), "B")
 
 
 def _milliseconds(row: ReplayRow) -> str:

@@ -186,7 +186,7 @@ def test_times_by_a_profile(run: Run, trace: Path, tmp_path: Path) -> None:
     assert code == 0, told
     assert "had the shortest time per output token" in printed
     assert json.loads(plan.read_text())["profile_sha256"]
-    assert "the best policy by device memory" in printed
+    assert "Best policy by device memory" in printed
     planning = ("plan", "cache", "--trace", trace, "--device-memory", "30MB", "--out", plan)
     _one_line(run(*planning), 2, "exists already; choose another or pass --overwrite")
     planning += ("--overwrite",)

@@ -73,7 +73,7 @@ def test_planners_side_by_side_and_on_a_stream(run: Run, folder: Path) -> None:
         "compare", *_inputs(folder), "--planner", "prism,prism_exact", "--unseen-task", folder / "unseen"
     )
     assert code == 0 and "unseen task" in out and "c_max as memory allows" in out
-    assert "\nunseen task: prism" in out and "above the least possible; prism" in out
+    assert "\nunseen task: prism" in out and "above the bound; prism" in out
     code, out, _ = run("compare", *_inputs(folder), "--planner", "uniform,annealing", "--c-max", 5)
     assert code == 0 and "c_max 5 for annealing; " in out
     code, out, _ = run("compare", *_inputs(folder), "--planner", "uniform", "--json")

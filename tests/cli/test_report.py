@@ -30,7 +30,7 @@ def test_the_page_is_written_and_its_sentences_printed(
     assert list(numbers["affinity"]["lift_EE"]) == ["3"]
     assert [row["policy"] for row in numbers["replay"]] == ["lru", "belady"]
     assert numbers["findings"][0]["topic"] == "caching"
-    assert any("The routers' probabilities have" in finding["text"] for finding in numbers["findings"])
+    assert any("Router probabilities have an entropy of" in finding["text"] for finding in numbers["findings"])
     text = page.read_text(encoding="utf-8")
     assert "layers 3 to 4" in text and "Entropy of the routers&#39; own probabilities" in text
 

@@ -113,7 +113,7 @@ def test_counts_alone_say_what_they_cannot(trace: Trace, tmp_path: Path) -> None
     assert any("which policy is best" in sentence for sentence in found.unknown)
     asked = [one.question for one in answers(found)]
     assert "Which cache policy?" not in asked and "Is pinning the most used experts enough?" in asked
-    assert [row[3] for row in memory_table(found).rows] == ["-"] * len(found.lines)
+    assert [row[1] for row in memory_table(found).rows] == ["-"] * len(found.lines)
     # one pass: nothing can be held out
     export_trace(tmp_path / "c", "coli_usage", tmp_path / "u")
     import_trace([tmp_path / "u"], "coli_usage", tmp_path / "d", settings={"model": str(trace.path)})

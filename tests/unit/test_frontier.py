@@ -10,6 +10,7 @@ from moetool.cache_plan import CachePlan, PrefetchLimits
 from moetool.caching._residency import StepKind
 from moetool.config import parse_seconds
 from moetool.errors import CapacityError, MismatchError, UsageError
+from moetool.tables import count
 from moetool.trace.reader import Trace
 from moetool.tuning.candidates import Candidates, best, touched_bytes, tpot_s
 from moetool.tuning.frontier import budgets_between, least_budget
@@ -66,7 +67,7 @@ def test_a_plan_for_a_time_takes_no_more_memory_than_it_needs(trace: Trace, slow
         assert (seconds <= fastest * 1.5) is meets
     (own,) = [row for row in plan.evidence if row["policy"] == plan.policy]
     assert plan.reason.endswith(
-        f"on the held-out requests: {'met' if own['tpot_mean_s'] <= fastest * 1.5 else 'missed'}"
+        f"on the held-out requests: {'met' if own['tpot_mean_s'] <= fastest * 1.5 else 'missed'}."
     )
 
 
@@ -158,7 +159,7 @@ def test_tuning_pins_what_helps_and_shows_it_on_other_requests(trace: Trace) -> 
     assert shown["digest"] == again.digest
     (before,) = [row for row in plain.evidence if row["policy"] == "lru"]
     assert f"{len(keys)} experts pinned; untuned, lru was the best" in plan.reason
-    assert f"which takes {before['bytes_per_decode_token']:,.0f} there" in plan.reason
+    assert f"({count(before['bytes_per_decode_token'], 'B')} held out)" in plan.reason
 
 
 def _pinned_bytes(trace: Trace, plan: CachePlan, count: int) -> float:
