@@ -9,9 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moetool import logs
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 LINE_S = 10.0
 
@@ -163,7 +166,8 @@ def print_paragraph(text: str) -> None:
         print(text)
         return
     indent = " " * (len(text) - len(text.lstrip()))
-    print(textwrap.fill(text, shutil.get_terminal_size().columns, subsequent_indent=indent, break_on_hyphens=False))
+    width = shutil.get_terminal_size().columns
+    print(textwrap.fill(text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False))
 
 
 _NARROWEST = 40
@@ -173,40 +177,44 @@ _NARROWEST = 40
 def print_prompt_sets(rows: Sequence[dict[str, Any]]) -> None:
     """The sets that have a name, as `moetool.prompts.gather.describe` gives them."""
     public = [row for row in rows if row["hub"] is not None]
-    table = [
-        [
-            *(row["name"], row["hub"], ", ".join(row["tasks"]) or row["config"] or "-", row["split"]),
-            *("yes" if row["gated"] else "no", "-" if row["output"] is None else str(row["output"]), row["licence"]),
-        ]
-        for row in public
-    ]
-    columns = ["name", "on the hub", "tasks, or config", "split", "gated", "decodes", "licence"]
-    print_table(f"{len(public)} public sets, read from the hub, or with --data-dir from a copy", columns, table, 7)
-    print("decodes: new tokens per prompt, or as many as its answer has; '-': as --max-new-tokens says")
-    print(f"embedded: {', '.join(row['name'] for row in rows if row['hub'] is None)}; 'all' is these together")
+    print(f"{len(public)} public sets on the Hugging Face hub (--data-dir: a local copy)")
+    print_lines([(row["name"], row["hub"], _about_prompts(row)) for row in public])
+    names = ", ".join(row["name"] for row in rows if row["hub"] is None)
+    print_paragraph(f"embedded sets: {names}; 'all' means all of these")
+
+
+def _about_prompts(row: Mapping[str, Any]) -> str:
+    """Tasks, split, access, answer length and licence of a public prompt set."""
+    output = row["output"]
+    new = f"{output} new tokens" if isinstance(output, int) else "new tokens as in its answers" if output else ""
+    tasks = ", ".join(row["tasks"]) or row["config"]
+    parts = (row["split"], tasks, "gated" if row["gated"] else "", new, f"licence: {row['licence']}")
+    return "; ".join(part for part in parts if part)
 
 
 def print_replica(out: Any, card: Any) -> None:
     """Print a replica's size, accuracy, and experts with too few tokens."""
     how, judged, weights = card["quantization"], card["judged"], card["weights"]
-    print(
+    print_paragraph(
         f"{out}: {how['bits']} bits in groups of {how['group']}, {count(weights['bytes'], 'B')} in place of "
         f"{count(weights['of_bytes'], 'B')}, made on {card['tokens']['train']:,} tokens in {card['seconds']:,.1f} s; "
         f"loaded again by {card['reloaded_by']}"
     )
-    print(
+    print_paragraph(
         f"on {judged['tokens']:,} tokens of other prompts: KL divergence {judged['kl']:.5f}, same next token "
         f"{judged['top1']:.3f}, experts matched {judged['match']:.4f}"
     )
     for layer, experts in card["few_tokens"].items():
         named = ", ".join(map(str, experts))
-        print(f"  layer {layer}: fewer than {how['min_tokens']} tokens for experts {named}; their columns kept as is")
+        print_paragraph(
+            f"  layer {layer}: fewer than {how['min_tokens']} tokens for experts {named}; their columns kept as is"
+        )
 
 
 def print_reference(out: Any, facts: Mapping[str, Any]) -> None:
     """A trained reference model: its held-out cross-entropy by domain, and how differently it routes them."""
     held_out, start = facts["held_out"], facts["held_out_of_start"]
-    print(
+    print_paragraph(
         f"{out}: {facts['steps']:,} steps, {count(facts['tokens'])} tokens in {facts['minutes']:,.1f} minutes "
         f"({count(facts['tokens_per_second'])} tokens/s)"
     )
@@ -222,7 +230,7 @@ def print_reference(out: Any, facts: Mapping[str, Any]) -> None:
     columns = ["domain", "tokens", "nats a token", *(["before"] if start else [])]
     print_table("cross-entropy on held-out documents", columns, rows)
     between, within = (sum(held_out[part]) / len(held_out[part]) for part in ("between", "within"))
-    print(
+    print_paragraph(
         f"routing differs by {between:.3f} bits between domains, by {within:.3f} between two halves of one "
         "(Jensen-Shannon divergence of expert use, mean over layers)"
     )
@@ -230,7 +238,7 @@ def print_reference(out: Any, facts: Mapping[str, Any]) -> None:
 
 def print_maps(made: Any) -> None:
     """A `MapReport`: what was made, and what likeness says of the hit rate."""
-    print(f"{made.out}: {made.maps:,} expert maps of at most {made.capacity:,} ({count(made.bytes, 'B')})")
+    print_paragraph(f"{made.out}: {made.maps:,} expert maps of at most {made.capacity:,} ({count(made.bytes, 'B')})")
     rows = []
     for name, likeness in (("embeddings", made.meaning), ("gates", made.path)):
         if likeness is None:
@@ -243,7 +251,7 @@ def print_maps(made: Any) -> None:
         ["likeness of", "Pearson", "of the best map", "its hit rate", "hit rate from a likeness of"],
         rows,
     )
-    print(
+    print_paragraph(
         f"at distance {made.distance} δ selects {made.selected:.2f} experts a layer (K = {made.top_k}), "
         f"{100 * made.selected_share:.1f} % of them, more than K for {100 * made.widened_share:.1f} % of the layers; "
         f"{100 * made.hit_rate:.1f} % of the needed ones are among them"
@@ -292,12 +300,12 @@ def print_profile(profile: Any) -> None:
     spec, machine = profile.spec, profile.machine
     origin = "its config alone" if profile.config_only else "its files"
     threads = profile.compute[0].threads
-    print(
+    print_paragraph(
         f"{spec.name}, by {origin}, on {machine.cpu}: {machine.cores} cores, load {profile.load_average:.1f}, "
         f"arithmetic on {numbered(threads, 'thread')}"
     )
     slots = ", ".join(f"{count(c.slot_bytes, 'B')} in a slot ({c.device} {c.dtype})" for c in profile.compute)
-    print(f"an expert takes {count(spec.slot_bytes, 'B')} stored, {slots}")
+    print_paragraph(f"an expert takes {count(spec.slot_bytes, 'B')} stored, {slots}")
     by_tokens, by_context, by_bytes = [], [], []
     for costs in profile.compute:
         where = f"{costs.device} {costs.dtype}"
@@ -320,7 +328,7 @@ def print_profile(profile: Any) -> None:
         loads = min(profile.loads, key=lambda costs: costs.seconds(spec.slot_bytes))
         added = profile.load_all_s(loads.tier, loads.threads)
         rate = spec.slot_bytes / loads.seconds(spec.slot_bytes)
-        print(
+        print_paragraph(
             f"one token on {device} in {best.dtype} at context 512 takes {milliseconds(step_s)} ms "
             f"with every expert in memory; loading its {sum(spec.top_k_L)} experts from {loads.tier}, {loads.threads} "
             f"at a time ({count(rate, 'B')}/s), takes {milliseconds(added)} ms more"
@@ -423,6 +431,31 @@ def _lines(title: str = "") -> Iterator[Callable[[str, int, int | None], None]]:
         teller.join()
 
 
+def _bars() -> "Progress":
+    """Bars on stderr that vanish when they are done, each with amount, rate and time left in one line."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.table import Column
+    from rich.text import Text
+
+    class Amount(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(_amount(task.completed, task.total, task.speed, task.time_remaining, task.elapsed))
+
+    console = Console(stderr=True)
+    bar = BarColumn(bar_width=40 if console.width >= 100 else 16)
+    title = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    return Progress(title, bar, Amount(table_column=Column(no_wrap=True)), console=console, transient=True)
+
+
+def _amount(done: float, total: float | None, speed: float | None, left_s: float | None, passed_s: float | None) -> str:
+    """`814 of 7,409, 7,923/s, 1 s left`; seconds so far where the total is not known."""
+    if not total:
+        return f"{passed_s or 0:,.0f} s"
+    parts = [f"{count(done)} of {count(total)}", *([f"{significant(speed, 2)}/s"] if speed else [])]
+    return ", ".join([*parts, *([] if left_s is None else [f"{left_s:,.0f} s left"])])
+
+
 @contextlib.contextmanager
 def progress(title: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """A progress bar with rate and time left on a terminal, else a line every ten seconds, on stderr.
@@ -434,11 +467,7 @@ def progress(title: str, total: int | None = None) -> Iterator[Callable[[int], N
         with _lines(title) as say:
             yield lambda done: say(title, done, total)
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with _bars() as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.update(task, completed=done)
 
@@ -454,23 +483,17 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
         with _lines("preparing") as say:
             yield say
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-    from rich.text import Text
-
-    class Rate(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            return Text(f"{count(task.completed)} of {count(task.total or 0)}, {count(task.speed or 0)}/s,")
-
-    columns = (TextColumn("{task.description}"), BarColumn(), Rate(), TimeRemainingColumn(), TextColumn("left"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, Any] = {}
+    with _bars() as bar:
+        task: Any = None
+        name, latest = "", 0
 
         def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                for earlier in tasks.values():
-                    bar.update(earlier, visible=False)
-                tasks[what] = bar.add_task(what, total=total, completed=done)
-            bar.update(tasks[what], completed=done, total=total, visible=True)
+            nonlocal task, name, latest
+            if task is None or what != name or done < latest:  # a new stage, or the same once more
+                if task is not None:
+                    bar.remove_task(task)
+                task = bar.add_task(what, total=total)
+            name, latest = what, done
+            bar.update(task, completed=done, total=total)
 
         yield report

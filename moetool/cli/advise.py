@@ -69,9 +69,9 @@ def advise(
     if as_json:
         tables.print_json({**advice.to_json(), "answers": [one.to_json() for one in answers(advice)]})
         return
-    print(f"{path}: {advice.model}, {advice.shape}")
+    tables.print_paragraph(f"{path}: {advice.model}, {advice.shape}")
     replayed = f"; policies replayed on {advice.replayed_on} of these" if advice.replayed_on else ""
-    print(f"chosen on {advice.chosen_on}; scored on {advice.scored_on}{replayed}")
+    tables.print_paragraph(f"chosen on {advice.chosen_on}; scored on {advice.scored_on}{replayed}")
     memory_table(advice).print()
     if (policies := policy_table(advice)) is not None:
         policies.print()

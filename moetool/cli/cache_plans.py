@@ -132,7 +132,9 @@ def plan_cache(
         return
     each = plan.slot_bytes or plan.spec.slot_bytes
     stored = "" if each == plan.spec.slot_bytes else f", of experts of {tables.count(plan.spec.slot_bytes, 'B')} stored"
-    print(f"{out}: {plan.policy} with {plan.slots} expert slots ({tables.count(plan.slots * each, 'B')}{stored})")
+    tables.print_paragraph(
+        f"{out}: {plan.policy} with {plan.slots} expert slots ({tables.count(plan.slots * each, 'B')}{stored})"
+    )
     tables.print_paragraph(plan.reason)
     candidates_table(plan).print()
     if plan.frontier:
@@ -201,4 +203,4 @@ def plan_alpha(
         tables.print_json(plan.to_json())
         return
     print_points(plan, points)
-    print(f"{out}: {plan.reason}")
+    tables.print_paragraph(f"{out}: {plan.reason}")

@@ -149,7 +149,7 @@ def capture(
         return
     left_out = [f"{n:,} {why}" for n, why in ((made.too_long, "too long for the context"), (made.empty, "empty")) if n]
     skipped = f"; prompts left out: {', '.join(left_out)}" if left_out else ""
-    print(
+    tables.print_paragraph(
         f"{out}: {tables.numbered(made.requests, 'prompt')}, {tables.numbered(made.tokens, 'token')}, "
         f"{tables.count(made.bytes, 'B')} "
         f"({made.bytes / made.tokens:,.0f} bytes a token) in {made.seconds:,.1f} s{skipped}"
@@ -181,6 +181,8 @@ def _from_server(
             overwrite=overwrite,
             on_progress=on_progress,
         )
-    print(f"{out}: {tables.numbered(made.requests, 'prompt')}, {tables.numbered(made.tokens, 'token')}")
+    tables.print_paragraph(
+        f"{out}: {tables.numbered(made.requests, 'prompt')}, {tables.numbered(made.tokens, 'token')}"
+    )
     for note in made.notes:
-        print(f"  {note}")
+        tables.print_paragraph(f"  {note}")

@@ -65,7 +65,7 @@ def placement(
         tables.print_json({"plan": str(out), "scores": [row.to_json() for row in rows]})
         return
     bound = "not known" if plan.lower_bound is None else tables.significant(plan.lower_bound)
-    print(
+    tables.print_paragraph(
         f"{out}: {plan.objective} {tables.significant(plan.value)}, lower bound {bound}, "
         f"planned in {plan.planning_s:,.2f} s"
     )
@@ -94,7 +94,7 @@ def score(
     costs = "unit costs, no profile" if profile is None else f"profile {profile}"
     _print([row], chosen.cluster, setting, f"{costs}; in {row.score.unit}", _c_max({chosen.planner: chosen.options}))
     for a, b, sent in row.score.link_bytes:
-        print(f"  {a} -> {b}: {summed_bytes([sent])}, dispatch and combine")
+        tables.print_paragraph(f"  {a} -> {b}: {summed_bytes([sent])}, dispatch and combine")
 
 
 def compare(
@@ -145,7 +145,7 @@ def compare(
     costs = "unit costs, no profile" if profile is None else f"profile {profile}"
     _print(rows, machines, setting, f"{costs}; in {rows[0].score.unit}", _c_max(options))
     for line in verdict(rows):
-        print(line)
+        tables.print_paragraph(line)
 
 
 def stream(
@@ -186,7 +186,9 @@ def stream(
         ["mode", "T_comp + T_comm", "share of the oracle's gain", "experts moved per batch"],
         [[r.mode, tables.significant(r.latency), f"{r.share_of_truth:.0%}", f"{r.moved:,.1f}"] for r in rows],
     )
-    print(f"tokens start one request a GPU; sides {setting.sides}; seed {setting.seed}; options {options or 'default'}")
+    tables.print_paragraph(
+        f"tokens start one request a GPU; sides {setting.sides}; seed {setting.seed}; options {options or 'default'}"
+    )
 
 
 def migrate(
@@ -233,17 +235,17 @@ def migrate(
         return
     copies = sum(move.kind == "copy" for move in plan.moves)
     aside = sum(move.kind == "stage" for move in plan.moves)
-    print(
+    tables.print_paragraph(
         f"{out}: {tables.numbered(len(plan.moves), 'move')}, {copies:,} of them copies "
         f"({tables.count(plan.bytes, 'B')}), {aside:,} through host memory, {plan.seconds:,.2f} s one after the other"
     )
-    print(
+    tables.print_paragraph(
         f"over {horizon_tokens:,.0f} tokens: {plan.calls_before:,.0f} remote calls become {plan.calls_after:,.0f}, "
         f"{plan.saved_s:,.2f} s saved at {plan.call_s * 1e3:.3g} ms a call, against {plan.eq3_s:,.2f} s (Eq. 3) and "
         f"{plan.seconds:,.2f} s of all moves: {'worth it' if plan.worth_it else 'not worth it'}"
     )
     if plan.windows is not None:
-        print(f"fits into {plan.windows:,} compute phases of {window_ms:g} ms")
+        tables.print_paragraph(f"fits into {plan.windows:,} compute phases of {window_ms:g} ms")
 
 
 def export(
@@ -277,7 +279,7 @@ def export(
     else:
         raise unknown_name("format of plans", format, formats_with("write_plan", "write_cache_plan"))
     for line in lines:
-        print(line)
+        tables.print_paragraph(line)
 
 
 def _settings(given: Sequence[str], default: Mapping[str, Any] | None = None) -> "tuple[Setting, dict[str, Any]]":
@@ -312,7 +314,7 @@ def _print(rows: "Sequence[PlannerRow]", cluster: "Cluster", setting: "Setting",
 
     for table in score_tables([(row.planner, row) for row in rows], cluster, costs):
         table.print()
-    print(
+    tables.print_paragraph(
         f"c_max {c_max}; tokens start {setting.starts}; sides {setting.sides}; routing {setting.routing}; "
         f"seed {setting.seed}"
     )

@@ -98,13 +98,13 @@ def report(
             }
         )
         return
-    print(f"{out}: {source.spec.name}, {tables.count(len(page.encode()), 'B')}")
+    tables.print_paragraph(f"{out}: {source.spec.name}, {tables.count(len(page.encode()), 'B')}")
     if warning := caveat(made):
-        print(f"  {warning}")
+        tables.print_paragraph(f"  {warning}")
     for one in answers(advice):
-        print(f"  {one.question} {one.answer}")
+        tables.print_paragraph(f"  {one.question} {one.answer}")
     for finding in said:
-        print(f"  {finding.topic}: {finding.text}")
+        tables.print_paragraph(f"  {finding.topic}: {finding.text}")
 
 
 def report_plan(path: Path, out: Path, traces: Sequence[str], before: Path | None, as_json: bool) -> None:
@@ -162,11 +162,13 @@ def _placement(path: Path, out: Path, traces: Sequence[str], before: Path | None
     if as_json:
         tables.print_json(to_json(made))
         return
-    print(f"{out}: {plan.spec.name}, {len(plan.cluster.gpus)} GPUs, {' and '.join(one.name for one in made)}")
+    tables.print_paragraph(
+        f"{out}: {plan.spec.name}, {len(plan.cluster.gpus)} GPUs, {' and '.join(one.name for one in made)}"
+    )
     for one in made:
         if one.row is not None:
             known = [sent for _, _, sent in one.row.score.link_bytes if sent is not None]
-            print(
+            tables.print_paragraph(
                 f"  {one.name} ({one.plan.planner}): {one.row.score.local:.1%} of the calls local"
                 + (f", {tables.count(sum(known), 'B')} between servers" if known else "")
                 + f", T_comp + T_comm {tables.significant(one.row.score.latency)} {one.row.score.unit}"
@@ -192,7 +194,7 @@ def _cache(path: Path, out: Path, as_json: bool) -> None:
     if as_json:
         tables.print_json(list(plan.frontier))
         return
-    print(f"{out}: {plan.spec.name}, {plan.policy} with {plan.slots:,} slots")
+    tables.print_paragraph(f"{out}: {plan.spec.name}, {plan.policy} with {plan.slots:,} slots")
 
 
 def _options(options: dict[str, object]) -> str:

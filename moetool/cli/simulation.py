@@ -127,14 +127,14 @@ def simulate(
     _print(runs)
     if len(runs) == 1:
         _print_one(runs[0][1])
-    print(
+    tables.print_paragraph(
         f"{runs[0][1].costs}; arrivals {arrivals}; seed {options.seed}; {options.seats} running per GPU; links by "
         f"{options.links}; requests drawn from {drawn_from}"
     )
     if figure is not None:
-        print(f"drawn in {', '.join(map(str, drawn))}")
+        tables.print_paragraph(f"drawn in {', '.join(map(str, drawn))}")
     if report is not None:
-        print(f"page: {report}")
+        tables.print_paragraph(f"page: {report}")
 
 
 def _modes(given: list[str], planner_options: Mapping[str, Any]) -> list[str]:
@@ -216,10 +216,12 @@ def _print_one(found: "Simulated") -> None:
     """Details of a single run below its row."""
     slowest = sorted(found.mean_by_server.items(), key=lambda one: -one[1])
     more = f" and {len(slowest) - 12} more" if len(slowest) > 12 else ""
-    print("mean latency by server: " + ", ".join(f"{name} {_seconds(s)} s" for name, s in slowest[:12]) + more)
+    tables.print_paragraph(
+        "mean latency by server: " + ", ".join(f"{name} {_seconds(s)} s" for name, s in slowest[:12]) + more
+    )
     shares = [f"{one.until_s:,.0f} s: {one.local:.1%}" for one in found.windows if one.local is not None]
     step = -(-len(shares) // 12)
-    print("computed locally until " + ", ".join(shares[::step]))
+    tables.print_paragraph("computed locally until " + ", ".join(shares[::step]))
     busiest = sorted(found.links, key=lambda link: -link[1])[:10]
     if busiest:
         tables.print_table(

@@ -37,8 +37,12 @@ def info(
         tables.print_json(found)
         return
     spec = source.spec
-    print(f"{path}: {spec.name}, {spec.num_layers} MoE layers x {spec.num_experts} experts, top-{max(spec.top_k_L)}")
-    print(f"columns {', '.join(found['columns'])}; batches {found['composition']}; {how_whole(source)}")
+    tables.print_paragraph(
+        f"{path}: {spec.name}, {spec.num_layers} MoE layers x {spec.num_experts} experts, top-{max(spec.top_k_L)}"
+    )
+    tables.print_paragraph(
+        f"columns {', '.join(found['columns'])}; composition {found['composition']}; {how_whole(source)}"
+    )
     rows = [
         [
             f"{row['dataset']} / {row['task'] or '-'}",
@@ -46,9 +50,11 @@ def info(
         ]
         for row in found["tasks"]
     ]
-    rows.append(["in all", *(tables.count(found[c]) for c in ("requests", "prompt_tokens", "new_tokens"))])
+    rows.append(["total", *(tables.count(found[c]) for c in ("requests", "prompt_tokens", "new_tokens"))])
     tables.print_table("", ["dataset / task", "prompts", "prompt tokens", "new tokens"], rows)
-    print(f"{tables.count(found['bytes'], 'B')}, {found['bytes'] / max(1, found['tokens']):,.0f} bytes a token")
+    tables.print_paragraph(
+        f"{tables.count(found['bytes'], 'B')}, {found['bytes'] / max(1, found['tokens']):,.0f} bytes a token"
+    )
 
 
 def _counts_info(found: dict[str, Any], as_json: bool) -> None:
@@ -56,11 +62,13 @@ def _counts_info(found: dict[str, Any], as_json: bool) -> None:
         tables.print_json(found)
         return
     spec = found["spec"]
-    print(
+    tables.print_paragraph(
         f"{found['path']}: counts of {spec['name']}, {len(spec['layer_ids_L'])} MoE layers x "
         f"{max(spec['num_experts_L'])} experts, top-{max(spec['top_k_L'])}; complete and unchanged"
     )
-    print(f"{found['passes']:,} passes, {found['tokens']:,.0f} tokens; for 'moetool plan placement', not for replay")
+    tables.print_paragraph(
+        f"{found['passes']:,} passes, {found['tokens']:,.0f} tokens; for 'moetool plan placement', not for replay"
+    )
 
 
 def head(
@@ -121,7 +129,7 @@ def merge(
     made, notes = run([open_trace(path) for path in paths], out, overwrite=overwrite)
     _print(out, made)
     for note in notes:
-        print(f"  {note}")
+        tables.print_paragraph(f"  {note}")
 
 
 def diff(
@@ -137,7 +145,7 @@ def diff(
     if as_json:
         tables.print_json(found.to_json())
         return
-    print(
+    tables.print_paragraph(
         f"{tables.numbered(found.requests, 'request')} in both, {tables.numbered(found.tokens, 'token')} compared; "
         f"{found.left_out:,} after the first differing token left out; {found.only_a:,} and {found.only_b:,} requests "
         "in only one trace"
@@ -158,7 +166,7 @@ def diff(
     tables.print_table(
         "", ["layer", "flips", "tokens changed", "margin", "margin, flipped", "JS use", "JS scores"], rows
     )
-    print(f"mean flip rate {100 * found.flip_rate:.2f} %; margins in scores, JS divergence in bits")
+    tables.print_paragraph(f"mean flip rate {100 * found.flip_rate:.2f} %; margins in scores, JS divergence in bits")
 
 
 def import_files(
@@ -217,9 +225,11 @@ def import_files(
         if made.kind == "trace"
         else f"{made.requests:,} {'pass' if made.requests == 1 else 'passes'}"
     )
-    print(f"{out}: {made.model}, {what}, {tables.numbered(made.tokens, 'token')}, {tables.count(made.bytes, 'B')}")
+    tables.print_paragraph(
+        f"{out}: {made.model}, {what}, {tables.numbered(made.tokens, 'token')}, {tables.count(made.bytes, 'B')}"
+    )
     for note in made.notes:
-        print(f"  {note}")
+        tables.print_paragraph(f"  {note}")
 
 
 def export(
@@ -239,13 +249,13 @@ def export(
     if as_json:
         tables.print_json(made.to_json())
         return
-    print(f"{out}: {tables.count(made.bytes, 'B')}")
+    tables.print_paragraph(f"{out}: {tables.count(made.bytes, 'B')}")
     for note in made.notes:
-        print(f"  {note}")
+        tables.print_paragraph(f"  {note}")
 
 
 def _print(out: Path, made: "Trace") -> None:
-    print(
+    tables.print_paragraph(
         f"{out}: {tables.numbered(len(made.requests), 'request')}, {tables.numbered(made.num_tokens, 'token')}, "
         f"{made.spec.num_layers} MoE layers"
     )

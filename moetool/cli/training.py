@@ -68,7 +68,7 @@ def train(
     elif "quantization" in card:
         tables.print_replica(out, card)
     else:
-        print(f"{out}: {summarize_card(card)}")
+        tables.print_paragraph(f"{out}: {summarize_card(card)}")
 
 
 def summarize_card(card: dict[str, Any]) -> str:

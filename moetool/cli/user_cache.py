@@ -39,8 +39,7 @@ def cache(
             k.model,
             tables.count(k.num_bytes, "B"),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(k.changed)),
-            str(k.path),
         ]
         for k in kept
     ]
-    tables.print_table(f"kept in {cache_folder()}", ["name", "size", "date", "path"], rows, 1)
+    tables.print_table(f"warm-start files in {cache_folder()}", ["name", "size", "date"], rows)

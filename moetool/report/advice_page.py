@@ -170,7 +170,7 @@ def memory_table(advice: Advice) -> TextTable:
         )
         for line in advice.lines
     ]
-    return TextTable(title="By memory for experts", columns=_COLUMNS, rows=tuple(rows), num_text=3, notes=_LEGEND)
+    return TextTable(title="By memory for experts", columns=_COLUMNS, rows=tuple(rows), notes=_LEGEND)
 
 
 def policy_table(advice: Advice) -> TextTable | None:

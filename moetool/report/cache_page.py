@@ -74,6 +74,7 @@ def frontier_table(plan: CachePlan) -> TextTable:
 
 def candidates_table(plan: CachePlan) -> TextTable:
     """Every candidate in the plan's budget, on the held-out requests."""
+    timed = any(row.get("tpot_mean_s") is not None for row in plan.evidence)
     rows = []
     for row in plan.evidence:
         decoded, seconds = row["decode_tokens"], row.get("tpot_mean_s")
@@ -84,11 +85,11 @@ def candidates_table(plan: CachePlan) -> TextTable:
                 f"{row['slots']:,}",
                 f"{row['hit_rate_decode']:.3f}" if decoded else "-",
                 f"{moved / 1e6:,.3f}" if decoded else "-",
-                "-" if seconds is None else f"{seconds * 1e3:,.2f}",
+                *(["-" if seconds is None else f"{seconds * 1e3:,.2f}"] if timed else []),
             )
         )
     return TextTable(
         title=f"Candidates on {len(plan.requests_held_out):,} held-out requests; belady is the bound",
-        columns=("policy", "slots", "hit rate in decode", "MB / decode token", "ms a token"),
+        columns=("policy", "slots", "hit rate in decode", "MB / decode token", *(("TPOT ms",) if timed else ())),
         rows=tuple(rows),
     )

@@ -193,7 +193,9 @@ def test_times_by_a_profile(run: Run, trace: Path, tmp_path: Path) -> None:
     _one_line(run(*planning, "--target-tpot", "80ms"), 2, "give its costs with --profile")
     planning += ("--profile", profile, "--frontier", 0)
     _one_line(run(*planning, "--target-tpot", "fast"), 2, "'fast' is not a duration", "80ms")
-    _one_line(run(*planning, "--target-tpot", "0.0001us"), 4, "no policy brings a token to 1e-07 ms", "--device-memory")
+    _one_line(
+        run(*planning, "-q", "--target-tpot", "0.0001us"), 4, "no policy brings a token to 1e-07 ms", "--device-memory"
+    )
     target = json.loads(plan.read_text())["evidence"][0]["tpot_serial_bound_s"] * 2
     code, printed, told = run(*planning, "--target-tpot", f"{target:.12f}s", "--json")
     assert code == 0, told
