@@ -1,6 +1,6 @@
 # make demo   from nothing to the whole pipeline on the embedded model
 # make test   lint, types and tests
-# make cluster  three servers in Ray: what they answer, and what happens when one dies
+# make cluster  three servers: what they answer, and what happens when one dies
 # make fuzz   ten minutes of made-up requests and files (MOETOOL_FUZZ_MINUTES=1 for less; MOETOOL_FUZZ_SEED=N again)
 # make audit  known advisories of the pinned packages; by hand before a release, needs the network
 # make gpu    on a machine with a GPU: its tests, then 'bench gpu'; GPU_PYTHON=python3 has torch and transformers, missing

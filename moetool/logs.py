@@ -1,7 +1,7 @@
 """Logs, below the narration: what engine, store, server, capture and workers do, for whoever debugs them.
 
 Every module logs to the logger of its own name, `moetool.runtime.engine`, by the standard library's `logging`. The
-variable MOETOOL_LOG sets the levels of this process and of all that it starts, workers in Ray included:
+variable MOETOOL_LOG sets the levels of this process and of all that it starts, workers of a cluster included:
 `MOETOOL_LOG=info`, or `MOETOOL_LOG=warning,runtime=debug,cluster.edge=info`. Narration counts as a warning, so that
 `error` silences it. Where MOETOOL_LOG is not set and no flag says otherwise, warnings are shown.
 """

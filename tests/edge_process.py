@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import signal
@@ -44,34 +45,53 @@ def write_plan(path: Path) -> Path:
 class EdgeProcess:
     """A running cluster of three servers.
 
+    Args:
+        cache: the user's cache folder, in which the cluster has its own.
+
     Attributes:
-        urls: of each server, by its name; those that serve so far.
+        urls: of each server, by its name.
     """
 
-    def __init__(self, arguments: list[str], stderr: IO[str]) -> None:
-        self._stderr = stderr
-        command = [sys.executable, "-m", "moetool.cli.main", "serve", "reference", "--cluster", "local:3", *arguments]
-        path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.popen = subprocess.Popen(command, stderr=stderr, env={**os.environ, "PYTHONPATH": path})
+    def __init__(self, arguments: list[str], stderr: IO[str], cache: Path) -> None:
+        self._arguments, self._stderr, self._cache = arguments, stderr, cache
+        self._read_from = 0
         self.urls: dict[str, str] = {}
+        self._start()
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "moetool.cli.main", "serve", "reference", "--cluster", "local:3"]
+        path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(self._cache)}
+        self.popen = subprocess.Popen([*command, *self._arguments], stderr=self._stderr, env=environment)
+
+    def kill_head(self) -> None:
+        """SIGKILL the head alone."""
+        self.popen.kill()
+        self.popen.wait()
+
+    def restart_head(self) -> None:
+        """Another head, by the same command; waits until all serve. From now on, narration is that head's."""
+        self._read_from += len(self.narration)
+        self._start()
+        self.wait()
 
     def wait(self) -> None:
         """Until every server serves."""
         deadline = time.monotonic() + 600
-        while len(self.urls) < len(NAMES):
+        while len(found := dict(_SERVING.findall(self.narration))) < len(NAMES):
             assert self.popen.poll() is None and time.monotonic() < deadline, self.narration
             time.sleep(0.1)
-            self.urls = dict(_SERVING.findall(self.narration))
+        self.urls = found
 
     @property
     def narration(self) -> str:
-        """What it has written on stderr so far."""
-        return Path(self._stderr.name).read_text(encoding="utf-8")
+        """What the head has written on stderr so far."""
+        return Path(self._stderr.name).read_text(encoding="utf-8")[self._read_from :]
 
     def server(self, name: str) -> psutil.Process:
         """The process that serves a server's users now."""
         port = urlsplit(self.urls[name]).port
-        for process in psutil.Process(self.popen.pid).children(recursive=True):
+        for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 if any(c.status == "LISTEN" and c.laddr.port == port for c in process.net_connections("tcp")):
                     return process
@@ -89,8 +109,16 @@ class EdgeProcess:
         return len(found) >= times
 
     def processes(self) -> list[psutil.Process]:
-        """All that it has started."""
-        return psutil.Process(self.popen.pid).children(recursive=True)
+        """Those of its servers."""
+        found = []
+        for path in self._cache.rglob("*.worker.json"):
+            with contextlib.suppress(psutil.Error, OSError):
+                found.append(psutil.Process(json.loads(path.read_text(encoding="utf-8"))["pid"]))
+        return found
+
+    def is_forgotten(self) -> bool:
+        """Whether no folder of the cluster is left."""
+        return not list(self._cache.glob("moetool/clusters/*"))
 
 
 @contextlib.contextmanager
@@ -101,17 +129,19 @@ def edge_cluster(folder: Path, *arguments: str) -> Iterator[EdgeProcess]:
         cluster = None
         try:
             given = ["--plan", str(plan), "--port", "0", "--set", "kv_tokens=512", *arguments]
-            cluster = EdgeProcess(given, stderr)
+            cluster = EdgeProcess(given, stderr, folder / "cache")
             cluster.wait()
             yield cluster
             left = cluster.processes()
             cluster.popen.send_signal(signal.SIGINT)
             assert cluster.popen.wait(90) == 0, cluster.narration
             eventually(lambda: not any(process.is_running() and process.status() != "zombie" for process in left))
+            assert len(left) == len(NAMES) and cluster.is_forgotten()
         finally:
             if cluster is not None and cluster.popen.poll() is None:
-                for process in [*cluster.processes(), cluster.popen]:
-                    process.kill()
+                cluster.kill_head()
+            for process in [] if cluster is None else cluster.processes():
+                process.kill()
 
 
 class Load:

@@ -13,7 +13,7 @@ from moetool.cluster.edge.protocol import (
     WorkerInfo,
     WorkerStats,
 )
-from moetool.cluster.launch import WorkerDied
+from moetool.cluster.worker_link import WorkerDied
 from moetool.errors import CapacityError, MoetoolError
 from moetool.placement._placement_plan import Place
 from moetool.types import Cluster, ModelSpec

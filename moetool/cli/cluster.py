@@ -1,5 +1,6 @@
 """`moetool serve --cluster`: the servers of a placement plan, on this machine or on machines that Ray has joined."""
 
+import contextlib
 import ipaddress
 import os
 import signal
@@ -39,11 +40,13 @@ def require_no_placement(plan: Path) -> None:
 
 def _edge(command: ClusterCommand) -> None:
     """Edge servers that call each other's experts; each has an endpoint of its own."""
+    from moetool.cluster.cluster_folder import ClusterFolder
     from moetool.cluster.cluster_options import ClusterOptions, read_token
     from moetool.cluster.edge.edge_head import EdgeHead
     from moetool.cluster.edge.server_settings import Endpoints, beyond_reserved, worker_settings
     from moetool.cluster.edge.worker import Worker
-    from moetool.cluster.launch import Workers, head_address, parse_where, require_ray
+    from moetool.cluster.launch import Detached, Workers, parse_where
+    from moetool.cluster.ray_launch import head_address
     from moetool.models.checkpoint import Checkpoint
     from moetool.placement._placement_plan import PlacementPlan
     from moetool.runtime.assembly import ServeOptions
@@ -68,65 +71,84 @@ def _edge(command: ClusterCommand) -> None:
         )
     values = dict(command.values)
     own = parse(ClusterOptions, values.pop("cluster", {}), "--set cluster")
-    watch = Watch(values, plan, lambda line: tables.narrate(f"moetool: {line}"))
-    limits = parse(ServerOptions, values.pop("server", {}), "--set server")
-    options = parse(ServeOptions, values, "--set")
-    require_ray()
-    toward = head_address(where)
+    toward = head_address(where.address)
     _require_any_machine(command.host, toward)
-    checkpoint = Checkpoint.open(command.model)
-    settings = worker_settings(
-        checkpoint,
-        plan,
-        token=read_token(own, os.environ),
-        endpoints=Endpoints(host=command.host, port=command.port, api_key=command.api_key, toward=toward),
-        options=options,
-        limits=limits,
-        cluster=own,
-    )
-    for name, (needs, has) in beyond_reserved(checkpoint, plan, options).items():
-        tables.narrate(
-            f"moetool: warning: the dense weights and the KV cache of server {name} take {tables.count(needs, 'B')}, "
-            f"and the plan's cluster reserves {tables.count(has, 'B')} for them"
+    folder = ClusterFolder(own.name or (f"port-{command.port}" if command.port else f"process-{os.getpid()}"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(folder.close)
+        living = folder.living()
+        if not living:
+            folder.scheduler_state.unlink(missing_ok=True)  # of a cluster of which nothing is left
+        watch = Watch(values, plan, lambda line: tables.narrate(f"moetool: {line}"), folder.scheduler_state)
+        limits = parse(ServerOptions, values.pop("server", {}), "--set server")
+        options = parse(ServeOptions, values, "--set")
+        checkpoint = Checkpoint.open(command.model)
+        settings = worker_settings(
+            checkpoint,
+            plan,
+            token=read_token(own, os.environ, folder.token),
+            endpoints=Endpoints(host=command.host, port=command.port, api_key=command.api_key, toward=toward),
+            options=options,
+            limits=limits,
+            cluster=own,
         )
-    if warning := open_to_all(address_of(command.host), command.api_key):
-        tables.narrate(f"moetool: {warning}")
-    if _only_here(command.host) and not _only_here(settings[0].toward or command.host):
-        tables.narrate(
-            f"moetool: warning: with --host {command.host} each server is reachable from its own machine "
-            f"only; --host 0.0.0.0 --api-key KEY admits others"
+        folder.require_same(settings, living)
+        for name, (needs, has) in beyond_reserved(checkpoint, plan, options).items():
+            tables.narrate(
+                f"moetool: warning: the dense weights and the KV cache of server {name} take "
+                f"{tables.count(needs, 'B')}, and the plan's cluster reserves {tables.count(has, 'B')} for them"
+            )
+        if warning := open_to_all(address_of(command.host), command.api_key):
+            tables.narrate(f"moetool: {warning}")
+        if _only_here(command.host) and not _only_here(settings[0].toward or command.host):
+            tables.narrate(
+                f"moetool: warning: with --host {command.host} each server is reachable from its own machine "
+                f"only; --host 0.0.0.0 --api-key KEY admits others"
+            )
+        settings = watch.begin_with(settings)
+        there = [name for name in names if name in living]
+        if there:
+            tables.narrate(f"moetool: cluster {folder.name} serves without a head; taking over {', '.join(there)}")
+        if len(there) < len(names):
+            tables.narrate(f"moetool: starting {len(names) - len(there)} servers")
+        workers = Workers(
+            where,
+            Worker,
+            [{"settings": one} for one in settings],
+            names,
+            threads=max(1, (os.cpu_count() or 1) // len(names)) if where.count else 0,
+            late=True,
+            detached=Detached(folder=folder, living=living, orphan_s=own.orphan_s, port=own.control_port),
         )
-    settings = watch.begin_with(settings)
-    tables.narrate(f"moetool: starting {len(names)} servers")
-    threads = max(1, (os.cpu_count() or 1) // len(names)) if where.count else 0
-    workers = Workers(where, Worker, [{"settings": one} for one in settings], names, threads=threads, late=True)
-    head = EdgeHead(
-        workers,
-        settings,
-        names,
-        plan.spec.num_experts_L,
-        options=own,
-        narrate=lambda line: tables.narrate(f"moetool: {line}"),
-        scheduler=watch.scheduler,
-    )
-    with _interrupts() as interrupts:
-        try:
-            if not interrupts.during(head.start, stop_at=1):
-                return
-            garbage.as_usual()
-            for info in filter(None, head.infos()):
-                held, slots = len(info.held), info.slots
-                tables.narrate(
-                    f"moetool: {names[info.server]} is serving on {info.url}/v1 with {held} of "
-                    f"{plan.spec.total_experts} experts, room for {slots}"
-                )
-            watch.open(limits.allowed_hosts)
-            interrupts.wait()
-            tables.narrate("moetool: finishing the running requests; press Ctrl-C again to stop at once")
-            interrupts.during(lambda: head.drain(limits.drain_timeout_s + 15.0), stop_at=2)
-        finally:
-            head.close()
-            watch.close()
+        head = EdgeHead(
+            workers,
+            settings,
+            names,
+            plan.spec.num_experts_L,
+            options=own,
+            narrate=lambda line: tables.narrate(f"moetool: {line}"),
+            scheduler=watch.scheduler,
+        )
+        stack.callback(watch.close)
+        stack.callback(head.close)
+        interrupts = stack.enter_context(_interrupts())
+        if not interrupts.during(head.start, stop_at=1):
+            return
+        garbage.as_usual()
+        for info in filter(None, head.infos()):
+            tables.narrate(
+                f"moetool: {names[info.server]} is serving on {info.url}/v1 with {len(info.held)} of "
+                f"{plan.spec.total_experts} experts, room for {info.slots}"
+            )
+        watch.open(limits.allowed_hosts)
+        if own.orphan_s:
+            tables.narrate(
+                f"moetool: cluster {folder.name}: its servers outlive this process by {own.orphan_s:g} s; the same "
+                f"command{'' if command.port else f' with --set cluster.name={folder.name}'} takes them over"
+            )
+        interrupts.wait()
+        tables.narrate("moetool: finishing the running requests; press Ctrl-C again to stop at once")
+        interrupts.during(lambda: head.drain(limits.drain_timeout_s + 15.0), stop_at=2)
 
 
 def _only_here(host: str) -> bool:
@@ -161,7 +183,7 @@ MODES: dict[str, Callable[[ClusterCommand], None]] = {"edge": _edge, "ep": _ep}
 
 
 class _Interrupts:
-    """Counts Ctrl-C and SIGTERM."""
+    """Counts Ctrl-C, SIGTERM and a terminal that is closed."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -200,7 +222,10 @@ class _Interrupts:
 @contextmanager
 def _interrupts() -> Iterator[_Interrupts]:
     interrupts = _Interrupts()
-    before = {number: signal.signal(number, interrupts.hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, interrupts.hear) for number in numbers}
     try:
         yield interrupts
     finally:

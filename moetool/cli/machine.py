@@ -108,8 +108,9 @@ def doctor(
 
 
 def _doctor_cluster(address: str, as_json: bool) -> None:
-    from moetool.cluster.launch import parse_where, require_ray
+    from moetool.cluster.launch import parse_where
     from moetool.cluster.ray_check import check_cluster
+    from moetool.cluster.ray_launch import require_ray
 
     if parse_where(address).address is None:
         raise UsageError(f"--cluster {address} is this machine alone; expected HOST:PORT of a Ray head")

@@ -12,9 +12,10 @@ def serve_parallel(command: ClusterCommand) -> None:
     Raises:
         UsageError: no plan, another number of ranks than the plan has GPUs, or an option that means nothing here.
     """
-    from moetool.cluster.launch import head_address, parse_where
-    from moetool.cluster.parallel.rank_launch import RayRanks
+    from moetool.cluster.launch import parse_where
+    from moetool.cluster.parallel.rank_launch import RankProcesses
     from moetool.cluster.parallel.startup import open_head, rank_names, read_settings
+    from moetool.cluster.ray_launch import head_address
     from moetool.costing.costs import CostProfile
     from moetool.placement._placement_plan import PlacementPlan
     from moetool.serving import server
@@ -38,7 +39,7 @@ def serve_parallel(command: ClusterCommand) -> None:
         rest.setdefault("placement", "proactive")
     options, ranks = read_settings(rest)
     names = rank_names(plan.cluster)
-    launcher = RayRanks(where, names, threads=1 if where.count else 0)
+    launcher = RankProcesses(where, names, threads=1 if where.count else 0)
     sock = server.bind(command.host, command.port)
     head = None
     try:
@@ -46,7 +47,7 @@ def serve_parallel(command: ClusterCommand) -> None:
         head = open_head(
             *(command.model, plan, launcher, options, ranks),
             profile=costs,
-            toward=head_address(where),
+            toward=head_address(where.address),
             narrate=lambda line: tables.narrate(f"moetool: {line}"),
         )
         tables.narrate(f"moetool: starting {num_ranks} ranks")

@@ -31,19 +31,19 @@ def bench_parallel(
         values: of `RankBenchOptions` by name, and `work`: a folder that keeps the trace and the predictors.
 
     Raises:
-        UsageError: an unknown option or variant, or Ray is not installed.
+        UsageError: an unknown option or variant.
     """
     from moetool.bench.expert_parallelism import QUICK, RankBenchOptions
     from moetool.bench.expert_parallelism import bench_parallel as run
     from moetool.bench.expert_parallelism_results import draw, print_parallel_bench
     from moetool.cluster.launch import Where
-    from moetool.cluster.parallel.rank_launch import RayRanks
+    from moetool.cluster.parallel.rank_launch import RankProcesses
 
     given = {**(QUICK if quick else {}), **values, **({"data": list(data)} if data else {})}
     work = given.pop("work", None)
     options = parse(RankBenchOptions, given, "bench")
     file = results_file(out, "cluster-ep.json", overwrite)
-    launcher = RayRanks(Where(count=options.ranks), [f"rank {n}" for n in range(options.ranks)], threads=1)
+    launcher = RankProcesses(Where(count=options.ranks), [f"rank {n}" for n in range(options.ranks)], threads=1)
     with tempfile.TemporaryDirectory() as scratch, tables.progress(f"benchmarking {model}", 100) as on_progress:
         folder = Path(scratch if work is None else str(work))
         try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moetool.config import parse
@@ -16,6 +17,7 @@ class Watch:
 
     Args:
         values: of `--set`; those of `scheduler` and `dashboard` are taken out.
+        state: file of the scheduler's state, unless they name another.
         narrate: told what a person should know.
 
     Effects: `open` serves the page; `close` ends it and keeps the scheduler's state.
@@ -25,11 +27,15 @@ class Watch:
         MismatchError: the scheduler's state is of another model or cluster.
     """
 
-    def __init__(self, values: dict[str, Any], plan: "PlacementPlan", narrate: Callable[[str], object]) -> None:
+    def __init__(
+        self, values: dict[str, Any], plan: "PlacementPlan", narrate: Callable[[str], object], state: Path
+    ) -> None:
         from moetool.cluster.edge import dashboard
         from moetool.cluster.edge.scheduler import Scheduler, SchedulerOptions
 
         options = parse(SchedulerOptions, values.pop("scheduler", {}), "--set scheduler")
+        if not options.state:
+            options = replace(options, state=str(state))
         self._page_options = parse(dashboard.DashboardOptions, values.pop("dashboard", {}), "--set dashboard")
         self._narrate = narrate
         self._page: dashboard.Dashboard | None = None

@@ -1,6 +1,5 @@
 """Options of a cluster, and its token."""
 
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,10 @@ class ClusterOptions:
         hang_s: a server that does not answer for so long is killed and started anew.
         start_timeout_s: for a server to read the model and to serve.
         peer_port: where the first server listens for the others; the next has the next one (0: any free ones).
-        token_file: whose content is the cluster's token (empty: $MOETOOL_CLUSTER_TOKEN, or one made for this run).
+        control_port: where the first server listens for the head; the next has the next one (0: any free ones).
+        name: of the cluster, by which the next head finds the servers of one that has gone (default: by `--port`).
+        orphan_s: a server that no head has called for so long ends by itself.
+        token_file: whose content is the cluster's token (empty: $MOETOOL_CLUSTER_TOKEN, or one made for the cluster).
     """
 
     emulate_links: bool = False
@@ -40,17 +42,21 @@ class ClusterOptions:
     hang_s: float = 10.0
     start_timeout_s: float = 300.0
     peer_port: int = 0
+    control_port: int = 0
+    name: str = ""
+    orphan_s: float = 600.0
     token_file: str = ""
 
     def __post_init__(self) -> None:
         time, amount = Span(0, above=True), Span(0, below=True)
         require_within(self, "cluster.", call_timeout_s=time, fetch_timeout_s=time, ping_s=time, hang_s=time)
         require_within(self, "cluster.", start_timeout_s=time, hedge_s=amount, slots=amount)
-        require_within(self, "cluster.", peer_port=Span(0, 2**16 - 1))
+        port = Span(0, 2**16 - 1)
+        require_within(self, "cluster.", peer_port=port, control_port=port, orphan_s=amount)
 
 
-def read_token(options: ClusterOptions, environment: Mapping[str, str]) -> bytes:
-    """The cluster's token: of the file that the options name, of $MOETOOL_CLUSTER_TOKEN, or a new one.
+def read_token(options: ClusterOptions, environment: Mapping[str, str], otherwise: bytes) -> bytes:
+    """The cluster's token: of the file that the options name, or of $MOETOOL_CLUSTER_TOKEN, or `otherwise`.
 
     Raises:
         UsageError: the file cannot be read, or the token is too short to keep anybody out.
@@ -63,7 +69,7 @@ def read_token(options: ClusterOptions, environment: Mapping[str, str]) -> bytes
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read the cluster's token from {where}: {first_line(error)}") from None
     elif not text:
-        return secrets.token_bytes(32)
+        return otherwise
     token = text.strip().encode()
     if len(token) < 16:
         raise UsageError(f"the cluster's token in {where} has {len(token)} characters, expected at least 16")

@@ -199,7 +199,9 @@ def _ray() -> MachineCheck:
     return MachineCheck(
         name="ray",
         value=version or "not installed",
-        meaning="clusters can be run" if there else "one machine only; for clusters: pip install 'moetool[cluster]'",
+        meaning="clusters of several hosts can be run"
+        if there
+        else "for clusters of several hosts: pip install 'moetool[cluster]'",
         data={"ray": version},
     )
 

@@ -40,7 +40,7 @@ def test_a_quick_run_has_tables_results_and_figures(tmp_path: Path, run: Run) ->
     ("arguments", "says"),
     [
         (["--line", "prsm"], "prism"),
-        (["--set", "bench.where=cloud"], "ray"),
+        (["--set", "bench.where=cloud"], "processes"),
         (["--set", "bench.rounds=0"], "at least 1"),
         (["--set", "rounds=3"], "bench.NAME"),
         (["--set", "bench.gaps_s=[]"], "above 0"),
@@ -60,7 +60,7 @@ def test_hosts_in_namespaces_need_root_and_iproute2(
     monkeypatch.setattr("os.geteuid", lambda: user)
     monkeypatch.setattr("shutil.which", lambda name: tool)
     code, _, said = run("--set", "bench.where=namespaces")
-    assert code == 2 and says in said and "bench.where=ray" in said and "\n" not in said.strip()
+    assert code == 2 and says in said and "bench.where=processes" in said and "\n" not in said.strip()
 
 
 def test_lines_by_name() -> None:

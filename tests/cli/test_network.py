@@ -138,8 +138,7 @@ def test_no_command_asks_the_network(tmp_path: Path, environment: dict[str, str]
 def test_no_cluster_asks_the_network(
     tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray's own Python processes are watched too, and one of them asks what cloud it is in; it reports to nobody."""
-    pytest.importorskip("ray")
+    """Its servers' processes are watched too."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -147,6 +146,5 @@ def test_no_cluster_asks_the_network(
         body = {"model": "reference", "prompt": "The king said", "max_tokens": 4, "temperature": 0}
         for url in cluster.urls.values():
             assert post(url, "/v1/completions", body)[0] == 200
-    lines = (tmp_path / "network").read_text().splitlines() if (tmp_path / "network").exists() else []
-    clouds = ("169.254.169.254", "metadata.google.internal")
-    assert not [line for line in lines if not (line.split()[1] in clouds and "ray/dashboard/dashboard.py" in line)]
+    network = tmp_path / "network"
+    assert not network.exists(), network.read_text()

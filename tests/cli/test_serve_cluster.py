@@ -64,6 +64,7 @@ def test_options_of_one_machine(refused: Callable[..., str], plan: Path) -> None
     for option, value in (("--policy", "lru"), ("--device-memory", "64MB"), ("--log", "x"), ("--predictor", "x")):
         assert f"{option} has no effect with --cluster" in refused(2, *cluster, option, value)
     assert "did you mean 'hang_s'?" in refused(2, *cluster, "--set", "cluster.hangs=1")
+    assert "cluster.name is '../x', expected letters" in refused(2, *cluster, "--set", "cluster.name=../x")
     assert "cluster.ping_s is 0" in refused(2, *cluster, "--set", "cluster.ping_s=0")
     assert "devices is 2, expected 1" in refused(2, *cluster, "--set", "devices=2")
     assert "cannot read the cluster's token from none" in refused(2, *cluster, "--set", "cluster.token_file=none")
@@ -71,7 +72,7 @@ def test_options_of_one_machine(refused: Callable[..., str], plan: Path) -> None
 
 def test_without_ray(refused: Callable[..., str], plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    line = refused(2, "reference", "--plan", plan, "--cluster", "local:3")
+    line = refused(2, "reference", "--plan", plan, "--cluster", "10.0.0.7:6379")
     assert "pip install 'moetool[cluster]'" in line
 
 

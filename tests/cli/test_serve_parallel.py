@@ -91,7 +91,7 @@ def test_a_profile_means_something_to_ranks_only(
 
 def test_without_ray(refused: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    code, line = refused()
+    code, line = refused(cluster="127.0.0.1:6379")
     assert code == 2 and "pip install 'moetool[cluster]'" in line
 
 

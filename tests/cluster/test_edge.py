@@ -1,4 +1,4 @@
-"""`moetool serve --cluster local:3 --mode edge` through Ray: answers, deaths, hangs, and a clean end."""
+"""`moetool serve --cluster local:3 --mode edge`: answers, deaths, hangs, and a clean end."""
 
 import json
 import signal
@@ -13,7 +13,6 @@ from tests.edge_process import NAMES, PROMPTS, EdgeProcess, Load, edge_cluster
 from tests.engines import engine, generate
 from tests.servers import eventually, get
 
-pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 MAX_TOKENS = 12
 CHAT = "https://chat.example"

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -197,7 +196,7 @@ def test_who_may_not_join_is_told_why_within_seconds(
     assert seconds < 30  # most of them to import torch beside others; Ray's own client takes 20 to 330
 
 
-def test_servers_on_hosts_of_their_own_answer_as_one_would(
+def test_servers_on_hosts_of_their_own_answer_as_one_would_and_outlive_head_and_ray(
     joined: Hosts, reference: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
     hosts = joined
@@ -207,39 +206,67 @@ def test_servers_on_hosts_of_their_own_answer_as_one_would(
     plan = tmp_path / "plan.json"
     make_plan(spec, make_cluster([[130]] * 2, slot_bytes=spec.slot_bytes), placed_GLE).save(plan)
     before = went_over(hosts)
-    with tempfile.NamedTemporaryFile("w", suffix=".stderr") as stderr:
-        alone = engine(reference, tokenizer, "lru", 256)
-        right = {}
-        for prompt in PROMPTS:
-            (tokens,), _ = generate(alone, [tokenizer(prompt)["input_ids"]], 8)
-            right[prompt] = tokenizer.decode(tokens, skip_special_tokens=True)
-        alone.close()
-        # 127.0.0.1 is the head's machine only to itself: the servers have to hear of another address.
-        where = ["--plan", str(plan), "--cluster", "127.0.0.1:6379", "--host", "0.0.0.0", "--port", "0"]
-        command = [sys.executable, "-m", "moetool.cli.main", "serve", "reference", *where, "--set", "kv_tokens=512"]
-        path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, **hosts.environment, "PYTHONPATH": path, "MOETOOL_API_KEY": KEY}
-        served = subprocess.Popen(hosts.command(None, *command), stderr=stderr, env=environment)
+    alone = engine(reference, tokenizer, "lru", 256)
+    right = {}
+    for prompt in PROMPTS:
+        (tokens,), _ = generate(alone, [tokenizer(prompt)["input_ids"]], 8)
+        right[prompt] = tokenizer.decode(tokens, skip_special_tokens=True)
+    alone.close()
+    # 127.0.0.1 is the head's machine only to itself: the servers have to hear of another address.
+    where = ["--plan", str(plan), "--cluster", "127.0.0.1:6379", "--host", "0.0.0.0", "--port", "0"]
+    sets = ("kv_tokens=512", "cluster.name=lab", "cluster.orphan_s=15")
+    command = [sys.executable, "-m", "moetool.cli.main", "serve", "reference", *where]
+    command += [part for one in sets for part in ("--set", one)]
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, **hosts.environment, "PYTHONPATH": path, "MOETOOL_API_KEY": KEY}
+    environment["XDG_CACHE_HOME"] = str(tmp_path)
 
-        def said() -> str:
-            return Path(stderr.name).read_text(encoding="utf-8")
+    def serve(log: Path) -> tuple[subprocess.Popen[bytes], str, dict[str, str]]:
+        """A head, what it has said, and the servers' addresses, when they serve."""
+        with log.open("w") as stderr:
+            served = subprocess.Popen(hosts.command(None, *command), stderr=stderr, env=environment)
+        eventually(lambda: "outlive" in log.read_text() or served.poll() is not None, within_s=300)
+        return served, log.read_text(), dict(re.findall(r"(\w+) is serving on (http://\S+?)/v1", log.read_text()))
 
-        try:
-            eventually(lambda: "cluster page" in said() or served.poll() is not None, within_s=300)
-            urls = dict(re.findall(r"(\w+) is serving on (http://\S+?)/v1", said()))
-            assert {name: url.split(":")[1] for name, url in urls.items()} == {
-                "s0": f"//{hosts.address(0)}",
-                "s1": f"//{hosts.address(1)}",
-            }, said()
-            with hosts.inside():
-                for url in urls.values():
-                    for prompt, text in right.items():
-                        body = {"model": "reference", "prompt": prompt, "max_tokens": 8, "temperature": 0}
-                        status, answer = post(url, "/v1/completions", body, Authorization=f"Bearer {KEY}")
-                        assert (status, answer["choices"][0]["text"]) == (200, text)
-            served.send_signal(signal.SIGINT)
-            assert served.wait(2 * PATIENCE_S) == 0, said()
-        finally:
-            served.kill()
-            served.wait()
+    def ask_all(urls: dict[str, str]) -> None:
+        with hosts.inside():
+            for url in urls.values():
+                for prompt, text in right.items():
+                    body = {"model": "reference", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+                    status, answer = post(url, "/v1/completions", body, Authorization=f"Bearer {KEY}")
+                    assert (status, answer["choices"][0]["text"]) == (200, text)
+
+    served, said, urls = serve(tmp_path / "first")
+    try:
+        assert {name: url.split(":")[1] for name, url in urls.items()} == {
+            "s0": f"//{hosts.address(0)}",
+            "s1": f"//{hosts.address(1)}",
+        }, said
+        ask_all(urls)
+        workers = [pid for n in range(2) for pid in hosts.pids(n) if is_worker(pid)]
+        assert len(workers) == 2
+        served.kill()
+        served.wait()
+        ask_all(urls)
+        served, said, again = serve(tmp_path / "second")
+        assert "cluster lab serves without a head; taking over s0, s1" in said and again == urls
+        ask_all(urls)
+        os.kill(workers[1], signal.SIGSTOP)  # Ray ends what does not answer, on its host
+        eventually(lambda: "server s1 is back on" in (tmp_path / "second").read_text(), within_s=120)
+        ask_all(urls)
+        assert not is_worker(workers[1])
+        hosts.kill(None)  # the head and Ray's: their machine has gone
+        ask_all(urls)
+        eventually(lambda: not any(is_worker(pid) for n in range(2) for pid in hosts.pids(n)))  # for lack of a head
+    finally:
+        served.kill()
+        served.wait()
     assert went_over(hosts) - before > 50_000  # hidden states
+
+
+def is_worker(pid: int) -> bool:
+    """Whether a process is one of a cluster's servers."""
+    try:
+        return b"moetool-worker-" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

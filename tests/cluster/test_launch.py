@@ -1,42 +1,37 @@
-"""Workers as Ray actors, with workers that cost nothing to build."""
+"""Workers as processes of this machine, with workers that cost nothing to build."""
 
 import os
-import re
-import signal
 import subprocess
 import sys
-import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from moetool.cluster.launch import Where, WorkerDied, Workers
-from moetool.cluster.ray_reaper import processes_of
-from moetool.errors import MismatchError, MoetoolError
+from moetool.cluster.cluster_folder import ClusterFolder
+from moetool.cluster.launch import Detached, Where, Workers
+from moetool.cluster.worker_link import WorkerDied
+from moetool.errors import MismatchError, MoetoolError, UsageError
 from tests.launched import build
 from tests.servers import PATIENCE_S, eventually
 
-pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
-BEFORE = signal.getsignal(signal.SIGTERM)
+NAMES = ("first", "second")
 
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    made = Workers(Where(count=2), build, [{"name": "a"}, {"name": "b"}], ["first", "second"], threads=1)
+    made = Workers(Where(count=2), build, [{"name": "a"}, {"name": "b"}], NAMES, threads=1)
     yield made
     made.close()
 
 
-def test_a_sigterm_does_what_it_did_before_ray(workers: Workers) -> None:
-    assert signal.getsignal(signal.SIGTERM) is BEFORE
-    found = re.search(r"SigCgt:\s*(\w+)", Path("/proc/self/status").read_text(encoding="ascii"))
-    assert found is not None and len(workers) == 2
-    is_caught = int(found[1], 16) >> (signal.SIGTERM - 1) & 1  # as the kernel has it: Ray's handler is none of Python's
-    assert bool(is_caught) == callable(BEFORE)
+def _lives(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_calls_and_what_they_raise(workers: Workers) -> None:
@@ -44,8 +39,11 @@ def test_calls_and_what_they_raise(workers: Workers) -> None:
     assert workers.call(1, "say", word="you") == "b: you"
     with pytest.raises(MismatchError, match="found x"):
         workers.call(1, "fail")
+    with pytest.raises(MoetoolError, match=r"TypeError: .*unexpected keyword argument 'words'"):
+        workers.call(1, "say", words="you")
     with pytest.raises(MoetoolError, match=r"server first did not answer sleep in 0.1 s"):
         workers.call(0, "sleep", 1.0, timeout_s=0.1)
+    assert workers.call(0, "say", "hello") == "a: hello"  # which waits for nobody else's call
 
 
 def test_a_death_is_told_once_and_a_worker_started_anew(workers: Workers) -> None:
@@ -68,34 +66,109 @@ def test_a_death_is_told_once_and_a_worker_started_anew(workers: Workers) -> Non
     assert died == [1]
 
 
+def test_a_death_that_nobody_watched_is_told_to_who_asks_later(workers: Workers) -> None:
+    told = threading.Event()
+    psutil.Process(workers.pid(1)).kill()
+    with pytest.raises(WorkerDied):
+        workers.call(1, "say", "hello")
+    workers.watch(1, lambda n: told.set())
+    assert told.wait(PATIENCE_S)
+    workers.restart(1, {"name": "e"})
+    assert workers.call(1, "say", "hello") == "e: hello"
+
+
 def test_a_worker_that_cannot_be_built_says_why(workers: Workers) -> None:
     workers.restart(1, {"name": "wrong"})
     with pytest.raises(WorkerDied, match=r"server second has ended \(.*found a, expected b; do c\)$"):
         workers.call(1, "say", "hello")
+    pid = workers.pid(1)
+    eventually(lambda: not _lives(pid))
     workers.restart(1, {"name": "e"})
     eventually(lambda: workers.call(1, "say", "hello") == "e: hello")
 
 
-def test_nothing_is_left_of_a_head_that_is_killed() -> None:
+def test_a_worker_that_hangs_does_not_keep_its_head_from_closing() -> None:
+    made = Workers(Where(count=1), build, [{"name": "a"}], ["first"])
+    pid = made.pid(0)
+    assert made.call(0, "say", "hello") == "a: hello"
+    psutil.Process(pid).suspend()
+    with pytest.raises(MoetoolError, match=r"did not answer say in 0.2 s"):
+        made.call(0, "say", "hello", timeout_s=0.2)
+    began = time.monotonic()
+    made.kill(0)
+    made.close()
+    assert time.monotonic() - began < 10 and not _lives(pid)
+
+
+def _head(folder: Path, orphan_s: float, *, detached: bool = True) -> "subprocess.Popen[str]":
+    """A head with two workers in a process of its own, which has written that they are there."""
+    made = f"Detached(folder=ClusterFolder('c', Path({str(folder)!r})), orphan_s={orphan_s})" if detached else "None"
     program = (
-        "import os, time; from moetool.cluster.launch import Where, Workers; from tests.launched import build; "
-        "made = Workers(Where(count=1), build, [{'name': 'a'}], ['first']); "
-        "import ray; print(ray.get_runtime_context().gcs_address, made.pid(0), flush=True); time.sleep(600)"
+        "import time; from pathlib import Path; from moetool.cluster.cluster_folder import ClusterFolder; "
+        "from moetool.cluster.launch import Detached, Where, Workers; from tests.launched import build; "
+        f"made = Workers(Where(count=2), build, [{{'name': 'a'}}, {{'name': 'b'}}], {NAMES}, detached={made}); "
+        "[made.call(n, 'say', 'x') for n in range(2)]; print(made.pid(0), made.pid(1), flush=True); time.sleep(600)"
     )
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        given = {**os.environ, "PYTHONPATH": path, "TMPDIR": folder}
-        head = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=given)
-        try:
-            assert head.stdout is not None and head.stdout.readline()
-            (session,) = Path(folder).glob("moetool-ray-*")
-            started = psutil.Process(head.pid).children(recursive=True)
-            found = {process.pid for process in started} & set(processes_of(session, head.pid))
-            assert len(found) >= 5  # Ray's daemons, the agents and a worker among them
-        finally:
-            head.kill()
-            head.communicate()
-        eventually(lambda: not any(one.is_running() and one.status() != "zombie" for one in started))
-        eventually(lambda: not list(Path(folder).iterdir()))
-    assert session.parent == Path(folder)
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def _killed(head: "subprocess.Popen[str]") -> list[int]:
+    """The workers of a head that has been killed since."""
+    assert head.stdout is not None
+    pids = [int(pid) for pid in head.stdout.readline().split()]
+    head.kill()
+    head.communicate()
+    return pids
+
+
+def test_nothing_is_left_of_a_head_that_is_killed(tmp_path: Path) -> None:
+    for options in ({"orphan_s": 1.0}, {"orphan_s": 0.0, "detached": False}):
+        pids = _killed(_head(tmp_path, **options))  # type: ignore[arg-type]
+        assert len(pids) == 2
+        eventually(lambda pids=pids: not any(map(_lives, pids)))  # type: ignore[misc]
+        eventually(lambda: not list(tmp_path.iterdir()))  # nor of its folder
+
+
+def test_the_next_head_takes_over_those_that_live(tmp_path: Path) -> None:
+    first, second = _killed(_head(tmp_path, 60.0))
+    psutil.Process(second).kill()
+    folder = ClusterFolder("c", tmp_path)
+    with pytest.raises(UsageError, match="cluster c has a head"):
+        ClusterFolder("c", tmp_path)
+    living = folder.living()
+    assert list(living) == ["first"] and living["first"].pid == first
+    detached = Detached(folder=folder, living=living, orphan_s=1.0)
+    made = Workers(Where(count=2), build, [{"name": "c"}, {"name": "d"}], NAMES, detached=detached)
+    assert made.taken_over == [0] and made.pid(0) == first
+    assert made.call(0, "say", "hello") == "a: hello" and made.call(1, "say", "hello") == "d: hello"
+    told = threading.Event()
+    made.watch(0, lambda n: told.set())
+    psutil.Process(first).kill()
+    assert told.wait(PATIENCE_S)
+    made.restart(0)
+    assert made.call(0, "say", "hello") == "c: hello"
+    made.close()
+    folder.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_servers_with_other_settings_are_not_taken_over(tmp_path: Path) -> None:
+    folder = ClusterFolder("c", tmp_path)
+    folder.require_same([{"a": 1}], {})
+    folder.require_same([{"a": 2}], {})  # none lives
+    folder.require_same([{"a": 2}], _living())
+    with pytest.raises(MismatchError, match=r"cluster c serve another model or plan.*\(processes 7 on 127.0.0.1\)"):
+        folder.require_same([{"a": 3}], _living())
+    folder.close()
+    for name in ("", "a/b", "..", "x" * 65):
+        with pytest.raises(UsageError, match=r"cluster\.name is"):
+            ClusterFolder(name, tmp_path)
+
+
+def _living() -> Any:
+    from moetool.cluster.worker_process import ProcessRecord
+
+    return {"first": ProcessRecord(host="127.0.0.1", port=1, pid=7, mark="m")}

@@ -1,4 +1,4 @@
-"""Expert parallelism on Ray's workers: a rank that is killed or hangs, with requests under way."""
+"""Expert parallelism on workers in processes: a rank that is killed or hangs, with requests under way."""
 
 import os
 import signal
@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray")
-
 from moetool.cluster.launch import Where
 from moetool.cluster.parallel.batch_placement import BatchReplacement
 from moetool.cluster.parallel.rank_head import RankHead
-from moetool.cluster.parallel.rank_launch import RayRanks
+from moetool.cluster.parallel.rank_launch import RankProcesses
 from tests.ranks import Answers, joined_after, open_head, striped
 from tests.servers import eventually
 
@@ -25,7 +23,7 @@ GPUS = 3
 @pytest.fixture(scope="module")
 def head(reference: Path, tokenizer: Any) -> Iterator[RankHead]:
     """Three ranks, each a process."""
-    launcher = RayRanks(Where(count=GPUS), [f"rank {n}" for n in range(GPUS)], threads=1)
+    launcher = RankProcesses(Where(count=GPUS), [f"rank {n}" for n in range(GPUS)], threads=1)
     made = open_head(reference, tokenizer, gpus=GPUS, launcher=launcher, seats=2, timeout_s=4.0)
     yield made
     made.close()
@@ -41,7 +39,7 @@ def test_a_rank_is_lost_under_load(head: RankHead, tokenizer: Any, sign: signal.
     calm = answers.wait([answers.ask(prompt, 60) for prompt in prompts], timeout_s=120)
     answers.tokens.clear()
     ranks, launcher = head.loop.ranks, head.launcher
-    assert isinstance(launcher, RayRanks)
+    assert isinstance(launcher, RankProcesses)
     generation, pid = ranks.generation, launcher.pid(1)  # asked now, since the requests must not end meanwhile
     requests = [answers.ask(prompt, 60) for prompt in prompts]
     answers.wait_for_tokens(8)

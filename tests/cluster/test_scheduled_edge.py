@@ -11,7 +11,6 @@ from tests.edge_process import NAMES, PROMPTS, Load, edge_cluster
 from tests.engines import engine, generate
 from tests.servers import eventually, get
 
-pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 MAX_TOKENS = 6
 FAST = ("scheduler.interval_s=5", "scheduler.poll_s=0.5", "scheduler.half_life_s=5")

@@ -13,7 +13,6 @@ from tests.edge_process import NAMES, PROMPTS, EdgeProcess, Load, edge_cluster
 from tests.engines import engine, generate
 from tests.servers import eventually
 
-pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 MAX_TOKENS = 16
 KILLS = int(os.environ.get("MOETOOL_SOAK_KILLS", "20"))

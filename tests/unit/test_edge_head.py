@@ -18,8 +18,8 @@ from moetool.cluster.edge.edge_head import EdgeHead
 from moetool.cluster.edge.protocol import ArrivedExpert, Holders, HoldersChange, WorkerInfo
 from moetool.cluster.edge.server_settings import Endpoints, held_by, worker_settings
 from moetool.cluster.edge.worker import WorkerSettings, message_bytes
-from moetool.cluster.launch import WorkerDied
 from moetool.cluster.transport import own_address
+from moetool.cluster.worker_link import WorkerDied
 from moetool.errors import CapacityError, MismatchError, MoetoolError, UsageError
 from moetool.models.checkpoint import Checkpoint
 from moetool.placement._placement_plan import PlacementPlan
@@ -45,13 +45,22 @@ class _Worker:
     def info(self) -> WorkerInfo:
         held = tuple(sorted(self.held))
         url = f"http://127.0.0.1:{self.port or 5000 + self.server}"
-        return WorkerInfo(server=self.server, url=url, peer=("127.0.0.1", self.server), held=held, slots=self.slots)
+        version = self.holders[-1].version if self.holders else -1
+        return WorkerInfo(
+            server=self.server,
+            url=url,
+            peer=("127.0.0.1", self.server),
+            held=held,
+            slots=self.slots,
+            version=version,
+        )
 
     def stats(self) -> str:
         return f"stats {self.server}"
 
     def set_holders(self, holders: Holders) -> None:
-        self.holders.append(holders)
+        if not self.holders or holders.version > self.holders[-1].version:
+            self.holders.append(holders)
 
     def change_holders(self, change: HoldersChange) -> bool:
         if not self.holders or (changed := change.applied_to(self.holders[-1])) is None:
@@ -158,6 +167,7 @@ class _Cluster:
         ]
         self.processes = _Processes(settings, options.pop("late", ()))
         scheduler = options.pop("scheduler", None)
+        options.pop("meanwhile", lambda processes: None)(self.processes)
         self.head = EdgeHead(
             self.processes,
             settings,
@@ -358,6 +368,21 @@ def test_random_deaths(start: Callable[..., _Cluster]) -> None:
     eventually(cluster.agree)
 
 
+def test_servers_of_an_earlier_head_keep_what_they_hold(start: Callable[..., _Cluster]) -> None:
+    wanted = [HALVES[0] - {(0, 0)}, HALVES[1] | {(0, 0)}, HALVES[2]]
+
+    def moved(processes: _Processes) -> None:
+        for n, held in enumerate(wanted):
+            processes[n].held = set(held)
+            processes[n].holders = [Holders(version=50 + n, servers_LE=(((),) * 4,) * 2, peers=(None,) * 3)]
+
+    cluster = start(HALVES, 5, meanwhile=moved)
+    assert cluster.agree() and cluster.processes[0].holders[-1].version > 52
+    cluster.processes.die(1)
+    eventually(lambda: [worker and worker.held for worker in cluster.processes.workers] == wanted)
+    eventually(cluster.agree)
+
+
 class _Scheduler:
     tick_s = 0.01
 
@@ -439,16 +464,16 @@ def _other_plan(spec: Any) -> PlacementPlan:
 
 
 def test_tokens(tmp_path: Path) -> None:
-    made = read_token(ClusterOptions(), {})
-    assert len(made) == 32 and made != read_token(ClusterOptions(), {})
-    assert read_token(ClusterOptions(), {"MOETOOL_CLUSTER_TOKEN": "abcdefghijklmnop\n"}) == b"abcdefghijklmnop"
+    made = b"x" * 32
+    assert read_token(ClusterOptions(), {}, made) == made
+    assert read_token(ClusterOptions(), {"MOETOOL_CLUSTER_TOKEN": "abcdefghijklmnop\n"}, made) == b"abcdefghijklmnop"
     file = tmp_path / "token"
     options = ClusterOptions(token_file=str(file))
     with pytest.raises(UsageError, match="cannot read the cluster's token from"):
-        read_token(options, {})
+        read_token(options, {}, made)
     file.write_text("short")
     with pytest.raises(UsageError, match="has 5 characters, expected at least 16"):
-        read_token(options, {"MOETOOL_CLUSTER_TOKEN": "abcdefghijklmnop"})
+        read_token(options, {"MOETOOL_CLUSTER_TOKEN": "abcdefghijklmnop"}, made)
 
 
 def test_options_that_make_no_sense() -> None:

@@ -11,7 +11,7 @@ PLACEMENTS = ("uniform", "redundant", "smartmoe", "eplb", "prism", "prism_exact"
 """Prism's baselines, Prism, and the optimum of its objective."""
 ALONE, REDIRECTED = "alone", "alone, redirected"
 """A server by itself with the experts that fit and the rest on its disk; and the same, with requests sent on."""
-WHERES = ("ray", "threads", "namespaces")
+WHERES = ("processes", "threads", "namespaces")
 STATIC = ("uniform", "redundant")
 """Placements that Prism § IV-A leaves as they are."""
 
@@ -34,7 +34,7 @@ class ClusterBenchOptions:
         interval_s: between two of these decisions.
         shift: whether to run the last placement twice more, with tasks that change servers in the middle: with
             migration and without (Prism's Fig. 7).
-        where: `ray`: each server is a process; `threads`: all of them share this one, and its interpreter;
+        where: `processes`: each server is one; `threads`: all of them share this one, and its interpreter;
             `namespaces`: each is on a host of its own, a network namespace, and `tc tbf` of the kernel makes the links
             slow, which else a token bucket of the servers does. For that be root and have iproute2.
         profile_s: how long to measure the costs.
@@ -56,7 +56,7 @@ class ClusterBenchOptions:
     migrate: bool = True
     interval_s: float = 30.0
     shift: bool = True
-    where: str = "ray"
+    where: str = "processes"
     profile_s: float = 10.0
     expert_us: float = 0.0
     seed: int = 0

@@ -174,7 +174,7 @@ class ClusterBench(JsonRecord):
 
 
 _WHERES = {
-    "ray": "processes",
+    "processes": "processes",
     "threads": "threads of one process",
     "namespaces": "hosts in network namespaces, with links of tc tbf,",
 }

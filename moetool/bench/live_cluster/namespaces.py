@@ -41,7 +41,7 @@ _NAME = re.compile(r"moetool-(\d+)(?:-\w+)?")
 
 def require_namespaces() -> None:
     """Raises: UsageError where this user or this machine cannot make hosts."""
-    otherwise = "or run the servers without them: --set bench.where=ray"
+    otherwise = "or run the servers without them: --set bench.where=processes"
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         raise UsageError(f"hosts in namespaces need {missing[0]} of iproute2; install it, {otherwise}")
     if os.geteuid() != 0:
@@ -234,7 +234,7 @@ class _Start:
 
     def __init__(self, command: Sequence[str], name: str, environment: Mapping[str, str]) -> None:
         self._name = name
-        # As `moetool.cluster.launch` has it where it starts Ray itself: a server is no background job.
+        # A server, which Ray's workers start, is no background job.
         environment = {**os.environ, **environment, "RAY_worker_niceness": "0"}
         # Its own session: Ctrl-C is for whoever made the hosts, who then ends them in order.
         self._popen = subprocess.Popen(

@@ -1,8 +1,7 @@
 """The head of a cluster of edge servers: starts them, tells each who holds what, and mends what breaks.
 
-It carries no token and no tensor. While it is gone nobody starts servers anew or moves experts; and since Ray ends the
-workers of a driver that ends, the cluster ends with it: users see closed connections, and the next start begins with
-the plan.
+It carries no token and no tensor. While it is gone the servers go on as they are: nobody starts one anew or moves
+experts. The next head takes them over with the placement that they have.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from moetool.cluster.cluster_options import ClusterOptions
 from moetool.cluster.edge.placement_table import PlacementTable
 from moetool.cluster.edge.protocol import ArrivedExpert, Holders, MovedRound, WorkerInfo, WorkerStats
 from moetool.cluster.edge.worker import WorkerSettings
-from moetool.cluster.launch import WorkerDied
+from moetool.cluster.worker_link import WorkerDied
 from moetool.errors import CapacityError, MoetoolError, first_line
 from moetool.placement._placement_plan import Place
 
@@ -30,7 +29,7 @@ RESTART_S = (1.0, 10.0)  # after the first start that failed, and at most
 
 
 class Processes(Protocol):
-    """The workers' processes, one a server; `moetool.cluster.launch.Workers` has them in Ray."""
+    """The workers' processes, one a server, as `moetool.cluster.launch.Workers` has them."""
 
     def call(self, n: int, method: str, *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> Any: ...
     def restart(self, n: int, arguments: Mapping[str, Any] | None = None) -> None: ...
@@ -117,7 +116,7 @@ class EdgeHead:
         timeout_s = self._options.start_timeout_s
         started = [n for n in range(len(self.names)) if self._processes.is_started(n)]
         for info in _at_once(lambda i: self._call(started[i], "info", timeout_s=timeout_s), len(started)):
-            self._arrived(info)
+            self._arrived(info, at_home=True)
         self.publish()
         for n in started:
             self._processes.watch(n, self._on_death)
@@ -276,11 +275,11 @@ class EdgeHead:
             except Exception as error:  # its supervisor sees the same, or tells it again
                 _LOG.info("server %s was not told of placement %d: %s", self.names[n], table.version, error)
 
-    def _arrived(self, info: WorkerInfo) -> None:
+    def _arrived(self, info: WorkerInfo, *, at_home: bool = False) -> None:
         n = info.server
         self._told[n], self._was_there[n] = -1, True
         self._ports[n] = int(info.url.rpartition(":")[2])
-        self._table.arrived(info)
+        self._table.arrived(info, at_home=at_home)
 
     def _call(self, n: int, method: str, *args: Any, timeout_s: float) -> Any:
         return self._processes.call(n, method, *args, timeout_s=timeout_s)
@@ -411,6 +410,8 @@ class EdgeHead:
                     self._narrate(f"server {self.names[n]} waits for a machine: {first_line(error)}")
                 waits_for_machine = True
             except Exception as error:
+                if self._closing.is_set():
+                    return
                 self._narrate(f"server {self.names[n]} failed to start: {first_line(error)}; retrying")
                 port = self._settings[n].port
             if self._closing.wait(wait):

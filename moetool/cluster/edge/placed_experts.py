@@ -112,6 +112,11 @@ class PlacedRuntime(ExpertRuntime):
         """(layer, expert) that are held here, ascending."""
         return tuple(self.spec.expert_of(key) for key in self.holding)
 
+    @property
+    def version(self) -> int:
+        """Version of the expert placement that is followed."""
+        return self._holders.version
+
     def set_holders(self, holders: Holders) -> None:
         """Use this table from the next layer on; ignore one older than the current table.
 

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from moetool.cluster.edge.protocol import Holders, HoldersChange, WorkerInfo
 from moetool.errors import MoetoolError
@@ -77,11 +78,19 @@ class PlacementTable:
         if self.infos()[server] is None:
             raise MoetoolError(f"server {self.names[server]} is unavailable")
 
-    def arrived(self, info: WorkerInfo) -> None:
-        """A server is there."""
+    def arrived(self, info: WorkerInfo, *, at_home: bool = False) -> None:
+        """A server is there.
+
+        Args:
+            at_home: it has been there before this head, and what it holds is the placement in force.
+        """
         with self._lock:
             self._infos[info.server] = info
             self._held[info.server] = set(info.held)
+            if at_home:
+                self._home[info.server] = set(info.held)
+                if info.version > self._holders.version:  # all that it hears of from now on is newer
+                    self._holders = replace(self._holders, version=info.version)
 
     def corrected(self, server: int, held: Collection[Place]) -> bool:
         """A live server holds exactly these experts; gives whether the table said something else."""

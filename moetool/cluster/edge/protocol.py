@@ -30,6 +30,7 @@ class WorkerInfo:
         peer: (host, port) where others call its experts.
         held: (layer, expert) that it holds.
         slots: how many experts it has room for.
+        version: of the expert placement that it follows; -1: it has heard of none.
     """
 
     server: int
@@ -37,6 +38,7 @@ class WorkerInfo:
     peer: tuple[str, int]
     held: tuple[tuple[int, int], ...]
     slots: int
+    version: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

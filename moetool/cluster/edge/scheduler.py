@@ -16,7 +16,7 @@ from moetool.cluster.edge.load_statistics import Statistics
 from moetool.cluster.edge.protocol import MovedRound, WorkerInfo, WorkerStats
 from moetool.cluster.edge.replacement import by_server, next_round, observe, places_of, pooled, steps_to
 from moetool.cluster.edge.scheduler_state import Kept, reading
-from moetool.cluster.launch import WorkerDied
+from moetool.cluster.worker_link import WorkerDied
 from moetool.config import POSITIVE, SHARE, Span, require_within
 from moetool.errors import CapacityError, first_line, unknown_name
 from moetool.placement import _planner as planner

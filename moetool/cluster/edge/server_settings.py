@@ -52,7 +52,11 @@ def worker_settings(
         raise UsageError(f"devices is {options.devices}, expected 1: each server of a cluster serves on one device")
     if options.state:
         raise UsageError("state is for policies that learn, and servers of a cluster follow the plan")
-    for option, port in (("--port", endpoints.port), ("--set cluster.peer_port", cluster.peer_port)):
+    for option, port in (
+        ("--port", endpoints.port),
+        ("--set cluster.peer_port", cluster.peer_port),
+        ("--set cluster.control_port", cluster.control_port),
+    ):
         if port and port + len(plan.cluster.servers) > 2**16:
             raise UsageError(f"port {port} leaves none for the last server; choose a lower one with {option}")
     slots_G, server_G = plan.cluster.slots_G(spec.slot_bytes), plan.cluster.server_G

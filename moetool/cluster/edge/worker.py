@@ -153,6 +153,7 @@ class Worker:
             peer=self._listener.address,
             held=self._runtime.held,
             slots=self._runtime.holding.capacity,
+            version=self._runtime.version,
         )
 
     def stats(self) -> WorkerStats:

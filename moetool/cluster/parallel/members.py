@@ -253,6 +253,8 @@ class Members:
                 wait_s = MACHINE_S
                 continue
             except Exception as error:
+                if self._over.is_set():
+                    return
                 _LOG.warning("GPU %d could not be started again: %s", gpu, error)
                 self._narrate(f"rank {self._names[gpu]} could not be started: {first_line(error)}; trying again")
                 self._homeless.discard(gpu)

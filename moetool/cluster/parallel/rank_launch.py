@@ -1,6 +1,5 @@
-"""Ranks as processes: through Ray, on this machine or on several."""
+"""Ranks as processes, on this machine or on several."""
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from moetool.cluster.parallel.rank import Rank
 _BUILD_S = 180.0
 
 
-class RayRanks:
+class RankProcesses:
     """The head's `Launcher` over `moetool.cluster.launch.Workers`.
 
     Args:
@@ -23,7 +22,6 @@ class RayRanks:
         self._where, self._names, self._threads = where, names, threads
         self._workers: Workers | None = None
         self._on_death: Callable[[int], None] = lambda gpu: None
-        self._lock = threading.Lock()
 
     def launch(self, arguments: Sequence[Mapping[str, Any]], on_death: Callable[[int], None]) -> None:
         """Start all and wait until each is built. Raises: as `Workers`, and what building raised."""
@@ -34,11 +32,10 @@ class RayRanks:
             self._workers.watch(gpu, on_death)
 
     def restart(self, gpu: int) -> None:
-        """A new process in place of one that has ended."""
-        with self._lock:
-            if self._workers is not None:
-                self._workers.restart(gpu)
-                self._workers.watch(gpu, self._on_death)
+        """A new process in place of one that has ended. Raises: as `Workers.restart`."""
+        if (workers := self._workers) is not None:
+            workers.restart(gpu)
+            workers.watch(gpu, self._on_death)
 
     def kill(self, gpu: int) -> None:
         """End a process at once."""
@@ -52,7 +49,6 @@ class RayRanks:
 
     def close(self) -> None:
         """End all."""
-        with self._lock:
-            workers, self._workers = self._workers, None
+        workers, self._workers = self._workers, None
         if workers is not None:
             workers.close()

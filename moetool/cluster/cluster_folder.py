@@ -1,0 +1,131 @@
+"""A cluster's folder on its head's machine, from which the next head goes on with the servers of one that has gone."""
+
+import contextlib
+import hashlib
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from moetool import assets, durable
+from moetool.cluster.control_messages import to_plain
+from moetool.cluster.worker_link import serves
+from moetool.cluster.worker_process import RECORD, ProcessRecord, end_process
+from moetool.errors import MismatchError, UsageError
+from moetool.json_files import read_json
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
+
+
+class ClusterFolder:
+    """Where the servers of a cluster are, and their token. One head has it at a time.
+
+    Args:
+        name: of the cluster.
+        above: folder of all clusters (default: in the user's cache folder).
+
+    Attributes:
+        path: the folder, this user's alone.
+        token: of the cluster, as the first head has drawn it.
+
+    Effects: makes the folder, and holds its lock until `close`.
+
+    Raises:
+        UsageError: another head has it, or the name is none for a folder.
+    """
+
+    def __init__(self, name: str, above: Path | None = None) -> None:
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"cluster.name is {name!r}, expected letters, digits, '.', '_' and '-', at most 64")
+        self.name = name
+        self.path = (above or assets.cache_folder() / "clusters") / name
+        self._held = contextlib.ExitStack()
+        try:
+            self._held.enter_context(durable.alone(self.path))
+        except UsageError:
+            raise UsageError(
+                f"cluster {name} has a head, another moetool serve; end that first, or choose another name with "
+                "--set cluster.name=NAME"
+            ) from None
+        except OSError as error:
+            raise UsageError(
+                f"cannot make the cluster's folder {self.path} ({error.strerror}); set XDG_CACHE_HOME to a folder of "
+                "yours"
+            ) from None
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        self._file = self.path / "cluster.json"
+        if not self._file.exists():
+            self._write({"token": secrets.token_hex(32), "settings": ""})
+        self.token = bytes.fromhex(self._read()["token"])
+
+    @property
+    def scheduler_state(self) -> Path:
+        """File for the scheduler's state."""
+        return self.path / "scheduler.json"
+
+    def log(self, server: str) -> Path:
+        """File for what a server's process has to say."""
+        return self.path / f"{server}.log"
+
+    def living(self) -> dict[str, ProcessRecord]:
+        """Processes that an earlier head has started and that serve, by server; the others are ended and forgotten."""
+        found = {}
+        for path in self._records():
+            values = read_json(path, advice="remove it")
+            server, record = str(values.pop("server")), ProcessRecord(**values)
+            if serves(record, self.token):
+                found[server] = record
+            else:
+                if not record.machine:
+                    end_process(record.pid, record.mark)
+                path.unlink(missing_ok=True)
+        return found
+
+    def record_of(self, n: int) -> Path:
+        """File that the process of server `n` is kept in."""
+        return self.path / f"{n}{RECORD}"
+
+    def keep(self, n: int, server: str, record: ProcessRecord) -> None:
+        """Keep where a server's process is."""
+        durable.write_text(self.record_of(n), json.dumps({"server": server, **asdict(record)}) + "\n")
+
+    def forget(self, n: int) -> None:
+        """A server's process has ended."""
+        self.record_of(n).unlink(missing_ok=True)
+
+    def require_same(self, settings: Sequence[Any], living: Mapping[str, ProcessRecord]) -> None:
+        """Keep what servers are started with, or compare it with what those that live were.
+
+        Raises:
+            MismatchError: that was something else.
+        """
+        found = hashlib.sha256(json.dumps(to_plain(list(settings))).encode()).hexdigest()
+        values = self._read()
+        if values["settings"] != found and living:
+            pids = " ".join(f"{one.pid} on {one.host}" for one in living.values())
+            raise MismatchError(
+                f"the servers of cluster {self.name} serve another model or plan, or with other options; end them "
+                f"(processes {pids}), or choose another name with --set cluster.name=NAME"
+            )
+        self._write({**values, "settings": found})
+
+    def close(self) -> None:
+        """Give the lock back; remove the folder if no process is kept in it."""
+        if not self._records():
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._held.close()
+
+    def _records(self) -> list[Path]:
+        return sorted(self.path.glob(f"*{RECORD}"))
+
+    def _read(self) -> Any:
+        return read_json(self._file, advice=f"remove {self.path}")
+
+    def _write(self, values: dict[str, str]) -> None:
+        with durable.staged_file(self._file) as partial:
+            partial.touch(mode=0o600)
+            partial.write_text(json.dumps(values) + "\n", encoding="utf-8")

@@ -1,0 +1,155 @@
+"""Machines that have joined a Ray head: which gets which worker, and how processes start and end there."""
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from moetool.cluster.ray_check import ask_head, require_fitting, use_mode
+from moetool.cluster.ray_hosts import choose, head_of
+from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, end_process, start_process
+from moetool.errors import MoetoolError, UsageError, first_line
+
+_LOG = logging.getLogger(__name__)
+
+_START_S = 90.0
+_END_S = 10.0
+
+
+class RayMachines:
+    """Processes of machines that have joined a Ray head, as `moetool.cluster.launch.Machines`.
+
+    Ray runs a task that starts a process, and has nothing to do with that afterwards: the process lives on where the
+    head, or Ray itself, ends.
+
+    Args:
+        address: of the Ray head.
+        threads: of arithmetic, for each (0 leaves it to its libraries).
+
+    Attributes:
+        toward: the address of the Ray head's machine, as all machines know it.
+
+    Effects: joins Ray, unless this process has; `close` leaves it then.
+
+    Raises:
+        UsageError: Ray is not installed, or there is no head at the address.
+    """
+
+    def __init__(self, address: str, names: Sequence[str], threads: int) -> None:
+        self._names, self._threads = names, threads
+        self._ray = require_ray()
+        self._own = not self._ray.is_initialized()
+        if self._own:
+            _connect(self._ray, address)
+        self._lock = threading.Lock()
+        self._nodes: list[str | None] = [None] * len(names)
+        self.toward = head_of(self._ray.nodes())
+
+    def start(self, n: int, order: ProcessOrder) -> ProcessRecord:
+        """Start one on its machine. Raises: CapacityError, MoetoolError."""
+        with self._lock:
+            taken = {*self._nodes[:n], *self._nodes[n + 1 :]}
+            self._nodes[n] = node = choose(self._names[n], self._nodes[n], taken, self._ray.nodes())
+        record: ProcessRecord = self._run(node, _START_S, _start_there, order, self._threads)
+        return replace(record, machine=node)
+
+    def took(self, n: int, record: ProcessRecord) -> None:
+        """It stays on its machine, which may have joined Ray again since."""
+        self._nodes[n] = self._node_of(record)
+
+    def end(self, n: int, record: ProcessRecord) -> None:
+        """End one at once; where its machine cannot be reached it ends by itself, for lack of a head."""
+        try:
+            if (node := self._node_of(record)) is not None:
+                self._run(node, _END_S, end_process, record.pid, record.mark)
+        except Exception as error:  # Ray's own kinds, where its head has gone
+            _LOG.info("cannot end the process of %s: %s", self._names[n], first_line(error))
+
+    def close(self) -> None:
+        """Leave Ray."""
+        if self._own:
+            self._ray.shutdown()
+
+    def _node_of(self, record: ProcessRecord) -> str | None:
+        there = {str(node["NodeID"]): node["NodeManagerAddress"] for node in self._ray.nodes() if node["Alive"]}
+        again = next((number for number, address in there.items() if address == record.host), None)
+        return record.machine if record.machine in there else again
+
+    def _run(self, node: str, timeout_s: float, work: Any, *args: Any) -> Any:
+        """Have a machine do something. Raises: MoetoolError: it does not; what the work has raised."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        where = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = self._ray.remote(work).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
+        try:
+            return self._ray.get(task.remote(*args), timeout=timeout_s)
+        except self._ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            raise cause if isinstance(cause, MoetoolError) else MoetoolError(first_line(error)) from None
+        except self._ray.exceptions.RayError as error:
+            raise MoetoolError(f"a machine of the cluster does not answer ({first_line(error)})") from None
+
+
+def _start_there(order: ProcessOrder, threads: int) -> ProcessRecord:
+    record, _ = start_process(order, threads=threads, detach=True)
+    return record
+
+
+def head_address(address: str | None) -> str:
+    """The address of the Ray head's machine, as the machines that have joined know it; empty without a head.
+
+    Effects: joins Ray and leaves it again.
+
+    Raises:
+        UsageError: there is no head at the address, or it is not the same to all machines.
+    """
+    if address is None:
+        return ""
+    machines = RayMachines(address, (), 0)
+    machines.close()
+    return machines.toward
+
+
+def _connect(ray: Any, address: str) -> None:
+    """Join Ray. Raises: UsageError."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    answer = ask_head(address)
+    require_fitting(address, answer)
+    if answer.asks_token:
+        use_mode("token")
+    try:
+        with _sigterm_kept():
+            ray.init(address=address, logging_level="error", log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UsageError(f"cannot join the Ray head at {address} ({first_line(error)})") from None
+
+
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Leave it to this process what a SIGTERM does: with Ray's own handler it aborts, and nothing is closed."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may say it
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if before is not None:  # it was set by what is no Python
+            signal.signal(signal.SIGTERM, before)
+
+
+def require_ray() -> Any:
+    """The module `ray`. Raises: UsageError where it is not installed."""
+    # It would print, where data goes, pages of its logs about processes that end.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed|The node with node|Raylet is term")
+    try:
+        import ray
+    except ImportError:
+        raise UsageError(
+            "clusters of several hosts need Ray; install it with: pip install 'moetool[cluster]'"
+        ) from None
+    return ray

@@ -1,0 +1,177 @@
+"""A worker's process as its head sees it: whether it lives, and calls of its methods."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from moetool import errors
+from moetool.cluster.control_messages import MOST_BYTES, receive_message, send_message
+from moetool.cluster.frames import FrameConnection, LinkError, dial
+from moetool.cluster.listener import HANDSHAKE_S
+from moetool.cluster.worker_process import ProcessRecord
+from moetool.errors import MoetoolError, first_line
+
+_LOG = logging.getLogger(__name__)
+
+_NOTICE_S = 1.0
+"""In which the end of a process is noticed, after a call of it has failed."""
+_HELLO_S = 2.0
+
+
+class WorkerDied(MoetoolError):
+    """The process of a worker has ended, or its machine cannot be reached."""
+
+
+class WorkerLink:
+    """One worker's process.
+
+    A connection is open as long as the process lives, by which each side knows of the other; every call takes one of
+    its own, so that a long one keeps no other waiting.
+
+    Args:
+        name: of the worker, for messages.
+        order: to build it; None: an earlier head has had it built.
+
+    Effects: a thread; `close` ends it.
+    """
+
+    def __init__(self, name: str, record: ProcessRecord, token: bytes, order: Mapping[str, Any] | None) -> None:
+        self.name, self.record = name, record
+        self._address, self._token, self._order = (record.host, record.port), token, order
+        self._lock = threading.Lock()
+        self._built: Future[None] = Future()
+        self._ended = threading.Event()
+        self._on_end: list[Callable[[], None]] = []
+        self._why = ""
+        self._held: FrameConnection | None = None
+        self._thread = threading.Thread(target=self._hold, name=f"worker-{name}", daemon=True)
+        self._thread.start()
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], timeout_s: float) -> Any:
+        """As `Workers.call`."""
+        by = time.monotonic() + timeout_s
+        try:
+            self._built.result(timeout_s)
+        except TimeoutError:
+            raise self._late(method, timeout_s) from None
+        message = {"do": "call", "method": method, "args": args, "kwargs": dict(kwargs)}
+        try:
+            return _ask(self._address, self._token, message, by)
+        except LinkError as error:
+            if time.monotonic() >= by and not self._ended.is_set():
+                raise self._late(method, timeout_s) from None
+            if self._ended.wait(_NOTICE_S):
+                raise self._died() from None
+            raise MoetoolError(f"server {self.name} did not answer {method} ({error})") from None
+
+    def end(self, timeout_s: float) -> None:
+        """Have the worker close and its process end. Raises: MoetoolError: it does not say that it has."""
+        self._forget_ends()
+        _ask(self._address, self._token, {"do": "end"}, time.monotonic() + timeout_s)
+
+    def when_ended(self, told: Callable[[], None]) -> None:
+        """Call this once when the process ends by itself, on a thread of this class."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._on_end.append(told)
+                return
+        threading.Thread(target=told, name=f"ended-{self.name}", daemon=True).start()
+
+    def close(self, why: str) -> None:
+        """Let go of the process, without a word to those who wait for its end; later calls fail for this reason."""
+        self._forget_ends()
+        with self._lock:
+            self._why = self._why or why
+            held, self._held = self._held, None
+        self._ended.set()
+        self._fail_to_build()
+        if held is not None:
+            held.close()
+
+    def _forget_ends(self) -> None:
+        with self._lock:
+            self._on_end.clear()
+
+    def _hold(self) -> None:
+        """Be connected until the process has gone."""
+        while not self._ended.is_set():
+            try:
+                connection = dial(self._address, self._token, time.monotonic() + HANDSHAKE_S, MOST_BYTES)
+            except MoetoolError as error:
+                self._gone(f"its process has ended: {error}")
+                return
+            with self._lock:
+                if self._ended.is_set():
+                    connection.close()
+                    return
+                self._held = connection
+            try:
+                if not self._built.done():
+                    self._build(connection)
+                receive_message(connection)
+            except LinkError:  # perhaps only this connection
+                connection.close()
+            except MoetoolError as error:
+                connection.close()
+                self._gone(first_line(error))
+                return
+
+    def _build(self, connection: FrameConnection) -> None:
+        if self._order is not None:
+            send_message(connection, self._order)
+            _value(receive_message(connection))
+        with self._lock:
+            if not self._built.done():
+                self._built.set_result(None)
+
+    def _gone(self, why: str) -> None:
+        with self._lock:
+            self._why = self._why or why
+            told, self._on_end = self._on_end, []
+            self._ended.set()
+        self._fail_to_build()
+        for one in told:
+            _LOG.info("the process of %s has ended", self.name)
+            one()
+
+    def _fail_to_build(self) -> None:
+        with self._lock:
+            if not self._built.done():
+                self._built.set_exception(self._died())
+
+    def _died(self) -> WorkerDied:
+        return WorkerDied(f"server {self.name} has ended ({self._why})")
+
+    def _late(self, method: str, timeout_s: float) -> MoetoolError:
+        _LOG.info("%s did not answer %s in %g s", self.name, method, timeout_s)
+        return MoetoolError(f"server {self.name} did not answer {method} in {timeout_s:g} s")
+
+
+def serves(record: ProcessRecord, token: bytes) -> bool:
+    """Whether a process answers, and has its worker."""
+    try:
+        found = _ask((record.host, record.port), token, {"do": "hello"}, time.monotonic() + _HELLO_S)
+    except MoetoolError:
+        return False
+    return bool(found)
+
+
+def _ask(address: tuple[str, int], token: bytes, message: Mapping[str, Any], by: float) -> Any:
+    """Call a process. Raises: LinkError; what it has raised."""
+    connection = dial(address, token, by, MOST_BYTES)
+    try:
+        send_message(connection, message, by)
+        return _value(receive_message(connection, by))
+    finally:
+        connection.close()
+
+
+def _value(answer: Mapping[str, Any]) -> Any:
+    if (name := answer.get("raised")) is None:
+        return answer["value"]
+    kind = getattr(errors, str(name), MoetoolError)
+    is_ours = isinstance(kind, type) and issubclass(kind, MoetoolError)
+    raise (kind if is_ours else MoetoolError)(str(answer["text"]))

@@ -1,0 +1,258 @@
+"""The process of a worker: builds it, answers its head, and ends by itself once no head has been there for a while.
+
+It is in a session of its own and needs nothing of who started it: it outlives its head, and another may call it.
+"""
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from moetool import durable, garbage, logs
+from moetool.cluster.control_messages import MOST_BYTES, receive_message, send_message
+from moetool.cluster.frames import FrameConnection
+from moetool.cluster.listener import Acceptor, listen
+from moetool.cluster.transport import own_address
+from moetool.errors import MoetoolError, UsageError, first_line
+
+_LOG = logging.getLogger(__name__)
+
+_FIRST_S = 60.0
+"""For the first head to come, at least."""
+_TICK_S = 0.2
+_END_S = 20.0
+"""For a worker to close; then its process ends all the same."""
+_START_S = 60.0
+_DETACH = ("sh", "-c", 'exec 3<&0; "$@" <&3 3<&- &', "sh")
+"""Has a shell run a command in the background and end: the command is then nobody's child."""
+RECORD = ".worker.json"
+"""End of the names of records in a cluster's folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessOrder:
+    """What a process is told when it starts.
+
+    Attributes:
+        token: of control, in hex.
+        toward: an address on the network that the head is on; empty: on this machine.
+        port: that it listens on for heads; 0: any free one.
+        orphan_s: seconds without a head after which it ends.
+        record: the file that is kept of it, on this machine; it removes that, and the folder after the last one, when
+            it ends without a head. Empty: there is none.
+    """
+
+    token: str
+    toward: str = ""
+    port: int = 0
+    orphan_s: float = 0.0
+    record: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRecord:
+    """Where a worker's process is.
+
+    Attributes:
+        host, port: where it listens for heads.
+        pid: on its own machine.
+        mark: in its command line: another process of that number lacks it.
+        machine: that it is on, by its number at Ray; empty: on the head's own.
+    """
+
+    host: str
+    port: int
+    pid: int
+    mark: str
+    machine: str = ""
+
+
+class WorkerProcess:
+    """Serves heads: builds what the first asks for, and has its methods called.
+
+    Args:
+        sock: bound and listening.
+
+    Effects: owns the socket; starts a thread for each connection.
+    """
+
+    def __init__(self, sock: Any, order: ProcessOrder) -> None:
+        self._order = order
+        self._lock = threading.Lock()
+        self._heads = 0
+        self._alone_since = time.monotonic()
+        self._patience_s = max(order.orphan_s, _FIRST_S)
+        self._worker: Any = None
+        self._over = threading.Event()
+        self._acceptor = Acceptor(sock, bytes.fromhex(order.token), self._serve, limit_bytes=MOST_BYTES)
+
+    def run(self) -> None:
+        """Serve until a head says so, or none has been there for too long."""
+        while not self._over.wait(_TICK_S):
+            with self._lock:
+                alone_s = 0.0 if self._heads else time.monotonic() - self._alone_since
+            if alone_s > self._patience_s:
+                _LOG.warning("no head for %.0f s: the worker ends", alone_s)
+                self._close()
+                _forget(self._order.record)
+                return
+        self._acceptor.close()
+
+    def _serve(self, connection: FrameConnection) -> None:
+        with self._lock:
+            self._heads += 1
+            self._patience_s = self._order.orphan_s
+        try:
+            while True:
+                message = receive_message(connection)
+                answer = self._answer(message)
+                send_message(connection, answer)
+                if message.get("do") == "end" or (message.get("do") == "build" and "raised" in answer):
+                    self._over.set()
+        finally:
+            with self._lock:
+                self._heads -= 1
+                self._alone_since = time.monotonic()
+
+    def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            match message.get("do"):
+                case "build":
+                    module, _, name = message["build"].partition(":")
+                    self._worker = getattr(importlib.import_module(module), name)(**message["arguments"])
+                    garbage.as_usual()
+                    return {"value": None}
+                case "call":
+                    value = getattr(self._worker, message["method"])(*message["args"], **message["kwargs"])
+                    return {"value": value}
+                case "hello":
+                    return {"value": self._worker is not None}
+                case "end":
+                    self._close()
+                    return {"value": None}
+            raise MoetoolError(f"{message.get('do')!r} is nothing that this version of moetool does")
+        except MoetoolError as error:
+            return {"raised": type(error).__name__, "text": str(error)}
+        except Exception as error:
+            _LOG.exception("a call of the head failed")
+            return {"raised": "MoetoolError", "text": f"{type(error).__name__}: {first_line(error)}"}
+
+    def _close(self) -> None:
+        with self._lock:
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            closing = threading.Thread(target=worker.close, daemon=True)
+            closing.start()
+            closing.join(_END_S)
+
+
+def start_process(order: ProcessOrder, *, threads: int = 0, log: IO[bytes] | None = None, detach: bool = False) -> Any:
+    """Start a worker's process on this machine.
+
+    Args:
+        threads: of arithmetic, for its libraries (0 leaves it to them).
+        log: where it writes what it has to say (default: where this process does).
+        detach: be no child of this process.
+
+    Returns:
+        Its `ProcessRecord`, and the `Popen` of the child.
+
+    Raises:
+        MoetoolError: it does not start.
+    """
+    mark = f"moetool-worker-{secrets.token_hex(8)}"
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+    popen = subprocess.Popen(
+        [*(_DETACH if detach else ()), sys.executable, "-m", __name__, mark],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        start_new_session=True,  # Ctrl-C is for the head
+        env=environment,
+    )
+    assert popen.stdin is not None and popen.stdout is not None
+    try:
+        with popen.stdin, popen.stdout:
+            popen.stdin.write(json.dumps(asdict(order)).encode())
+            popen.stdin.close()
+            poll = select.poll()
+            poll.register(popen.stdout, select.POLLIN)
+            line = popen.stdout.readline() if poll.poll(1e3 * _START_S) else b""
+        said = json.loads(line or b'{"error": "it said nothing"}')
+    except (OSError, ValueError) as error:
+        said = {"error": first_line(error)}
+    if "error" in said:
+        popen.kill()
+        popen.wait()
+        raise MoetoolError(f"a worker's process does not start: {said['error']}")
+    if detach:
+        popen.wait()
+    return ProcessRecord(**said, mark=mark), popen
+
+
+def end_process(pid: int, mark: str) -> None:
+    """End a worker's process of this machine at once, if it is still that one; returns when it has gone.
+
+    Effects: waits for at most five seconds.
+    """
+    by = time.monotonic() + 5.0
+    while _lives(pid, mark) and time.monotonic() < by:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _lives(pid: int, mark: str) -> bool:
+    try:
+        return mark.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()  # a zombie's is empty
+    except OSError:
+        return False
+
+
+def _forget(record: str) -> None:
+    """Remove a record and, after the last one, the cluster's folder, unless a head has it."""
+    if not record:
+        return
+    path = Path(record)
+    path.unlink(missing_ok=True)
+    with contextlib.suppress(UsageError, OSError), durable.alone(path.parent):
+        if not list(path.parent.glob(f"*{RECORD}")):
+            shutil.rmtree(path.parent)
+
+
+def _main() -> None:
+    logs.configure_if_readable()
+    order = ProcessOrder(**json.loads(sys.stdin.buffer.read()))
+    try:
+        sock = listen(own_address(order.toward) if order.toward else "127.0.0.1", order.port)
+    except MoetoolError as error:
+        sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
+        return
+    host, port = sock.getsockname()[:2]
+    sys.stdout.write(json.dumps({"host": host, "port": port, "pid": os.getpid()}) + "\n")
+    sys.stdout.flush()
+    silence = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1):
+        os.dup2(silence, number)
+    garbage.rarely()
+    WorkerProcess(sock, order).run()
+    logging.shutdown()
+    os._exit(0)  # whatever threads a worker has left
+
+
+if __name__ == "__main__":
+    _main()
