@@ -1,7 +1,9 @@
 """A device measured cell by cell: shapes, policies and shares of the experts, each cell written as soon as it is known.
 
 The experts follow published routes (`moetool.bench.forced_routes`), and all of them lie in host memory, so that a miss
-costs a copy and no read of the disk once it has been read. `--device cpu` runs the same code on a processor.
+costs a copy and no read of the disk once it has been read. Policies that look at more than routes are measured on what
+the random routers choose, at the middle share and beside lru on the same. `--device cpu` runs the same code on a
+processor.
 """
 
 import contextlib
@@ -12,11 +14,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from moetool import tables
-from moetool.bench.serving_runs import ServingRun, run_engine, run_plain
-from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_stage, require_routes
+from moetool.bench.plain_generation import time_tokens
+from moetool.bench.serving_runs import run_engine
+from moetool.bench.serving_setup import ServingBenchOptions, ServingSetup, Subject, open_stage
 from moetool.caching._policy import MIN_SLOTS, build_policy, policy_class
 from moetool.errors import MoetoolError, UsageError, first_line
 from moetool.json_files import JsonRecord
@@ -25,6 +29,7 @@ from moetool.runtime.copies import open_copies, stride_of
 
 POLICIES = ("on_demand", "lru", "foresight", "duoserve", "finemoe", "smoe")
 _COPY_BYTES, _COPIES = 2**27, 8
+_OF_ROUTES = frozenset({"experts", "weights"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,7 @@ class GpuBenchOptions:
         new_tokens: of the one request, after its prompt.
         limit_s: seconds after which no further cell is begun.
         plain: whether transformers runs the model too, all on the device.
+        io_threads: that read experts into host memory.
     """
 
     layers: int = 8
@@ -46,6 +52,7 @@ class GpuBenchOptions:
     new_tokens: int = 32
     limit_s: float = 400.0
     plain: bool = True
+    io_threads: int = 2
 
     def __post_init__(self) -> None:
         if not all(0 < share < 1 for share in self.shares):
@@ -60,6 +67,7 @@ class DeviceCell:
 
     Attributes:
         share: of the experts that have a slot.
+        routers: whether the model follows its own routers, and no published routes.
         prefill_s: seconds of the prompt's forward.
         decode_s, decode_p95_s: median and 95th percentile of a later token.
         moved_token_bytes: bytes brought to the device for each later token.
@@ -71,6 +79,7 @@ class DeviceCell:
     shape: str
     policy: str
     share: float
+    routers: bool = False
     prefill_s: float | None = None
     decode_s: float | None = None
     decode_p95_s: float | None = None
@@ -107,11 +116,16 @@ def bench_gpu(
     folder.mkdir(parents=True, exist_ok=True)
     rate = host_bandwidth(where)
     cells: list[DeviceCell] = []
+    looking = ["lru", *(name for name in options.policies if policy_class(name).needs - _OF_ROUTES)]
+    following = [name for name in options.policies if name not in looking[1:]]
     for shape in shapes:
         name = Path(shape).name
         planned = [DeviceCell(shape=name, policy="all", share=1.0)]
-        planned += [DeviceCell(shape=name, policy="transformers", share=1.0)] if options.plain else []
-        planned += [DeviceCell(shape=name, policy=p, share=s) for s in options.shares for p in options.policies]
+        planned += [DeviceCell(shape=name, policy="transformers", share=1.0, routers=True)] if options.plain else []
+        planned += [DeviceCell(shape=name, policy=p, share=s) for s in options.shares for p in following]
+        planned += [DeviceCell(shape=name, policy="all", share=1.0, routers=True)]
+        middle = sorted(options.shares)[len(options.shares) // 2 : len(options.shares) // 2 + 1]
+        planned += [DeviceCell(shape=name, policy=p, share=s, routers=True) for s in middle for p in looking]
         with contextlib.ExitStack() as stack:
             stage: ServingSetup | None = None
             for cell in planned:
@@ -120,10 +134,11 @@ def bench_gpu(
                         raise MoetoolError(f"not begun within {options.limit_s:.0f} s")
                     if stage is None:
                         stage = _open(shape, routes / name, where, options, folder, stack)
-                    cell = _measure(cell, stage, where, rate)
+                    cell = _measure(cell, stage, where, rate, options)
                 except (MoetoolError, torch.OutOfMemoryError) as error:
                     cell = replace(cell, why=first_line(error))
-                (folder / f"{name}-{cell.policy}-{cell.share:g}.json").write_text(json.dumps(asdict(cell)) + "\n")
+                file = f"{name}-{cell.policy}-{cell.share:g}{'-routers' * cell.routers}.json"
+                (folder / file).write_text(json.dumps(asdict(cell)) + "\n")
                 tables.narrate(f"moetool: {' '.join(_row(cell))}")
                 cells.append(cell)
     return GpuBench(device=_device_name(where), host_bytes_s=rate, options=options, cells=tuple(cells), command=command)
@@ -146,9 +161,15 @@ def host_bandwidth(device: torch.device) -> float:
 
 def print_gpu(made: GpuBench) -> None:
     """One table, a row for each cell."""
-    heads = ("shape", "policy", "experts", "prefill s", "ms a token (p95)", "MB moved", "bound ms", "hits")
+    heads = ("shape", "policy", "experts", "prefill s", "ms/token", "p95", "MB/token", "bound ms", "hits")
     title = f"{made.device}: {made.host_bytes_s / 1e9:.1f} GB/s from host memory"
-    tables.print_table(title, heads, [_row(cell) for cell in made.cells], num_text=2)
+    tables.print_table(title, heads, [_row(cell) for cell in made.cells if not cell.why], num_text=2)
+    print(
+        "bound: time of the bytes moved at that bandwidth; (own): by the model's random routers, not by traced routes"
+    )
+    for why in dict.fromkeys(cell.why for cell in made.cells if cell.why):
+        missing = [f"{cell.shape} {cell.policy} {cell.share:.1%}" for cell in made.cells if cell.why == why]
+        print(f"not measured: {', '.join(missing)}: {why}")
     print(made.command)
 
 
@@ -162,56 +183,60 @@ def _open(
     return open_stage(subject, settings, {}, stack)
 
 
-def _measure(cell: DeviceCell, stage: ServingSetup, device: torch.device, rate: float) -> DeviceCell:
+def _measure(
+    cell: DeviceCell, stage: ServingSetup, device: torch.device, rate: float, options: GpuBenchOptions
+) -> DeviceCell:
     loaded = stage.loaded
     assert loaded.files is not None
+    stored_bytes = loaded.files.stored_bytes
     if cell.policy == "transformers":
         full = load_full(loaded.checkpoint, next(iter(loaded.model.parameters())).dtype, device)
-        if stage.forced is not None:
-            stage.forced.attach(full.layers)
-        return _filled(cell, run_plain(full.model, stage.workload, stage.forced), rate)
+        for _ in range(2):  # the first one warms up
+            prefill_s, seconds = time_tokens(full.model, stage.workload.prompts[0], stage.workload.new_tokens)
+        return _filled(cell, prefill_s, seconds)
     name = "lru" if cell.policy == "all" else cell.policy
     kind = policy_class(name)
     if kind.needs_predictor:
         raise MoetoolError(f"policy {name} needs a predictor of these routes")
     if kind.needs_future:
         raise MoetoolError(f"policy {name} needs future requests")
-    require_routes(f"policy {name}", kind.needs)
+    if cell.routers and stage.forced is not None:
+        stage.forced.close()
+        loaded = replace(loaded, spec=loaded.checkpoint.spec)
     total = loaded.spec.total_experts
     slots = max(MIN_SLOTS, int(cell.share * total))
     run = run_engine(
         loaded,
         build_policy(name, loaded.spec, {}, slots),
         stage.workload,
-        io_threads=2,
-        forced=stage.forced,
+        io_threads=options.io_threads,
+        forced=None if cell.routers else stage.forced,
         warm=True,  # host memory then holds the experts
-        host_memory_bytes=None if cell.share == 1 else total * stride_of(loaded.files.stored_bytes),
+        host_memory_bytes=None if cell.share == 1 else total * stride_of(stored_bytes),
     )
-    return _filled(cell, run, rate)
-
-
-def _filled(cell: DeviceCell, run: ServingRun, rate: float) -> DeviceCell:
     moved = run.decode.moved_bytes / len(run.decode.seconds)
     return replace(
-        cell,
-        prefill_s=statistics.median(run.prefill.seconds),
-        decode_s=run.decode.quantile_s(0.5),
-        decode_p95_s=run.decode.quantile_s(0.95),
+        _filled(cell, statistics.median(run.prefill.seconds), run.decode.seconds),
         moved_token_bytes=moved,
         bound_s=moved / rate,
         hit_rate=None if run.decode_counts is None else run.decode_counts.hit_rate,
     )
 
 
+def _filled(cell: DeviceCell, prefill_s: float, seconds: Sequence[float]) -> DeviceCell:
+    p95 = float(np.quantile(seconds, 0.95))
+    return replace(cell, prefill_s=prefill_s, decode_s=statistics.median(seconds), decode_p95_s=p95)
+
+
 def _row(cell: DeviceCell) -> tuple[str, ...]:
-    first = (cell.shape, cell.policy, f"{cell.share:.1%}")
+    first = (cell.shape, cell.policy + " (own)" * cell.routers, f"{cell.share:.1%}")
     if cell.prefill_s is None or cell.decode_s is None or cell.decode_p95_s is None:
-        return (*first, "not measured", cell.why, "", "", "")
+        return (*first, "not measured:", cell.why)
     return (
         *first,
         f"{cell.prefill_s:.3f}",
-        f"{1e3 * cell.decode_s:.2f} ({1e3 * cell.decode_p95_s:.2f})",
+        f"{1e3 * cell.decode_s:.2f}",
+        f"{1e3 * cell.decode_p95_s:.2f}",
         f"{(cell.moved_token_bytes or 0) / 1e6:.1f}",
         f"{1e3 * (cell.bound_s or 0):.2f}",
         "" if cell.hit_rate is None else f"{cell.hit_rate:.2f}",

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -17,17 +18,28 @@ def main(model: str, settings: dict[str, Any]) -> list[list[float]]:
 
     torch.set_num_threads(settings["threads"])
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, settings["dtype"])).eval()
-    seconds = []
+    timed = [time_tokens(plain, prompt, settings["new_tokens"]) for prompt in settings["prompts"]]
+    return [[prefill, sum(tokens)] for prefill, tokens in timed]
+
+
+def time_tokens(model: Any, prompt: Sequence[int], new_tokens: int) -> tuple[float, list[float]]:
+    """Seconds of the prompt's forward and of each later token's, greedily, by transformers' model and cache."""
+    import torch
+
+    def measured(tokens: Any, **arguments: Any) -> tuple[Any, float]:
+        began = time.perf_counter()
+        made = model(tokens, use_cache=True, logits_to_keep=1, **arguments)
+        token = made.logits[:, -1:].argmax(-1)
+        token.tolist()  # waits for the device
+        return (token, made.past_key_values), time.perf_counter() - began
+
     with torch.inference_mode():
-        for prompt in settings["prompts"]:
-            began = time.perf_counter()
-            made = plain(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
-            prefilled = time.perf_counter()
-            for _ in range(settings["new_tokens"]):
-                token = made.logits[:, -1:].argmax(-1)
-                made = plain(token, past_key_values=made.past_key_values, use_cache=True)
-            seconds.append([prefilled - began, time.perf_counter() - prefilled])
-    return seconds
+        (token, cache), prefill_s = measured(torch.tensor([list(prompt)], device=model.device))
+        seconds = []
+        for _ in range(new_tokens):
+            (token, cache), token_s = measured(token, past_key_values=cache)
+            seconds.append(token_s)
+    return prefill_s, seconds
 
 
 if __name__ == "__main__":

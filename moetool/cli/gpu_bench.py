@@ -17,7 +17,9 @@ def gpu(
         str, typer.Option(help="Model shapes with random weights, comma-separated.")
     ] = "deepseek-v2-lite,qwen3-30b-a3b",
     device: Annotated[str, typer.Option(help="Device: cuda, or cpu for a dry run.")] = "cuda",
-    settings: Annotated[list[str], settable("Setting: layers, shares, policies, new_tokens, limit_s, plain.")] = [],
+    settings: Annotated[
+        list[str], settable("Setting: layers, shares, policies, new_tokens, limit_s, plain, io_threads.")
+    ] = [],
     as_json: Json = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite an existing gpu.json.")] = False,
 ) -> None:

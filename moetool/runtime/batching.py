@@ -8,7 +8,7 @@ batches deterministically, and a forward that fails takes only its own requests 
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from moetool.errors import UsageError
+from moetool.models.spec import MoeLayer
 from moetool.request import Output, SamplingParams
+from moetool.runtime.decode_graphs import DecodeGraphs, StepExperts
 from moetool.runtime.decoding import (
     PAGE_TOKENS,
     Batch,
@@ -28,7 +30,7 @@ from moetool.runtime.decoding import (
     kv_shape,
     score_prompt,
 )
-from moetool.runtime.paged_attention import SequenceEnds, no_mask, paged_attention
+from moetool.runtime.paged_attention import DecodeRows, SequenceEnds, no_mask, paged_attention
 from moetool.runtime.prefix_pages import PrefixPages
 from moetool.runtime.sampling import Sampler
 from moetool.types import ForwardInfo, Phase
@@ -73,6 +75,9 @@ class Batcher:
     Attributes:
         kv_tokens: tokens that the KV cache holds.
         kv_bytes: its bytes.
+        graphs: runs the decode steps, where there are any (`record_steps`).
+        fixed_shapes: whether the sequences of a decode step attend in one call, by tensors of fixed shapes; by default
+            on a GPU, where many calls take longer than what they waste.
 
     Effects: switches the model to moetool's paged attention, hooks its forward; `close` undoes both.
 
@@ -97,6 +102,8 @@ class Batcher:
         AttentionMaskInterface.register(_ATTENTION, no_mask)
         self.model = model
         self.on_forward: Callable[[Batch], None] | None = None
+        self.graphs: DecodeGraphs | None = None
+        self.fixed_shapes = model.device.type == "cuda"
         self.max_requests = max_requests
         self._unreserved = max_requests if unreserved is None else unreserved
         self._eos = eos_ids(model)
@@ -161,6 +168,11 @@ class Batcher:
         """Tokens of prompt and answer together that one request may have."""
         return context_of(self.model, self.kv_tokens)
 
+    def record_steps(self, layers: Sequence[MoeLayer], runtime: StepExperts) -> None:
+        """Have decode steps recorded as CUDA graphs from now on, where the model is on a GPU."""
+        if self.model.device.type == "cuda":
+            self.graphs = DecodeGraphs(self.model, layers, runtime, self._announce, self._locate)
+
     def check(self, prompt: list[int], params: SamplingParams) -> None:
         """Refuse what cannot run; nothing may fail later inside the batch (`check_request`)."""
         check_request(self.model, self.max_context, prompt, params)
@@ -206,7 +218,9 @@ class Batcher:
                 return outputs
             began = time.perf_counter()
             with torch.inference_mode():
-                self.processor._generation_step(self.model)
+                self.processor._generation_step(
+                    self.graphs if self.graphs is not None and self._decodes else self.model
+                )
             self.processor.update_batch()
             if decoding:
                 self._fit_chunk(time.perf_counter() - began)
@@ -337,8 +351,13 @@ class Batcher:
         return Output(request, token, logprob, finish, reused=reused)
 
     def _before_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if self.processor is None or "cache" not in kwargs:
-            return args, kwargs  # a plain forward, not one of ours
+        if self.processor is None or "cache" not in kwargs or "sequence_ends" in kwargs:
+            return args, kwargs  # a plain forward, not one of ours, or one that is announced
+        kwargs = self._announce(kwargs)
+        return args, self._locate(kwargs) if self._decodes else kwargs
+
+    def _announce(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The model's arguments with the batch's sequences, once whoever listens has heard of the batch."""
         request_T: list[int] = []
         phase_T: list[int] = []
         iteration_T: list[int] = []
@@ -373,7 +392,27 @@ class Batcher:
         self._batch = batch
         if self.on_forward is not None:
             self.on_forward(batch)
-        return args, {**kwargs, "sequence_ends": SequenceEnds(queries, dict(zip(keys, ends, strict=True)))}
+        rooms = {kind: DecodeRows.room_for(longest) for kind, longest in kwargs["max_length_k"].items()}
+        return {
+            **kwargs,
+            "sequence_ends": SequenceEnds(queries, dict(zip(keys, ends, strict=True))),
+            "key_rooms": rooms,
+        }
+
+    @property
+    def _decodes(self) -> bool:
+        """Whether the batch has one token of each sequence, and they attend in one call."""
+        return self.fixed_shapes and self.processor.inputs_and_outputs.max_length_q == 1
+
+    def _locate(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a decode step with the places of its keys in the cache."""
+        places = self.processor.inputs_and_outputs.read_index_storage
+        rows = []
+        for allocator in self.processor.cache.cache_allocators.values():
+            kind = allocator.layer_type
+            ends, room = kwargs["cu_seq_lens_k"][kind], kwargs["key_rooms"][kind]
+            rows.append(DecodeRows.of(places[allocator.index], ends, room, self.model.dtype))
+        return {**kwargs, "decode_rows": rows}
 
 
 def brought(*vectors: torch.Tensor) -> list[list[int]]:

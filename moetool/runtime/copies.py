@@ -109,9 +109,6 @@ class CudaCopies:
 
     Host memory is allocated in pages and then registered with the driver, because torch's own pinned memory comes in
     powers of two: a budget of 100 GB would take 128.
-
-    Written for a GPU and run on none so far; what depends on the order of its queues is tested with a device made up
-    of two queues (`tests/streams.py`), and the tests marked `gpu` try the rest.
     """
 
     staged = True

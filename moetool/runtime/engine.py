@@ -95,6 +95,8 @@ class Engine:
         self._saved = time.monotonic()
         self.batcher = batcher
         batcher.on_forward = self._on_forward
+        if isinstance(batcher, Batcher):
+            batcher.record_steps(loaded.layers, runtime)
         self._log = log
         if log is not None:
             log.attach(loaded, runtime.watch_looks)

@@ -20,6 +20,7 @@ from moetool.models.loading import LoadedModel
 from moetool.models.router_hooks import sorted_routes, to_float16, watch
 from moetool.models.spec import MoeLayer
 from moetool.runtime.cost_meter import CostMeter
+from moetool.runtime.decode_graphs import RecordedExperts
 from moetool.runtime.device_stores import Stores
 from moetool.runtime.event_window import EventWindow
 from moetool.runtime.expert_grouping import by_expert
@@ -33,6 +34,7 @@ from moetool.types import ForwardInfo, GateEvent
 _IMPLEMENTATION = "moetool"
 _FEW_ROWS = 1024
 """Choices that are computed together at most: what lies between their two products is held for all of them."""
+_CALLED_WITH_ROUTES = (Call.INTERFACE, Call.EXPERTS)
 _MISSES = frozenset({StepKind.LOAD, StepKind.HOST})
 
 
@@ -65,6 +67,9 @@ class ExpertRuntime:
         uses_L: how often each layer needed an expert.
         misses_L: how often it was not resident then.
         window: the last events.
+        recorded: graphs of `compute_told` that may be used in this forward, by layer.
+        unheard_events: layers and routes of this forward that are computed, or are going to be by a CUDA graph, and
+            that the residency hears of when it has ended.
         on_costs: called with a forward and the seconds of a load and of the host that are in force from it on.
 
     Effects: becomes the model's experts implementation, and the forward of experts that have no such interface;
@@ -116,7 +121,8 @@ class ExpertRuntime:
             self._pooled = PooledExperts(loaded, residency, store, self._host)
         policy = residency.policy
         self._hears_later = self._needs <= {"experts"} and policy.lossless and not policy.computes_on_host
-        self._unheard: list[tuple[MoeLayer, torch.Tensor]] = []
+        self.recorded: Mapping[int, RecordedExperts] = {}
+        self.unheard_events: list[tuple[MoeLayer, torch.Tensor]] = []
         self._max_rows = [self._layer_max_rows(layer) if self.from_pool else 0 for layer in loaded.layers]
         if "resident" in self._needs:
             self._look = ResidentLook(loaded, residency, store if self.from_pool else None)
@@ -149,6 +155,11 @@ class ExpertRuntime:
             self.residency.end_forward(info)
             self.window.end(info, self.residency.counts)
 
+    @property
+    def unheard(self) -> bool:
+        """Whether all events of the forward that has begun are computed before anybody on the host hears of them."""
+        return self._computes_unheard and not any(self._watching.values())
+
     def watch_products(self, layer: MoeLayer, on_products: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """Call `on_products` with the outputs [T, K, D] of a layer's chosen experts, before their weights."""
         watching = self._watching.setdefault(layer.index, OrderedDict())  # a handle refers to it weakly
@@ -176,23 +187,49 @@ class ExpertRuntime:
         if self._look is not None and self._look.aside is not None:
             return self._look.aside(hidden_TD)
         num_tokens, top_k = index_TK.shape
-        products = self._products_unheard(layer, hidden_TD, top_k, index_TK)
-        if products is None:
+        recorded = self.recorded.get(layer.index)
+        if recorded is not None and (self._watching.get(layer.index) or not recorded.takes(hidden_TD)):
+            recorded = None
+        products: torch.Tensor | None = None
+        if self._pooled is not None and self._computes_unheard:
+            if self._info is None:
+                raise RuntimeError("the model was called outside a forward that moetool announced")
+            self.unheard_events.append((layer, index_TK))
+            if recorded is not None:
+                return recorded.run(index_TK, weights_TK)
+            products = self._pooled.compute_all(layer, hidden_TD, top_k, index_TK)
+        else:
             event = self._event(layer, index_TK, weights_TK)
             if (routed := self.residency.route(event)) is not None:
                 event, index_TK, weights_TK = self._reroute(event, routed, index_TK, weights_TK)
             if self._look is not None:
                 self._look.begin(layer, index_TK, weights_TK)
             if self._pooled is not None:
-                products = self._pooled.compute(layer, self._program(layer, event), hidden_TD, top_k, index_TK)
+                steps = self._program(layer, event)
+                if recorded is not None and (later := self._pooled.settle(layer, steps)) is not None:
+                    output = recorded.run(index_TK, weights_TK)
+                    self._pooled.settled(steps, later)
+                    return output
+                products = self._pooled.compute(layer, steps, hidden_TD, top_k, index_TK)
             else:
                 products = self._few_products(layer, event, hidden_TD)
         if products is None:
             products = self._products(layer, event, index_TK, lambda experts, places: hidden_TD[places // top_k])
         for on_products in tuple(self._watching.get(layer.index, {}).values()):
             on_products(products.view(num_tokens, top_k, -1))
-        weighted = products * weights_TK.reshape(-1, 1)  # in the wider type of the two
-        return weighted.view(num_tokens, top_k, -1).sum(dim=1).to(hidden_TD.dtype)
+        return _summed(products, weights_TK).to(hidden_TD.dtype)
+
+    def compute_told(
+        self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """As `forward`, of experts that are where the device's table says: nothing is asked, nobody hears of it."""
+        assert self._pooled is not None
+        products = self._pooled.compute_all(layer, hidden_TD, index_TK.shape[1], index_TK)
+        return _summed(products, weights_TK).to(hidden_TD.dtype)
+
+    def can_be_told(self, layer: MoeLayer) -> bool:
+        """Whether `compute_told` may be called."""
+        return self._pooled is not None and self._pooled.tells(layer) and layer.form.call in _CALLED_WITH_ROUTES
 
     def _event(self, layer: MoeLayer, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> GateEvent:
         """Route of the layer, for the policy."""
@@ -235,23 +272,16 @@ class ExpertRuntime:
         self.misses_L[layer.index] += sum(step.kind in _MISSES and expert_of(step.key)[1] in needed for step in steps)
         return steps
 
-    def _products_unheard(
-        self, layer: MoeLayer, x: torch.Tensor, each: int, index_TK: torch.Tensor
-    ) -> torch.Tensor | None:
-        """The outputs by `PooledExperts.compute_all`, where that may be called; `_hear` tells the residency."""
-        if self._pooled is None or not self._pooled.complete or not self._hears_later:
-            return None
-        if self._info is None:
-            raise RuntimeError("the model was called outside a forward that moetool announced")
-        self._unheard.append((layer, index_TK))
-        return self._pooled.compute_all(layer, x, each, index_TK)
+    @property
+    def _computes_unheard(self) -> bool:
+        return self._pooled is not None and self._pooled.complete and self._hears_later
 
     def _hear(self) -> None:
         """Tell the residency of the events that are computed already, by one transfer, and start what it asks for."""
-        if not self._unheard:
+        if not self.unheard_events:
             return
         assert self._pooled is not None and self._info is not None
-        unheard, self._unheard = self._unheard, []
+        unheard, self.unheard_events = self.unheard_events, []
         if (device := unheard[0][1].device).type == "cuda":
             torch.cuda.synchronize(device)  # the forward may have run on a stream of its own
         chosen = torch.cat([index_TK.reshape(-1) for _, index_TK in unheard]).tolist()
@@ -537,6 +567,11 @@ class ExpertRuntime:
             self._pooled.moved()
         for step in steps:
             self.store.load(step.key, step.slot, prefetch=step.kind is StepKind.PREFETCH)
+
+
+def _summed(products: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    """Sum over each token's experts, [T, D] in the wider type of products [T * K, D] and weights."""
+    return (products * weights_TK.reshape(-1, 1)).view(*weights_TK.shape, -1).sum(dim=1)
 
 
 def bring(layer: MoeLayer, output: torch.Tensor, device: torch.device) -> torch.Tensor:

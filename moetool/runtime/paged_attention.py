@@ -1,9 +1,14 @@
 """Attention over a paged KV cache, and over one plain sequence."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_LEAST_ROOM = 256
+_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN would plan for each new shape
 
 
 class SequenceEnds(NamedTuple):
@@ -16,6 +21,39 @@ class SequenceEnds(NamedTuple):
 
     queries: list[int]
     keys: dict[str, list[int]]
+
+
+class DecodeRows(NamedTuple):
+    """Where the keys of sequences lie in a paged cache that have one new token each, in tensors of fixed shapes.
+
+    They are found on the device and have room for more keys than there are, so that a step can be recorded as a CUDA
+    graph and the next one, with longer sequences, is the same.
+
+    Attributes:
+        index_BN: places in the cache, int64 [sequences, room]; beyond a sequence's keys any.
+        newest_BN: which of them is the new token's.
+        mask_B11N: 0 for keys of the sequence, minus infinity beyond them.
+    """
+
+    index_BN: torch.Tensor
+    newest_BN: torch.Tensor
+    mask_B11N: torch.Tensor
+
+    @classmethod
+    def of(cls, index: torch.Tensor, ends: torch.Tensor, room: int, dtype: torch.dtype) -> "DecodeRows":
+        """From the places of all sequences' keys, end to end, and their cumulative lengths, from 0."""
+        first, end = ends[:-1, None], ends[1:, None]
+        place_BN = first + torch.arange(room, device=index.device)
+        inside_BN = place_BN < end
+        index_BN = torch.where(inside_BN, index[place_BN.clamp(max=len(index) - 1)], 0)
+        mask_BN = torch.zeros(inside_BN.shape, dtype=dtype, device=index.device)
+        mask_BN.masked_fill_(~inside_BN, float("-inf"))
+        return cls(index_BN, place_BN == end - 1, mask_BN[:, None, None])
+
+    @staticmethod
+    def room_for(num_keys: int) -> int:
+        """Room for so many keys, and some more."""
+        return max(_LEAST_ROOM, 1 << (num_keys - 1).bit_length())
 
 
 class Unwritten:
@@ -55,6 +93,7 @@ def paged_attention(
     sliding_window: int | None = None,
     cache: Any = None,
     sequence_ends: SequenceEnds | None = None,
+    decode_rows: Sequence[DecodeRows] = (),
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of a batch of sequences laid end to end, each one over its own keys only.
@@ -64,6 +103,10 @@ def paged_attention(
     transformers' own sdpa path attends over all sequences at once under a mask: on a CPU 251 ms a step at batch
     64 where this takes 36.
 
+    Args:
+        sequence_ends: of the batch.
+        decode_rows: by the kind of layer, where every sequence has one new token: all attend in one call.
+
     Shapes:
         query [1, heads, sum of query lengths, head]; key and value likewise with the KV heads, new tokens only.
     """
@@ -71,16 +114,50 @@ def paged_attention(
         return _attend(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
     width = value.shape[-1]
     value = F.pad(value, (0, key.shape[-1] - width))  # latent attention has narrower values; the cache has one width
+    allocator = cache.layer_to_allocator[module.layer_idx]
+    windowed = sliding_window is not None and allocator.layer_type == "full_attention"
+    if decode_rows and not windowed and not isinstance(cache, Unwritten):
+        views, slots = allocator._kv_token_views[module.layer_idx], kwargs["write_index"][allocator.index]
+        output = _decode(query, key, value, scaling, decode_rows[allocator.index], views, slots)
+        return output[..., :width], None
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     assert sequence_ends is not None
     query_ends = sequence_ends.queries
-    key_ends = sequence_ends.keys[cache.layer_to_allocator[module.layer_idx].layer_type]
+    key_ends = sequence_ends.keys[allocator.layer_type]
     outputs = []
     for i in range(len(query_ends) - 1):
         queries = slice(query_ends[i], query_ends[i + 1])
         keys = slice(key_ends[i], key_ends[i + 1])
         outputs.append(_attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], scaling, sliding_window))
     return torch.cat(outputs, dim=2)[..., :width].transpose(1, 2).contiguous(), None
+
+
+def _decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    rows: DecodeRows,
+    views: Sequence[torch.Tensor],
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """Attention [1, B, heads, head] of the new tokens of B sequences.
+
+    Args:
+        views: keys and values of the layer in the cache, [., KV heads, head].
+        slots: where the new ones are written, [B].
+    """
+    held = []
+    for view, new in zip(views, (key, value), strict=True):
+        new_BHD = new[0].transpose(0, 1)
+        found_BNHD = view.index_select(0, rows.index_BN.flatten()).view(*rows.index_BN.shape, *view.shape[1:])
+        held.append(torch.where(rows.newest_BN[..., None, None], new_BHD[:, None], found_BNHD).transpose(1, 2))
+        view.index_copy_(0, slots, new_BHD)
+    num_heads, batch, width = query.shape[1:]
+    query_BHGD = query[0].transpose(0, 1).reshape(batch, key.shape[1], num_heads // key.shape[1], width)
+    with sdpa_kernel(_WITH_MASK):
+        output = F.scaled_dot_product_attention(query_BHGD, held[0], held[1], rows.mask_B11N, scale=scaling)
+    return output.reshape(1, batch, num_heads, width)
 
 
 def _attend(

@@ -53,7 +53,9 @@ class PooledExperts:
         self._forms = [layer.form for layer in loaded.layers]
         self._num_experts = max(form.num_experts for form in self._forms)
         self._slots_LE = [[-1] * self._num_experts for _ in self._forms]  # what the table holds
-        self._table_LE = torch.full((len(self._forms), self._num_experts), -1, dtype=torch.int32, device=self._device)
+        shape, pinned = (len(self._forms), self._num_experts), self._device.type == "cuda"
+        self._told_LE = torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned)  # is copied to the table
+        self._table_LE = torch.full(shape, -1, dtype=torch.int32, device=self._device)
         self._multiply = find_multiply(self._device.type)
         self._parts_L = [store.stacked(layer.index) for layer in loaded.layers]
         self._unpacking: SlotUnpacking | None = None
@@ -79,19 +81,81 @@ class PooledExperts:
         self._checked = False
 
     def compute_all(self, layer: MoeLayer, x: torch.Tensor, each: int, index_TK: torch.Tensor) -> torch.Tensor:
-        """The outputs [T * K, D] of the choices, all of which are in slots, before their weights.
+        """The outputs [T * K, D] of the choices before their weights, by experts that are where the table says.
+
+        Only for a layer of which slots hold no packed experts (`tells`).
 
         Args:
             x: input rows; choice r is of row r // `each`.
         """
         parts = self._parts_L[layer.index]
-        assert self.complete and parts is not None
+        assert parts is not None
         given = _Input(x, each, SlotRows.of(index_TK, layer.form.num_experts))
         return _finished(layer.form, self._run(layer.form, given, self._table_LE[layer.index], parts, None), given)
 
     def computed_all(self) -> None:
         """No slot may be filled before all that was asked for so far is computed."""
         self._store.computed_together(range(self._store.num_slots))
+
+    def tells(self, layer: MoeLayer) -> bool:
+        """Whether the table is all that the products of a layer have to know."""
+        return self._parts_L[layer.index] is not None
+
+    def settle(self, layer: MoeLayer, steps: Sequence[Step]) -> Sequence[Step] | None:
+        """Have all experts of an event in slots, and the table say so, before what the device is asked to do next.
+
+        To be followed by the products and `settled`.
+
+        Returns:
+            The steps that must wait for the products; None, with nothing done, where the event takes several waves or
+            the host.
+
+        Raises:
+            MoetoolError: an expert could not be read.
+        """
+        slots: dict[int, int] = {}
+        first_later = len(steps)
+        for place, step in enumerate(steps):
+            if step.kind is StepKind.HOST or (step.kind is StepKind.COMPUTE and first_later < len(steps)):
+                return None
+            if step.kind is StepKind.COMPUTE:
+                slots[step.slot] = step.key
+            elif step.slot in slots:
+                first_later = min(first_later, place)
+        beside = self._start(steps[:first_later], slots)
+        for slot, key in [*slots.items(), *beside.items()]:
+            self._store.ready(key, slot)
+        base, num_experts = self._residency.policy.spec.expert_key(layer.index, 0), layer.form.num_experts
+        self._tell(layer.index, {key - base: slot for slot, key in slots.items() if key - base < num_experts})
+        return steps[first_later:]
+
+    def settled(self, steps: Sequence[Step], later: Sequence[Step]) -> None:
+        """The products of an event have been asked for: carry out what `settle` has left of its steps."""
+        self._store.computed_together(step.slot for step in steps if step.kind is StepKind.COMPUTE)
+        for slot, key in self._start(later, {}).items():
+            self._store.ready(key, slot)
+
+    def _start(self, steps: Sequence[Step], needed: dict[int, int]) -> dict[int, int]:
+        """Begin loads and prefetches; gives the slots of those on demand that are not among `needed`, with their keys.
+
+        Loads with nothing between them are one batch of copies.
+        """
+        beside: dict[int, int] = {}
+        missed: list[tuple[int, int]] = []
+        for step in steps:
+            if step.kind is StepKind.COMPUTE:
+                continue
+            self.moved()
+            if step.kind is StepKind.LOAD:
+                missed.append((step.key, step.slot))
+                if step.slot not in needed:
+                    beside[step.slot] = step.key
+                continue
+            self._store.load_together(missed)
+            missed.clear()
+            self._store.load(step.key, step.slot, prefetch=True)
+        self._store.load_together(missed)
+        return beside
 
     def compute(
         self, layer: MoeLayer, steps: Sequence[Step], x: torch.Tensor, each: int, index_TK: torch.Tensor
@@ -209,11 +273,12 @@ class PooledExperts:
 
     def _tell(self, layer: int, slots: dict[int, int]) -> torch.Tensor:
         """The layer's table, once it says where these experts are; of others it may say anything."""
-        known = self._slots_LE[layer]
-        if any(known[expert] != slot for expert, slot in slots.items()):
-            for expert, slot in slots.items():
-                known[expert] = slot
-            self._table_LE[layer] = sent(known, self._device)
+        known, told_E = self._slots_LE[layer], self._told_LE[layer].numpy()
+        if new := [(expert, slot) for expert, slot in slots.items() if known[expert] != slot]:
+            # The copy of what was last told is over: since then the host has waited for the device to learn an event.
+            for expert, slot in new:
+                known[expert] = told_E[expert] = slot
+            self._table_LE[layer].copy_(self._told_LE[layer], non_blocking=True)
         return self._table_LE[layer]
 
     def _table_of(self, slots: dict[int, int]) -> torch.Tensor:

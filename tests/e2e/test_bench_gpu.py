@@ -30,10 +30,15 @@ def test_every_cell_is_measured_or_says_why_not(folder: Path, capsys: pytest.Cap
         folder=folder / "out",
         command="moetool bench gpu",
     )
-    cells = {cell.policy: cell for cell in made.cells if cell.shape == "tiny"}
+    cells = {cell.policy: cell for cell in made.cells if cell.shape == "tiny" and not cell.routers}
+    own = {cell.policy: cell for cell in made.cells if cell.shape == "tiny" and cell.routers}
     assert made.host_bytes_s > 0
-    assert list(cells) == ["all", "transformers", "on_demand", "lru", "foresight", "duoserve", "finemoe", "smoe"]
-    for name in ("all", "transformers", "on_demand", "lru"):
+    assert list(cells) == ["all", "on_demand", "lru", "foresight", "duoserve"]
+    assert list(own) == ["transformers", "all", "lru", "finemoe", "smoe"]
+    for cell in own.values():
+        assert not cell.why
+        assert cell.decode_s > 0
+    for name in ("all", "on_demand", "lru", "foresight"):
         assert not cells[name].why
         assert cells[name].decode_s > 0
     assert cells["all"].moved_token_bytes == 0
@@ -41,7 +46,6 @@ def test_every_cell_is_measured_or_says_why_not(folder: Path, capsys: pytest.Cap
     assert cells["lru"].moved_token_bytes > 0
     assert cells["lru"].bound_s == pytest.approx(cells["lru"].moved_token_bytes / made.host_bytes_s)
     assert "needs a predictor" in cells["duoserve"].why
-    assert "look" in cells["finemoe"].why
     absent = [cell for cell in made.cells if cell.shape == "absent"]
     assert all(cell.why.startswith("no routes at") for cell in absent)
     files = sorted((folder / "out").glob("*.json"))

@@ -85,6 +85,39 @@ def test_no_order_of_loads_changes_a_bit(kind: Any, seed: int, baseline: Any, re
     assert all(torch.allclose(a, b, rtol=0, atol=1e-3) for a, b in zip(found_logits, logits, strict=True))
 
 
+class Replayed:
+    """Stands in for a CUDA graph of a layer's experts: computes what the graph would, when it would."""
+
+    def __init__(self, runtime: ExpertRuntime, layer: Any) -> None:
+        self.runs = 0
+        self._runtime, self._layer = runtime, layer
+        self._hidden_TD: Any = None
+
+    def takes(self, hidden_TD: torch.Tensor) -> bool:
+        self._hidden_TD = hidden_TD
+        return True
+
+    def run(self, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return self._runtime.compute_told(self._layer, self._hidden_TD, index_TK, weights_TK)
+
+
+@pytest.mark.parametrize(("policy", "slots"), [("lru", 12), ("lru", 256), ("foresight", 64), ("layerwise", 80)])
+def test_products_by_the_table_alone_are_those_of_the_steps(
+    policy: str, slots: int, baseline: Any, reference: Path, tokenizer: Any
+) -> None:
+    made = engine(reference, tokenizer, policy, slots, pooled=True)
+    layers = [
+        module.moetool_binding[1] for module in made.batcher.model.modules() if hasattr(module, "moetool_binding")
+    ]
+    graphs = {layer.index: Replayed(made.runtime, layer) for layer in layers}
+    made.runtime.recorded = graphs
+    counts = _check(made, baseline)
+    assert sum(graph.runs for graph in graphs.values()) > 0
+    other = engine(reference, tokenizer, policy, slots, pooled=True)
+    assert _check(other, baseline)["misses"] == counts["misses"]
+
+
 @pytest.mark.parametrize("experts", [None, 30, 256])
 def test_copies_from_host_memory_are_waited_for(
     experts: int | None, baseline: Any, reference: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
