@@ -40,7 +40,7 @@ def plan_cache(
     model: Annotated[str | None, typer.Option(help="Model of the trace (default: the path in the trace).")] = None,
     revision: Revision = None,
     config_only: Annotated[
-        bool, typer.Option("--config-only", help="Read only the model's config or GGUF header, not its weights.")
+        bool, typer.Option("--config-only", help="Read only the model's config or file headers, not its weights.")
     ] = False,
     target_tpot: Annotated[
         str | None,

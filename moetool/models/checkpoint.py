@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import logging
 import weakref
 from collections import Counter
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from moetool.errors import MismatchError, UsageError, first_line
+from moetool.errors import MismatchError, MoetoolError, UsageError, first_line
 from moetool.json_files import decode_json, read_bounded
 from moetool.models import families
 from moetool.models.config_checks import check_config, warn_of_further_layers
@@ -26,11 +27,12 @@ from moetool.models.revision import config_revision, revision_of
 from moetool.models.scaled_slot import stays_scaled
 from moetool.models.shards import Shards
 from moetool.models.spec import MoeLayer, moe_layers, offloaded, spec_of
-from moetool.models.tensor_index import DTYPES, TensorIndex, read_index
+from moetool.models.tensor_index import DTYPES, TensorIndex, has_weights, read_index
 from moetool.models.text_part import build_empty, stands_alone
 from moetool.models.weight_index import WeightIndex, index_weights
 from moetool.types import ModelSpec
 
+_LOG = logging.getLogger(__name__)
 _NARROW = torch.bfloat16  # no family asks for it by name, so what has it in the skeleton takes the model's data type
 
 
@@ -143,6 +145,12 @@ class Checkpoint:
             spec.validate()
         except MismatchError as error:
             raise MismatchError(f"{self.path / 'config.json'}: {error}; download the model again") from None
+        if self.quantization is not None and not self.sizes_by_headers:
+            _LOG.warning(
+                "bytes of the quantized experts of %s are estimated from its config, which does not say how scales are "
+                "stored; give the weights too for exact sizes",
+                self.name,
+            )
         if self.weights:
             warn_of_further_layers(self.config, self.index.tensors, self.path)
         return spec
@@ -208,7 +216,7 @@ class Checkpoint:
     def slot_bytes(self, fastest: torch.dtype | None) -> int:
         """Bytes of a slot of `expert_files`, or by config alone about what they would be."""
         form = self.layers[0].form
-        if not self.weights and self._gguf is None:
+        if not self.sizes_by_headers:
             formats = self.quantization.formats if self.quantization is not None else ()
             packed = fastest is None or all(
                 stays_packed(format, form, fastest) or stays_scaled(format, form, fastest, self.declared_dtype)
@@ -244,9 +252,26 @@ class Checkpoint:
         declared = getattr(self.config, "dtype", None)
         return declared if isinstance(declared, torch.dtype) else torch.bfloat16
 
+    @cached_property
+    def sizes_by_headers(self) -> bool:
+        """Whether bytes of experts are those of its files' headers, which count by config alone too if all are there.
+
+        By the config they are estimates where experts are quantized: it does not say how scales are stored.
+        """
+        if self.weights or self._gguf is not None:
+            return True
+        if self.quantization is None or not has_weights(self.path):
+            return False
+        try:
+            for layer in self.layers:
+                self.expert_weights.layout(layer)
+        except MoetoolError:  # half of a download, say
+            return False
+        return True
+
     def _expert_bytes(self) -> tuple[int, ...]:
         """Bytes of an expert of each layer as it is stored."""
-        if self.weights or self._gguf is not None:
+        if self.sizes_by_headers:
             return tuple(self.expert_weights.layout(layer).num_bytes for layer in self.layers)
         return tuple(stored_bytes(layer, self.quantization, self.declared_dtype) for layer in self.layers)
 

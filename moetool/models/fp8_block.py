@@ -17,6 +17,7 @@ from moetool.models.value_scaling import Groups, eight_bits, four_bits, scale_va
 from moetool.models.weight_format import Stored, StoredWeight, Unclaimed, ceil_div
 
 _SCALE, _SHORT_SCALE, _LONG_SCALE = "_scale_inv", ".scale", ".qscale_weight"
+_FOUR_BIT_GROUP = 32
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 
 
@@ -46,10 +47,17 @@ class Fp8BlockCodec:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Block:
-    """The format; `block` as the config's `weight_block_size`."""
+    """The format.
+
+    Attributes:
+        block: as the config's `weight_block_size`.
+        four_bits: whether a byte holds two numbers of four bits by the config, in groups of 32 with a scale of one byte
+            each. A checkpoint of both kinds is read by the data type of its values.
+    """
 
     block: tuple[int, int] | None
     name: str = "fp8_block"
+    four_bits: bool = False
 
     def weight_of(self, tensor: str) -> str | None:
         if tensor.endswith(_SCALE):
@@ -99,5 +107,7 @@ class Fp8Block:
         )
 
     def stored_bytes(self, rows: int, columns: int, number_bytes: int) -> int:
+        if self.four_bits:
+            return rows * (ceil_div(columns, 2) + ceil_div(columns, _FOUR_BIT_GROUP))
         blocks = 1 if self.block is None else ceil_div(rows, self.block[0]) * ceil_div(columns, self.block[1])
         return rows * columns + 4 * blocks

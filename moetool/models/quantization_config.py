@@ -162,6 +162,9 @@ def quantization_of(config: Mapping[str, Any], path: Path) -> Quantization | Non
         "awq": lambda: [_awq(found, path)],
         "modelopt": lambda: [_modelopt(found, path)],
     }[method]()
+    if method == "fp8" and "fp4" in (c.get("expert_dtype") for c in (found, config, inner)):
+        experts = Fp8Block(_block(found.get("weight_block_size"), path), four_bits=True)
+        groups.append(Targets(names=(r"re:.*\.experts\.\d+\.",), format=experts))
     patterns = tuple(f"re:.*{re.escape(name)}" for name in ignore)
     return Quantization(method=method, groups=tuple(groups), ignore=patterns)
 

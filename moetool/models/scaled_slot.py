@@ -156,6 +156,8 @@ def stays_scaled(format: WeightFormat, form: ExpertForm, dtype: torch.dtype, dec
         if form.up_transposed:
             rows, columns = columns, rows
     elif isinstance(format, Fp8Block | Scaled):
+        if isinstance(format, Fp8Block) and format.four_bits:
+            return False
         block = format.block
         kind, groups, shared = FP8, [block[1]] * 2 if block else columns, block[0] if block else 1
         if isinstance(format, Scaled):

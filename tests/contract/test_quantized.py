@@ -210,18 +210,30 @@ def test_weights_in_memory_are_those_of_the_writer(case: Case) -> None:
     assert loaded.spec.all_experts_bytes < theirs.spec.all_experts_bytes
 
 
-def test_bytes_are_known_by_config_alone(case: Case) -> None:
+def test_bytes_are_known_by_config_alone(case: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What profile and plan count before any weight is there."""
-    whole, alone = Checkpoint.open(case.path), Checkpoint.open(case.path, weights=False)
+    whole = Checkpoint.open(case.path)
+    shutil.copy(case.path / "config.json", tmp_path)
+    alone = Checkpoint.open(tmp_path, weights=False)
     if "mixed" in str(whole.raw["quantization_config"]):
         return  # by layer, which the config says by patterns of names that only files have
     for found, expected in zip(alone.spec.expert_bytes_L, whole.spec.expert_bytes_L, strict=True):
         assert found == pytest.approx(expected, rel=0.15)  # the type of scales is not in the config
+    assert "are estimated from its config" in caplog.text
     for dtype in (torch.float32, torch.bfloat16):
         files = whole.expert_files(fastest=dtype)
         assert whole.slot_bytes(dtype) == files.slot_bytes
         assert files.stored_bytes == whole.spec.slot_bytes
     whole.close()
+
+
+def test_headers_of_weights_that_are_there_count_by_config_alone_too(case: Case, tmp_path: Path) -> None:
+    whole, alone = Checkpoint.open(case.path), Checkpoint.open(case.path, weights=False)
+    assert alone.sizes_by_headers and alone.spec.expert_bytes_L == whole.spec.expert_bytes_L
+    assert alone.slot_bytes(torch.bfloat16) == whole.slot_bytes(torch.bfloat16)
+    shutil.copy(case.path / "config.json", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"half of a download")
+    assert not Checkpoint.open(tmp_path, weights=False).sizes_by_headers
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3-fp8_block", "gpt_oss-mxfp4"])

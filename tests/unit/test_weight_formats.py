@@ -98,6 +98,18 @@ def test_fp8_checkpoints_may_hold_experts_of_four_bits() -> None:
     assert torch.equal(dense(config, {"a.weight": weight, "a.scale": scale}), theirs)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_config_that_names_experts_of_four_bits_counts_their_bytes(inside: bool) -> None:
+    own: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    kind = {"expert_dtype": "fp4"}
+    config = {"quantization_config": own | kind} if inside else {"quantization_config": own, **kind}
+    made = quantization_of(config, Path("m"))
+    assert made is not None
+    expert, dense_part = made.format_of("model.layers.1.mlp.experts.0.up_proj"), made.format_of("model.layers.1.attn.q")
+    assert expert is not None and expert.stored_bytes(256, 512, 2) == 256 * (256 + 16)
+    assert dense_part is not None and dense_part.stored_bytes(256, 512, 2) == 256 * 512 + 4 * 2 * 4
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mxfp4_is_as_transformers_dequantizes_it(dtype: torch.dtype) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
