@@ -289,11 +289,11 @@ def require_disk(plan: CapturePlan, batches: Sequence[int], folder: Path, on_not
     size = (
         count(least, "B")
         if least == most
-        else f"{count(least, 'B')} to {count(most, 'B')} by the length of the answers"
+        else f"{count(least, 'B')} to {count(most, 'B')}, depending on answer lengths"
     )
     note = (
-        f"{numbered(sum(len(plan.batches[batch]) for batch in batches), 'prompt')}, {token:,} bytes a token before "
-        f"compression: {size}, twice that while the trace is assembled; {count(free, 'B')} free"
+        f"{numbered(sum(len(plan.batches[batch]) for batch in batches), 'prompt')}; rows take {token:,} bytes a token "
+        f"before compression: {size}. Capture needs twice that on disk; {count(free, 'B')} are free"
     )
     on_note(note if 2 * most <= free else f"{note}. This may not fit; if so, free space and continue with --resume")
 

@@ -72,8 +72,8 @@ def plan_cache(
 ) -> None:
     """Choose a cache policy and expert slots for a device by replaying a trace.
 
-    Minimizes the bytes loaded, or with --profile the time per output token. Half of the requests choose, the other half
-    shows the result.
+    Minimizes the bytes loaded, or with --profile the time per output token. Half of the requests serve to choose, the
+    other half to test.
     """
     from moetool.models.checkpoint import Checkpoint
     from moetool.models.hub import with_revision

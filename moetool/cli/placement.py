@@ -236,8 +236,8 @@ def migrate(
     copies = sum(move.kind == "copy" for move in plan.moves)
     aside = sum(move.kind == "stage" for move in plan.moves)
     tables.print_paragraph(
-        f"{out}: {tables.numbered(len(plan.moves), 'move')}, {copies:,} of them copies "
-        f"({tables.count(plan.bytes, 'B')}), {aside:,} through host memory, {plan.seconds:,.2f} s one after the other"
+        f"{out}: {tables.numbered(len(plan.moves), 'move')}, {copies:,} copies "
+        f"({tables.count(plan.bytes, 'B')}), {aside:,} through host memory, {plan.seconds:,.2f} s if done in turn"
     )
     tables.print_paragraph(
         f"over {horizon_tokens:,.0f} tokens: {plan.calls_before:,.0f} remote calls become {plan.calls_after:,.0f}, "

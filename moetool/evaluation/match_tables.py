@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from moetool.tables import TextTable, count, print_table
+from moetool.tables import TextTable, count, print_paragraph, print_table
 
 _MOST_LAYERS = 12
 _GLANCED = (1, 3, 6)  # distances of the overview
@@ -12,34 +12,35 @@ MEANINGS = {
     "match": "share of a token's k experts in a layer that are among the predicted k",
     "exact": "share of the tokens and layers with all k right (DuoServe-MoE's Table 3: Top-k)",
     "at least one": "share with one right or more (the same table: at least one)",
-    "in k+1 … 2k": "share of the k that are among that many predicted",
+    "in k+1 … 2k": "share of the true k among that many predicted",
     "calib. error": "mean difference between predicted probability and observed frequency of an expert",
     "distance": "layers ahead of the last one computed",
     "of experts": "bytes of the predictor as a share of those of all routed experts of the model",
-    "ms / step": "to observe and predict all layers of one token; its share is of a decode step with every expert in "
-    "memory, by the profile; what a trace holds beside the routes, such as what later gates say, is there already",
-    "ms / request": "time to predict a pending request from its prompt, or else to follow it while it runs",
+    "ms / step": "to observe and predict all layers of one token, without the time of inputs that the trace holds; "
+    "its share is of a decode step with every expert in memory, by the profile",
+    "ms / request": "time to predict a pending request from its prompt, or else to observe it while it runs",
     "of trace": "tokens trained on, as a share of the trace's tokens",
     "last quarter": "match in the deepest quarter of the layers",
-    "load error": "share of the workload matrix of a prompt (tokens for each expert of each layer) that is predicted "
-    "for other experts; of a whole request, its number of new tokens is taken as known",
-    "busiest": "how often the expert with the largest load in a layer was predicted",
+    "load error": "share of a prompt's load (tokens by expert and layer) that is predicted for other experts; for a "
+    "whole request, its number of new tokens is given",
+    "busiest": "how often the most loaded expert of a layer was predicted",
 }
 """Meaning of the measures, for the page."""
 
 
 def print_evaluations(rows: Sequence[Any]) -> None:
-    """Predictors side by side (`moetool.evaluation.evaluate`): at a glance, then by task, the unseen one last."""
+    """Predictors side by side (`moetool.evaluation.evaluate`): an overview, then by task, the unseen one last."""
     for table in (overview(rows), *(table for group in by_task(rows) for table in tables_of(group))):
         print_matches(table)
 
 
 def print_matches(table: TextTable) -> None:
     """Print one of these tables with its title and notes."""
-    print(f"\n{table.title}")
+    print()
+    print_paragraph(table.title)
     print_table("", table.columns, table.rows)
     for note in table.notes:
-        print(f"  {note}")
+        print_paragraph(f"  {note}")
 
 
 def overview(rows: Sequence[Any]) -> TextTable:
@@ -71,8 +72,7 @@ def overview(rows: Sequence[Any]) -> TextTable:
     scopes = "; ".join(scope(group) for group in groups.values())
     distances = ", ".join(map(str, _GLANCED[:-1]))
     return TextTable(
-        title=f"at a glance, shares in %: match {distances} and {_GLANCED[-1]} layers ahead (one layer ahead if not "
-        f"stated); {scopes}",
+        title=f"Overview, shares in %; {scopes}",
         columns=(
             "predictor",
             *(f"unseen\n{said[phase]}" if unseen else said[phase] for unseen, phase in there),
@@ -81,6 +81,12 @@ def overview(rows: Sequence[Any]) -> TextTable:
             *("ms/request", "train s"),
         ),
         rows=table,
+        notes=(
+            f"prompts, new tokens: match {distances} and {_GLANCED[-1]} layers ahead; other shares: one layer ahead",
+            f"exact: all k right; one: at least one right; in {rows[0].top_k + widest}: share of the k among as many "
+            "predicted; calib.: calibration error",
+            "of experts: predictor's bytes / bytes of all experts; ms/step: for one token and all layers",
+        ),
     )
 
 

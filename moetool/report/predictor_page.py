@@ -23,10 +23,10 @@ def write_page(path: Path, rows: Sequence[Any]) -> None:
 def page(rows: Sequence[Any]) -> str:
     """The page as HTML, with everything in it."""
     names = ", ".join(dict.fromkeys(row.predictor for row in rows))
-    sections = [Section(name="At a glance", tables=[overview(rows)])]
+    sections = [Section(name="Overview", tables=[overview(rows)])]
     sections += [
         Section(
-            name="A task not trained on" if group[0].unseen_task else "The task trained on",
+            name="Unseen task" if group[0].unseen_task else "Known tasks",
             notes=[f"{group[0].trace}: {scope(group)}."],
             pictures=[_chart(group, phase) for phase in phases(group)],
             tables=[*tables_of(group), _every_measure(group)],
@@ -34,9 +34,9 @@ def page(rows: Sequence[Any]) -> str:
         for group in by_task(rows)
     ]
     return render_sheet(
-        title="Predictors of coming experts",
-        heading="Predictors of coming experts",
-        shape=f"{names}, scored by moetool {__version__} on held-out requests",
+        title="Expert predictors",
+        heading="Expert predictors on held-out requests",
+        shape=f"{names}; moetool {__version__}",
         facts=list(MEANINGS.items()),
         sections=sections,
     )
@@ -52,7 +52,7 @@ def _every_measure(rows: Sequence[Any]) -> TextTable:
                 numbers = (s.match, s.exact, s.at_least_one, *s.recall, s.calibration_error)
                 made.append((row.predictor, phase, str(distance), *(f"{number:.3f}" for number in numbers)))
     return TextTable(
-        title="every measure by phase and distance",
+        title="All measures by phase and distance",
         columns=("predictor", "phase", "distance", "match", "exact", "at least one", *wider, "calib. error"),
         rows=tuple(made),
     )
@@ -75,7 +75,7 @@ def _chart(rows: Sequence[Any], phase: str) -> Picture:
     return Sketch(
         key=f"{phase}-{'unseen' if rows[0].unseen_task else 'seen'}",
         title=f"Match in {phase} by distance",
-        caption="Share of a token's experts that are among the predicted ones, by layers ahead of the last one run.",
+        caption="Share of a token's experts among the predicted ones, by layers ahead of the last computed layer.",
         alt=f"Match in {phase} by distance; at the nearest: {nearest}",
         height=3.2,
         paint=paint,

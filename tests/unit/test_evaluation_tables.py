@@ -134,7 +134,7 @@ def test_the_page_is_whole_and_needs_nothing_else(rows: list[Evaluation], tmp_pa
 def test_they_are_printed(rows: list[Evaluation], capsys: pytest.CaptureFixture[str]) -> None:
     print_evaluations(rows)
     printed = capsys.readouterr().out
-    assert printed.startswith("\nat a glance")
+    assert printed.startswith("\nOverview")
     assert "next layer's experts on 1 request held out, 20 tokens\n" in printed
     assert "  popularity counted on the same 6 training requests" in printed
     assert "next layer's experts on 3 requests of an unseen task, 60 tokens" in printed
