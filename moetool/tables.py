@@ -292,7 +292,10 @@ def replay_table(title: str, rows: Sequence[Any], chosen: Sequence[Any] = (), wh
                 count(row.timing.total.late),
             ]
         table.append(cells)
-    return TextTable(title=title, columns=columns, rows=table, num_keys=3)
+    notes = ["in decode: hit rate of new tokens; loads, loaded: on demand and ahead"]
+    if timed:
+        notes.append("bound: loads and compute overlapped to in turn; stall: share of the time; late: late hits")
+    return TextTable(title=title, columns=columns, rows=table, num_keys=3, notes=tuple(notes))
 
 
 def print_profile(profile: Any) -> None:

@@ -53,8 +53,8 @@ def print_parallel_bench(bench: Bench) -> None:
         f"{o.batches - 1} batches of {o.ranks * o.seats} requests, each of {o.tasks} tasks; medians of {o.rounds} "
         f"rounds",
         [
-            *("variant", "ms a batch", f"x {base}, paired", "hottest GPU's rows", "x even"),
-            *("busiest link", "sent in all", "placed", "simulated"),
+            *("variant", "ms a batch", f"x {base}, paired", "busiest GPU's rows", "x even"),
+            *("busiest link", "sent", "placed", "simulated"),
         ],
         rows,
     )

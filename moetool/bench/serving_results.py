@@ -251,18 +251,27 @@ def print_serve_bench(made: ServeBench) -> None:
         for one in made.replayed
     ]
     tables.print_table(
-        "milliseconds; * reads ahead, so its bound is the larger of compute and I/O, else their sum",
+        "Times in milliseconds",
         [
-            *("policy", "pool", "slots", "TTFT", "TPOT p50", "p95", "x all", "hits", "MB/token"),
-            *("stall", "books", "sum", "larger", "x bound"),
+            *("policy", "memory", "slots", "TTFT", "TPOT p50", "p95", "x all", "hits", "MB/token"),
+            *("stall", "decisions", "sum", "max", "x bound"),
         ],
         rows,
         num_keys=2,
     )
+    for note in _LEGEND:
+        tables.print_paragraph(note)
     if made.refused is not None:
         print(f"{OFFLOADED}: {made.refused}")
     for note in made.notes:
-        print(note)
+        tables.print_paragraph(note)
+
+
+_LEGEND = (
+    "x all: mean time per token, relative to all experts in memory; MB/token: loaded, on demand and ahead",
+    "stall, decisions: share of the time waiting for loads, and in cache decisions",
+    "sum, max: bounds from compute plus I/O, and from the larger; x bound: relative to the sum (*: to the max)",
+)
 
 
 def _row(line: ServingLine) -> list[str]:

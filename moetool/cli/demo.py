@@ -71,9 +71,9 @@ def run(out: Path) -> None:
         [
             "policy",
             "experts in memory",
-            "pool",
+            "memory",
             "hit rate",
-            "MB moved / token",
+            "MB loaded / token",
             "tokens / s",
             "same text as transformers",
         ],

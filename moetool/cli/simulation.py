@@ -190,15 +190,19 @@ def _print(runs: Any) -> None:
             ]
         )
     tables.print_table(
-        f"{tables.numbered(len(runs[0][1].served), 'request')}, seconds from arrival"
+        f"Latency of {tables.numbered(len(runs[0][1].served), 'request')} in seconds from arrival"
         if len({len(found.served) for _, found in runs}) == 1
-        else "seconds from arrival",
+        else "Latency in seconds from arrival",
         [
             *("mode", *names, "mean", "p50", "p90", "p99", "first token", "waited", "local", "tokens/s"),
             *("GPUs busy", "busiest", "sent", "migrations"),
         ],
         rows,
         num_text=1 + len(names),
+    )
+    tables.print_paragraph(
+        "waited: mean time in queues; local: local compute share; GPUs busy: mean utilization (busiest: of one GPU); "
+        "sent: between servers; migrations: made, of those decided"
     )
 
 

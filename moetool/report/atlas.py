@@ -191,7 +191,7 @@ def atlas_section(atlas: Atlas) -> Section:
         tables.append(
             TextTable(
                 title="Least salient experts",
-                columns=("layer / expert", "tokens", "saliency", "/ layer mean"),
+                columns=("layer / expert", "uses", "saliency", "/ layer mean"),
                 rows=tuple(
                     (f"{one.layer} / {one.expert}", f"{one.uses:,}", f"{one.saliency:.4g}", f"{share:.2f}")
                     for share, one in scored[:_SHOWN]

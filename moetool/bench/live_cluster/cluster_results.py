@@ -195,7 +195,7 @@ def print_cluster_bench(made: ClusterBench) -> None:
         _print_latencies(made, "placements (Prism, Table II)", placed)
         tables.print_table(
             "expert calls computed locally: live, by the traces of the same requests, and simulated",
-            ["placement", "live", "by traces", "simulated", "a remote call", "migrations", "simulated mean"],
+            ["placement", "live", "by traces", "simulated", "remote call", "migrations", "simulated latency"],
             [
                 [
                     row["line"],
@@ -211,7 +211,7 @@ def print_cluster_bench(made: ClusterBench) -> None:
     if len(settings) > 1:
         tables.print_table(
             "mean latency and local compute share by the gap between requests and the rate of links",
-            ["line", *(f"{gap_s:g} s, x{link:g}" for gap_s, link in settings)],
+            ["system", *(f"{gap_s:g} s, x{link:g}" for gap_s, link in settings)],
             [[line, *(_cell(made.of(line, gap_s, link)) for gap_s, link in settings)] for line in made.lines],
         )
     for run in made.shifts:
@@ -241,7 +241,7 @@ def print_cluster_bench(made: ClusterBench) -> None:
 def _print_latencies(made: ClusterBench, title: str, rows: list[dict[str, Any]]) -> None:
     tables.print_table(
         f"{title}: mean latency, medians over rounds; ratios within rounds",
-        ["line", *made.tasks, "mean", "rounds", "p95", f"x {made.lines[-1]}", "failed"],
+        ["system", *made.tasks, "mean", "rounds", "p95", f"x {made.lines[-1]}", "failed"],
         [
             [
                 row["line"],
