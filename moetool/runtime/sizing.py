@@ -14,7 +14,7 @@ MOST_KV_TOKENS = 65_536
 MOST_CHUNK = 8192
 """Prompt tokens of one forward; longer prompts arrive in several."""
 LEAST_CHUNK = 256
-_SHARE = 8  # one part in so many of what experts could use goes to the KV cache, then to activations
+_SHARE = 16  # one part in so many of what experts could use goes to the KV cache, then to activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,6 +61,14 @@ def test_more_memory_never_takes_slots_away() -> None:
         assert less.chunk_tokens <= more.chunk_tokens
 
 
+@pytest.mark.parametrize("gigabytes", [8, 16, 24, 48])
+def test_beyond_the_least_experts_keep_seven_eighths_of_what_they_could_use(gigabytes: int) -> None:
+    memory = gigabytes * 10**9
+    split = divide(MODEL, memory)
+    least = divide(MODEL, memory, kv_tokens=LEAST_CONTEXT, chunk_tokens=LEAST_CHUNK)
+    assert least.slots < MODEL.num_experts and split.slots >= 7 / 8 * least.slots
+
+
 def test_a_prompt_is_one_forward_where_memory_is_not_tight() -> None:
     split = divide(MODEL, 24 * 10**9)
     assert split.kv_tokens == GOOD_CONTEXT
