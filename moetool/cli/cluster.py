@@ -86,7 +86,7 @@ def _edge(command: ClusterCommand) -> None:
         settings = worker_settings(
             checkpoint,
             plan,
-            token=read_token(own, os.environ, folder.token),
+            token=read_token(own, os.environ, folder.peers_token),
             endpoints=Endpoints(host=command.host, port=command.port, api_key=command.api_key, toward=toward),
             options=options,
             limits=limits,
@@ -111,6 +111,8 @@ def _edge(command: ClusterCommand) -> None:
             tables.narrate(f"moetool: cluster {folder.name} serves without a head; taking over {', '.join(there)}")
         if len(there) < len(names):
             tables.narrate(f"moetool: starting {len(names) - len(there)} servers")
+        stack.callback(watch.close)
+        watch.open(limits.allowed_hosts)  # first: a port that is taken must not end servers that were taken over
         workers = Workers(
             where,
             Worker,
@@ -129,10 +131,9 @@ def _edge(command: ClusterCommand) -> None:
             narrate=lambda line: tables.narrate(f"moetool: {line}"),
             scheduler=watch.scheduler,
         )
-        stack.callback(watch.close)
         stack.callback(head.close)
         interrupts = stack.enter_context(_interrupts())
-        if not interrupts.during(head.start, stop_at=1):
+        if not interrupts.during(lambda: head.start(taken_over=bool(there)), stop_at=1):
             return
         garbage.as_usual()
         for info in filter(None, head.infos()):
@@ -140,7 +141,6 @@ def _edge(command: ClusterCommand) -> None:
                 f"moetool: {names[info.server]} is serving on {info.url}/v1 with {len(info.held)} of "
                 f"{plan.spec.total_experts} experts, room for {info.slots}"
             )
-        watch.open(limits.allowed_hosts)
         if own.orphan_s:
             tables.narrate(
                 f"moetool: cluster {folder.name}: its servers outlive this process by {own.orphan_s:g} s; the same "

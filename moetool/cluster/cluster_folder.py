@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import hmac
 import json
 import re
 import secrets
@@ -30,7 +31,7 @@ class ClusterFolder:
 
     Attributes:
         path: the folder, this user's alone.
-        token: of the cluster, as the first head has drawn it.
+        token: of the cluster, as the first head has drawn it; heads alone know it.
 
     Effects: makes the folder, and holds its lock until `close`.
 
@@ -63,6 +64,11 @@ class ClusterFolder:
         self.token = bytes.fromhex(self._read()["token"])
 
     @property
+    def peers_token(self) -> bytes:
+        """The token by which servers know each other, unless another is given."""
+        return hmac.digest(self.token, b"peers", "sha256")
+
+    @property
     def scheduler_state(self) -> Path:
         """File for the scheduler's state."""
         return self.path / "scheduler.json"
@@ -76,7 +82,10 @@ class ClusterFolder:
         found = {}
         for path in self._records():
             values = read_json(path, advice="remove it")
-            server, record = str(values.pop("server")), ProcessRecord(**values)
+            try:
+                server, record = str(values.pop("server")), ProcessRecord(**values)
+            except (KeyError, TypeError):
+                raise MismatchError(f"{path} is no record of a server's process; remove it") from None
             if serves(record, self.token):
                 found[server] = record
             else:

@@ -19,7 +19,14 @@ from typing import Any, Protocol
 
 from moetool.cluster.cluster_folder import ClusterFolder
 from moetool.cluster.worker_link import WorkerDied, WorkerLink
-from moetool.cluster.worker_process import ProcessOrder, ProcessRecord, end_process, start_process
+from moetool.cluster.worker_process import (
+    ProcessOrder,
+    ProcessRecord,
+    control_token,
+    end_process,
+    new_mark,
+    start_process,
+)
 from moetool.errors import CapacityError, MoetoolError, UsageError
 
 _LOG = logging.getLogger(__name__)
@@ -141,7 +148,8 @@ class Workers:
         names: of the servers. A machine that was started with `ray start --resources '{"moetool:NAME": 1}'` gets the
             server of that name; the others get theirs in the order of their addresses (`ray_hosts.choose`).
         threads: of arithmetic, for each worker's libraries (0 leaves it to them).
-        late: whether servers for which no machine has joined yet are left out until `restart` finds one.
+        late: whether servers for which no machine has joined yet are left out until `restart` finds one; so are those
+            that do not start where others are taken over.
         detached: what becomes of them where this process ends without `close` (default: they end at once).
 
     Attributes:
@@ -191,8 +199,8 @@ class Workers:
                 try:
                     if self._links[n] is None:
                         self._start(n)
-                except CapacityError:
-                    if not late:
+                except MoetoolError as error:
+                    if not self.taken_over and not (late and isinstance(error, CapacityError)):
                         raise
             if not any(self._links):
                 raise CapacityError(f"no machine has joined the Ray head at {where.address} for a server")
@@ -277,8 +285,10 @@ class Workers:
 
     def _start(self, n: int) -> None:
         folder, port = self._detached.folder, self._detached.port
+        mark = new_mark()
         order = ProcessOrder(
-            token=self._token.hex(),
+            mark=mark,
+            token=control_token(self._token, mark).hex(),
             toward=self._toward,
             port=port + n if port else 0,
             orphan_s=self._detached.orphan_s,

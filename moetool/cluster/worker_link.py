@@ -11,7 +11,7 @@ from moetool import errors
 from moetool.cluster.control_messages import MOST_BYTES, receive_message, send_message
 from moetool.cluster.frames import FrameConnection, LinkError, dial
 from moetool.cluster.listener import HANDSHAKE_S
-from moetool.cluster.worker_process import ProcessRecord
+from moetool.cluster.worker_process import ProcessRecord, control_token
 from moetool.errors import MoetoolError, first_line
 
 _LOG = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ class WorkerLink:
 
     Args:
         name: of the worker, for messages.
+        token: of the cluster.
         order: to build it; None: an earlier head has had it built.
 
     Effects: a thread; `close` ends it.
@@ -40,7 +41,8 @@ class WorkerLink:
 
     def __init__(self, name: str, record: ProcessRecord, token: bytes, order: Mapping[str, Any] | None) -> None:
         self.name, self.record = name, record
-        self._address, self._token, self._order = (record.host, record.port), token, order
+        self._address, self._order = (record.host, record.port), order
+        self._token = control_token(token, record.mark)
         self._lock = threading.Lock()
         self._built: Future[None] = Future()
         self._ended = threading.Event()
@@ -151,9 +153,10 @@ class WorkerLink:
 
 
 def serves(record: ProcessRecord, token: bytes) -> bool:
-    """Whether a process answers, and has its worker."""
+    """Whether a process answers, and has its worker. Args: as of `WorkerLink`."""
+    own, by = control_token(token, record.mark), time.monotonic() + _HELLO_S
     try:
-        found = _ask((record.host, record.port), token, {"do": "hello"}, time.monotonic() + _HELLO_S)
+        found = _ask((record.host, record.port), own, {"do": "hello"}, by)
     except MoetoolError:
         return False
     return bool(found)

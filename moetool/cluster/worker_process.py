@@ -4,6 +4,7 @@ It is in a session of its own and needs nothing of who started it: it outlives i
 """
 
 import contextlib
+import hmac
 import importlib
 import json
 import logging
@@ -47,6 +48,7 @@ class ProcessOrder:
     """What a process is told when it starts.
 
     Attributes:
+        mark: in its command line.
         token: of control, in hex.
         toward: an address on the network that the head is on; empty: on this machine.
         port: that it listens on for heads; 0: any free one.
@@ -55,6 +57,7 @@ class ProcessOrder:
             it ends without a head. Empty: there is none.
     """
 
+    mark: str
     token: str
     toward: str = ""
     port: int = 0
@@ -159,6 +162,16 @@ class WorkerProcess:
             closing.join(_END_S)
 
 
+def new_mark() -> str:
+    """A mark that no other process has."""
+    return f"moetool-worker-{secrets.token_hex(8)}"
+
+
+def control_token(token: bytes, mark: str) -> bytes:
+    """The token by which one process knows its head; it tells nothing of other processes' tokens."""
+    return hmac.digest(token, b"control " + mark.encode(), "sha256")
+
+
 def start_process(order: ProcessOrder, *, threads: int = 0, log: IO[bytes] | None = None, detach: bool = False) -> Any:
     """Start a worker's process on this machine.
 
@@ -173,11 +186,10 @@ def start_process(order: ProcessOrder, *, threads: int = 0, log: IO[bytes] | Non
     Raises:
         MoetoolError: it does not start.
     """
-    mark = f"moetool-worker-{secrets.token_hex(8)}"
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
     popen = subprocess.Popen(
-        [*(_DETACH if detach else ()), sys.executable, "-m", __name__, mark],
+        [*(_DETACH if detach else ()), sys.executable, "-m", __name__, order.mark],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
@@ -201,7 +213,7 @@ def start_process(order: ProcessOrder, *, threads: int = 0, log: IO[bytes] | Non
         raise MoetoolError(f"a worker's process does not start: {said['error']}")
     if detach:
         popen.wait()
-    return ProcessRecord(**said, mark=mark), popen
+    return ProcessRecord(**said, mark=order.mark), popen
 
 
 def end_process(pid: int, mark: str) -> None:

@@ -1,6 +1,7 @@
 """Workers as processes of this machine, with workers that cost nothing to build."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +15,8 @@ import pytest
 
 from moetool.cluster.cluster_folder import ClusterFolder
 from moetool.cluster.launch import Detached, Where, Workers
-from moetool.cluster.worker_link import WorkerDied
+from moetool.cluster.worker_link import WorkerDied, serves
+from moetool.cluster.worker_process import ProcessRecord, control_token
 from moetool.errors import MismatchError, MoetoolError, UsageError
 from tests.launched import build
 from tests.servers import PATIENCE_S, eventually
@@ -155,6 +157,36 @@ def test_the_next_head_takes_over_those_that_live(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_worker_that_does_not_start_ends_none_that_was_taken_over(tmp_path: Path) -> None:
+    first, second = _killed(_head(tmp_path, 60.0))
+    psutil.Process(second).kill()
+    folder = ClusterFolder("c", tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] - 1
+        detached = Detached(folder=folder, living=folder.living(), orphan_s=1.0, port=port)
+        arguments = [{"name": "c"}, {"name": "d"}]
+        made = Workers(Where(count=2), build, arguments, NAMES, detached=detached)
+        assert made.is_started(0) and not made.is_started(1) and made.pid(0) == first
+        with pytest.raises(MoetoolError, match=rf"does not start: cannot listen .* port {port + 1}"):
+            made.restart(1)
+    made.restart(1)
+    assert [made.call(n, "say", "hello") for n in range(2)] == ["a: hello", "d: hello"]
+    made.close()
+    folder.close()
+
+
+def test_a_server_does_not_know_the_tokens_of_others(tmp_path: Path) -> None:
+    folder = ClusterFolder("c", tmp_path)
+    tokens = {folder.token, folder.peers_token, *(control_token(folder.token, mark) for mark in ("a", "b"))}
+    assert len(tokens) == 4
+    made = Workers(Where(count=1), build, [{"name": "a"}], ["first"], detached=Detached(folder=folder))
+    assert made.call(0, "say", "x") == "a: x"
+    (record,) = folder.living().values()
+    assert serves(record, folder.token) and not serves(record, folder.peers_token)
+    made.close()
+    folder.close()
+
+
 def test_servers_with_other_settings_are_not_taken_over(tmp_path: Path) -> None:
     folder = ClusterFolder("c", tmp_path)
     folder.require_same([{"a": 1}], {})
@@ -169,6 +201,4 @@ def test_servers_with_other_settings_are_not_taken_over(tmp_path: Path) -> None:
 
 
 def _living() -> Any:
-    from moetool.cluster.worker_process import ProcessRecord
-
     return {"first": ProcessRecord(host="127.0.0.1", port=1, pid=7, mark="m")}

@@ -167,7 +167,9 @@ class _Cluster:
         ]
         self.processes = _Processes(settings, options.pop("late", ()))
         scheduler = options.pop("scheduler", None)
-        options.pop("meanwhile", lambda processes: None)(self.processes)
+        meanwhile = options.pop("meanwhile", None)
+        if meanwhile is not None:
+            meanwhile(self.processes)
         self.head = EdgeHead(
             self.processes,
             settings,
@@ -177,7 +179,7 @@ class _Cluster:
             narrate=self.lines.append,
             scheduler=scheduler,
         )
-        self.head.start()
+        self.head.start(taken_over=meanwhile is not None)
 
     def agree(self) -> bool:
         """Whether every server has been told, and rightly, what all of them hold."""
@@ -381,6 +383,20 @@ def test_servers_of_an_earlier_head_keep_what_they_hold(start: Callable[..., _Cl
     cluster.processes.die(1)
     eventually(lambda: [worker and worker.held for worker in cluster.processes.workers] == wanted)
     eventually(cluster.agree)
+
+
+def test_what_is_wrong_with_one_server_ends_no_other_that_was_taken_over(start: Callable[..., _Cluster]) -> None:
+    there: list[_Worker] = []
+
+    def died(processes: _Processes) -> None:
+        there.extend((processes[0], processes[2]))
+        processes.workers[1] = None
+
+    cluster = start(HALVES, 6, meanwhile=died)
+    assert "server s1 does not serve: server 1 has ended; restarting it" in cluster.lines
+    eventually(lambda: [worker and worker.held for worker in cluster.processes.workers] == list(HALVES))
+    eventually(cluster.agree)
+    assert [cluster.processes[0], cluster.processes[2]] == there and not cluster.processes.killed
 
 
 class _Scheduler:

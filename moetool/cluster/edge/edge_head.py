@@ -106,23 +106,38 @@ class EdgeHead:
 
     # -- the cluster's life --------------------------------------------------------------------------------------
 
-    def start(self) -> list[WorkerInfo]:
+    def start(self, *, taken_over: bool = False) -> list[WorkerInfo]:
         """Wait until every server that has a machine serves, and tell each who holds what.
 
         The others are started when their machines join; until then their experts are elsewhere.
 
-        Raises: as the first worker that could not be started.
+        Args:
+            taken_over: some have been there before this head: whatever is wrong with others, these serve on.
+
+        Raises: as the first worker that could not be started, unless some were taken over.
         """
-        timeout_s = self._options.start_timeout_s
-        started = [n for n in range(len(self.names)) if self._processes.is_started(n)]
-        for info in _at_once(lambda i: self._call(started[i], "info", timeout_s=timeout_s), len(started)):
+
+        def ask(n: int) -> WorkerInfo | None:
+            if not self._processes.is_started(n):
+                return None
+            try:
+                found: WorkerInfo = self._call(n, "info", timeout_s=self._options.start_timeout_s)
+            except MoetoolError as error:
+                if not taken_over:
+                    raise
+                self._narrate(f"server {self.names[n]} does not serve: {first_line(error)}; restarting it")
+                return None
+            return found
+
+        found = _at_once(ask, len(self.names))
+        for info in filter(None, found):
             self._arrived(info, at_home=True)
         self.publish()
-        for n in started:
-            self._processes.watch(n, self._on_death)
+        for info in filter(None, found):
+            self._processes.watch(info.server, self._on_death)
         self._cover()
-        for n in range(len(self.names)):
-            self._thread(f"server-{n}", self._supervise, n)
+        for n, one in enumerate(found):
+            self._thread(f"server-{n}", self._supervise, n, one is not None)
         if self._scheduler is not None:
             self._thread("scheduler", self._schedule)
         return [info for info in self.infos() if info is not None]
@@ -323,9 +338,9 @@ class EdgeHead:
     def _on_death(self, n: int) -> None:
         self._died[n].set()
 
-    def _supervise(self, n: int) -> None:
+    def _supervise(self, n: int, is_there: bool) -> None:
         """The life of one server: ask whether it is well; when it is not, mend."""
-        if not self._processes.is_started(n):
+        if not is_there:
             self._bring_back(n)
         while not self._closing.is_set():
             if not self._died[n].wait(self._options.ping_s):
