@@ -54,7 +54,7 @@ class SlotUnpacking:
             transposed = all(codec.transposed for codec in codecs)
             natural = tuple(shape[::-1]) if transposed else tuple(shape)
             out_ANK = room.view(self.capacity, *natural)
-            if _is_by_rows(layout, part):
+            if is_by_rows(layout, part):
                 self._unpack_rows(layout, part, index_A, out_ANK[: len(slots)])
             else:
                 for place, slot in enumerate(slots):
@@ -71,7 +71,7 @@ class SlotUnpacking:
         row = 0
         blocks = zip(layout.codecs[part], layout.blocks(slot, part), layout.shapes[part], strict=True)
         for codec, block, shape in blocks:
-            rows = _rows(codec, shape)
+            rows = rows_of(codec, shape)
             codec.into(block, out[row : row + rows])
             row += rows
 
@@ -88,12 +88,12 @@ class SlotUnpacking:
         return taken.view(first.dtype).reshape(-1, *first.shape[1:])
 
 
-def _rows(codec: Codec, shape: tuple[int, ...]) -> int:
+def rows_of(codec: Codec, shape: tuple[int, ...]) -> int:
     """Rows of what a codec writes for a weight of this shape."""
     return shape[1] if codec.transposed else shape[0]
 
 
-def _is_by_rows(layout: StoredLayout, part: int) -> bool:
+def is_by_rows(layout: StoredLayout, part: int) -> bool:
     """Whether the tensors of a part, one expert's under the other's, are those of one tall weight."""
     codecs, shapes = layout.codecs[part], layout.shapes[part]
     first = codecs[0]
@@ -102,7 +102,7 @@ def _is_by_rows(layout: StoredLayout, part: int) -> bool:
     for field in layout.fields:
         if field.part != part:
             continue
-        rows, shared = _rows(codecs[field.block], shapes[field.block]), 1  # rows that share one of the field's
+        rows, shared = rows_of(codecs[field.block], shapes[field.block]), 1  # rows that share one of the field's
         if isinstance(first, Fp8BlockCodec | ScaledCodec) and field.role != "values":
             if isinstance(first, Fp8BlockCodec) and first.block is None:
                 return False

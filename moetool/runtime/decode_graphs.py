@@ -43,8 +43,8 @@ class StepExperts(Protocol):
     @property
     def unheard(self) -> bool: ...
 
-    def can_be_told(self, layer: MoeLayer) -> bool:
-        """Whether `compute_told` may be called."""
+    def can_be_told(self, layer: MoeLayer, num_rows: int) -> bool:
+        """Whether `compute_told` may be called for so many choices."""
 
     def compute_told(
         self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
@@ -201,7 +201,7 @@ class DecodeGraphs:
         self, program: "_Program", layer: MoeLayer, hidden: torch.Tensor, *routes: torch.Tensor
     ) -> torch.Tensor:
         """An output of a layer's experts, whatever they compute, and a graph of it where there can be one."""
-        if not self._runtime.can_be_told(layer):
+        if len(routes) != 2 or not self._runtime.can_be_told(layer, routes[0].numel()):
             return torch.zeros_like(hidden)
         compute = partial(self._runtime.compute_told, layer)
         found = RecordedExperts(self._pool, compute, hidden.reshape(-1, hidden.shape[-1]), *routes)

@@ -142,7 +142,7 @@ class ExpertRuntime:
         if "embeddings" not in self._needs:
             self._start(self.residency.begin_forward(info))
         if self._pooled is not None:
-            self._pooled.begin_forward()
+            self._pooled.begin_forward(len(info.request_T))
 
     def end_forward(self) -> None:
         """The forward is over, complete or not, and for the residency also where it could not hear of all events."""
@@ -227,9 +227,10 @@ class ExpertRuntime:
         products = self._pooled.compute_all(layer, hidden_TD, index_TK.shape[1], index_TK)
         return _summed(products, weights_TK).to(hidden_TD.dtype)
 
-    def can_be_told(self, layer: MoeLayer) -> bool:
-        """Whether `compute_told` may be called."""
-        return self._pooled is not None and self._pooled.tells(layer) and layer.form.call in _CALLED_WITH_ROUTES
+    def can_be_told(self, layer: MoeLayer, num_rows: int) -> bool:
+        """Whether `compute_told` may be called for so many choices."""
+        called = layer.form.call in _CALLED_WITH_ROUTES
+        return called and self._pooled is not None and self._pooled.tells(layer, num_rows)
 
     def _event(self, layer: MoeLayer, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> GateEvent:
         """Route of the layer, for the policy."""

@@ -13,13 +13,17 @@ import torch
 from moetool.caching._residency import Residency, Step, StepKind
 from moetool.models.expert_form import ExpertForm
 from moetool.models.loading import LoadedModel
+from moetool.models.packed_parts import PackedPart, packed_parts
 from moetool.models.slot_unpacking import SlotUnpacking
 from moetool.models.spec import MoeLayer
 from moetool.runtime.copies import sent
 from moetool.runtime.expert_store import ExpertStore
 from moetool.runtime.host_compute import HostCompute
-from moetool.runtime.slot_backends import find_multiply
-from moetool.runtime.slot_products import SlotRows
+from moetool.runtime.slot_backends import find_multiply, find_multiply_packed
+from moetool.runtime.slot_products import FEW_ROWS, SlotRows
+
+Parts = tuple[torch.Tensor | PackedPart, ...]
+"""The parts of a layer's experts in all slots."""
 
 
 class _Input(NamedTuple):
@@ -58,17 +62,25 @@ class PooledExperts:
         self._table_LE = torch.full(shape, -1, dtype=torch.int32, device=self._device)
         self._multiply = find_multiply(self._device.type)
         self._parts_L = [store.stacked(layer.index) for layer in loaded.layers]
+        self._packed_L: list[Parts | None] = [None] * len(loaded.layers)
         self._unpacking: SlotUnpacking | None = None
         if any(parts is None for parts in self._parts_L):
             assert loaded.files is not None
             self._unpacking = SlotUnpacking(loaded.files, store.slots, loaded.model.dtype)
+            self._multiply_packed = find_multiply_packed(self._device.type)
+            if self._multiply_packed is not None:
+                forms = enumerate(self._forms)
+                self._packed_L = [packed_parts(loaded.files, layer, form, store.slots) for layer, form in forms]
+        self._most_chosen = max(layer.top_k for layer in loaded.layers)
         self.complete = False
         self._checked = False  # whether the table says where every expert is
 
-    def begin_forward(self) -> None:
-        """Find out whether every expert is in its slot."""
+    def begin_forward(self, num_tokens: int) -> None:
+        """Find out whether every expert is in its slot, and can be computed where it is."""
         spec, slot_of = self._residency.policy.spec, self._residency.slot_of
-        self.complete = self._unpacking is None and len(slot_of) == spec.total_experts
+        few = num_tokens * self._most_chosen <= FEW_ROWS
+        told = all(parts or (few and packed) for parts, packed in zip(self._parts_L, self._packed_L, strict=True))
+        self.complete = told and len(slot_of) == spec.total_experts
         if not self.complete or self._checked:
             return
         self.complete = self._checked = all(self._store.holds(key, slot) for key, slot in slot_of.items())
@@ -83,23 +95,23 @@ class PooledExperts:
     def compute_all(self, layer: MoeLayer, x: torch.Tensor, each: int, index_TK: torch.Tensor) -> torch.Tensor:
         """The outputs [T * K, D] of the choices before their weights, by experts that are where the table says.
 
-        Only for a layer of which slots hold no packed experts (`tells`).
+        Only where the table is all that they have to know (`tells`).
 
         Args:
             x: input rows; choice r is of row r // `each`.
         """
-        parts = self._parts_L[layer.index]
-        assert parts is not None
         given = _Input(x, each, SlotRows.of(index_TK, layer.form.num_experts))
+        parts = self._parts(layer, given.rows)
+        assert parts is not None
         return _finished(layer.form, self._run(layer.form, given, self._table_LE[layer.index], parts, None), given)
 
     def computed_all(self) -> None:
         """No slot may be filled before all that was asked for so far is computed."""
         self._store.computed_together(range(self._store.num_slots))
 
-    def tells(self, layer: MoeLayer) -> bool:
-        """Whether the table is all that the products of a layer have to know."""
-        return self._parts_L[layer.index] is not None
+    def tells(self, layer: MoeLayer, num_rows: int) -> bool:
+        """Whether the table is all that the products of so many choices of a layer have to know."""
+        return bool(self._parts_L[layer.index] or (num_rows <= FEW_ROWS and self._packed_L[layer.index]))
 
     def settle(self, layer: MoeLayer, steps: Sequence[Step]) -> Sequence[Step] | None:
         """Have all experts of an event in slots, and the table say so, before what the device is asked to do next.
@@ -218,7 +230,7 @@ class PooledExperts:
         self, layer: MoeLayer, slots: dict[int, int], given: _Input, output: torch.Tensor | None, *, whole: bool
     ) -> torch.Tensor:
         """Compute the experts of `slots`, which are all of the event if `whole`, into the output's rows."""
-        parts = self._parts_L[layer.index]
+        parts = self._parts(layer, given.rows)
         if parts is not None:
             table_E = self._tell(layer.index, slots) if whole else self._table_of(slots)
             return self._run(layer.form, given, table_E, parts, output)
@@ -231,32 +243,53 @@ class PooledExperts:
         assert output is not None
         return output
 
+    def _parts(self, layer: MoeLayer, rows: SlotRows) -> Parts | None:
+        """What can be multiplied where it is; None where slots hold packed experts that must be unpacked first."""
+        few = rows.order_R is None
+        return self._parts_L[layer.index] or (self._packed_L[layer.index] if few else None)
+
     def _run(
         self,
         form: ExpertForm,
         given: _Input,
         table_E: torch.Tensor,
-        parts: tuple[torch.Tensor, ...],
+        parts: Parts,
         output: torch.Tensor | None,
     ) -> torch.Tensor:
         """Both products, with the gate between them, of rows whose experts have a slot by the table."""
         x, each, rows = given
         second, count = len(parts) // 2, len(rows.expert_R)
         up, down = (
-            part.transpose(-1, -2) if transposed else part
+            part.transpose(-1, -2) if transposed and isinstance(part, torch.Tensor) else part
             for part, transposed in ((parts[0], form.up_transposed), (parts[second], form.down_transposed))
         )
         first = x.new_empty(count, up.shape[1])  # rows without a slot hold anything, and nothing is made of them
-        self._multiply(x.contiguous(), each, rows, table_E, up, first)
+        self._times(x.contiguous(), each, rows, table_E, up, first)
         if form.has_bias:
             slot_R = torch.where(_weighty(form, rows), table_E[rows.expert_R.clamp(max=form.num_experts - 1)], -1)
-            first += parts[1][slot_R.clamp(min=0)].to(x.dtype)
+            first += _bias(parts[1])[slot_R.clamp(min=0)].to(x.dtype)
         output = x.new_empty(count, down.shape[1]) if output is None else output
-        self._multiply(form.gate(first).contiguous(), 1, rows, table_E, down, output)
+        self._times(form.gate(first).contiguous(), 1, rows, table_E, down, output)
         if form.has_bias:
-            biased = output + parts[second + 1][slot_R.clamp(min=0)].to(x.dtype)
+            biased = output + _bias(parts[second + 1])[slot_R.clamp(min=0)].to(x.dtype)
             output = torch.where((slot_R >= 0)[:, None], biased, output)
         return output
+
+    def _times(
+        self,
+        x: torch.Tensor,
+        each: int,
+        rows: SlotRows,
+        table_E: torch.Tensor,
+        part: torch.Tensor | PackedPart,
+        out_RO: torch.Tensor,
+    ) -> None:
+        """As `moetool.runtime.slot_products.multiply`, by weights of either kind."""
+        if isinstance(part, torch.Tensor):
+            self._multiply(x, each, rows, table_E, part, out_RO)
+        else:
+            assert self._multiply_packed is not None
+            self._multiply_packed(x, each, rows, table_E, part, out_RO)
 
     def _begin_on_host(
         self, layer: MoeLayer, experts: set[int], given: _Input, index_TK: torch.Tensor
@@ -287,6 +320,11 @@ class PooledExperts:
         for expert, slot in slots.items():
             numbers[expert] = slot
         return sent(numbers, self._device)
+
+
+def _bias(part: torch.Tensor | PackedPart) -> torch.Tensor:
+    assert isinstance(part, torch.Tensor), "a bias is stored as it is"
+    return part
 
 
 def _weighty(form: ExpertForm, rows: SlotRows) -> torch.Tensor:

@@ -21,6 +21,12 @@ def find_multiply(device_type: str) -> Multiply:
     return multiply
 
 
+def find_multiply_packed(device_type: str) -> Callable[..., None] | None:
+    """The product of few rows with weights that stay packed; None where a device has none."""
+    kernels = triton_kernels() if device_type == "cuda" else None
+    return None if kernels is None else kernels.multiply_packed
+
+
 def triton_kernels() -> Any:
     """The module with Triton's kernels; None where Triton is missing."""
     try:

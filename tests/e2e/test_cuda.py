@@ -200,9 +200,22 @@ def test_steps_of_a_family_are_recorded(family: str, slots: int | None, tmp_path
     families.save(family, tmp_path)
     if own_cache(Checkpoint.open(tmp_path).config):
         pytest.skip("no paged cache")
-    found = []
+    # phimoe's positions come from the CPU
+    assert (_recorded(tmp_path, slots, cuda) == 0) == (family == "phimoe")
+
+
+@pytest.mark.parametrize("slots", [3, None])
+@pytest.mark.parametrize("name", ["qwen3_moe-int4", "deepseek_v3-fp8_block", "qwen3_moe-fp8_channel", "mixtral-gptq"])
+def test_steps_of_packed_experts_are_recorded(name: str, slots: int | None, tmp_path: Path, cuda: torch.device) -> None:
+    assert _recorded(written(name, tmp_path)[0], slots, cuda) > 0
+
+
+def _recorded(model: Path, slots: int | None, cuda: torch.device) -> int:
+    """Shapes of steps that graphs were made for, once they have given the tokens of single launches."""
+    found, num_recorded = [], 0
     for by_graphs in (False, True):
-        made = engine(tmp_path, None, "lru", slots or Checkpoint.open(tmp_path).spec.total_experts, device=cuda)
+        made = engine(model, None, "lru", slots or Checkpoint.open(model).spec.total_experts, device=cuda)
+        graphs = made.batcher.graphs
         if not by_graphs:
             made.batcher.graphs = None
         outputs: list[Any] = []
@@ -210,11 +223,11 @@ def test_steps_of_a_family_are_recorded(family: str, slots: int | None, tmp_path
         made.submit(TOKENS[0], params, outputs.append)
         while not made.idle:
             made.step()
-        if by_graphs:  # phimoe's positions come from the CPU
-            assert (made.batcher.graphs.num_recorded == 0) == (family == "phimoe")
+        num_recorded = graphs.num_recorded
         made.close()
         found.append([(o.token, o.logprob, o.error) for o in outputs])
     assert found[1] == found[0]
+    return num_recorded
 
 
 def test_tokens_are_those_of_the_cpu(baseline: Any, reference: Path, tokenizer: Any) -> None:

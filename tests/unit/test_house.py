@@ -22,7 +22,7 @@ PLUGIN_CLASSES = {"Options", "Policy", "Predictor"}
 PLUGIN_FOLDERS = ("caching", "placement", "formats", "experiments")
 MIRRORS = ("cli", "report")
 """Packages whose modules may be named for what they present."""
-DICTATED = {"paged_attention", "few_rows", "many_rows"}
+DICTATED = {"paged_attention", "few_rows", "few_packed_rows", "many_rows"}
 """Functions whose parameters are those that a library calls them with, and kernels, which take numbers alone."""
 FOREIGN = {
     *("_attn_implementation", "_experts_implementation", "_kv_token_views", "_dequantize_one"),  # transformers

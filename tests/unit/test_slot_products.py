@@ -122,6 +122,26 @@ def test_triton_kernels_compile_for_an_h200(dtype: str, rows: int) -> None:
     assert made.asm["cubin"]
 
 
+@pytest.mark.parametrize("scale", ["u8", "bf16", "fp32"])
+@pytest.mark.parametrize("values", [1, 2, 3, 4, 5])
+def test_packed_kernels_compile_for_an_h200(values: int, scale: str) -> None:
+    triton = pytest.importorskip("triton")
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = triton_kernels().few_packed_rows
+    constants: dict[str, Any] = {"VALUES": values, "ROUNDED": tl.bfloat16, "GROUP": 32, "OUTPUTS": 4, "INPUTS": 512}
+    pointers = {"x": "*bf16", "out_RO": "*bf16", "values_SB": "*u8", "scale_SG": f"*{scale}"}
+    pointers |= {"expert_R": "*i32", "table_E": "*i32"}
+    signature = {name: pointers.get(name, "i32") for name in kernel.arg_names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    made = triton.compile(
+        ASTSource(kernel, signature=signature, constexprs=constants), target=GPUTarget("cuda", 90, 32)
+    )
+    assert made.asm["cubin"]
+
+
 @pytest.mark.parametrize("tokens", [3, 40])
 def test_the_device_is_asked_nothing(tokens: int) -> None:
     """Tensors without values cannot answer."""

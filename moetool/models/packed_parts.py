@@ -1,0 +1,142 @@
+"""The parts of experts as slots hold them packed, described for a kernel that multiplies without unpacking."""
+
+from dataclasses import dataclass
+from enum import IntEnum, auto
+
+import torch
+
+from moetool.models.expert_files import ExpertFiles
+from moetool.models.expert_form import ExpertForm
+from moetool.models.fp8_block import Fp8BlockCodec
+from moetool.models.mxfp4 import GROUP, Mxfp4Codec
+from moetool.models.pack_quantized import PackCodec
+from moetool.models.scaled import ScaledCodec
+from moetool.models.slot_unpacking import is_by_rows, rows_of
+from moetool.models.stored_expert import StoredLayout
+from moetool.models.weight_format import FLOATS, Dense
+
+WIDEST = 512
+"""Inputs that a kernel multiplies at a time; groups of more are whole multiples of it."""
+
+
+class Values(IntEnum):
+    """What the bytes of values are."""
+
+    E4M3 = auto()  # float8 of a byte
+    INT8 = auto()  # two's complement
+    BIASED8 = auto()  # less 128
+    E2M1 = auto()  # two floats of four bits, the first in the lower half
+    BIASED4 = auto()  # two integers less 8
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """One part of the experts in all slots of a pool: a weight [O, I] a slot, of values times the scale of their group.
+
+    Attributes:
+        values_SB: bytes of the values, from the first of a slot on; slots are one stride apart.
+        scale_SG: the scales likewise, uint8 for exponents of two with a bias of 127.
+        values: what the bytes are.
+        rounded: the type that a weight is rounded to before it is to the type of the inputs.
+        shape: slots, O, I.
+        row_bytes: of the values of an output.
+        block: outputs and inputs that share a scale.
+    """
+
+    values_SB: torch.Tensor
+    scale_SG: torch.Tensor
+    values: Values
+    rounded: torch.dtype
+    shape: tuple[int, int, int]
+    row_bytes: int
+    block: tuple[int, int]
+
+    @property
+    def groups(self) -> int:
+        """Scales of a row of blocks."""
+        return -(-self.shape[2] // self.block[1])
+
+
+def packed_parts(
+    files: ExpertFiles, layer: int, form: ExpertForm, slots: list[torch.Tensor]
+) -> tuple[torch.Tensor | PackedPart, ...] | None:
+    """The parts of a layer's experts, [slots, ...]; None where the kernel knows the form of one of them not.
+
+    It knows int4 and int8 of compressed-tensors without zero points, FP8 and int8 with scales by block, row or group,
+    and MXFP4.
+
+    Args:
+        slots: all of a pool, one stride apart.
+    """
+    layout = files.stored_layout(files.spec.expert_key(layer, 0))
+    stride = slots[1].data_ptr() - slots[0].data_ptr() if len(slots) > 1 else slots[0].numel()
+    pool_SB = slots[0].as_strided((len(slots), slots[0].numel()), (stride, 1))
+    second, found = len(files.shapes) // 2, []
+    for number, shape in enumerate(files.shapes):
+        transposed = {0: form.up_transposed, second: form.down_transposed}.get(number, False)
+        part = _part(layout, number, tuple(shape), pool_SB, transposed)
+        if part is None:
+            return None
+        found.append(part)
+    return tuple(found)
+
+
+def _part(
+    layout: StoredLayout, number: int, shape: tuple[int, ...], pool_SB: torch.Tensor, transposed: bool
+) -> torch.Tensor | PackedPart | None:
+    if not is_by_rows(layout, number):
+        return None
+    codec = layout.codecs[number][0]
+    fields = {field.role: field for field in reversed(layout.fields) if field.part == number}
+    if isinstance(codec, Dense):
+        field = fields["weight"]
+        flat = pool_SB[:, field.offset : field.offset + torch.Size(shape).numel() * field.dtype.itemsize]
+        return flat.view(field.dtype).unflatten(1, shape)
+    if codec.transposed != transposed or "zero" in fields or len(shape) != 2:
+        return None
+    outputs = sum(rows_of(codec, block) for block in layout.shapes[number])
+    inputs = shape[0] * shape[1] // outputs
+    values, scale = fields["words" if isinstance(codec, PackCodec) else "values"], fields["scale"]
+    if (kind := _values(codec, values.dtype)) is None:
+        return None
+    row_bytes = values.num_bytes // values.shape[0]
+    groups = scale.num_bytes // scale.dtype.itemsize // scale.shape[0]
+    block = (1, inputs // groups)
+    if isinstance(codec, Fp8BlockCodec | ScaledCodec) and codec.block is not None:
+        block = codec.block
+    elif isinstance(codec, Mxfp4Codec):
+        block = (1, GROUP)
+    if not _splits(block[1], inputs):
+        return None
+    own = scale.dtype if isinstance(codec, PackCodec | ScaledCodec) and scale.dtype in FLOATS.values() else None
+    scale_dtype = torch.uint8 if scale.dtype == torch.float8_e8m0fnu else scale.dtype
+    return PackedPart(
+        values_SB=pool_SB[:, values.offset :].view(torch.uint8),
+        scale_SG=_from(pool_SB, scale.offset, scale_dtype),
+        values=kind,
+        rounded=own or torch.float32,
+        shape=(len(pool_SB), outputs, inputs),
+        row_bytes=row_bytes,
+        block=block,
+    )
+
+
+def _values(codec: object, dtype: torch.dtype) -> Values | None:
+    if isinstance(codec, PackCodec):
+        return {4: Values.BIASED4, 8: Values.BIASED8}.get(codec.bits)
+    if isinstance(codec, Mxfp4Codec) or (isinstance(codec, Fp8BlockCodec) and dtype == torch.int8):
+        return Values.E2M1
+    return {torch.float8_e4m3fn: Values.E4M3, torch.int8: Values.INT8}.get(dtype)
+
+
+def _splits(group: int, inputs: int) -> bool:
+    """Whether a kernel's inputs at a time hold whole groups, or lie in one."""
+    if group >= inputs:
+        return True
+    return group % WIDEST == 0 if group > WIDEST else group & (group - 1) == 0
+
+
+def _from(pool_SB: torch.Tensor, offset: int, dtype: torch.dtype) -> torch.Tensor:
+    """The pool from a byte of each slot on, as numbers; the last bytes of a slot that make none are left out."""
+    end = offset + (pool_SB.shape[1] - offset) // dtype.itemsize * dtype.itemsize
+    return pool_SB[:, offset:end].view(dtype)
