@@ -6,6 +6,7 @@ Nothing is unpickled.
 
 import base64
 import importlib
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -65,6 +66,8 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, list):
         return [to_plain(one) for one in value]
     if isinstance(value, tuple):
+        if value and set(map(type, value)) == {tuple} and set(map(type, itertools.chain.from_iterable(value))) <= {int}:
+            return {"tuples": value}  # placements of large models are long, and JSON writes them at once
         return {"tuple": [to_plain(one) for one in value]}
     if isinstance(value, Mapping):
         return {"mapping": [[to_plain(key), to_plain(one)] for key, one in value.items()]}
@@ -94,6 +97,8 @@ def from_plain(value: Any) -> Any:
     content: Any = value.get(kind)
     if kind == "tuple":
         return tuple(from_plain(one) for one in content)
+    if kind == "tuples":
+        return tuple(map(tuple, content))
     if kind == "mapping":
         return {from_plain(key): from_plain(one) for key, one in content}
     if kind == "bytes":

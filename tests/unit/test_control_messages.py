@@ -35,6 +35,8 @@ def test_values_arrive_as_they_were() -> None:
     change = HoldersChange(base=3, version=4, servers={(0, 1): (2,)}, peers=(None, ("host", 7)))
     for value in (settings, holders, change, [ArrivedExpert(source=-1, bytes=2, seconds=0.5), "not here"], None, True):
         assert _sent(value) == value
+    for value in ((), ((),), ((1, 2), ()), ((1, True),), ((1, 2.0), (3,)), ((1,), "a"), (((1,),), ((2, 3),))):
+        assert repr(_sent(value)) == repr(value)
     counts_LE = np.arange(6).reshape(2, 3)
     stats = WorkerStats(
         server=0,
