@@ -24,7 +24,7 @@ NAMES = {"lfu": "lfu", "lru": "lru", "foresight": "foresight (ours)", "belady": 
 def memory(figure: Any) -> None:
     """Gigabytes loaded for each new token, and hit rate, against the memory that experts have."""
     rows = json.loads((HERE / "memory.json").read_text())
-    memory_curves.paint(figure, rows, NAMES, ("GB", 1e9), "28.8 GB in all (DeepSeek-V2-Lite, bf16)")
+    memory_curves.paint(figure, rows, NAMES, ("GB", 1e9), "DeepSeek-V2-Lite in bfloat16: 28.8 GB of experts")
 
 
 if __name__ == "__main__":

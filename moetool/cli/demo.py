@@ -16,7 +16,7 @@ from moetool import assets, tables
 from moetool.errors import UsageError
 
 QUESTIONS = (
-    "Question: What is 25 + 17? Answer:",
+    "User: What is the weather in London?\nAssistant:",
     "User: I would like to book a table for two in the evening.\nAssistant:",
     "def mean(values):\n    ",
     "The first president of the United States was",
@@ -101,7 +101,8 @@ def run(out: Path) -> None:
     print("Try next:")
     print(f"  moetool serve reference --plan {out}/plan.json")
     print("  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\")
-    print(f'       -d \'{{"model": "reference", "prompt": "{QUESTIONS[0]}", "max_tokens": 8}}\'')
+    body = {"model": "reference", "prompt": QUESTIONS[0], "max_tokens": 18, "temperature": 0}
+    print(f"       -d '{json.dumps(body)}'")
     print(f"  moetool replay --trace {out}/trace --policy lru,belady --budget 10%,30%,60%")
 
 
@@ -198,7 +199,7 @@ def _replay(out: Path) -> None:
         ],
     )
     table = [row.to_json() for row in rows]
-    of = f"{whole / 1e6:.1f} MB in all ({trace.spec.name}, float32)"
+    of = f"{trace.spec.name} in float32: {whole / 1e6:.1f} MB of experts"
     drawing.save(out / "memory.svg", 3.2, lambda figure: memory_curves.paint(figure, table, CURVES, ("MB", 1e6), of))
 
 

@@ -121,8 +121,12 @@ def serve(
     if policy == "auto":
         policy = None
     chosen = CachePlan.load(plan) if plan is not None else None
+    planned: list[str] = []
     if chosen is not None:
-        values = {"kv_tokens": chosen.kv_tokens, "dtype": chosen.dtype, **values}
+        taken = {"kv_tokens": chosen.kv_tokens, "dtype": chosen.dtype}
+        planned = [name for name in taken if name not in values]
+        planned += [name for name, flag in (("memory", device_memory), ("policy", policy)) if flag is None]
+        values = {**taken, **values}
     from moetool.models.checkpoint import Checkpoint
     from moetool.runtime.assembly import build_engine
     from moetool.runtime.automatic import AUTO, choose
@@ -142,6 +146,7 @@ def serve(
             device_memory_bytes=chosen.device_memory_bytes if chosen is not None and memory is None else memory,
             process_memory_bytes=None if process_memory is None else parse_bytes(process_memory),
             policy=policy or (chosen.policy if chosen is not None else AUTO),
+            planned=planned,
         )
         options = setup.options
         engine = build_engine(

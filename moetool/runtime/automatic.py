@@ -1,6 +1,6 @@
 """Choose how a model is served from what the checkpoint, the machine and its free memory are."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,11 +56,13 @@ def choose(
     process_memory_bytes: int | None = None,
     predictor_bytes: int = 0,
     policy: str = AUTO,
+    planned: Collection[str] = (),
 ) -> ServeSetup:
     """Choose what the user has not set.
 
     Args:
         values: of `ServeOptions`, as set by the user or a plan.
+        planned: names of values, `memory` and `policy` that are a plan's.
         device_memory_bytes: bounds weights, KV cache and expert slots.
         process_memory_bytes: bounds the resident memory of this process, on a CPU; by default what the control groups
             and free memory allow.
@@ -71,7 +73,7 @@ def choose(
         UsageError: a value is none that the option takes.
         CapacityError: the model does not fit, with the parts and the least that it needs.
     """
-    why: dict[str, str] = dict.fromkeys(values, "as set")
+    why: dict[str, str] = dict.fromkeys(values, "as set") | dict.fromkeys(planned, "the plan's")
     chosen = dict(values)
     if "device" not in values:
         chosen["device"] = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,12 +94,16 @@ def choose(
     model = footprint(checkpoint, dtype, predictor_bytes)
     fixed = {"kv_tokens": chosen.get("kv_tokens"), "chunk_tokens": chosen.get("prefill_chunk")}
     split = divide(model, limit, **fixed)
+    chunk_why = split.why["chunk_tokens"]
     if device_memory_bytes is not None:
         fixed["chunk_tokens"] = split.chunk_tokens
         activations = split.chunk_tokens * model.token_bytes
         if device_memory_bytes + activations + split.kv_tokens * model.context_bytes < limit:
             alone = replace(model, context_bytes=0)
-            split, source = divide(alone, device_memory_bytes + activations, **fixed), "--device-memory"
+            split, source = (
+                divide(alone, device_memory_bytes + activations, **fixed),
+                why.get("memory", "--device-memory"),
+            )
     chosen |= {"kv_tokens": split.kv_tokens, "prefill_chunk": split.chunk_tokens}
     if device.type == "cuda" and "host_memory_bytes" not in values:
         everything = checkpoint.spec.total_experts * model.slot_bytes
@@ -124,8 +130,8 @@ def choose(
         ("memory", count(limit, "B") if device_memory_bytes is None else count(memory, "B"), source),
         ("weights", count(model.dense_bytes, "B"), "outside the routed experts"),
         ("expert slots", f"{split.slots} of {model.num_experts}", split.why["slots"]),
-        ("KV cache", f"{split.kv_tokens:,} tokens", split.why["kv_tokens"]),
-        ("prefill chunk", f"{split.chunk_tokens:,} tokens", split.why["chunk_tokens"]),
+        ("KV cache", f"{split.kv_tokens:,} tokens", why.get("kv_tokens", split.why["kv_tokens"])),
+        ("prefill chunk", f"{split.chunk_tokens:,} tokens", chunk_why),
     ]
     form = chosen.get("pool", "one")
     shape = "" if form == "one" else f", {POOL_FORMS.get(form, form)}"

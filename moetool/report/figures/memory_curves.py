@@ -18,7 +18,7 @@ def paint(
         rows: of `moetool replay --json`.
         labels: legend text by policy, in the order of the series.
         unit: name and bytes of the unit of both axes, e.g. ("GB", 1e9).
-        of: the whole that memory is a part of, for the axis label.
+        of: the model, and the memory of all its experts.
     """
     name, size = unit
     left, right = figure.subplots(1, 2)
@@ -29,6 +29,8 @@ def paint(
         line(right, memory, [row["hit_rate_decode"] for row in mine], series, label)
     left.set(title=f"{name} of experts loaded for each new token", ylim=(0, None), xlim=(0, None))
     right.set(title="hit rate", ylim=(0, 1), xlim=(0, None))
-    left.legend()
+    figure.suptitle(of, fontsize=9.5, x=0.01, ha="left")
+    handles, names = left.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=4)
     for axes in (left, right):
-        axes.set_xlabel(f"{name} of memory for experts, of {of}")
+        axes.set_xlabel(f"memory for experts, {name}")
