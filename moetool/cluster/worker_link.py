@@ -59,6 +59,8 @@ class WorkerLink:
             self._built.result(timeout_s)
         except TimeoutError:
             raise self._late(method, timeout_s) from None
+        if self._ended.is_set():
+            raise self._died()
         message = {"do": "call", "method": method, "args": args, "kwargs": dict(kwargs)}
         try:
             return _ask(self._address, self._token, message, by)

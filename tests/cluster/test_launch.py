@@ -15,7 +15,7 @@ import pytest
 
 from moetool.cluster.cluster_folder import ClusterFolder
 from moetool.cluster.launch import Detached, Where, Workers
-from moetool.cluster.worker_link import WorkerDied, serves
+from moetool.cluster.worker_link import WorkerDied, WorkerLink, serves
 from moetool.cluster.worker_process import ProcessRecord, control_token
 from moetool.errors import MismatchError, MoetoolError, UsageError
 from tests.launched import build
@@ -183,6 +183,11 @@ def test_a_server_does_not_know_the_tokens_of_others(tmp_path: Path) -> None:
     assert made.call(0, "say", "x") == "a: x"
     (record,) = folder.living().values()
     assert serves(record, folder.token) and not serves(record, folder.peers_token)
+    link = WorkerLink("first", record, folder.token, None)
+    assert link.call("say", ("x",), {}, PATIENCE_S) == "a: x"
+    link.close("it was killed")  # whether or not its machine could be reached
+    with pytest.raises(WorkerDied, match="it was killed"):
+        link.call("say", ("x",), {}, PATIENCE_S)
     made.close()
     folder.close()
 
