@@ -4,7 +4,7 @@
 
     moetool trace import intent.parquet law.parquet translation.parquet --out routes      # published by DeepSeek, ESFT
     moetool trace split routes --by request --share 0.5 --out parts
-    moetool train next_use --trace parts/0 --out next_use --set fit.max_epochs=6 --set fit.max_tokens=8000
+    moetool train next_use --trace parts/0 --out next_use
     moetool trace sample parts/1 --requests 12 --out held
     moetool replay --trace held --policy lru,lfu,foresight,belady --predictor next_use
                    --budget 6.25%,12.5%,25%,37.5%,50%,75% --json

@@ -225,7 +225,7 @@ class CutPredictor:
         self.lookahead = predictor.lookahead
         self.num_bytes = predictor.num_bytes
         whole = predictor.spec.num_layers == spec.num_layers
-        self.weights = getattr(predictor, "weights", None) if whole else None
+        self.routes = getattr(predictor, "routes", None) if whole else None
         self._predictor = predictor
 
     def observe(self, event: GateEvent) -> None:

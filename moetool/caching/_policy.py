@@ -186,7 +186,7 @@ class SharedPredictor:
         self.lookahead: int = predictor.lookahead
         self.maps: Any = getattr(predictor, "maps", None)  # of a predictor that searches expert maps
         self._predictor = predictor
-        self.weights = getattr(predictor, "weights", None)
+        self.routes = getattr(predictor, "routes", None)
         self._observed: GateEvent | None = None
         self._scores: dict[int, np.ndarray] = {}
 

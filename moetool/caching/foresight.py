@@ -1,6 +1,5 @@
-"""Foresight: evicts what is needed again latest, as a network predicts it that learns while it runs."""
+"""Foresight: evicts what is needed again latest, judged by what followed the most similar tokens so far."""
 
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +8,12 @@ import numpy as np
 
 from moetool.caching import _policy as policy
 from moetool.errors import UsageError
-from moetool.learning import next_use_network as next_use
-from moetool.learning import past_use
-from moetool.learning.next_use_network import NextUse
-from moetool.learning.past_use import Past, Sample
+from moetool.learning.token_memory import TokenMemory, Walk
 from moetool.types import ForwardInfo, GateEvent, ModelSpec
+
+NEARNESS = 0.3
+"""Worth of an expert of the layer just passed beside the same one in the next layer: a whole forward later."""
+_RANKED = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,61 +21,39 @@ class Options:
     """Options of Foresight.
 
     Attributes:
-        hidden: width of the network's hidden layer; where a `next_use` predictor is given, its width counts.
-        refresh: layers from one look at all experts to the next.
+        memory: tokens kept; each takes two bytes for each expert of the model.
+        neighbours: most similar tokens that are asked.
+        refresh: layers from one valuation of all experts to the next, where one pool serves all layers.
         prefetch: load experts of the next layer ahead, where that is worth it.
         waste: cost of an unused prefetch, in loads that a used one takes off the critical path.
-        learn_every: forwards from one step of learning to the next, and four times as many while what was fitted
-            predicts better than what learns; 0 learns nothing.
-        batch: samples of a step.
-        memory: samples kept; each takes 16 bytes for each expert of the model.
-        learning_rate: of a new network; a trained one learns at a third of it.
-        seed: of the first weights and of the samples that are drawn.
     """
 
-    hidden: int = 256
-    refresh: int = 4
-    prefetch: bool = True
-    waste: float = 1.0
-    learn_every: int = 8
-    batch: int = 16
     memory: int = 1024
-    learning_rate: float = 1e-3
-    seed: int = 0
+    neighbours: int = 32
+    refresh: int = 2
+    prefetch: bool = True
+    waste: float = 2.0
 
     def __post_init__(self) -> None:
-        least = {"hidden": 1, "refresh": 1, "learn_every": 0, "batch": 1, "memory": 1, "seed": 0, "waste": 0}
+        least = {"memory": 1, "neighbours": 1, "refresh": 1, "waste": 0}
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise UsageError(f"policy foresight: {name} is {getattr(self, name)}, expected at least {bound}")
-        if not self.learning_rate > 0:
-            raise UsageError(f"policy foresight: learning_rate is {self.learning_rate}, expected more than 0")
 
 
 class Policy(policy.Policy):
-    """Evicts the expert whose next use is predicted latest; prefetches for the next layer what is likely enough.
+    """Evicts the expert whose next use is expected latest; prefetches for the next layer what is likely enough.
 
-    After every `refresh` layers a network (`moetool.learning.next_use_network`) says for each expert of the model how
-    soon it is needed again, from the path of the token so far, the last token's and past use. It goes on learning: some
-    forwards later it is known what became of a look at the experts, and a step of gradient descent follows now and
-    then. Past use alone is mixed in by how well it predicted what came of late; and where a `next_use` predictor is
-    given, the network as it was fitted is asked in place of the one that learns, as long as it predicts better. It
-    works without; predictors of other kinds it leaves alone.
+    A memory of the last tokens (`moetool.learning.token_memory`) is asked after each layer's router has chosen: of the
+    tokens whose routes were most like this one's, how soon did they need each expert again? It needs no training. A
+    `next_use` predictor adds the tokens that it was made from; predictors of other kinds are left alone.
 
-    A prefetch is worth its probability of use, less that of no use times its price (`waste`, in loads) and the value
-    of the expert that has to go for it; where that is not above zero, it is not made. Nothing is prefetched for the
-    first layer.
+    An expert's value falls with the layers until its next chance of use. A prefetch is worth its probability of use,
+    less that of no use times its price (`waste`, in loads) and the value of the expert that has to go for it; where
+    that is not above zero, it is not made. Nothing is prefetched for the first layer.
 
-    Every request of a forward has a path of its own, of a prompt's tokens the last; an expert is as valuable as the
+    Every request of a forward has a route of its own, of a prompt's tokens the last; an expert is as valuable as the
     request that wants it most has it, and past use is that of whole forwards.
-
-    Its matrix products are those of the machine's BLAS: on another machine, or with other threads for them, sums may
-    differ in their last bits, and decisions with them.
-
-    Measured on routes of DeepSeek-V2-Lite with slots for a quarter of the experts and no prefetching
-    (tests/bench/test_foresight.py), hits: on a task that the predictor was trained on 0.63 (0.55 without a predictor;
-    LRU 0.47, decayed use 0.48, Belady 0.72); on one that it never saw, after 1,000 tokens, 0.71 (LRU 0.59, LFU 0.66,
-    Belady 0.80).
 
     Source: ours.
     """
@@ -84,82 +62,72 @@ class Policy(policy.Policy):
 
     def __init__(self, spec: ModelSpec, options: Options, num_slots: int, predictor: Any = None) -> None:
         super().__init__(spec, options, num_slots, predictor)
-        if predictor is not None and self.uses(predictor):
-            learned, trained = predictor.weights(), True
-        else:
-            learned, trained = next_use.fresh(spec, options.hidden, np.random.default_rng(options.seed)), False
-        self.net = NextUse(
-            spec,
-            learned,
-            memory=options.memory,
-            learning_rate=options.learning_rate,
-            batch=options.batch,
-            seed=options.seed,
-            trained=trained,
-        )
-        self._past = Past(spec)
-        self._resident_A = np.zeros(spec.num_layers * spec.num_experts, bool)
-        self._value_A = np.zeros(len(self._resident_A), np.float32)
-        self._nearness_LA = _nearness(spec)
-        self._order: list[int] = []  # residents of the last look, the next to go last
-        self._chance: dict[int, float] = {}  # of what is to be prefetched
-        self._requests: dict[int, _Request] = {}
-        self._heirless: dict[int, _Request] = {}  # of requests that are over, by their number
-        self._running: list[tuple[int, _Request]] = []  # with the row of its last token
-        self._used: list[int] = []  # by layers of this forward that the features do not know yet
-        self._known_layers = self._seen_layers = 0
-        self._hidden_RH = np.zeros((0, 0), np.float32)
-        self._forwards = 0
+        fixed = predictor.routes() if predictor is not None and self.uses(predictor) else None
+        self.memory = TokenMemory(spec, options.memory, options.neighbours, fixed)
+        num = spec.num_layers * spec.num_experts
+        self._resident_A = np.zeros(num, bool)
+        self._value_A = np.zeros(num, np.float32)
+        self._near_LL = _nearness(spec)
+        self._layer = 0
+        self._value_age = options.refresh  # events since all experts were valued
+        self._valued_L = [False] * spec.num_layers  # whose `_worth_A` is of this event
+        self._worth_A = [0.0] * num  # value times nearness
+        self._order: list[int] = []  # residents of least value, the next to go last
+        self._ranked_M = np.zeros(_RANKED, np.int64)
+        self._unused_E = np.ones(spec.num_experts, np.float32)  # probability that the next layer does not use each
+        self._requests: dict[int, Walk] = {}
+        self._heirless: dict[int, Walk] = {}  # of requests that are over, by their number
+        self._running: list[tuple[list[int], Walk]] = []  # with the rows of its tokens
+        self._path_TP = np.zeros((0, 0), np.int32)
+        self._seen_layers = 0
 
     @classmethod
     def uses(cls, predictor: Any = None) -> bool:
-        return predictor is None or getattr(predictor, "weights", None) is not None
+        return predictor is None or getattr(predictor, "routes", None) is not None
 
     def begin_request(self, request: int) -> None:
+        # The next one takes up where one that is over ended: what was loaded for the one is there for the other.
         # The lowest number, not who ended first: a server learns of an end later than a replay does.
-        self._requests[request] = self._heirless.pop(min(self._heirless)) if self._heirless else _Request()
-        self._requests[request].before = None
+        self._requests[request] = self._heirless.pop(min(self._heirless)) if self._heirless else self.memory.walk()
 
     def end_request(self, request: int) -> None:
         self._heirless[request] = self._requests.pop(request)
 
     def begin_forward(self, info: ForwardInfo) -> Sequence[int]:
-        self._past.begin_forward()
-        last_row = {request: row for row, request in enumerate(info.request_T)}
-        self._running = [(row, self._requests[request]) for request, row in last_row.items()]
-        self.net.take_in(self._past)
-        for _, request in self._running:
-            request.now.clear()
-            request.followed = 0
-            request.z_H = self.net.begin_path(request.before)
-        self._used.clear()
-        self._known_layers = self._seen_layers = 0
+        rows: dict[int, list[int]] = {}
+        for row, request in enumerate(info.request_T):
+            rows.setdefault(request, []).append(row)
+        self._running = [(rows_T, self._requests[request]) for request, rows_T in rows.items()]
+        for _, walk in self._running:
+            self.memory.begin(walk)
+        self._path_TP = np.full((len(info.request_T), self.memory.columns[-1]), -1, np.int32)
+        self._seen_layers = 0
         return ()
 
     def gate(self, event: GateEvent, hits: list[int], misses: list[int]) -> Sequence[int]:
-        base = event.layer * self.spec.num_experts
-        self._used += [base + expert for expert in event.needed]
-        for row, request in self._running:
-            request.now += [base + expert for expert in event.experts_TK[row]]
+        layer = self._layer = event.layer
+        base = layer * self.spec.num_experts
+        first, end = self.memory.columns[layer : layer + 2]
+        route_TK = np.array(event.experts_TK, np.int32)[:, : end - first] + np.int32(base)
+        self._path_TP[:, first : first + route_TK.shape[1]] = route_TK
+        used = route_TK[0] if len(route_TK) == 1 else np.array([base + expert for expert in event.needed])
+        self.memory.use(layer, used)
+        for rows, walk in self._running:
+            self.memory.follow(walk, layer, route_TK[rows[-1]], settle=len(rows) == 1)
         self._seen_layers += 1
-        if event.layer % self.options.refresh == 0:
-            self._look(event.layer)
+        self._valued_L = [False] * self.spec.num_layers
+        self._value_age += 1
+        self._order = []
         return misses
 
     def after_first_expert(self, event: GateEvent) -> Sequence[int]:
         coming = event.layer + 1
         if not self.options.prefetch or coming == self.spec.num_layers:
             return ()
-        if event.layer % self.options.refresh:
-            self._hidden_RH = self._hidden(event.layer)
-        chance_E = self.net.chances(self._hidden_RH, self._past, coming)
-        base = coming * self.spec.num_experts
-        span = slice(base, base + self.spec.num_experts)
-        worth_E = chance_E - (1 - chance_E) * self.options.waste
-        found = np.flatnonzero((worth_E > 0) & ~self._resident_A[span])
-        ordered = found[np.argsort(-chance_E[found], kind="stable")]
-        self._chance = dict(zip((ordered + base).tolist(), chance_E[ordered].tolist(), strict=True))
-        return list(self._chance)
+        self._unused_E.fill(1)
+        for _, walk in self._running:
+            self.memory.leave_unused(walk, coming, self._unused_E)
+        return self.memory.likely(self._unused_E, coming, 1 / (1 + self.options.waste), self._resident_A)
 
     def admit(self, key: int, prefetched: bool) -> None:
         self._resident_A[key] = True
@@ -168,6 +136,8 @@ class Policy(policy.Policy):
         self._resident_A[key] = False
 
     def evict(self, locked: Collection[int]) -> int:
+        if not self._order:
+            self._rank(())
         while self._order:
             key = self._order.pop()
             if self._resident_A[key] and key not in locked:
@@ -176,112 +146,75 @@ class Policy(policy.Policy):
         return self._order.pop()
 
     def evict_among(self, candidates: Collection[int], residents: Collection[int]) -> int:
-        return min(candidates, key=self._value_A.__getitem__)
+        first, last = min(candidates) // self.spec.num_experts, max(candidates) // self.spec.num_experts
+        if not all(self._valued_L[first : last + 1]):
+            start, stop = first * self.spec.num_experts, (last + 1) * self.spec.num_experts
+            self._value(start, stop)
+            near_A = np.repeat(self._near_LL[self._layer, first : last + 1], self.spec.num_experts)
+            self._worth_A[start:stop] = (self._value_A[start:stop] * near_A).tolist()
+            self._valued_L[first : last + 1] = [True] * (last + 1 - first)
+        return min(candidates, key=self._worth_A.__getitem__)
 
     def evict_for_prefetch(self, key: int, locked: Collection[int]) -> int | None:
         victim = self.evict(locked)
-        if self._worth(key, victim):
+        if self._is_worth(key, victim):
             return victim
         self._order.append(victim)
         return None
 
     def evict_among_for_prefetch(self, key: int, candidates: Collection[int], residents: Collection[int]) -> int | None:
         victim = self.evict_among(candidates, residents)
-        return victim if self._worth(key, victim) else None
+        return victim if self._is_worth(key, victim) else None
 
     def end_forward(self, info: ForwardInfo) -> None:
-        whole = self._seen_layers == self.spec.num_layers
-        if whole:
-            self._past.pass_layers(self._known_layers, self.spec.num_layers, self._used)
-        for _, request in self._running:
-            if not whole:
-                request.break_off()
-            elif (settled := request.step(self.spec)) is not None:
-                self.net.remember(settled)
-        self._forwards += 1
-        if self.options.learn_every and self._forwards % (self.options.learn_every * self.net.pace) == 0:
-            self.net.learn()
+        for rows, walk in self._running:
+            if self._seen_layers < self.spec.num_layers:
+                self.memory.break_off(walk)
+                continue
+            if len(rows) > self.options.memory:
+                self.memory.break_off(walk)
+            for row in rows[-self.options.memory :]:
+                self.memory.store(walk, self._path_TP[row])
 
     def state(self) -> dict[str, np.ndarray]:
-        return {**self.net.state(), "past_use_RA": self._past.use_RA, "past_age_A": self._past.age_A}
+        return self.memory.state()
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        own = self.state()
-        if found := sorted(name for name in own.keys() | state.keys() if _shape(own, name) != _shape(state, name)):
-            raise ValueError(f"{found[0]} is {_shape(state, found[0])}, expected {_shape(own, found[0])}")
-        self.net.restore(state)
-        self._past.restore(state["past_use_RA"], state["past_age_A"])
+        own = self.memory.state()
+        if odd := sorted(own.keys() ^ state.keys()):
+            raise ValueError(f"{odd[0]} is {'missing' if odd[0] in own else 'unknown'}")
+        self.memory.restore(state)
 
-    def _worth(self, key: int, victim: int) -> bool:
-        chance = self._chance[key]
-        return chance > (1 - chance) * (self.options.waste + float(self._value_A[victim]))
+    def _is_worth(self, key: int, victim: int) -> bool:
+        chance = 1 - float(self._unused_E[key % self.spec.num_experts])
+        layer, expert = divmod(victim, self.spec.num_experts)
+        value = float(self._value_A[victim] * self._near_LL[self._layer, layer])
+        needed = 1 - float(self._unused_E[expert]) if layer == self._layer + 1 else 0.0
+        return chance * (1 - needed) > (1 - chance) * (self.options.waste + value)
 
-    def _look(self, layer: int) -> None:
-        """Predict all experts' next use, from after the router of `layer`."""
-        self._past.pass_layers(self._known_layers, layer + 1, self._used)
-        self._used.clear()
-        self._known_layers = layer + 1
-        self._hidden_RH = self._hidden(layer)
-        self._value_A = self.net.values(self._hidden_RH, self._past) * self._nearness_LA[layer]
-        self._rank(())
-        looks = -(-self.spec.num_layers // self.options.refresh)
-        if self.options.learn_every and layer == self._forwards % looks * self.options.refresh:
-            for _, request in self._running:
-                request.sample = Sample(layer, request.now.copy(), request.before, self._past.features_FA)
-
-    def _hidden(self, layer: int) -> np.ndarray:
-        for _, request in self._running:
-            self.net.follow_path(request.z_H, request.now[request.followed :])
-            request.followed = len(request.now)
-        return self.net.hidden_RH([request.z_H for _, request in self._running], layer)
+    def _value(self, start: int, stop: int) -> None:
+        self._value_A[start:stop] = 0
+        for _, walk in self._running:
+            self.memory.raise_values(walk, start, stop, self._value_A)
 
     def _rank(self, locked: Collection[int]) -> None:
-        keys = np.flatnonzero(self._resident_A)
-        if locked:
-            keys = keys[~np.isin(keys, list(locked))]
-        self._order = keys[np.argsort(self._value_A[keys], kind="stable")[::-1]].tolist()
-
-
-class _Request:
-    """The paths of a request's last tokens, and the samples whose future is not known yet.
-
-    Of a request that is over, the next new one takes up both: what was loaded for the one is there for the other.
-    """
-
-    def __init__(self) -> None:
-        self.now: list[int] = []
-        self.z_H = np.zeros(0, np.float32)
-        self.followed = 0  # keys of `now` that are in `z_H`
-        self.before: np.ndarray | None = None
-        self.sample: Sample | None = None
-        self._steps: deque[tuple[np.ndarray, Sample | None]] = deque()
-
-    def step(self, spec: ModelSpec) -> Sample | None:
-        """The forward is over; answers a sample whose future is known now."""
-        self.before = np.array(self.now)
-        self._steps.append((self.before, self.sample))
-        self.sample = None
-        if len(self._steps) <= past_use.HORIZON:
-            return None
-        _, sample = self._steps[0]
-        if sample is not None:
-            sample.settle([path for path, _ in self._steps], spec)
-        self._steps.popleft()
-        return sample
-
-    def break_off(self) -> None:
-        """The forward came to no end; nothing is learned across it."""
-        self.before = self.sample = None
-        self._steps.clear()
+        """Find the residents that go next, `locked` ones aside."""
+        if self._value_age >= self.options.refresh:
+            self._value(0, len(self._value_A))
+            self._value_age = 0
+        near_L = self._near_LL[self._layer]
+        held = list(locked)
+        if held:
+            self._resident_A[held] = False
+        found = self.memory.least_valued(self._value_A, near_L, self._resident_A, self._ranked_M)
+        if held:
+            self._resident_A[held] = True
+        self._order = self._ranked_M[:found].tolist()
 
 
 def _nearness(spec: ModelSpec) -> np.ndarray:
-    """discount ** (share of a forward from each layer to an expert's next chance of use): float32 [L, A]."""
+    """NEARNESS ** (share of a forward from each layer to an expert's next chance of use): float32 [L, L]."""
     layer_L = np.arange(spec.num_layers)
     ahead_LL = (layer_L - layer_L[:, None] - 1) % spec.num_layers + 1
-    nearness_LL = past_use.DISCOUNT ** (ahead_LL / spec.num_layers)
-    return np.repeat(nearness_LL, spec.num_experts, axis=1).astype(np.float32)
-
-
-def _shape(arrays: Mapping[str, np.ndarray], name: str) -> tuple[int, ...] | None:
-    return arrays[name].shape if name in arrays else None
+    near_LL: np.ndarray = (NEARNESS ** (ahead_LL / spec.num_layers)).astype(np.float32)
+    return near_LL

@@ -58,7 +58,7 @@ def run(out: Path) -> None:
 
     _say("1/5", "capture: the plain model reads prompts of seven tasks, its gate logits go to Parquet")
     _capture(out / "trace", recipe["capture"])
-    _say("2/5", "train: next_use learns from them how soon each expert is needed again")
+    _say("2/5", "train: next_use keeps their routes, to tell how soon each expert is needed again")
     _train(out, recipe["train"])
     _say("3/5", "plan: which cache policy suits 20 MB, judged on held-out prompts")
     plan = _plan(out, recipe["plan"])
@@ -92,7 +92,7 @@ def run(out: Path) -> None:
     )
     print(f"Done in {time.perf_counter() - began:,.0f} s. The files are in {out}/:")
     print("  trace/       gate logits and experts of every token (moetool trace info)")
-    print("  predictor/   next_use: card and weights                   (moetool evaluate)")
+    print("  predictor/   next_use: card and stored routes             (moetool evaluate)")
     print("  plan.json    cache plan, reason and evidence              (moetool report)")
     print("  memory.svg   hit rate and loaded bytes by memory")
     print(
@@ -131,27 +131,21 @@ def _capture(out: Path, recipe: dict[str, Any]) -> None:
 
 
 def _train(out: Path, recipe: dict[str, Any]) -> None:
-    from moetool.config import parse, parse_settings
+    from moetool.config import parse_settings
     from moetool.evaluation.evaluate import evaluate
     from moetool.evaluation.match_tables import overview, print_matches
-    from moetool.learning.fit_options import FitOptions
     from moetool.learning.training import train
 
     options = parse_settings(recipe["settings"])
-    fit = parse(FitOptions, options.pop("fit"), "recipe")
     card = train(
         "next_use",
         out / "trace",
         out / "predictor",
         options=options,
-        fit=fit,
         seed=recipe["seed"],
         overwrite=True,
     )
-    print(
-        f"     {tables.count(card['parameters'])} parameters, {tables.count(card['tokens']['train'])} tokens, "
-        f"{card['seconds']:.0f} s"
-    )
+    print(f"     {tables.count(card['tokens']['train'])} tokens, {card['seconds']:.0f} s")
     print_matches(overview(evaluate([out / "predictor"], out / "trace")))
 
 

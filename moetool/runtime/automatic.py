@@ -181,7 +181,7 @@ def _policy(slots: int, num_experts: int) -> tuple[str, str]:
     """
     if slots == num_experts:
         return "lru", "every expert has a slot"
-    return "foresight", "learns while it serves"
+    return "foresight", "expects what followed similar tokens"
 
 
 def _dtype(checkpoint: Checkpoint, device: torch.device) -> tuple[str, str]:

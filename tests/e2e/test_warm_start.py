@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_a_warning(cache: Path, caplo
 
 
 IN_FORCE = ("lfu, equal slots per layer", "policy that was in force at the end of the last run")
-AS_BEFORE = ("foresight, equal slots per layer", "learns while it serves")
+AS_BEFORE = ("foresight, equal slots per layer", "expects what followed similar tokens")
 
 
 def _end_under_lfu() -> dict[str, Any]:
@@ -122,7 +122,7 @@ def test_a_policy_that_took_over_is_in_force_at_the_next_start() -> None:
     _hit_rate(second, 2)
     second.close()
     third = _open()  # foresight is in force again and knows what it learned in the first run
-    assert third.residency.policy.state()["past_age_A"].any() and len(kept_models()) == 1
+    assert third.residency.policy.state()["past_use_A"].any() and len(kept_models()) == 1
     third.close()
 
 
@@ -174,7 +174,7 @@ def test_the_oldest_files_go_where_the_folder_is_full(cache: Path, monkeypatch: 
     monkeypatch.setattr(warm_start, "MOST_BYTES", size + 8000)
     engine.close()
     assert {kept.model for kept in kept_models()} >= {"new", "old"}
-    monkeypatch.setattr(warm_start, "MOST_BYTES", size + 1500 + 2000)
+    monkeypatch.setattr(warm_start, "MOST_BYTES", size + 1500 + 1000)
     engine = _open()
     engine.close()
     assert "old" not in {kept.model for kept in kept_models()}

@@ -155,7 +155,7 @@ _PREDICTORS: Mapping[str, Mapping[str, Any]] = {
     "fused": {"hidden": 4, "paths": 3},
     "cascade": {"width": 8, "heads": 2, "vocabulary": 8},
     "expert_map": {},
-    "next_use": {"hidden": 4},
+    "next_use": {"tokens": 4},
 }
 
 
@@ -194,7 +194,7 @@ def _read_predictor(folder: Path) -> None:
         predictor.scores(event.layer + 1)
 
 
-_STATES: Mapping[str, Mapping[str, Any]] = {"foresight": {"hidden": 4, "memory": 4}, "finemoe": {}}
+_STATES: Mapping[str, Mapping[str, Any]] = {"foresight": {"memory": 4}, "finemoe": {}}
 
 
 def _policy(name: str) -> Any:

@@ -199,7 +199,7 @@ def test_a_policy_that_comes_back_knows_what_it_had_learned() -> None:
 
 def test_a_candidate_is_built_with_the_options_that_it_would_serve_with() -> None:
     spec = make_spec(layers=3, experts=8, top_k=2)
-    window, options = EventWindow(), {"hidden": 16, "learn_every": 1}
+    window, options = EventWindow(), {"memory": 16, "neighbours": 2}
     residency = Residency(build_policy("foresight", spec, options, SLOTS))
     changes = PolicyChanges(residency, PolicyChoice("foresight"), options)
     changes.change(PolicyChoice("lru"))

@@ -71,7 +71,7 @@ def refused(folder: Path, says: str) -> None:
         ("expert_mlp", {"hidden": [8] * 100_000}),
         ("lstm", {"hidden": 10**6}),
         ("path_mlp", {"hidden": 10**9}),
-        ("next_use", {"hidden": 10**8}),
+        ("next_use", {"tokens": 10**7}),
         ("cascade", {"width": 10**8, "heads": 4, "vocabulary": 8}),
         ("cascade", {"vocabulary": 10**12}),
         ("single_transformer", {"vocabulary": 10**10}),
@@ -148,7 +148,7 @@ def test_a_predictor_that_is_whole_is_loaded(tmp_path: Path) -> None:
 
 
 def test_damaged_policy_state_is_refused(tmp_path: Path) -> None:
-    options = {"hidden": 4, "memory": 4}
+    options = {"memory": 4}
     policy = build_policy("foresight", SPEC, options, 12)
     file = tmp_path / "state"
     save_state(file, "foresight", policy)
