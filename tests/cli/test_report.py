@@ -33,6 +33,9 @@ def test_the_page_is_written_and_its_sentences_printed(
     assert any("Router probabilities have an entropy of" in finding["text"] for finding in numbers["findings"])
     text = page.read_text(encoding="utf-8")
     assert "layers 3 to 4" in text and "Entropy of the routers&#39; own probabilities" in text
+    style, body = text.split("</style>")
+    assert "prefers-color-scheme: dark" in style and "#0072b2" in style and "#0072b2" not in body
+    assert '<td class="text">lru' in body  # sentences are wrapped, not cut off
 
 
 def test_refusals_come_before_the_work(
