@@ -95,8 +95,9 @@ def run(out: Path) -> None:
     print("  predictor/   next_use: card and stored routes             (moetool evaluate)")
     print("  plan.json    cache plan, reason and evidence              (moetool report)")
     print("  memory.svg   hit rate and loaded bytes by memory")
-    print(
-        "The toy loads in microseconds, so tokens / s says little here; hit rate and bytes carry over to large models."
+    tables.print_paragraph(
+        "The toy loads an expert in microseconds, so tokens / s says little here. Hit rates and bytes carry over "
+        "to large models."
     )
     print("Try next:")
     print(f"  moetool serve reference --plan {out}/plan.json")
@@ -162,7 +163,7 @@ def _plan(out: Path, recipe: dict[str, Any]) -> Any:
     memory = DeviceBudget(parse_bytes(recipe["device_memory"]), dense, kv, options.kv_tokens, options.dtype)
     plan = plan_cache(trace, memory, predictor=PlanPredictor.load(out / "predictor", trace))
     plan.save(out / "plan.json")
-    print(f"     {plan.policy} with {plan.slots} slots: {plan.reason}")
+    tables.print_paragraph(f"     {plan.slots} slots: {plan.reason}")
     return plan
 
 
