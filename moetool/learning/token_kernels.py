@@ -4,10 +4,17 @@ numba compiles them when they are first called and keeps the result on disk. No 
 another order than it says, so all processors compute the same.
 """
 
+from typing import Any
+
 import numba
 import numpy as np
 
-_compiled = numba.njit(cache=True, error_model="numpy")
+
+def _compiled(loop: Any) -> Any:
+    try:
+        return numba.njit(cache=True, error_model="numpy")(loop)
+    except RuntimeError:  # no folder to keep it in: compiled in each process
+        return numba.njit(error_model="numpy")(loop)
 
 
 @_compiled
