@@ -1,5 +1,6 @@
 """The machine that moetool runs on, as far as it matters for speed."""
 
+import importlib.metadata
 import os
 import platform
 import re
@@ -7,6 +8,10 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from moetool.errors import UsageError
+
+OLDEST_TRANSFORMERS = (5, 21)
+"""Of the range in pyproject.toml. Earlier ones have other experts, routers and cache allocators."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 60  # version 1 says "unlimited" by a number near 2**63
@@ -62,6 +67,18 @@ def read_machine() -> Machine:
         torch=torch.__version__,
         transformers=transformers.__version__,
     )
+
+
+def require_transformers() -> None:
+    """Raises: UsageError where the installed transformers is too old to be served with."""
+    found = importlib.metadata.version("transformers")
+    numbers = tuple(int(number) for number in re.findall(r"\d+", found)[:2])
+    if numbers < OLDEST_TRANSFORMERS:
+        oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+        raise UsageError(
+            f"transformers {found} is too old: expected {oldest} or newer; "
+            f"pip install --upgrade 'transformers>={oldest}'"
+        )
 
 
 def memory_bytes() -> tuple[int, int]:

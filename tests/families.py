@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from moetool.learning.predictor import build
@@ -228,3 +229,11 @@ def save_multimodal(family: str, to: Path) -> torch.nn.Module:
     model: torch.nn.Module = AutoModelForImageTextToText.from_config(whole, dtype=torch.float32).eval()
     model.save_pretrained(to)  # type: ignore[operator]
     return model
+
+
+def require_known(name: str) -> None:
+    """Skip a test of a family that the installed transformers, of those that moetool is tested with, lacks."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {name}")

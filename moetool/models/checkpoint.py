@@ -13,6 +13,7 @@ import torch
 
 from moetool.errors import MismatchError, MoetoolError, UsageError, first_line
 from moetool.json_files import decode_json, read_bounded
+from moetool.machine import require_transformers
 from moetool.models import families
 from moetool.models.config_checks import check_config, warn_of_further_layers
 from moetool.models.content_hash import content_hashes
@@ -31,6 +32,8 @@ from moetool.models.tensor_index import DTYPES, TensorIndex, has_weights, read_i
 from moetool.models.text_part import build_empty, stands_alone
 from moetool.models.weight_index import WeightIndex, index_weights
 from moetool.types import ModelSpec
+
+require_transformers()  # here, before modules that every use of a model needs import what older ones lack
 
 _LOG = logging.getLogger(__name__)
 _NARROW = torch.bfloat16  # no family asks for it by name, so what has it in the skeleton takes the model's data type

@@ -1,12 +1,17 @@
 """`moetool doctor`: ten lines, whatever the machine."""
 
 import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
-from moetool.machine import cgroup_memory, memory_bytes, read_machine
+from moetool import machine as machine_module
+from moetool.errors import UsageError
+from moetool.machine import OLDEST_TRANSFORMERS, cgroup_memory, memory_bytes, read_machine, require_transformers
 from moetool.tuning import doctor as module
 from moetool.tuning.doctor import doctor
 
@@ -51,13 +56,36 @@ def test_a_machine_with_a_gpu_and_without_bfloat16(monkeypatch: pytest.MonkeyPat
 
 
 def test_library_versions_outside_the_tested_range_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    required = ["torch>=2.11", "transformers<5.24,>=5.17", "torch>=3; extra == 'later'"]
+    required = ["torch>=2.11", "transformers<5.24,>=5.21", "torch>=3; extra == 'later'"]
     monkeypatch.setattr(module.importlib.metadata, "requires", lambda name: required)
     machine = replace(read_machine(), torch="2.13.0+cpu", transformers="5.23.0")
     assert module.libraries(machine).meaning == "in the tested range"
     old = module.libraries(replace(machine, transformers="4.57.1"))
-    assert old.meaning == "transformers 4.57.1 is outside the tested <5.24,>=5.17"
+    assert old.meaning == "transformers 4.57.1 is outside the tested <5.24,>=5.21"
     assert old.data["in_tested_range"] is False
+
+
+def test_an_old_transformers_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("5.20.2", "4.57.6"):
+        monkeypatch.setattr(machine_module.importlib.metadata, "version", lambda name, found=version: found)
+        with pytest.raises(UsageError, match=rf"^transformers {version} is too old: expected 5\.21 or newer; pip"):
+            require_transformers()
+    for version in ("5.21.0", "5.23.0.dev0", "6.0"):
+        monkeypatch.setattr(machine_module.importlib.metadata, "version", lambda name, found=version: found)
+        require_transformers()
+
+
+def test_every_lower_bound_is_one_that_the_tested_versions_keep() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    lines = [line for line in (root / "constraints.txt").read_text().splitlines() if "==" in line]
+    tested = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    extras = project["optional-dependencies"].values()
+    required = [Requirement(text) for texts in (project["dependencies"], *extras) for text in texts]
+    for one in required:
+        assert one.specifier.contains(tested[canonicalize_name(one.name)]), one
+    (transformers,) = [one for one in required if one.name == "transformers"]
+    assert f">={'.'.join(map(str, OLDEST_TRANSFORMERS))}" in str(transformers.specifier).split(",")
 
 
 def _group(folder: Path, limit: str, used: int, inactive: int, version: int) -> None:
