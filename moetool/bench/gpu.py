@@ -116,8 +116,9 @@ def bench_gpu(
     folder.mkdir(parents=True, exist_ok=True)
     rate = host_bandwidth(where)
     cells: list[DeviceCell] = []
-    looking = ["lru", *(name for name in options.policies if policy_class(name).needs - _OF_ROUTES)]
-    following = [name for name in options.policies if name not in looking[1:]]
+    looking = [name for name in options.policies if policy_class(name).needs - _OF_ROUTES]
+    following = [name for name in options.policies if name not in looking]
+    looking = ["lru", *looking] if looking else []
     for shape in shapes:
         name = Path(shape).name
         planned = [DeviceCell(shape=name, policy="all", share=1.0)]

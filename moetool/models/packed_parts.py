@@ -60,7 +60,7 @@ class PackedPart:
 def packed_parts(
     files: ExpertFiles, layer: int, form: ExpertForm, slots: list[torch.Tensor]
 ) -> tuple[torch.Tensor | PackedPart, ...] | None:
-    """The parts of a layer's experts, [slots, ...]; None where the kernel knows the form of one of them not.
+    """The parts of a layer's experts, [slots, ...]; None if the kernel lacks the format of a part.
 
     It knows int4 and int8 of compressed-tensors without zero points, FP8 and int8 with scales by block, row or group,
     and MXFP4.

@@ -140,7 +140,7 @@ class Batcher:
     def close(self) -> None:
         """Give the model back its attention and forget all requests."""
         self._hook.remove()
-        self.processor = self._manager = None
+        self.processor = self._manager = self.graphs = None
         self._restore()
 
     @property
@@ -169,8 +169,8 @@ class Batcher:
         return context_of(self.model, self.kv_tokens)
 
     def record_steps(self, layers: Sequence[MoeLayer], runtime: StepExperts) -> None:
-        """Have decode steps recorded as CUDA graphs from now on, where the model is on a GPU."""
-        if self.model.device.type == "cuda":
+        """Have decode steps recorded as CUDA graphs from now on, if their shapes are fixed."""
+        if self.fixed_shapes:
             self.graphs = DecodeGraphs(self.model, layers, runtime, self._announce, self._locate)
 
     def check(self, prompt: list[int], params: SamplingParams) -> None:
@@ -299,6 +299,8 @@ class Batcher:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)  # what was filled on another stream
         self._manager.batch_processor = self.processor
+        if self.graphs is not None:
+            self.graphs.forget()
         self._pages = PrefixPages(self.processor.cache, self._may_reuse)
         self._leaving.clear()
         self.kv_tokens = int(self.processor.cache.num_blocks) * PAGE_TOKENS
@@ -392,17 +394,28 @@ class Batcher:
         self._batch = batch
         if self.on_forward is not None:
             self.on_forward(batch)
-        rooms = {kind: DecodeRows.room_for(longest) for kind, longest in kwargs["max_length_k"].items()}
         return {
             **kwargs,
             "sequence_ends": SequenceEnds(queries, dict(zip(keys, ends, strict=True))),
-            "key_rooms": rooms,
+            "key_rooms": self._key_rooms,
         }
 
     @property
+    def _key_rooms(self) -> dict[str, int]:
+        """Room for the keys of one sequence of the batch, by the kind of layer."""
+        longest = self.processor.inputs_and_outputs.max_length_k
+        return {kind: min(DecodeRows.room_for(num_keys), self.kv_tokens) for kind, num_keys in longest.items()}
+
+    @property
     def _decodes(self) -> bool:
-        """Whether the batch has one token of each sequence, and they attend in one call."""
-        return self.fixed_shapes and self.processor.inputs_and_outputs.max_length_q == 1
+        """Whether the batch has one token of each sequence, and they attend in one call.
+
+        Not where sequences differ so much in length that the keys gathered for it would be more than the cache holds.
+        """
+        batch = self.processor.inputs_and_outputs
+        if not self.fixed_shapes or batch.max_length_q != 1:
+            return False
+        return max(self._key_rooms.values()) * len(batch.requests_in_batch) <= self.kv_tokens
 
     def _locate(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a decode step with the places of its keys in the cache."""

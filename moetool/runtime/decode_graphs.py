@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: all that lies between two calls of experts is launched at once.
+"""Decode steps as CUDA graphs: one launch for everything between two calls of experts.
 
 One token of a large model is thousands of small launches, and asking for them takes a processor ten times as long as
 the GPU takes to carry them out. So a step is recorded once for each shape of batch and replayed from then on. Modules
@@ -22,8 +22,8 @@ import torch
 from moetool.models.spec import MoeLayer
 
 _LOG = logging.getLogger(__name__)
-_MOST_PROGRAMS = 24
-"""Shapes of batches that have graphs at a time; the oldest gives way."""
+MOST_PROGRAMS = 16
+"""Shapes of batches that have graphs at a time; the oldest gives way. On an H100 eight layers of one take 4 MB."""
 _MOST_REQUESTS = 32
 """Requests of a step up to which it has graphs: above it the GPU has enough to do for each launch."""
 
@@ -72,32 +72,36 @@ class RecordedExperts:
         index_TK: torch.Tensor,
         weights_TK: torch.Tensor,
     ) -> None:
-        self._compute, self._hidden_TD = compute, hidden_TD
-        self._record(pool, index_TK, weights_TK)
-
-    def _record(self, pool: Any, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> None:
-        self._index_TK, self._weights_TK = index_TK, weights_TK
+        self._compute = compute
+        self._hidden_TD, self._index_TK, self._weights_TK = hidden_TD, index_TK, weights_TK
+        self._other: RecordedExperts | None = None  # for routes that come from elsewhere
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            self.output_TD = self._compute(self._hidden_TD, index_TK, weights_TK)
-        finally:
-            self._graph.capture_end()
+            self.output_TD = compute(hidden_TD, index_TK, weights_TK)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self._graph.capture_end()
+            raise
+        self._graph.capture_end()
 
     def takes(self, hidden_TD: torch.Tensor) -> bool:
         """Whether it was recorded for this input."""
         return hidden_TD.data_ptr() == self._hidden_TD.data_ptr() and hidden_TD.shape == self._hidden_TD.shape
 
     def run(self, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-        """The output for what the input's memory holds now; a hook or a policy may have given it other routes."""
-        if index_TK.shape != self._index_TK.shape:  # in memory of its own: that of the graphs around it is in use now
-            self._record(torch.cuda.graph_pool_handle(), index_TK.clone(), weights_TK.clone())
-        if index_TK.data_ptr() != self._index_TK.data_ptr():
-            self._index_TK.copy_(index_TK)
-        if weights_TK.data_ptr() != self._weights_TK.data_ptr():
-            self._weights_TK.copy_(weights_TK)
-        self._graph.replay()
-        return self.output_TD
+        """The output for what the input's memory holds now, and routes that a hook or a policy may have replaced."""
+        if index_TK.data_ptr() == self._index_TK.data_ptr() and weights_TK.data_ptr() == self._weights_TK.data_ptr():
+            self._graph.replay()
+            return self.output_TD
+        if self._other is None or self._other._index_TK.shape != index_TK.shape:
+            # In memory of its own: the graphs around it are using theirs now, and observers keep the router's choice.
+            pool, routes = torch.cuda.graph_pool_handle(), (index_TK.clone(), weights_TK.clone())
+            self._other = RecordedExperts(pool, self._compute, self._hidden_TD, *routes)
+        self._other._index_TK.copy_(index_TK)
+        self._other._weights_TK.copy_(weights_TK)
+        self._other._graph.replay()
+        return self._other.output_TD
 
 
 class DecodeGraphs:
@@ -136,47 +140,64 @@ class DecodeGraphs:
         """Shapes of batches that have graphs."""
         return sum(program is not None for program in self._programs.values())
 
+    def forget(self) -> None:
+        """Drop all graphs: the memory that they read, the KV cache's above all, is going to be another."""
+        self._programs.clear()
+
     def _supports_logits_to_keep(self) -> bool:  # transformers asks a model for it
         return bool(self._model._supports_logits_to_keep())
 
     def __call__(self, **kwargs: Any) -> SimpleNamespace:
         """The step's `logits`, which hold until the next one."""
         kwargs = self._announce(kwargs)
-        num_requests = kwargs["input_ids"].shape[1]
-        if self._failed or num_requests > _MOST_REQUESTS:
-            return SimpleNamespace(logits=self._model(**self._locate(kwargs)).logits)
-        hooked = [module for module in self._modules if module._forward_pre_hooks or module._forward_hooks]
-        whole = self._runtime.unheard and not hooked
-        gaps = [] if whole else [*self._layer_of, *(module for module in hooked if module not in self._layer_of)]
-        key = (num_requests, *kwargs["key_rooms"].values(), whole, *map(id, hooked))
-        if key not in self._programs:
-            self._programs[key] = None
-            return SimpleNamespace(logits=self._model(**self._locate(kwargs)).logits)
-        program = self._programs[key]
+        program = self._program(kwargs)
         if program is None:
-            try:
-                program = self._record(kwargs, gaps)
-            except RuntimeError as error:
-                self._failed = True
-                self._programs.clear()
-                _LOG.warning("decode steps run without CUDA graphs: %s", error)
-                return SimpleNamespace(logits=self._model(**self._locate(kwargs)).logits)
-            self._programs[key] = program
-            if self.num_recorded > _MOST_PROGRAMS:
-                self._programs.popitem(last=False)
-        self._programs.move_to_end(key)
+            return SimpleNamespace(logits=self._model(**self._locate(kwargs)).logits)
         self._runtime.unheard_events, self._runtime.recorded = list(program.events), program.recorded
         try:
             return SimpleNamespace(logits=program.replay())
         finally:
             self._runtime.recorded = {}
 
+    def _program(self, kwargs: dict[str, Any]) -> "_Program | None":
+        """The graphs of a step, recorded if its shape comes for the second time; None where it has none."""
+        num_requests = kwargs["input_ids"].shape[1]
+        if self._failed or num_requests > _MOST_REQUESTS:
+            return None
+        hooked = [module for module in self._modules if module._forward_pre_hooks or module._forward_hooks]
+        if any(inner in self._layer_of for module in hooked for inner in list(module.modules())[1:]):
+            return None  # a gap within a gap
+        whole = self._runtime.unheard and not hooked
+        gaps = [] if whole else [*self._layer_of, *(module for module in hooked if module not in self._layer_of)]
+        key = (num_requests, *kwargs["key_rooms"].values(), whole, *map(id, hooked))
+        if key not in self._programs:
+            self._programs[key] = None
+            return None
+        program = self._programs[key]
+        self._programs.move_to_end(key)
+        if program is not None:
+            return program
+        try:
+            program = self._programs[key] = self._record(kwargs, gaps)
+        except Exception as error:  # a model may do anything in its forward, and a library may refuse it in many ways
+            self._failed = True
+            self.forget()
+            _LOG.warning("decode steps run without CUDA graphs: %s", error)
+            return None
+        recorded = [key for key, found in self._programs.items() if found is not None]
+        for oldest in recorded[: len(recorded) - MOST_PROGRAMS]:
+            del self._programs[oldest]
+        return program
+
     def _record(self, kwargs: dict[str, Any], gaps: list[Any]) -> "_Program":
         torch.cuda.synchronize(self._model.device)
         program = _Program(self._pool)
-        with self._as_gaps(gaps, program), program.recording():
-            program.logits = self._model(**self._locate(kwargs)).logits
-        program.events, self._runtime.unheard_events = self._runtime.unheard_events, []
+        try:
+            with self._as_gaps(gaps, program), program.recording():
+                program.logits = self._model(**self._locate(kwargs)).logits
+            program.events = self._runtime.unheard_events
+        finally:
+            self._runtime.unheard_events = []
         return program
 
     @contextlib.contextmanager
@@ -204,6 +225,7 @@ class DecodeGraphs:
         if len(routes) != 2 or not self._runtime.can_be_told(layer, routes[0].numel()):
             return torch.zeros_like(hidden)
         compute = partial(self._runtime.compute_told, layer)
+        compute(*map(torch.zeros_like, (hidden.reshape(-1, hidden.shape[-1]), *routes)))  # kernels are compiled now
         found = RecordedExperts(self._pool, compute, hidden.reshape(-1, hidden.shape[-1]), *routes)
         program.recorded[layer.index] = found
         return found.output_TD.view(hidden.shape)
@@ -239,7 +261,13 @@ class _Program:
         self._graphs[-1].capture_end()
 
     def gap(self, module: Any, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """End a graph where a module is called, and begin the next one with outputs of the shape that `make` gives."""
+        """End a graph where a module is called, and begin the next one with outputs of the shape that `make` gives.
+
+        Raises:
+            RuntimeError: the module's arguments or outputs are more than tensors at fixed places.
+        """
+        if "sequence_ends" in kwargs:
+            raise RuntimeError(f"{type(module).__name__} has hooks and is told what changes from step to step")
         self._graphs[-1].capture_end()
         output = make(*args, **kwargs)
         self._gaps.append((module, args, kwargs, _tensors(output)))
@@ -265,4 +293,6 @@ class _Program:
 
 def _tensors(output: Any) -> list[torch.Tensor]:
     values = output if isinstance(output, tuple) else (output,)
-    return [value for value in values if isinstance(value, torch.Tensor)]
+    if not all(value is None or isinstance(value, torch.Tensor) for value in values):
+        raise RuntimeError(f"a module that has hooks returns {type(output).__name__}, expected tensors")
+    return [value for value in values if value is not None]

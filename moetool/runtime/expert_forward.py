@@ -134,6 +134,7 @@ class ExpertRuntime:
         Where the policy looks at embeddings they start when the embedding layer has run.
         """
         self._info = info
+        self.unheard_events = []
         self.window.begin(self.residency.counts)
         if isinstance(self.store, ExpertStore) and self.store.meter is not None and (new := self.store.meter.news()):
             self.residency.policy.take_costs(*new)
@@ -188,7 +189,11 @@ class ExpertRuntime:
             return self._look.aside(hidden_TD)
         num_tokens, top_k = index_TK.shape
         recorded = self.recorded.get(layer.index)
-        if recorded is not None and (self._watching.get(layer.index) or not recorded.takes(hidden_TD)):
+        if recorded is not None and not (
+            recorded.takes(hidden_TD)
+            and self.can_be_told(layer, index_TK.numel())
+            and not self._watching.get(layer.index)
+        ):
             recorded = None
         products: torch.Tensor | None = None
         if self._pooled is not None and self._computes_unheard:

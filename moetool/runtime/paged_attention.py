@@ -30,13 +30,13 @@ class DecodeRows(NamedTuple):
     graph and the next one, with longer sequences, is the same.
 
     Attributes:
-        index_BN: places in the cache, int64 [sequences, room]; beyond a sequence's keys any.
-        newest_BN: which of them is the new token's.
+        index_BN: places in the cache, int64 [sequences, room]; beyond a sequence's keys 0, where no number is infinite.
+        newest_B: which of all these places, one after the other, are the new tokens'.
         mask_B11N: 0 for keys of the sequence, minus infinity beyond them.
     """
 
     index_BN: torch.Tensor
-    newest_BN: torch.Tensor
+    newest_B: torch.Tensor
     mask_B11N: torch.Tensor
 
     @classmethod
@@ -48,7 +48,8 @@ class DecodeRows(NamedTuple):
         index_BN = torch.where(inside_BN, index[place_BN.clamp(max=len(index) - 1)], 0)
         mask_BN = torch.zeros(inside_BN.shape, dtype=dtype, device=index.device)
         mask_BN.masked_fill_(~inside_BN, float("-inf"))
-        return cls(index_BN, place_BN == end - 1, mask_BN[:, None, None])
+        newest_B = torch.arange(len(first), device=index.device) * room + (end - first - 1)[:, 0]
+        return cls(index_BN, newest_B, mask_BN[:, None, None])
 
     @staticmethod
     def room_for(num_keys: int) -> int:
@@ -120,6 +121,8 @@ def paged_attention(
         views, slots = allocator._kv_token_views[module.layer_idx], kwargs["write_index"][allocator.index]
         output = _decode(query, key, value, scaling, decode_rows[allocator.index], views, slots)
         return output[..., :width], None
+    if decode_rows and query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"layer {module.layer_idx} attends by lengths that change from step to step")
     key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     assert sequence_ends is not None
     query_ends = sequence_ends.queries
@@ -150,8 +153,8 @@ def _decode(
     held = []
     for view, new in zip(views, (key, value), strict=True):
         new_BHD = new[0].transpose(0, 1)
-        found_BNHD = view.index_select(0, rows.index_BN.flatten()).view(*rows.index_BN.shape, *view.shape[1:])
-        held.append(torch.where(rows.newest_BN[..., None, None], new_BHD[:, None], found_BNHD).transpose(1, 2))
+        found = view.index_select(0, rows.index_BN.flatten()).index_copy_(0, rows.newest_B, new_BHD)
+        held.append(found.view(*rows.index_BN.shape, *view.shape[1:]).transpose(1, 2))
         view.index_copy_(0, slots, new_BHD)
     num_heads, batch, width = query.shape[1:]
     query_BHGD = query[0].transpose(0, 1).reshape(batch, key.shape[1], num_heads // key.shape[1], width)

@@ -308,7 +308,7 @@ class PooledExperts:
         """The layer's table, once it says where these experts are; of others it may say anything."""
         known, told_E = self._slots_LE[layer], self._told_LE[layer].numpy()
         if new := [(expert, slot) for expert, slot in slots.items() if known[expert] != slot]:
-            # The copy of what was last told is over: since then the host has waited for the device to learn an event.
+            # An earlier copy that is still to be carried out brings these entries too: no kernel before it reads them.
             for expert, slot in new:
                 known[expert] = told_E[expert] = slot
             self._table_LE[layer].copy_(self._told_LE[layer], non_blocking=True)
