@@ -54,6 +54,15 @@ def _freeze() -> None:
     _loaded = len(sys.modules)
 
 
+@pytest.fixture(autouse=True)
+def _logs_of_one_test() -> Iterator[None]:
+    """A command sets the levels of the whole process, and what it logs then reaches no other handler."""
+    yield
+    for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "moetool"]:
+        logging.getLogger(name).setLevel(logging.NOTSET)
+    logging.getLogger("moetool").propagate = True
+
+
 @pytest.fixture(scope="session")
 def reference() -> Path:
     """The folder of the embedded model."""
