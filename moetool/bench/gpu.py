@@ -212,7 +212,7 @@ def _measure(
         stage.workload,
         io_threads=options.io_threads,
         forced=None if cell.routers else stage.forced,
-        warm=True,  # host memory then holds the experts
+        warm=build_policy(name, loaded.spec, {}, slots),  # host memory then holds the experts
         host_memory_bytes=None if cell.share == 1 else total * stride_of(stored_bytes),
     )
     moved = run.decode.moved_bytes / len(run.decode.seconds)

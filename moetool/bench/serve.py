@@ -306,8 +306,11 @@ def measure_rounds(
                 found.disk[form][threads].append(rate)
         for place, one in enumerate((*lines, *others)):
             if isinstance(one, LineToServe):
-                how: dict[str, Any] = {"io_threads": options.io_threads, "forced": forced, "warm": one.warm}
-                how["layer_slots"] = options.layer_slots(one.loaded.spec, one.slots)
+                how: dict[str, Any] = {"io_threads": options.io_threads, "forced": forced}
+                how |= {
+                    "layer_slots": options.layer_slots(one.loaded.spec, one.slots),
+                    "warm": one.build() if one.warm else None,
+                }
                 found.runs[place].append(run_engine(one.loaded, one.build(), workload, **how))
             elif one != OFFLOADED or found.refused is None:
                 try:

@@ -137,7 +137,7 @@ def run_engine(
     *,
     io_threads: int,
     forced: ForcedRoutes | None = None,
-    warm: bool = False,
+    warm: Policy | None = None,
     host_memory_bytes: int | None = None,
     layer_slots: Sequence[int] = (),
 ) -> ServingRun:
@@ -145,7 +145,7 @@ def run_engine(
 
     Args:
         forced: routes to follow; otherwise the routers choose.
-        warm: run the workload once before, unmeasured.
+        warm: serves the workload once before, unmeasured; `policy` begins with its residents and knows nothing of it.
         host_memory_bytes: for experts in host memory.
         layer_slots: slots that each layer is guaranteed.
 
@@ -160,7 +160,7 @@ def run_engine(
         kv_tokens=workload.kv_tokens,
         max_batch_tokens=workload.chunk_tokens or max(512, workload.longest_prompt),
     )
-    residency = _Booked(policy, layer_slots=layer_slots)
+    residency = _Booked(policy if warm is None else warm, layer_slots=layer_slots)
     store = open_stores(loaded, residency, io_threads, host_memory_bytes)
     fill_device(residency, store)
     for key, slot in residency.slot_of.items():
@@ -170,8 +170,9 @@ def run_engine(
     try:
         engine.state = "ready"  # driven from here, forward by forward: the engine's own thread is not started
         _announce(batcher, forced)
-        if warm:
+        if warm is not None:
             _drive(engine, workload, forced, residency)
+            residency.change(policy, layer_slots)
             residency.prefill, residency.decode = Counts(), Counts()
         prefill, decode = _drive(engine, workload, forced, residency)
         return ServingRun(

@@ -32,21 +32,21 @@ class StepExperts(Protocol):
     """What computes the experts of a step (`moetool.runtime.expert_forward.ExpertRuntime`).
 
     Attributes:
-        unheard: whether nothing on the host has to hear of an event before it is computed.
-        unheard_events: the events of the step for which that was so.
+        defers_events: whether experts may be computed before the residency gets their event.
+        deferred_events: the events of the step that it gets afterwards.
         recorded: graphs of experts that may be used in the step, by layer.
     """
 
-    unheard_events: list[tuple[MoeLayer, torch.Tensor]]
+    deferred_events: list[tuple[MoeLayer, torch.Tensor]]
     recorded: Mapping[int, "RecordedExperts"]
 
     @property
-    def unheard(self) -> bool: ...
+    def defers_events(self) -> bool: ...
 
-    def can_be_told(self, layer: MoeLayer, num_rows: int) -> bool:
-        """Whether `compute_told` may be called for so many choices."""
+    def computes_by_table(self, layer: MoeLayer, num_rows: int) -> bool:
+        """Whether `compute_by_table` may be called for so many choices."""
 
-    def compute_told(
+    def compute_by_table(
         self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
         """The output [T, D] of a layer's experts, all of which are where a table on the device says."""
@@ -153,7 +153,7 @@ class DecodeGraphs:
         program = self._program(kwargs)
         if program is None:
             return SimpleNamespace(logits=self._model(**self._locate(kwargs)).logits)
-        self._runtime.unheard_events, self._runtime.recorded = list(program.events), program.recorded
+        self._runtime.deferred_events, self._runtime.recorded = list(program.events), program.recorded
         try:
             return SimpleNamespace(logits=program.replay())
         finally:
@@ -167,7 +167,7 @@ class DecodeGraphs:
         hooked = [module for module in self._modules if module._forward_pre_hooks or module._forward_hooks]
         if any(inner in self._layer_of for module in hooked for inner in list(module.modules())[1:]):
             return None  # a gap within a gap
-        whole = self._runtime.unheard and not hooked
+        whole = self._runtime.defers_events and not hooked
         gaps = [] if whole else [*self._layer_of, *(module for module in hooked if module not in self._layer_of)]
         key = (num_requests, *kwargs["key_rooms"].values(), whole, *map(id, hooked))
         if key not in self._programs:
@@ -195,9 +195,9 @@ class DecodeGraphs:
         try:
             with self._as_gaps(gaps, program), program.recording():
                 program.logits = self._model(**self._locate(kwargs)).logits
-            program.events = self._runtime.unheard_events
+            program.events = self._runtime.deferred_events
         finally:
-            self._runtime.unheard_events = []
+            self._runtime.deferred_events = []
         return program
 
     @contextlib.contextmanager
@@ -222,9 +222,9 @@ class DecodeGraphs:
         self, program: "_Program", layer: MoeLayer, hidden: torch.Tensor, *routes: torch.Tensor
     ) -> torch.Tensor:
         """An output of a layer's experts, whatever they compute, and a graph of it where there can be one."""
-        if len(routes) != 2 or not self._runtime.can_be_told(layer, routes[0].numel()):
+        if len(routes) != 2 or not self._runtime.computes_by_table(layer, routes[0].numel()):
             return torch.zeros_like(hidden)
-        compute = partial(self._runtime.compute_told, layer)
+        compute = partial(self._runtime.compute_by_table, layer)
         compute(*map(torch.zeros_like, (hidden.reshape(-1, hidden.shape[-1]), *routes)))  # kernels are compiled now
         found = RecordedExperts(self._pool, compute, hidden.reshape(-1, hidden.shape[-1]), *routes)
         program.recorded[layer.index] = found

@@ -67,9 +67,9 @@ class ExpertRuntime:
         uses_L: how often each layer needed an expert.
         misses_L: how often it was not resident then.
         window: the last events.
-        recorded: graphs of `compute_told` that may be used in this forward, by layer.
-        unheard_events: layers and routes of this forward that are computed, or are going to be by a CUDA graph, and
-            that the residency hears of when it has ended.
+        recorded: graphs of `compute_by_table` that may be used in this forward, by layer.
+        deferred_events: layers and routes of this forward that the residency gets after it. They are computed, or a
+            CUDA graph is about to compute them.
         on_costs: called with a forward and the seconds of a load and of the host that are in force from it on.
 
     Effects: becomes the model's experts implementation, and the forward of experts that have no such interface;
@@ -120,9 +120,9 @@ class ExpertRuntime:
         if wanted and isinstance(residency, Residency) and isinstance(store, ExpertStore):
             self._pooled = PooledExperts(loaded, residency, store, self._host)
         policy = residency.policy
-        self._hears_later = self._needs <= {"experts"} and policy.lossless and not policy.computes_on_host
+        self._may_defer = self._needs <= {"experts"} and policy.lossless and not policy.computes_on_host
         self.recorded: Mapping[int, RecordedExperts] = {}
-        self.unheard_events: list[tuple[MoeLayer, torch.Tensor]] = []
+        self.deferred_events: list[tuple[MoeLayer, torch.Tensor]] = []
         self._max_rows = [self._layer_max_rows(layer) if self.from_pool else 0 for layer in loaded.layers]
         if "resident" in self._needs:
             self._look = ResidentLook(loaded, residency, store if self.from_pool else None)
@@ -134,7 +134,7 @@ class ExpertRuntime:
         Where the policy looks at embeddings they start when the embedding layer has run.
         """
         self._info = info
-        self.unheard_events = []
+        self.deferred_events = []
         self.window.begin(self.residency.counts)
         if isinstance(self.store, ExpertStore) and self.store.meter is not None and (new := self.store.meter.news()):
             self.residency.policy.take_costs(*new)
@@ -150,16 +150,16 @@ class ExpertRuntime:
         if (info := self._info) is None:
             return
         try:
-            self._hear()
+            self._report_deferred()
         finally:
             self._info = None
             self.residency.end_forward(info)
             self.window.end(info, self.residency.counts)
 
     @property
-    def unheard(self) -> bool:
-        """Whether all events of the forward that has begun are computed before anybody on the host hears of them."""
-        return self._computes_unheard and not any(self._watching.values())
+    def defers_events(self) -> bool:
+        """Whether the residency gets all events of this forward only after it (`deferred_events`)."""
+        return self._defers and not any(self._watching.values())
 
     def watch_products(self, layer: MoeLayer, on_products: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """Call `on_products` with the outputs [T, K, D] of a layer's chosen experts, before their weights."""
@@ -191,15 +191,15 @@ class ExpertRuntime:
         recorded = self.recorded.get(layer.index)
         if recorded is not None and not (
             recorded.takes(hidden_TD)
-            and self.can_be_told(layer, index_TK.numel())
+            and self.computes_by_table(layer, index_TK.numel())
             and not self._watching.get(layer.index)
         ):
             recorded = None
         products: torch.Tensor | None = None
-        if self._pooled is not None and self._computes_unheard:
+        if self._pooled is not None and self._defers:
             if self._info is None:
                 raise RuntimeError("the model was called outside a forward that moetool announced")
-            self.unheard_events.append((layer, index_TK))
+            self.deferred_events.append((layer, index_TK))
             if recorded is not None:
                 return recorded.run(index_TK, weights_TK)
             products = self._pooled.compute_all(layer, hidden_TD, top_k, index_TK)
@@ -224,18 +224,18 @@ class ExpertRuntime:
             on_products(products.view(num_tokens, top_k, -1))
         return _summed(products, weights_TK).to(hidden_TD.dtype)
 
-    def compute_told(
+    def compute_by_table(
         self, layer: MoeLayer, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
-        """As `forward`, of experts that are where the device's table says: nothing is asked, nobody hears of it."""
+        """As `forward`, with experts in the slots of the device's table; the residency is not involved."""
         assert self._pooled is not None
         products = self._pooled.compute_all(layer, hidden_TD, index_TK.shape[1], index_TK)
         return _summed(products, weights_TK).to(hidden_TD.dtype)
 
-    def can_be_told(self, layer: MoeLayer, num_rows: int) -> bool:
-        """Whether `compute_told` may be called for so many choices."""
+    def computes_by_table(self, layer: MoeLayer, num_rows: int) -> bool:
+        """Whether `compute_by_table` may be called for so many choices."""
         called = layer.form.call in _CALLED_WITH_ROUTES
-        return called and self._pooled is not None and self._pooled.tells(layer, num_rows)
+        return called and self._pooled is not None and self._pooled.table_suffices(layer, num_rows)
 
     def _event(self, layer: MoeLayer, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> GateEvent:
         """Route of the layer, for the policy."""
@@ -279,21 +279,21 @@ class ExpertRuntime:
         return steps
 
     @property
-    def _computes_unheard(self) -> bool:
-        return self._pooled is not None and self._pooled.complete and self._hears_later
+    def _defers(self) -> bool:
+        return self._pooled is not None and self._pooled.complete and self._may_defer
 
-    def _hear(self) -> None:
+    def _report_deferred(self) -> None:
         """Tell the residency of the events that are computed already, by one transfer, and start what it asks for."""
-        if not self.unheard_events:
+        if not self.deferred_events:
             return
         assert self._pooled is not None and self._info is not None
-        unheard, self.unheard_events = self.unheard_events, []
-        if (device := unheard[0][1].device).type == "cuda":
+        deferred, self.deferred_events = self.deferred_events, []
+        if (device := deferred[0][1].device).type == "cuda":
             torch.cuda.synchronize(device)  # the forward may have run on a stream of its own
-        chosen = torch.cat([index_TK.reshape(-1) for _, index_TK in unheard]).tolist()
+        chosen = torch.cat([index_TK.reshape(-1) for _, index_TK in deferred]).tolist()
         self._pooled.computed_all()
         first = 0
-        for layer, index_TK in unheard:
+        for layer, index_TK in deferred:
             experts, first = chosen[first : first + index_TK.numel()], first + index_TK.numel()
             top_k = index_TK.shape[1]
             routes = tuple(tuple(experts[i : i + top_k]) for i in range(0, len(experts), top_k))

@@ -58,7 +58,7 @@ class PooledExperts:
         self._num_experts = max(form.num_experts for form in self._forms)
         self._slots_LE = [[-1] * self._num_experts for _ in self._forms]  # what the table holds
         shape, pinned = (len(self._forms), self._num_experts), self._device.type == "cuda"
-        self._told_LE = torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned)  # is copied to the table
+        self._staged_LE = torch.full(shape, -1, dtype=torch.int32, pin_memory=pinned)  # is copied to the table
         self._table_LE = torch.full(shape, -1, dtype=torch.int32, device=self._device)
         self._multiply = find_multiply(self._device.type)
         self._parts_L = [store.stacked(layer.index) for layer in loaded.layers]
@@ -79,14 +79,14 @@ class PooledExperts:
         """Find out whether every expert is in its slot, and can be computed where it is."""
         spec, slot_of = self._residency.policy.spec, self._residency.slot_of
         few = num_tokens * self._most_chosen <= FEW_ROWS
-        told = all(parts or (few and packed) for parts, packed in zip(self._parts_L, self._packed_L, strict=True))
-        self.complete = told and len(slot_of) == spec.total_experts
+        suffices = all(parts or (few and packed) for parts, packed in zip(self._parts_L, self._packed_L, strict=True))
+        self.complete = suffices and len(slot_of) == spec.total_experts
         if not self.complete or self._checked:
             return
         self.complete = self._checked = all(self._store.holds(key, slot) for key, slot in slot_of.items())
         if self.complete:
             for layer, form in enumerate(self._forms):
-                self._tell(layer, {e: slot_of[spec.expert_key(layer, e)] for e in range(form.num_experts)})
+                self._place(layer, {e: slot_of[spec.expert_key(layer, e)] for e in range(form.num_experts)})
 
     def moved(self) -> None:
         """An expert has been given another slot."""
@@ -95,7 +95,7 @@ class PooledExperts:
     def compute_all(self, layer: MoeLayer, x: torch.Tensor, each: int, index_TK: torch.Tensor) -> torch.Tensor:
         """The outputs [T * K, D] of the choices before their weights, by experts that are where the table says.
 
-        Only where the table is all that they have to know (`tells`).
+        Only where `table_suffices`.
 
         Args:
             x: input rows; choice r is of row r // `each`.
@@ -109,12 +109,12 @@ class PooledExperts:
         """No slot may be filled before all that was asked for so far is computed."""
         self._store.computed_together(range(self._store.num_slots))
 
-    def tells(self, layer: MoeLayer, num_rows: int) -> bool:
-        """Whether the table is all that the products of so many choices of a layer have to know."""
+    def table_suffices(self, layer: MoeLayer, num_rows: int) -> bool:
+        """Whether products of so many choices of a layer need the table only, and nothing is unpacked first."""
         return bool(self._parts_L[layer.index] or (num_rows <= FEW_ROWS and self._packed_L[layer.index]))
 
     def settle(self, layer: MoeLayer, steps: Sequence[Step]) -> Sequence[Step] | None:
-        """Have all experts of an event in slots, and the table say so, before what the device is asked to do next.
+        """Bring all experts of an event into slots and update the table, before later work on the device.
 
         To be followed by the products and `settled`.
 
@@ -138,7 +138,7 @@ class PooledExperts:
         for slot, key in [*slots.items(), *beside.items()]:
             self._store.ready(key, slot)
         base, num_experts = self._residency.policy.spec.expert_key(layer.index, 0), layer.form.num_experts
-        self._tell(layer.index, {key - base: slot for slot, key in slots.items() if key - base < num_experts})
+        self._place(layer.index, {key - base: slot for slot, key in slots.items() if key - base < num_experts})
         return steps[first_later:]
 
     def settled(self, steps: Sequence[Step], later: Sequence[Step]) -> None:
@@ -232,7 +232,7 @@ class PooledExperts:
         """Compute the experts of `slots`, which are all of the event if `whole`, into the output's rows."""
         parts = self._parts(layer, given.rows)
         if parts is not None:
-            table_E = self._tell(layer.index, slots) if whole else self._table_of(slots)
+            table_E = self._place(layer.index, slots) if whole else self._table_of(slots)
             return self._run(layer.form, given, table_E, parts, output)
         assert self._unpacking is not None
         experts, count = list(slots), self._unpacking.capacity
@@ -304,14 +304,14 @@ class PooledExperts:
                 begun.append((places, self._host.start(layer.form, key, given.x[places // given.each])))
         return begun
 
-    def _tell(self, layer: int, slots: dict[int, int]) -> torch.Tensor:
+    def _place(self, layer: int, slots: dict[int, int]) -> torch.Tensor:
         """The layer's table, once it says where these experts are; of others it may say anything."""
-        known, told_E = self._slots_LE[layer], self._told_LE[layer].numpy()
+        known, staged_E = self._slots_LE[layer], self._staged_LE[layer].numpy()
         if new := [(expert, slot) for expert, slot in slots.items() if known[expert] != slot]:
             # An earlier copy that is still to be carried out brings these entries too: no kernel before it reads them.
             for expert, slot in new:
-                known[expert] = told_E[expert] = slot
-            self._table_LE[layer].copy_(self._told_LE[layer], non_blocking=True)
+                known[expert] = staged_E[expert] = slot
+            self._table_LE[layer].copy_(self._staged_LE[layer], non_blocking=True)
         return self._table_LE[layer]
 
     def _table_of(self, slots: dict[int, int]) -> torch.Tensor:

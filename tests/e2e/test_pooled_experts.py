@@ -99,7 +99,7 @@ class Replayed:
 
     def run(self, index_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         self.runs += 1
-        return self._runtime.compute_told(self._layer, self._hidden_TD, index_TK, weights_TK)
+        return self._runtime.compute_by_table(self._layer, self._hidden_TD, index_TK, weights_TK)
 
 
 @pytest.mark.parametrize(("policy", "slots"), [("lru", 12), ("lru", 256), ("foresight", 64), ("layerwise", 80)])
