@@ -110,7 +110,7 @@ class Policy(policy.Policy):
         first, end = self.memory.columns[layer : layer + 2]
         route_TK = np.array(event.experts_TK, np.int32)[:, : end - first] + np.int32(base)
         self._path_TP[:, first : first + route_TK.shape[1]] = route_TK
-        used = route_TK[0] if len(route_TK) == 1 else np.array([base + expert for expert in event.needed])
+        used = route_TK[0] if len(route_TK) == 1 else np.array([base + expert for expert in event.needed], np.int32)
         self.memory.use(layer, used)
         for rows, walk in self._running:
             self.memory.follow(walk, layer, route_TK[rows[-1]], settle=len(rows) == 1)
@@ -169,7 +169,7 @@ class Policy(policy.Policy):
     def end_forward(self, info: ForwardInfo) -> None:
         for rows, walk in self._running:
             if self._seen_layers < self.spec.num_layers:
-                self.memory.break_off(walk)
+                self.memory.clear(walk)
                 continue
             if len(rows) > self.options.memory:
                 self.memory.break_off(walk)

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moetool import assets, durable
+from moetool import __version__, assets, durable
 from moetool.cluster.control_messages import to_plain
 from moetool.cluster.worker_link import serves
 from moetool.cluster.worker_process import RECORD, ProcessRecord, end_process
@@ -75,7 +75,7 @@ class ClusterFolder:
 
     def log(self, server: str) -> Path:
         """File for what a server's process has to say."""
-        return self.path / f"{server}.log"
+        return self.path / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', server)}.log"
 
     def living(self) -> dict[str, ProcessRecord]:
         """Processes that an earlier head has started and that serve, by server; the others are ended and forgotten."""
@@ -112,7 +112,7 @@ class ClusterFolder:
         Raises:
             MismatchError: that was something else.
         """
-        found = hashlib.sha256(json.dumps(to_plain(list(settings))).encode()).hexdigest()
+        found = hashlib.sha256(json.dumps([__version__, *to_plain(list(settings))]).encode()).hexdigest()
         values = self._read()
         if values["settings"] != found and living:
             pids = " ".join(f"{one.pid} on {one.host}" for one in living.values())

@@ -199,7 +199,7 @@ class Workers:
                 try:
                     if self._links[n] is None:
                         self._start(n)
-                except MoetoolError as error:
+                except (MoetoolError, OSError) as error:
                     if not self.taken_over and not (late and isinstance(error, CapacityError)):
                         raise
             if not any(self._links):

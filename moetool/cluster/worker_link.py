@@ -19,6 +19,7 @@ _LOG = logging.getLogger(__name__)
 _NOTICE_S = 1.0
 """In which the end of a process is noticed, after a call of it has failed."""
 _HELLO_S = 2.0
+_REDIAL_S = 0.2
 
 
 class WorkerDied(MoetoolError):
@@ -90,7 +91,7 @@ class WorkerLink:
         with self._lock:
             self._why = self._why or why
             held, self._held = self._held, None
-        self._ended.set()
+            self._ended.set()
         self._fail_to_build()
         if held is not None:
             held.close()
@@ -116,9 +117,13 @@ class WorkerLink:
                 if not self._built.done():
                     self._build(connection)
                 receive_message(connection)
-            except LinkError:  # perhaps only this connection
+            except LinkError as error:
                 connection.close()
-            except MoetoolError as error:
+                if not self._built.done():  # another order would have it built twice
+                    self._gone(f"it was not built: {first_line(error)}")
+                    return
+                self._ended.wait(_REDIAL_S)  # perhaps only this connection
+            except Exception as error:  # whatever it is, those who wait must hear of it
                 connection.close()
                 self._gone(first_line(error))
                 return

@@ -160,6 +160,13 @@ class TokenMemory:
         """The next token that is stored follows none."""
         walk.last = walk.serial = -1
 
+    def clear(self, walk: Walk) -> None:
+        """Begin the request's window anew: its last token has routes in some layers only."""
+        self.break_off(walk)
+        walk.found = -1
+        for array in (walk.shared_LN, walk.now_N, walk.old_N):
+            array[:] = 0
+
     def state(self) -> dict[str, np.ndarray]:
         """The stored tokens in order, the row of the one before each, and past use."""
         kept = min(self._stored, self._size)
@@ -176,9 +183,10 @@ class TokenMemory:
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
         """Take what `state` gave. Raises: ValueError where it is of another model."""
         path_RP, before_R = state["path_RP"], state["before_R"]
-        rows = np.arange(len(path_RP))
+        rows = np.arange(len(path_RP) if path_RP.ndim else 0)
         right = (
-            path_RP.shape[1:] == self._path_NP.shape[1:]
+            path_RP.shape == (len(rows), self._path_NP.shape[1])
+            and path_RP.dtype.kind == before_R.dtype.kind == "i"
             and before_R.shape == rows.shape
             and state["past_use_A"].shape == self._use_A.shape
             and state["passed_L"].shape == (self.spec.num_layers,)
@@ -194,6 +202,10 @@ class TokenMemory:
         for name, (least, most) in spans.items():
             if not ((state[name] >= least) & (state[name] <= most)).all():
                 raise ValueError(f"{name} has values out of range")
+        # The compiled loops check no bounds: an expert must be one of its column's layer.
+        layer_P = np.repeat(np.arange(self.spec.num_layers), self.spec.top_k_L)
+        if not ((path_RP == -1) | (path_RP // self.spec.num_experts == layer_P)).all():
+            raise ValueError("path_RP has experts of another layer")
         start = max(0, len(rows) - self._size)
         for row in range(start, len(rows)):
             before = int(before_R[row]) - start

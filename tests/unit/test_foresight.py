@@ -120,6 +120,31 @@ def test_a_state_of_another_model_is_refused() -> None:
         state[name][...] = value
         with pytest.raises(ValueError, match="out of range"):
             policy.restore(state)
+    full = made()
+    drive(full, walk(3))
+    state = full.policy.state()
+    with pytest.raises(ValueError, match="experts of another layer"):
+        policy.restore(state | {"path_RP": np.zeros_like(state["path_RP"])})
+    for path_RP in (state["path_RP"].astype(np.float64), state["path_RP"][0], np.int32(0) + np.zeros((), np.int32)):
+        with pytest.raises(ValueError, match="expected rows of 8 experts"):
+            policy.restore(state | {"path_RP": path_RP})
+
+
+def test_a_forward_that_breaks_off_leaves_a_window_that_adds_up() -> None:
+    memory = TokenMemory(SPEC, 40, 8)
+    columns, window = memory.columns, memory.walk()
+    routes_TLK = walk(60) + np.arange(SPEC.num_layers)[:, None] * SPEC.num_experts
+    for number, route_LK in enumerate(routes_TLK.astype(np.int32)):
+        broken = number % 11 == 10
+        memory.begin(window)
+        for layer in range(2 if broken else SPEC.num_layers):
+            memory.follow(window, layer, route_LK[layer], settle=True)
+        if broken:
+            memory.clear(window)
+            continue
+        stored = min(number - number // 11, 40)
+        assert (window.now_N == window.shared_LN.sum(0, dtype=np.int32))[:stored].all()
+        memory.store(window, route_LK.reshape(columns[-1]))
 
 
 def test_requests_share_forwards_and_forwards_may_break_off() -> None:

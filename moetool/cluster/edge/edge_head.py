@@ -263,10 +263,11 @@ class EdgeHead:
 
     def _check(self, n: int) -> None:
         """Ask a server whether it is well, and correct the table if an answer about a move was lost before."""
-        begun = self._moves_begun
+        with self._counting:
+            begun, were_under_way = self._moves_begun, self._moves_under_way
         info = self._call(n, "info", timeout_s=self._options.hang_s)
         with self._counting:
-            is_settled = not self._moves_under_way and self._moves_begun == begun
+            is_settled = not (were_under_way or self._moves_under_way) and self._moves_begun == begun
             corrected = is_settled and self._table.corrected(n, info.held)
         if corrected:
             _LOG.info("server %s holds %d experts, not those of the table", self.names[n], len(info.held))
