@@ -56,8 +56,9 @@ def _freeze() -> None:
 
 @pytest.fixture(autouse=True)
 def _logs_of_one_test() -> Iterator[None]:
-    """A command sets the levels of the whole process, and what it logs then reaches no other handler."""
+    """A command sets the levels of the whole process, and of those that it starts; they are those of before again."""
     yield
+    os.environ.pop("MOETOOL_LOG", None)
     for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "moetool"]:
         logging.getLogger(name).setLevel(logging.NOTSET)
     logging.getLogger("moetool").propagate = True
