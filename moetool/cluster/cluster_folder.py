@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 
 
 class ClusterFolder:
-    """Where the servers of a cluster are, and their token. One head has it at a time.
+    """Folder with the addresses of a cluster's servers and their token. One head holds it at a time.
 
     Args:
         name: of the cluster.

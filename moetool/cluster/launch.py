@@ -63,7 +63,7 @@ def parse_where(text: str) -> Where:
 
 
 class Machines(Protocol):
-    """Where processes of workers are."""
+    """Machines that run the processes of workers."""
 
     def start(self, n: int, order: ProcessOrder) -> ProcessRecord:
         """Start one. Raises: CapacityError: there is no machine for it; MoetoolError: it does not start."""
@@ -121,7 +121,7 @@ class ThisMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detached:
-    """What workers are without a head.
+    """Behaviour of workers whose head has gone.
 
     Attributes:
         folder: of the cluster, where the next head finds them; None: none does.

@@ -45,7 +45,7 @@ RECORD = ".worker.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOrder:
-    """What a process is told when it starts.
+    """Arguments of a new process.
 
     Attributes:
         mark: in its command line.
@@ -67,7 +67,7 @@ class ProcessOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRecord:
-    """Where a worker's process is.
+    """Address and identity of a worker's process.
 
     Attributes:
         host, port: where it listens for heads.

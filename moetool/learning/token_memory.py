@@ -1,4 +1,4 @@
-"""What followed the tokens that were most like this one: a memory of routes, without any training.
+"""A memory of token routes: predicts from what followed the most similar tokens, without training.
 
 A token's window is the experts that it has chosen so far, and in the layers to come those of the token before. Two
 windows are as similar as the number of experts that they share. The stored tokens that are most similar say how soon
@@ -31,7 +31,7 @@ _LEAST_WEIGHT = 1e-3
 
 @dataclass(slots=True, kw_only=True)
 class Walk:
-    """What one request's window shares with each stored token.
+    """Similarity of one request's window to each stored token.
 
     Attributes:
         shared_LN: uint8, experts of each layer that its last token there shares with each.

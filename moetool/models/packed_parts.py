@@ -20,7 +20,7 @@ WIDEST = 512
 
 
 class Values(IntEnum):
-    """What the bytes of values are."""
+    """Encodings of values in bytes."""
 
     E4M3 = auto()  # float8 of a byte
     INT8 = auto()  # two's complement

@@ -359,7 +359,7 @@ class Batcher:
         return args, self._locate(kwargs) if self._decodes else kwargs
 
     def _announce(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The model's arguments with the batch's sequences, once whoever listens has heard of the batch."""
+        """Report the batch to `on_forward`; gives the model's arguments with the ends of the batch's sequences."""
         request_T: list[int] = []
         phase_T: list[int] = []
         iteration_T: list[int] = []

@@ -29,7 +29,7 @@ _MOST_REQUESTS = 32
 
 
 class StepExperts(Protocol):
-    """What computes the experts of a step (`moetool.runtime.expert_forward.ExpertRuntime`).
+    """Computes the experts of a step (`moetool.runtime.expert_forward.ExpertRuntime`).
 
     Attributes:
         defers_events: whether experts may be computed before the residency gets their event.

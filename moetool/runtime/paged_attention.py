@@ -24,7 +24,7 @@ class SequenceEnds(NamedTuple):
 
 
 class DecodeRows(NamedTuple):
-    """Where the keys of sequences lie in a paged cache that have one new token each, in tensors of fixed shapes.
+    """Places in a paged cache of the keys of sequences with one new token each, in tensors of fixed shapes.
 
     They are found on the device and have room for more keys than there are, so that a step can be recorded as a CUDA
     graph and the next one, with longer sequences, is the same.

@@ -135,14 +135,17 @@ class PooledExperts:
             elif step.slot in slots:
                 first_later = min(first_later, place)
         beside = self._start(steps[:first_later], slots)
-        for slot, key in [*slots.items(), *beside.items()]:
-            self._store.ready(key, slot)
         base, num_experts = self._residency.policy.spec.expert_key(layer.index, 0), layer.form.num_experts
-        self._place(layer.index, {key - base: slot for slot, key in slots.items() if key - base < num_experts})
+        slot_of = {
+            key - base: slot for slot, key in slots.items() if key - base < num_experts
+        }  # others have no weights
+        for slot, key in [*((slot, base + expert) for expert, slot in slot_of.items()), *beside.items()]:
+            self._store.ready(key, slot)
+        self._place(layer.index, slot_of)
         return steps[first_later:]
 
     def settled(self, steps: Sequence[Step], later: Sequence[Step]) -> None:
-        """The products of an event have been asked for: carry out what `settle` has left of its steps."""
+        """Carry out the steps that `settle` left, once the products of the event are queued."""
         self._store.computed_together(step.slot for step in steps if step.kind is StepKind.COMPUTE)
         for slot, key in self._start(later, {}).items():
             self._store.ready(key, slot)
@@ -244,7 +247,7 @@ class PooledExperts:
         return output
 
     def _parts(self, layer: MoeLayer, rows: SlotRows) -> Parts | None:
-        """What can be multiplied where it is; None where slots hold packed experts that must be unpacked first."""
+        """Parts that are multiplied in their slots; None if slots hold packed experts that must be unpacked first."""
         few = rows.order_R is None
         return self._parts_L[layer.index] or (self._packed_L[layer.index] if few else None)
 
